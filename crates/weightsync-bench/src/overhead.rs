@@ -32,7 +32,11 @@ pub fn simulated(args: &Args, workers: usize, rounds: u32) -> Result<Pair, Box<d
     let source = local::Source::new(args)?;
     let connect = |workers| -> Result<Sender, weightsync_engine::Error> {
         let setup = source.setup()?.scheme(AnyScheme::new(Ready { workers }))?;
-        setup.connect(&source, Expect::Count(workers), Duration::from_secs(60))
+        setup.connect(
+            &source,
+            Expect::Count(workers),
+            Some(Duration::from_secs(60)),
+        )
     };
     let (mut many, mut one) = (connect(workers)?, connect(1)?);
     let mut pair = Pair {
@@ -71,7 +75,7 @@ pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn 
     };
     let spawn = reader::spawn(&args.program)?.count(processes);
     let workers = spawn.init_value(&task)?.start()?;
-    let mut sender = setup.connect(&source, Expect::Count(all), Duration::from_secs(120))?;
+    let mut sender = setup.connect(&source, Expect::Count(all), Some(Duration::from_secs(120)))?;
     let mut times = Times::default();
     for round in 0..rounds + 3 {
         let report = sender.send(&source)?;
@@ -289,7 +293,7 @@ mod tests {
             .scheme(Ready { workers: 7 })
             .unwrap();
         let (expect, soon) = (Expect::Count(7), Duration::from_secs(60));
-        let mut sender = setup.connect(&source, expect, soon).unwrap();
+        let mut sender = setup.connect(&source, expect, Some(soon)).unwrap();
         let report = sender.send(&source).unwrap();
         assert!(report.all_applied(), "{report}");
         let lines: Vec<_> = report.workers.iter().map(|line| line.worker.0).collect();

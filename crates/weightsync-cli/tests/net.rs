@@ -309,7 +309,7 @@ impl Trainer {
         let setup = SenderSetup::new("policy", &weights).expect("a model");
         let setup = setup.scheme(scheme).expect("a place");
         let info = setup.init_info();
-        let sender = setup.connect(&weights, Expect::Count(0), PATIENCE);
+        let sender = setup.connect(&weights, Expect::Count(0), Some(PATIENCE));
         Self {
             sender: Some(sender.expect("it waits for nobody")),
             weights,
@@ -329,10 +329,10 @@ impl Trainer {
     fn worker(&self, number: u32) -> JoinHandle<u64> {
         let setup = ReceiverSetup::new(self.info.clone(), number);
         let setup = setup;
-        let mut receiver = setup.connect(PATIENCE).expect("the trainer is there");
+        let mut receiver = setup.connect(Some(PATIENCE)).expect("the trainer is there");
         thread::spawn(move || {
             let mut last = 0;
-            while let Ok(Some(weights)) = receiver.receive(Some(PATIENCE)) {
+            while let Ok(Some(weights)) = receiver.recv_timeout(PATIENCE) {
                 last = weights.version().0;
             }
             last

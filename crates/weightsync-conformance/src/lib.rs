@@ -24,7 +24,7 @@
 //! ```no_run
 //! use std::process::ExitCode;
 //!
-//! use weightsync::MultiProcess;
+//! use weightsync::scheme::MultiProcess;
 //! use weightsync::transport::{AnyScheme, Registration, register};
 //! use weightsync_conformance::Subjects;
 //!
@@ -279,9 +279,9 @@ fn interrupts(scheme: AnyScheme) -> bool {
         let setup = SenderSetup::new("policy", &weights)?.scheme(scheme)?;
         let _sender = setup
             .clone()
-            .connect(&weights, Expect::Count(0), PATIENCE)?;
+            .connect(&weights, Expect::Count(0), Some(PATIENCE))?;
         let worker = ReceiverSetup::new(setup.init_info(), 0);
-        worker.connect(PATIENCE)?.interrupter()
+        worker.connect(Some(PATIENCE))?.interrupter()
     };
     can.weights && can.push && !matches!(ask(), Err(Error::Unsupported { .. }))
 }

@@ -219,26 +219,27 @@ pub enum Error {
     },
 }
 
-/// What a caller should do about an error.
+/// What to do about an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
 pub enum Remedy {
-    /// The same call can succeed later.
+    /// The same call may succeed later: a worker or a sender was slow or absent, or one version was
+    /// damaged and the next is not.
     Retry,
-    /// The two ends no longer match: start again from a whole version.
-    Resync,
-    /// The call can never succeed as it is: change what is passed to it.
+    /// The two ends no longer match: open this end again from the init info. Weights already held
+    /// stay valid.
+    Reconnect,
+    /// The caller must change something first.
     GiveUp,
 }
 
 impl Error {
-    /// What to do: ask for a whole version again, or change the call.
+    /// What to do: connect again for a whole version, or change the call.
     ///
     /// Nothing in this crate waits or does input and output, so nothing here is mended by a plain
     /// retry.
     pub fn remedy(&self) -> Remedy {
         match self {
-            Error::Malformed { .. } | Error::LayoutId { .. } => Remedy::Resync,
+            Error::Malformed { .. } | Error::LayoutId { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }
@@ -254,7 +255,7 @@ impl fmt::Display for Remedy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Remedy::Retry => "retry",
-            Remedy::Resync => "resync",
+            Remedy::Reconnect => "reconnect",
             Remedy::GiveUp => "give up",
         })
     }

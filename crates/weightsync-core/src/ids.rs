@@ -122,6 +122,12 @@ impl<'de> Deserialize<'de> for ModelId {
 #[serde(transparent)]
 pub struct WorkerId(pub u32);
 
+impl From<u32> for WorkerId {
+    fn from(number: u32) -> Self {
+        Self(number)
+    }
+}
+
 impl fmt::Display for WorkerId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "worker {}", self.0)

@@ -24,6 +24,7 @@ use crate::error::{Error, Result};
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::receiver::Receiver;
+use crate::transport::deadline;
 
 pub use self::guards::{ModelGuard, ModelGuardMut, ModelHold};
 pub use self::snapshots::SnapshotsInBackground;
@@ -60,7 +61,7 @@ impl Receiver {
     /// # let info = setup.init_info();
     /// # let own = weights.clone();
     /// # let worker = std::thread::spawn(move || -> weightsync::Result<()> {
-    /// let receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
+    /// let receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(10)))?;
     /// let policy = receiver.in_background(own, SafePoints::Implied)?;
     /// loop {
     ///     let policy = policy.read()?; // it does not change until this is dropped
@@ -70,7 +71,7 @@ impl Receiver {
     ///     }
     /// }
     /// # Ok(()) });
-    /// # let mut sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
+    /// # let mut sender = setup.connect(&weights, Expect::Count(1), Some(Duration::from_secs(10)))?;
     /// # weights.insert("bias", [2], [3.0_f32, 4.0])?;
     /// # assert!(sender.send(&weights)?.all_applied());
     /// # worker.join().unwrap()?;
@@ -79,7 +80,7 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of [`receive_into`](Self::receive_into), [`Error::SeveralModels`],
+    /// Those of [`loading`](Self::loading), [`Error::SeveralModels`],
     /// and [`Error::Unsupported`] if the transport cannot end a wait, or nothing
     /// comes by it without being asked for.
     pub fn in_background<M>(self, model: M, when: SafePoints) -> Result<Background<M>>
@@ -121,7 +122,7 @@ impl Receiver {
     /// # Errors
     ///
     /// As [`in_background`](Self::in_background), and those of
-    /// [`receive_set_into`](Self::receive_set_into).
+    /// [`loading_set`](Self::loading_set).
     pub fn set_in_background<M, F>(
         mut self,
         mut models: M,
@@ -161,7 +162,7 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// Those of [`latest_set`](Self::latest_set), and [`Error::Unsupported`] as of
+    /// Those of [`latest`](Self::latest), and [`Error::Unsupported`] as of
     /// [`in_background`](Self::in_background).
     pub fn snapshots_in_background(self) -> Result<SnapshotsInBackground> {
         SnapshotsInBackground::start(self)
@@ -366,7 +367,7 @@ impl<M: Send + Sync + 'static> Background<M> {
                 call: "Background::wait",
             });
         }
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline(timeout);
         let declared = self.when == SafePoints::Declared;
         let mut asked = false;
         let found = loop {

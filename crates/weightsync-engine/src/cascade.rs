@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{ModelId, Run, Version};
+use weightsync_core::{ModelId, Run, Version, WorkerId};
 
 use crate::background::BackgroundStatus;
 use crate::background::handoff::ReceiverHandoff;
@@ -18,6 +18,7 @@ use crate::send_source::Set;
 use crate::sender::Sender;
 use crate::set::SetSnapshot;
 use crate::setup::{Expect, SenderSetup};
+use crate::transport::deadline;
 
 /// A worker that feeds workers of its own, its *sub-workers*, and passes on to
 /// them what it receives: in one pass, whole sets at a time.
@@ -45,7 +46,7 @@ use crate::setup::{Expect, SenderSetup};
 /// use weightsync::{Expect, InitInfo, ReceiverSetup};
 ///
 /// let info: InitInfo = serde_json::from_str(&std::env::var("POLICY_INFO")?)?;
-/// let minute = Duration::from_secs(60);
+/// let minute = Some(Duration::from_secs(60));
 /// let setup = Cascade::join(ReceiverSetup::new(info, 0), minute)?;
 /// let for_sub_workers = setup.init_info(); // hand this to them
 /// let mut cascade = setup.connect(Expect::Count(2), minute)?;
@@ -88,8 +89,8 @@ impl Cascade {
     ///
     /// As [`ReceiverSetup::connect`]; [`Error::Unsupported`] with a scheme that
     /// carries nothing.
-    pub fn join(setup: ReceiverSetup, deadline: Duration) -> Result<CascadeSetup> {
-        let mut receiver = setup.take_first(deadline)?;
+    pub fn join(setup: ReceiverSetup, timeout: Option<Duration>) -> Result<CascadeSetup> {
+        let mut receiver = setup.take_first(timeout)?;
         let first = receiver.begin()?.ok_or_else(|| Error::Unsupported {
             what: "weights to pass on",
             scheme: receiver.scheme().to_string(),
@@ -112,7 +113,7 @@ impl Cascade {
     /// # Errors
     ///
     /// As [`Sender::forget`].
-    pub fn forget(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+    pub fn forget(&mut self, workers: impl IntoIterator<Item = impl Into<WorkerId>>) -> Result<()> {
         self.passing.sender.forget(workers)
     }
 
@@ -128,12 +129,12 @@ impl Cascade {
     ///
     /// # Errors
     ///
-    /// Those of [`Receiver::receive`], and of [`Sender::send`]: then nothing was
+    /// Those of [`Receiver::recv`], and of [`Sender::send`]: then nothing was
     /// passed on, the trainer knows why, and the next version is tried again.
     /// After [`Error::Interrupted`] the next call goes on with what it was at; the
     /// sub-workers may have it already.
     pub fn forward(&mut self, timeout: Option<Duration>) -> Result<Option<Forwarded>> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline(timeout);
         loop {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let Some(set) = self.receiver.next(left)? else {
@@ -208,7 +209,7 @@ impl CascadeSetup {
     /// # Errors
     ///
     /// As [`SenderSetup::connect`]; the trainer is told.
-    pub fn connect(self, expect: Expect, deadline: Duration) -> Result<Cascade> {
+    pub fn connect(self, expect: Expect, timeout: Option<Duration>) -> Result<Cascade> {
         let Self {
             mut receiver,
             first,
@@ -217,7 +218,7 @@ impl CascadeSetup {
         let numbers = first.versions();
         let mut options = SendOptions::new();
         options.numbers = numbers;
-        match setup.connect_with(&set_of(&first, |_| true), options, expect, deadline) {
+        match setup.connect_with(&set_of(&first, |_| true), options, expect, timeout) {
             Ok(sender) => {
                 receiver.report_applied(&first)?;
                 Ok(Cascade {

@@ -1,14 +1,16 @@
 //! What can go wrong, and what to do about it.
 
+mod kind;
 mod of_memory;
 mod text;
 
+pub use self::kind::ErrorKind;
 pub(crate) use self::text::misfit_text;
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync_core::{Dtype, LayoutMismatch, ModelId, Run, Version, WorkerId};
+use weightsync_core::{Dtype, Epoch, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId};
 use weightsync_mem::Holder;
 
 use self::text::{
@@ -23,19 +25,6 @@ use crate::worker::WorkerError;
 
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
-
-/// What to do about an error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Remedy {
-    /// The same call may succeed later: a worker or a sender was slow or absent, or one version was
-    /// damaged and the next is not.
-    Retry,
-    /// This end must be opened again from the init info; weights already held
-    /// stay valid.
-    Reconnect,
-    /// The caller must change something first.
-    GiveUp,
-}
 
 /// Any error of the public API.
 #[non_exhaustive]
@@ -121,6 +110,43 @@ pub enum Error {
         address: String,
         /// How long it was tried.
         waited: Duration,
+    },
+    /// The sender turned this worker away.
+    #[error("the sender refused this worker: {reason}")]
+    Denied {
+        /// The sender's words.
+        reason: String,
+    },
+    /// The sender belongs to a run that a newer one has replaced.
+    #[error(
+        "the sender's run has {got}, but this worker has already seen {seen}: \
+         a newer trainer has replaced this one"
+    )]
+    Fenced {
+        /// The highest epoch seen before.
+        seen: Epoch,
+        /// The epoch of the sender that answered.
+        got: Epoch,
+    },
+    /// The address is taken: by another sender, or by another program.
+    #[error(
+        "cannot listen at {address}: another sender or another program uses it; stop that process, \
+         or give this sender its own port, name or run directory"
+    )]
+    AddressInUse {
+        /// The address asked for.
+        address: String,
+    },
+    /// A process that forked tried to use an end its parent opened.
+    #[error(
+        "this end was opened by process {owner} and cannot be used in its forked child {child}: \
+         open another end in the child from the init info"
+    )]
+    Forked {
+        /// The process that opened the end.
+        owner: u32,
+        /// The process that made the call.
+        child: u32,
     },
     /// No such model.
     #[error("there is no model {model:?}; there is {}", names(.known))]
@@ -479,7 +505,8 @@ pub enum Error {
     /// A layout or a name is not a valid one.
     #[error(transparent)]
     Layout(#[from] weightsync_core::Error),
-    /// Shared memory.
+    /// A failure in shared memory that has no variant of its own; [`kind`](Self::kind) says what
+    /// it is about.
     #[error(transparent)]
     Memory(weightsync_mem::Error),
     /// Worker processes.
@@ -518,40 +545,5 @@ impl Error {
     /// loop.
     pub fn is_sender_closed(&self) -> bool {
         matches!(self, Self::SenderClosed)
-    }
-
-    /// What to do about it.
-    pub fn remedy(&self) -> Remedy {
-        use weightsync_mem::Error as Memory;
-        match self {
-            Self::MissingWorkers { .. }
-            | Self::NotApplied { .. }
-            | Self::NoInitialWeights { .. }
-            | Self::NoSender { .. }
-            | Self::SendPending { .. }
-            | Self::NotWhole { .. }
-            | Self::AllSlotsPinned { .. }
-            | Self::FileLocked { .. }
-            | Self::Interrupted => Remedy::Retry,
-            Self::SenderDied { .. } | Self::SenderClosed | Self::Withdrawn { .. } => {
-                Remedy::Reconnect
-            }
-            Self::Transport { remedy, .. } => *remedy,
-            // The one that answered is not the one to listen to, or has no room
-            // now: its successor may.
-            Self::ConflictingRun { .. }
-            | Self::Memory(Memory::Fenced { .. } | Memory::Denied { .. }) => Remedy::Retry,
-            Self::Memory(Memory::AllRecordsHeld { .. }) => Remedy::Retry,
-            // What comes after what is damaged is next.
-            Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
-            // An end that has come to these keeps saying so.
-            Self::Memory(
-                Memory::Forked { .. }
-                | Memory::Protocol { .. }
-                | Memory::Os { .. }
-                | Memory::GivenUp { .. },
-            ) => Remedy::Reconnect,
-            _ => Remedy::GiveUp,
-        }
     }
 }

@@ -50,7 +50,7 @@ pub use crate::{
         SafePoints, SnapshotsInBackground,
     },
     cascade::{Cascade, CascadeInBackground, CascadeSetup, Forwarded},
-    error::{Error, Remedy, Result},
+    error::{Error, ErrorKind, Result},
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
@@ -61,7 +61,7 @@ pub use crate::{
     path::{ModelPath, ModelPathError, PathPart},
     pending::PendingSend,
     plain::{ExtraState, Plain, PlainError},
-    receiver::{Joined, Receiver, ReceiverSetup},
+    receiver::{Joined, Pull, Receiver, ReceiverSetup, Receiving},
     report::{Changes, Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
     safetensors_file::SafetensorsFile,
     scheme::{AnyScheme, MultiProcess, Queue, SharedMem},
@@ -74,13 +74,15 @@ pub use crate::{
     snapshot::{PrivateView, Snapshot, Written},
     strategy::{Role, StateDict, Strategy, TensorDict, UnknownStrategy, Weights},
     tensors::{Element, Tensors},
-    transport::{Capabilities, NoSync, Pull},
+    transport::{Capabilities, NoSync},
 };
 
 pub use weightsync_core::{
     Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
-    Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
+    Remedy, Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
     extract::ExtractError, layout, manifest, names,
 };
+#[doc(hidden)] // For schemes on shared memory.
+pub use weightsync_mem::Error as MemoryError;
 pub use weightsync_mem::interrupt::with as interruptible;
-pub use weightsync_mem::{Error as MemoryError, Holder, Origin, WaitStyle};
+pub use weightsync_mem::{Holder, Origin, WaitStyle};

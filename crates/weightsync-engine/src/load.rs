@@ -10,7 +10,7 @@ use crate::tensors::{Element, typed_copy};
 
 /// Something that weights can be loaded into: the worker's model.
 ///
-/// [`Receiver::receive_into`](crate::Receiver::receive_into) calls it. What is
+/// [`Receiver::loading`](crate::Receiver::loading) calls it. What is
 /// handed over has been compared with [`layout`](Self::layout), so names, dtypes
 /// and shapes fit; the sender is told that a version is applied only once
 /// `bind` or `load` has returned.

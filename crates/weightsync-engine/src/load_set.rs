@@ -10,7 +10,7 @@ use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 
 /// The worker's own models: what
-/// [`Receiver::receive_set_into`](crate::Receiver::receive_set_into) loads into.
+/// [`Receiver::loading_set`](crate::Receiver::loading_set) loads into.
 ///
 /// Models are registered one by one with [`with`](Self::with), or found in a
 /// [tree](Self::tree) by their ids, which are paths then.

@@ -49,8 +49,8 @@ impl SendOptions {
     /// Sends to these workers, and changes only them. A worker that comes back
     /// under its number gets what was last sent to it.
     #[must_use]
-    pub fn workers(mut self, workers: impl IntoIterator<Item = u32>) -> Self {
-        let mut workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+    pub fn workers(mut self, workers: impl IntoIterator<Item = impl Into<WorkerId>>) -> Self {
+        let mut workers: Vec<_> = workers.into_iter().map(Into::into).collect();
         workers.sort_unstable();
         workers.dedup();
         self.targets = Targets::Workers(workers);

@@ -57,7 +57,7 @@ impl PendingSend {
     /// [`Error::SenderClosed`] if the sender has shut down before there was nothing
     /// left to wait for; others only of the operating system.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Report> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = crate::transport::deadline(timeout);
         self.0.wait(until)
     }
 

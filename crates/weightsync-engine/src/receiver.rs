@@ -1,23 +1,27 @@
 //! The worker's end: set up, connect, receive.
 
 mod inner;
+mod receiving;
 mod setup;
 
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
-use weightsync_mem::{Deadline, Error as Memory, WaitStyle};
+use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId};
+use weightsync_mem::{Deadline, WaitStyle};
 
 use self::inner::Search;
-use crate::error::{Error, Remedy, Result, misfit_text};
+use crate::error::{Error, Result, misfit_text};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::scheme::AnyScheme;
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
-use crate::transport::{FirstWeights, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport};
+use crate::transport::{
+    FirstWeights, Interrupter, Joining, ModelSpec, ReceiverTransport, Which, deadline,
+};
 
+pub use self::receiving::{Pull, Receiving};
 pub use self::setup::Joined;
 
 /// How long a receive without a timeout searches for a restarted trainer before it fails.
@@ -31,8 +35,9 @@ const REJOIN: Duration = Duration::from_secs(60);
 /// use weightsync::{InitInfo, ReceiverSetup};
 ///
 /// let info: InitInfo = serde_json::from_str(&std::env::var("POLICY_INFO")?)?;
-/// let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(30))?;
-/// while let Some(weights) = receiver.receive(None)? {
+/// let mut receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(30)))?;
+/// loop {
+///     let weights = receiver.recv()?;
 ///     println!("{} has {}", receiver.worker(), weights.version());
 /// }
 /// # Ok(()) }
@@ -98,13 +103,11 @@ pub(crate) enum Followed {
 }
 
 impl Receiver {
-    /// Waits for a version that this worker has not had yet; returns `None` at the timeout. Without
-    /// a timeout, only a version, the sender's death or shutdown, or an [`Interrupter`] ends the
-    /// wait. Versions that were replaced meanwhile are skipped, unless the scheme delivers every
-    /// version.
+    /// Waits for a version that this worker has not had yet. Only a version, the sender's death or
+    /// shutdown, or an [`Interrupter`] ends the wait. Versions that were replaced meanwhile are
+    /// skipped, unless the scheme delivers every version.
     ///
-    /// The snapshot counts as loaded: the sender is told that this worker runs
-    /// it from here on.
+    /// The snapshot counts as loaded: the sender is told that this worker runs it from here on.
     ///
     /// # Errors
     ///
@@ -112,72 +115,30 @@ impl Receiver {
     /// was sent. If the trainer has a run directory, the next call waits for its
     /// successor. [`Error::Withdrawn`] once a background receiver, or a cascade,
     /// has [failed](crate::BackgroundState::Failed) with this.
-    /// [`Error::SeveralModels`] if this worker has several: see
-    /// [`receive_set`](Self::receive_set). [`Error::Unsupported`] if nothing
-    /// comes by the scheme without being asked for, once the initial weights were
-    /// received: [`pull`](Self::pull) instead.
-    pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        self.one_model()?;
-        let Some(set) = self.receive_set(timeout)? else {
-            return Ok(None);
-        };
-        Ok(Some(set.only()?.clone()))
+    /// [`Error::Interrupted`] by an [`Interrupter`].
+    /// [`Error::SeveralModels`] if this worker has several: see [`set`](Self::set).
+    /// [`Error::Unsupported`] if nothing comes by the scheme without being asked for, once the
+    /// initial weights were received: [`pull`](Self::pull) instead.
+    pub fn recv(&mut self) -> Result<Snapshot> {
+        self.one().recv()
     }
 
-    /// As [`receive`](Self::receive), for all models of this worker: what was
-    /// sent together comes together, in addition to what the others were at that time.
+    /// As [`recv`](Self::recv), but returns `None` if nothing came within the timeout.
     ///
     /// # Errors
     ///
-    /// As [`receive`](Self::receive).
-    pub fn receive_set(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
-        let Some(set) = self.next(timeout)? else {
-            return Ok(None);
-        };
-        self.report_applied(&set)?;
-        Ok(Some(set))
+    /// As [`recv`](Self::recv).
+    pub fn recv_timeout(&mut self, timeout: Duration) -> Result<Option<Snapshot>> {
+        self.one().recv_timeout(timeout)
     }
 
-    /// As [`receive`](Self::receive), but loads the version into the worker's
-    /// own model. The sender is told that the version is applied only once it is
-    /// loaded.
+    /// As [`recv`](Self::recv), but returns `None` at once if nothing is there.
     ///
     /// # Errors
     ///
-    /// [`Error::WrongModel`] or the loader's error; then the sender's report
-    /// carries the words, and this worker has the version it had: it was loaded
-    /// again. If that failed too, the model is not whole: this says
-    /// [`Error::NotWhole`] until a version has been loaded.
-    pub fn receive_into(
-        &mut self,
-        model: &mut dyn WeightLoader,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Version>> {
-        let id = self.one_model()?;
-        let mut models = SetLoader::new().with(&id, model);
-        let versions = self.receive_set_into(&mut models, timeout)?;
-        Ok(versions.and_then(|versions| versions.first().map(|(_, version)| *version)))
-    }
-
-    /// As [`receive_into`](Self::receive_into), for all models of this worker:
-    /// either all of them have the new versions afterwards, or none has.
-    ///
-    /// They are the same models each time: one whose version did not change since
-    /// the last load is not loaded again. To load all of them, also into others,
-    /// there is [`pull_set_into`](Self::pull_set_into).
-    ///
-    /// # Errors
-    ///
-    /// As [`receive_into`](Self::receive_into), and [`Error::NoSuchModel`] if
-    /// there is no loader for a model this worker receives.
-    pub fn receive_set_into(
-        &mut self,
-        models: &mut SetLoader<'_>,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        let set = self.next(timeout)?;
-        let held = self.held();
-        self.load_what_came(set, models, held.as_ref())
+    /// As [`recv`](Self::recv).
+    pub fn try_recv(&mut self) -> Result<Option<Snapshot>> {
+        self.one().try_recv()
     }
 
     /// Returns the newest version at once, even if this worker has had it; `None` before a
@@ -189,39 +150,15 @@ impl Receiver {
     ///
     /// # Errors
     ///
-    /// [`Error::Withdrawn`], as of [`receive`](Self::receive), and those of the
+    /// [`Error::Withdrawn`], as of [`recv`](Self::recv), and those of the
     /// transport.
     pub fn latest(&mut self) -> Result<Option<Snapshot>> {
-        self.one_model()?;
-        let Some(set) = self.latest_set()? else {
-            return Ok(None);
-        };
-        Ok(Some(set.only()?.clone()))
+        self.one().latest()
     }
 
-    /// As [`latest`](Self::latest), for all models of this worker.
-    ///
-    /// # Errors
-    ///
-    /// As [`latest`](Self::latest).
-    pub fn latest_set(&mut self) -> Result<Option<SetSnapshot>> {
-        self.is_served()?;
-        self.initial = None;
-        if self.sender_lost && self.restarts() {
-            // Why a successor cannot be joined is the next receive's to say.
-            if let Err(Error::Interrupted) = self.rejoin(Search::Until(Some(Instant::now()))) {
-                return Err(Error::Interrupted);
-            }
-        }
-        let Some(set) = self.transport.latest()? else {
-            return Ok(None);
-        };
-        self.report_applied(&set)?;
-        Ok(Some(set))
-    }
-
-    /// Asks for a version instead of waiting for a send; returns `None` at the timeout. The
-    /// snapshot counts as loaded.
+    /// Asks for a version instead of waiting for a send; returns `None` at the timeout of the
+    /// pull. The snapshot counts as loaded. For the [set](Self::set) of several models, the answer
+    /// is the set in which the model has the version asked for, whole as it was sent.
     ///
     /// What is sent meanwhile is no answer, and is there for the next receive,
     /// unless it is what was asked for.
@@ -229,71 +166,11 @@ impl Receiver {
     /// # Errors
     ///
     /// [`Error::NoSuchVersion`] if exactly that version is not kept any more,
+    /// [`Error::NoSuchModel`], [`Error::SeveralModels`] if the pull has to name a model,
     /// [`Error::Unsupported`] if the scheme has no pull, and those of
-    /// [`receive`](Self::receive).
-    pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        let id = self.one_model()?;
-        let Some(set) = self.pull_set(&id, pull, timeout)? else {
-            return Ok(None);
-        };
-        Ok(Some(set.only()?.clone()))
-    }
-
-    /// As [`pull`](Self::pull), for all models of this worker: the set in which
-    /// this one of them has the version asked for, whole as it was sent. For the
-    /// newest it is the same whichever is named.
-    ///
-    /// # Errors
-    ///
-    /// As [`pull`](Self::pull), and [`Error::NoSuchModel`].
-    pub fn pull_set(
-        &mut self,
-        model: &str,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<SetSnapshot>> {
-        let Some(set) = self.ask(model, pull, timeout)? else {
-            return Ok(None);
-        };
-        self.report_applied(&set)?;
-        Ok(Some(set))
-    }
-
-    /// As [`pull`](Self::pull), but loads the version into the worker's own
-    /// model, also if it has that version.
-    ///
-    /// # Errors
-    ///
-    /// As [`pull`](Self::pull) and [`receive_into`](Self::receive_into).
-    pub fn pull_into(
-        &mut self,
-        model: &mut dyn WeightLoader,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Version>> {
-        let id = self.one_model()?;
-        let mut models = SetLoader::new().with(&id, model);
-        let versions = self.pull_set_into(&mut models, &id, pull, timeout)?;
-        Ok(versions.and_then(|versions| versions.first().map(|(_, version)| *version)))
-    }
-
-    /// As [`pull_into`](Self::pull_into), for all models of this worker, as
-    /// [`pull_set`](Self::pull_set) gives them: either all of them have these
-    /// versions afterwards, or none has.
-    ///
-    /// # Errors
-    ///
-    /// As [`pull_set`](Self::pull_set) and
-    /// [`receive_set_into`](Self::receive_set_into).
-    pub fn pull_set_into(
-        &mut self,
-        models: &mut SetLoader<'_>,
-        model: &str,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        let set = self.ask(model, pull, timeout)?;
-        self.load_what_came(set, models, None)
+    /// [`recv`](Self::recv).
+    pub fn pull(&mut self, pull: Pull) -> Result<Option<Snapshot>> {
+        self.one().pull(pull)
     }
 
     /// The version this worker runs, of its first model; `Version::NONE` before
@@ -363,9 +240,8 @@ impl Receiver {
         first.map_or(&self.nothing, |spec| &spec.layout)
     }
 
-    /// What ends this receiver's waits from another thread: a receive then
-    /// returns nothing, as if its timeout had come. After a restarted trainer was
-    /// joined it is another one.
+    /// What ends this receiver's waits from another thread, with [`Error::Interrupted`]. After a
+    /// restarted trainer was joined it is another one.
     ///
     /// # Errors
     ///
@@ -375,8 +251,8 @@ impl Receiver {
         interrupter.map_err(|error| error.by(&self.scheme))
     }
 
-    /// As [`receive_set`](Self::receive_set), without saying that this worker
-    /// runs what came.
+    /// What this worker has not had yet; `None` at the timeout, or of a scheme that carries
+    /// nothing. Does not say that this worker runs it.
     pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         if let Some(initial) = self.initial.take() {
             if self.scheme.capabilities().every_version {
@@ -389,17 +265,33 @@ impl Receiver {
         self.is_served()?;
         let can = self.scheme.capabilities();
         if can.weights && !can.push {
-            return Err(Error::Unsupported {
-                what: "versions that come without being asked for",
-                scheme: self.scheme.to_string(),
-            });
+            return Err(self.without_push());
         }
-        // A timeout too long for the clock is no timeout.
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let deadline = deadline(timeout);
         if !self.find_sender(timeout.is_some(), deadline)? {
             return Ok(None);
         }
         self.next_of_transport(deadline)
+    }
+
+    /// What is live at this worker. Does not say that this worker runs it.
+    fn newest(&mut self) -> Result<Option<SetSnapshot>> {
+        self.is_served()?;
+        self.initial = None;
+        if self.sender_lost && self.restarts() {
+            // Why a successor cannot be joined is the next receive's to say.
+            if let Err(Error::Interrupted) = self.rejoin(Search::Until(Some(Instant::now()))) {
+                return Err(Error::Interrupted);
+            }
+        }
+        self.transport.latest()
+    }
+
+    fn without_push(&self) -> Error {
+        Error::Unsupported {
+            what: "versions that come without being asked for",
+            scheme: self.scheme.to_string(),
+        }
     }
 
     /// Whether the sender still has anything for this end.
@@ -426,22 +318,30 @@ impl Receiver {
     }
 
     fn next_of_transport(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
-        let mut next = self.transport.next(deadline);
-        if matches!(next, Ok(None)) && std::mem::take(&mut self.interrupted) {
-            next = self.transport.next(deadline);
+        self.waited(deadline, |transport| transport.next(deadline))
+    }
+
+    /// Waits for the transport, and tells its deadline from an interrupt.
+    fn waited(
+        &mut self,
+        deadline: Deadline,
+        mut wait: impl FnMut(&mut dyn ReceiverTransport) -> Result<Option<SetSnapshot>>,
+    ) -> Result<Option<SetSnapshot>> {
+        let mut came = wait(&mut *self.transport);
+        if matches!(came, Ok(None)) && std::mem::take(&mut self.interrupted) {
+            came = wait(&mut *self.transport);
         }
-        self.note_loss(next.as_ref().err());
-        next
+        self.note_loss(came.as_ref().err());
+        let is_early = deadline.is_none_or(|at| Instant::now() < at);
+        match came? {
+            None if is_early && self.scheme.capabilities().weights => Err(Error::Interrupted),
+            came => Ok(came),
+        }
     }
 
     /// Asks for the set with a version of a model, without saying that this
     /// worker runs it.
-    fn ask(
-        &mut self,
-        model: &str,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<SetSnapshot>> {
+    fn ask(&mut self, pull: &Pull) -> Result<Option<SetSnapshot>> {
         if !self.scheme.capabilities().pull {
             return Err(Error::Unsupported {
                 what: "asking for a version",
@@ -449,27 +349,24 @@ impl Receiver {
             });
         }
         self.is_served()?;
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        if !self.find_sender(timeout.is_some(), deadline)? {
+        let deadline = deadline(pull.timeout);
+        if !self.find_sender(pull.timeout.is_some(), deadline)? {
             return Ok(None);
         }
-        let mut models = self.transport.models().iter();
-        let place = models.position(|spec| spec.id.as_str() == model);
+        let models = self.transport.models();
+        let place = match (&pull.model, pull.which) {
+            (Some(model), _) => models.iter().position(|spec| spec.id.as_str() == model),
+            // Whichever it is asked for by, the newest is one set.
+            (None, Which::Newest) => Some(0),
+            (None, _) => self.one_model().map(|_| Some(0))?,
+        };
         let place = place.ok_or_else(|| Error::NoSuchModel {
-            model: model.into(),
-            known: self
-                .transport
-                .models()
-                .iter()
-                .map(|spec| spec.id.clone())
-                .collect(),
+            model: pull.model.clone().unwrap_or_default(),
+            known: self.ids(),
         })?;
-        let mut answer = self.transport.pull(place, pull, deadline);
-        if matches!(answer, Ok(None)) && std::mem::take(&mut self.interrupted) {
-            answer = self.transport.pull(place, pull, deadline);
-        }
-        self.note_loss(answer.as_ref().err());
-        let answer = answer?;
+        let answer = self.waited(deadline, |transport| {
+            transport.pull(place, pull.which, deadline)
+        })?;
         // The next receive hands out what is newer than this.
         let initial = self.initial.take();
         self.initial = initial.filter(|initial| {
@@ -477,25 +374,6 @@ impl Receiver {
             answer.is_none_or(|answer| is_newer(initial, answer))
         });
         Ok(answer)
-    }
-
-    /// Loads a set, if one came, but for what the models hold of it.
-    fn load_what_came(
-        &mut self,
-        set: Option<SetSnapshot>,
-        models: &mut SetLoader<'_>,
-        held: Option<&SetSnapshot>,
-    ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        let Some(set) = set else {
-            // A loop that goes on after a timeout would go on with half a model.
-            return match self.whole {
-                true => Ok(None),
-                false => Err(self.not_whole()),
-            };
-        };
-        let versions = set.versions();
-        self.load_and_report(set, models, held)?;
-        Ok(Some(versions))
     }
 
     fn note_loss(&mut self, error: Option<&Error>) {
@@ -510,16 +388,17 @@ impl Receiver {
         match self.transport.models() {
             [one] => Ok(one.id.as_str().to_owned()),
             [] => self.setup.only_model(),
-            several => Err(Error::SeveralModels {
-                known: several.iter().map(|spec| spec.id.clone()).collect(),
-            }),
+            _ => Err(Error::SeveralModels { known: self.ids() }),
         }
     }
 
     fn not_whole(&self) -> Error {
-        Error::NotWhole {
-            models: self.models().iter().map(|spec| spec.id.clone()).collect(),
-        }
+        Error::NotWhole { models: self.ids() }
+    }
+
+    fn ids(&self) -> Vec<ModelId> {
+        let models = self.transport.models().iter();
+        models.map(|spec| spec.id.clone()).collect()
     }
 }
 

@@ -287,8 +287,9 @@ impl Report {
 
     /// One worker's line. Where a process has gone and another has its number, that
     /// of the one that is there.
-    pub fn worker(&self, worker: u32) -> Option<&WorkerReport> {
-        let of_it = |line: &&WorkerReport| line.worker == WorkerId(worker);
+    pub fn worker(&self, worker: impl Into<WorkerId>) -> Option<&WorkerReport> {
+        let worker = worker.into();
+        let of_it = |line: &&WorkerReport| line.worker == worker;
         let lines = self.workers.iter().filter(of_it);
         lines.min_by_key(|line| line.outcome.is_gone())
     }

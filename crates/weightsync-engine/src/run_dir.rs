@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
 use weightsync_core::{Epoch, ModelId, Run};
-use weightsync_mem::{Error as Memory, Listener, interrupt, is_served};
+use weightsync_mem::{Listener, interrupt, is_served};
 
 use crate::error::{Error, Result};
 use crate::transport::Endpoint;
@@ -67,8 +67,7 @@ pub(crate) fn at(dir: &Path, models: &[ModelId]) -> Result<Endpoint> {
 ///
 /// # Errors
 ///
-/// [`MemoryError::AddressInUse`](Memory::AddressInUse), [`Error::File`],
-/// [`Error::FileLocked`].
+/// [`Error::AddressInUse`], [`Error::File`], [`Error::FileLocked`].
 pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
     let Some(dir) = file.parent() else {
         return Err(refused(file, "it is in no directory".into()));
@@ -78,7 +77,7 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
     if let Some(address) = look_up(file)?
         && is_served(&address)?
     {
-        return Err(Memory::AddressInUse { address }.into());
+        return Err(Error::AddressInUse { address });
     }
     let address = address(&random::<16>()?, &set_name(models));
     let listener = Listener::at(&address)?;

@@ -75,8 +75,7 @@ impl Queue {
 /// this program does not know keeps its text as it is.
 ///
 /// ```
-/// use weightsync::transport::AnyScheme;
-/// use weightsync::MultiProcess;
+/// use weightsync::scheme::{AnyScheme, MultiProcess};
 ///
 /// let scheme: AnyScheme = "multi-process:every=4".parse()?;
 /// assert_eq!(scheme.to_string(), "multi-process:every=4");
@@ -93,7 +92,7 @@ pub struct AnyScheme(Arc<dyn Scheme>);
 /// or a text that names the scheme then finds it, without a call.
 ///
 /// ```
-/// use weightsync::SharedMem;
+/// use weightsync::scheme::SharedMem;
 /// use weightsync::transport::{AnyScheme, Registration, register};
 ///
 /// register! {

@@ -21,7 +21,9 @@ use crate::report::{Outcome, Report, WorkerReport, WorkerStatus};
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, SendSource};
 use crate::setup::{Expect, SenderSetup};
-use crate::transport::{Attendance, Capabilities, Deadline, FirstWeights, SenderTransport};
+use crate::transport::{
+    Attendance, Capabilities, Deadline, FirstWeights, SenderTransport, deadline,
+};
 
 /// The trainer's end of connected models.
 ///
@@ -169,11 +171,10 @@ impl Sender {
     ///
     /// # Errors
     ///
-    /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as one
+    /// [`Error::MissingWorkers`] at the timeout, [`Error::Refused`] as soon as one
     /// of them says that a model does not fit its own.
-    pub fn wait_for(&mut self, expect: &Expect, deadline: Duration) -> Result<()> {
-        let since = Instant::now();
-        self.wait_until(expect, since, since.checked_add(deadline))
+    pub fn wait_for(&mut self, expect: &Expect, timeout: Option<Duration>) -> Result<()> {
+        self.wait_until(expect, Instant::now(), deadline(timeout))
     }
 
     /// Compares weights with what was set up, and sends nothing.
@@ -243,8 +244,8 @@ impl Sender {
     /// # Errors
     ///
     /// In a forked child.
-    pub fn forget(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
-        let workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+    pub fn forget(&mut self, workers: impl IntoIterator<Item = impl Into<WorkerId>>) -> Result<()> {
+        let workers: Vec<_> = workers.into_iter().map(Into::into).collect();
         self.transport.forget(&workers)
     }
 
@@ -255,7 +256,7 @@ impl Sender {
     /// # Errors
     ///
     /// [`Error::Unsupported`].
-    pub fn hold(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+    pub fn hold(&mut self, workers: impl IntoIterator<Item = impl Into<WorkerId>>) -> Result<()> {
         self.set_held(workers, true)
     }
 
@@ -264,13 +265,20 @@ impl Sender {
     /// # Errors
     ///
     /// [`Error::Unsupported`].
-    pub fn release(&mut self, workers: impl IntoIterator<Item = u32>) -> Result<()> {
+    pub fn release(
+        &mut self,
+        workers: impl IntoIterator<Item = impl Into<WorkerId>>,
+    ) -> Result<()> {
         self.set_held(workers, false)
     }
 
-    fn set_held(&mut self, workers: impl IntoIterator<Item = u32>, held: bool) -> Result<()> {
+    fn set_held(
+        &mut self,
+        workers: impl IntoIterator<Item = impl Into<WorkerId>>,
+        held: bool,
+    ) -> Result<()> {
         self.need("holding workers at a version", |can| can.hold)?;
-        let workers: Vec<_> = workers.into_iter().map(WorkerId).collect();
+        let workers: Vec<_> = workers.into_iter().map(Into::into).collect();
         self.transport.hold(&workers, held)
     }
 

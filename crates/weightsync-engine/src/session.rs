@@ -4,12 +4,11 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
-use weightsync_core::{ModelId, Version};
+use weightsync_core::WorkerId;
 
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
-use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::options::SendOptions;
 use crate::pending::PendingSend;
@@ -20,8 +19,7 @@ use crate::send_source::SendSource;
 use crate::sender::Sender;
 use crate::set::SetSnapshot;
 use crate::setup::{Expect, SenderSetup};
-use crate::snapshot::Snapshot;
-use crate::transport::Pull;
+use crate::transport::deadline;
 
 /// A sender or a receiver, for programs that decide at run time which, and for bindings to other
 /// languages. In Rust, [`SenderSetup`] and [`ReceiverSetup`] give the same rules as types, and a
@@ -58,7 +56,7 @@ use crate::transport::Pull;
 ///
 /// let mut worker: Session = serde_json::from_str(&text)?;
 /// worker.init_on_receiver(0)?;
-/// let error = worker.receive(None).unwrap_err();
+/// let error = worker.receiver().unwrap_err();
 /// assert!(error.to_string().contains("connect"), "{error}");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -164,7 +162,7 @@ impl Session {
     /// # Errors
     ///
     /// [`Error::WrongOrder`] without a sender to join, or once connected.
-    pub fn init_on_receiver(&mut self, worker: u32) -> Result<()> {
+    pub fn init_on_receiver(&mut self, worker: impl Into<WorkerId>) -> Result<()> {
         let info = self.info.clone().ok_or(Error::WrongOrder {
             call: "init_on_receiver",
             state: "in a session that knows no sender",
@@ -201,12 +199,12 @@ impl Session {
         &mut self,
         weights: &(impl SendSource + ?Sized),
         expect: Expect,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<()> {
         let since = Instant::now();
         match &self.state {
             State::PreparedSender(setup) => {
-                let sender = (**setup).clone().open(weights, deadline)?;
+                let sender = (**setup).clone().open(weights, timeout)?;
                 self.state = State::Opened(Box::new(sender));
             }
             State::Opened(sender) => sender.check(weights.members())?,
@@ -214,7 +212,7 @@ impl Session {
         }
         match std::mem::replace(&mut self.state, State::Closed) {
             State::Opened(mut sender) => {
-                let connected = sender.wait_until(&expect, since, since.checked_add(deadline));
+                let connected = sender.wait_until(&expect, since, deadline(timeout));
                 self.state = match connected {
                     Ok(()) => State::Sending(sender),
                     Err(_) => State::Opened(sender),
@@ -231,11 +229,11 @@ impl Session {
     /// # Errors
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::connect`].
-    pub fn connect_receiver(&mut self, deadline: Duration) -> Result<()> {
+    pub fn connect_receiver(&mut self, timeout: Option<Duration>) -> Result<()> {
         let State::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
-        let receiver = (**setup).clone().connect(deadline)?;
+        let receiver = (**setup).clone().connect(timeout)?;
         self.state = State::Receiving(Box::new(receiver));
         Ok(())
     }
@@ -249,12 +247,12 @@ impl Session {
     pub fn connect_receiver_into(
         &mut self,
         models: &mut SetLoader<'_>,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<()> {
         let State::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
-        let receiver = (**setup).clone().connect_set_into(models, deadline)?;
+        let receiver = (**setup).clone().connect_set_into(models, timeout)?;
         self.state = State::Receiving(Box::new(receiver));
         Ok(())
     }
@@ -267,11 +265,11 @@ impl Session {
     /// # Errors
     ///
     /// [`Error::WrongOrder`], and those of [`ReceiverSetup::join`].
-    pub fn join_receiver(&mut self, deadline: Duration) -> Result<Option<SetSnapshot>> {
+    pub fn join_receiver(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         let State::PreparedReceiver(setup) = &self.state else {
             return Err(self.state.wrong("connect_receiver"));
         };
-        let joined = (**setup).clone().join(deadline)?;
+        let joined = (**setup).clone().join(timeout)?;
         let first = joined.first().cloned();
         self.state = State::Joined(Box::new(joined));
         Ok(first)
@@ -341,7 +339,10 @@ impl Session {
     ///
     /// [`Error::WrongOrder`].
     pub fn receiver(&mut self) -> Result<&mut Receiver> {
-        self.receiving("receive")
+        match &mut self.state {
+            State::Receiving(receiver) => Ok(receiver),
+            state => Err(state.wrong("receive")),
+        }
     }
 
     /// See [`Sender::send_with`].
@@ -368,104 +369,6 @@ impl Session {
         options: &SendOptions,
     ) -> Result<PendingSend> {
         self.sending("send_async")?.send_async(weights, options)
-    }
-
-    /// See [`Receiver::receive`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::receive`].
-    pub fn receive(&mut self, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        self.receiving("receive")?.receive(timeout)
-    }
-
-    /// See [`Receiver::receive_set`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set`].
-    pub fn receive_set(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
-        self.receiving("receive_set")?.receive_set(timeout)
-    }
-
-    /// See [`Receiver::receive_into`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::receive_into`].
-    pub fn receive_into(
-        &mut self,
-        model: &mut dyn WeightLoader,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Version>> {
-        self.receiving("receive_into")?.receive_into(model, timeout)
-    }
-
-    /// See [`Receiver::receive_set_into`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::receive_set_into`].
-    pub fn receive_set_into(
-        &mut self,
-        models: &mut SetLoader<'_>,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        self.receiving("receive_set_into")?
-            .receive_set_into(models, timeout)
-    }
-
-    /// See [`Receiver::pull`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::pull`].
-    pub fn pull(&mut self, pull: Pull, timeout: Option<Duration>) -> Result<Option<Snapshot>> {
-        self.receiving("pull")?.pull(pull, timeout)
-    }
-
-    /// See [`Receiver::pull_set`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set`].
-    pub fn pull_set(
-        &mut self,
-        model: &str,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<SetSnapshot>> {
-        self.receiving("pull_set")?.pull_set(model, pull, timeout)
-    }
-
-    /// See [`Receiver::pull_into`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::pull_into`].
-    pub fn pull_into(
-        &mut self,
-        model: &mut dyn WeightLoader,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Version>> {
-        self.receiving("pull_into")?.pull_into(model, pull, timeout)
-    }
-
-    /// See [`Receiver::pull_set_into`].
-    ///
-    /// # Errors
-    ///
-    /// [`Error::WrongOrder`], and those of [`Receiver::pull_set_into`].
-    pub fn pull_set_into(
-        &mut self,
-        models: &mut SetLoader<'_>,
-        model: &str,
-        pull: Pull,
-        timeout: Option<Duration>,
-    ) -> Result<Option<Vec<(ModelId, Version)>>> {
-        self.receiving("pull_set_into")?
-            .pull_set_into(models, model, pull, timeout)
     }
 
     /// Shuts down the sender or the receiver, and leaves nothing behind. A second call does
@@ -498,13 +401,6 @@ impl Session {
     fn sending(&mut self, call: &'static str) -> Result<&mut Sender> {
         match &mut self.state {
             State::Sending(sender) => Ok(sender),
-            state => Err(state.wrong(call)),
-        }
-    }
-
-    fn receiving(&mut self, call: &'static str) -> Result<&mut Receiver> {
-        match &mut self.state {
-            State::Receiving(receiver) => Ok(receiver),
             state => Err(state.wrong(call)),
         }
     }

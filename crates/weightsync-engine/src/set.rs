@@ -41,7 +41,7 @@ impl SetSnapshot {
     }
 
     /// Which publication it is; grows from one to the next. 0 for what was
-    /// [asked for](crate::Receiver::pull_set) in addition to the newest.
+    /// [asked for](crate::Receiver::pull) in addition to the newest.
     pub fn sequence(&self) -> u64 {
         self.sequence
     }

@@ -17,7 +17,7 @@ use crate::run_dir;
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
 use crate::sender::Sender;
-use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptions};
+use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptions, deadline};
 
 /// Which workers [`SenderSetup::connect`] waits for. Others may join later.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -100,7 +100,7 @@ type Source = Arc<dyn WeightExtractor + Send + Sync>;
 /// weights.insert("layer.weight", [2, 3], vec![0.0_f32; 6])?;
 /// let setup = SenderSetup::new("policy", &weights)?;
 /// let info = setup.init_info(); // hand this to the workers
-/// let mut sender = setup.connect(&weights, Expect::Count(4), Duration::from_secs(30))?;
+/// let mut sender = setup.connect(&weights, Expect::Count(4), Some(Duration::from_secs(30)))?;
 /// weights.slice_mut::<f32>("layer.weight")?[0] = 1.0;
 /// println!("{}", sender.send(&weights)?);
 /// # Ok::<(), weightsync::Error>(())
@@ -215,8 +215,8 @@ impl SenderSetup {
     /// How the weights travel: shared memory unless this says otherwise.
     ///
     /// ```
-    /// use weightsync::transport::AnyScheme;
-    /// use weightsync::{MultiProcess, SenderSetup, Tensors};
+    /// use weightsync::scheme::{AnyScheme, MultiProcess};
+    /// use weightsync::{SenderSetup, Tensors};
     ///
     /// let mut weights = Tensors::new();
     /// weights.insert("bias", [1], [0.5_f32])?;
@@ -257,7 +257,7 @@ impl SenderSetup {
     ///
     /// A new trainer takes over once the old one is dead or has shut down, even if a forked child
     /// of the old one lives. While the old trainer lives, [`connect`](Self::connect) of the new one
-    /// fails with [`weightsync_mem::Error::AddressInUse`], and the workers notice nothing. Workers
+    /// fails with [`Error::AddressInUse`], and the workers notice nothing. Workers
     /// look the address up, so they must see the directory at the same path.
     ///
     /// # Errors
@@ -362,7 +362,7 @@ impl SenderSetup {
     ///
     /// # Errors
     ///
-    /// [`Error::MissingWorkers`] at the deadline, [`Error::Refused`] as soon as
+    /// [`Error::MissingWorkers`] at the timeout, [`Error::Refused`] as soon as
     /// a worker says that a model does not fit its own,
     /// [`Error::WrongWeights`], [`Error::MissingModels`], [`Error::File`] and
     /// [`Error::FileLocked`] of the run directory, and those of the transport.
@@ -370,27 +370,32 @@ impl SenderSetup {
         self,
         weights: &(impl SendSource + ?Sized),
         expect: Expect,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<Sender> {
         let since = Instant::now();
-        let mut sender = self.open(weights, deadline)?;
-        sender.wait_until(&expect, since, since.checked_add(deadline))?;
+        let until = deadline(timeout);
+        let mut sender = self.open(weights, timeout)?;
+        sender.wait_until(&expect, since, until)?;
         Ok(sender)
     }
 
     /// The first half of [`connect`](Self::connect): makes slots and publishes `weights` as the
-    /// first version. Workers can join from here on. The deadline limits the wait for memory and
+    /// first version. Workers can join from here on. The timeout limits the wait for memory and
     /// for the address.
     ///
     /// # Errors
     ///
     /// As [`connect`](Self::connect), but those of workers.
-    pub fn open(self, weights: &(impl SendSource + ?Sized), deadline: Duration) -> Result<Sender> {
+    pub fn open(
+        self,
+        weights: &(impl SendSource + ?Sized),
+        timeout: Option<Duration>,
+    ) -> Result<Sender> {
         let first = match self.scheme.scheme().first_weights() {
             FirstWeights::AtConnect => Some(SendOptions::new()),
             FirstWeights::AtFirstSend => None,
         };
-        self.open_with(weights, first, deadline)
+        self.open_with(weights, first, timeout)
     }
 
     /// As [`connect`](Self::connect), with the first versions numbered.
@@ -399,11 +404,12 @@ impl SenderSetup {
         weights: &(impl SendSource + ?Sized),
         first: SendOptions,
         expect: Expect,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<Sender> {
         let since = Instant::now();
-        let mut sender = self.open_with(weights, Some(first), deadline)?;
-        sender.wait_until(&expect, since, since.checked_add(deadline))?;
+        let until = deadline(timeout);
+        let mut sender = self.open_with(weights, Some(first), timeout)?;
+        sender.wait_until(&expect, since, until)?;
         Ok(sender)
     }
 
@@ -411,9 +417,9 @@ impl SenderSetup {
         self,
         weights: &(impl SendSource + ?Sized),
         first: Option<SendOptions>,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<Sender> {
-        let until = Instant::now().checked_add(deadline);
+        let until = deadline(timeout);
         match &first {
             // Compared when they are read.
             Some(_) => drop(self.are_all_there(weights.members())?),
@@ -432,7 +438,9 @@ impl SenderSetup {
         })?;
         let mut sender = Sender::new(self, transport, run);
         if let Some(first) = first {
-            let first = first.wait(WaitFor::Sent).deadline(deadline);
+            let first = first
+                .wait(WaitFor::Sent)
+                .deadline(timeout.unwrap_or(Duration::MAX));
             sender.send_with(weights, &first)?;
         }
         Ok(sender)

@@ -82,7 +82,8 @@ fn list(holders: &[impl ToString]) -> String {
     lines.join("; ")
 }
 
-/// An error of either end of a segment.
+/// An error of either end of a segment. What a program above says in sentences of its own, with
+/// what to do about it, is brief here.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -120,19 +121,13 @@ pub enum Error {
         limit: Option<u64>,
     },
     /// The address is taken: by another sender, or by another program.
-    #[error(
-        "cannot listen at {address}: another sender or another program uses it; stop that process, \
-         or give this sender its own port, name or run directory"
-    )]
+    #[error("cannot listen at {address}: another sender or another program uses it")]
     AddressInUse {
         /// The address asked for.
         address: String,
     },
     /// Nobody answered at the address before the deadline.
-    #[error(
-        "no sender answered at {address} within {waited:.1?}: is the trainer running, \
-         has it called connect, and does the init info belong to this run?"
-    )]
+    #[error("no sender answered at {address} within {waited:.1?}")]
     NoSender {
         /// The address tried.
         address: String,
@@ -153,10 +148,7 @@ pub enum Error {
         reason: String,
     },
     /// The sender belongs to a run that a newer one has replaced.
-    #[error(
-        "the sender's run has {got}, but this worker has already seen {seen}: \
-         a newer trainer has replaced this one"
-    )]
+    #[error("the sender's run has {got}, but this worker has already seen {seen}")]
     Fenced {
         /// The highest epoch seen before.
         seen: Epoch,
@@ -165,8 +157,7 @@ pub enum Error {
     },
     /// Every slot of a model is pinned and none came free before the deadline.
     #[error(
-        "all {slots} slots of model {model} are pinned after {waited:.1?}: {}; drop those snapshots, \
-         give the sender more slots, or let it grow",
+        "all {slots} slots of model {model} are pinned after {waited:.1?}: {}",
         list(holders)
     )]
     AllSlotsPinned {
@@ -210,10 +201,7 @@ pub enum Error {
     #[error("the call was interrupted while it waited")]
     Interrupted,
     /// A process that forked tried to use an end its parent opened.
-    #[error(
-        "this end was opened by process {owner} and cannot be used in its forked child {child}: \
-         open another end in the child from the init info"
-    )]
+    #[error("this end was opened by process {owner}, and its forked child {child} cannot use it")]
     Forked {
         /// The process that opened the end.
         owner: u32,
@@ -223,9 +211,7 @@ pub enum Error {
     /// So many versions of a model are to be run or kept that none could be
     /// written any more.
     #[error(
-        "publishing this version of model {model} would leave no slot for the next: \
-         all {slots} would be in use by workers with versions of their own, held workers \
-         or the history; send to all, release workers, or keep fewer old versions"
+        "publishing this version of model {model} would leave none of {slots} slots for the next"
     )]
     Crowded {
         /// The model's index.

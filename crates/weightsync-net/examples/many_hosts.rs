@@ -42,7 +42,7 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
     let mut new = OpenOptions::new();
     let mut file = new.write(true).create_new(true).mode(0o600).open(info)?;
     file.write_all(text.as_bytes())?;
-    let mut sender = setup.connect(&weights, Expect::Count(0), SOON)?;
+    let mut sender = setup.connect(&weights, Expect::Count(0), Some(SOON))?;
     for version in 1..versions {
         std::thread::sleep(Duration::from_secs(1));
         weights
@@ -56,14 +56,13 @@ fn train(listen: &str, info: &str, versions: u64) -> Result<(), Box<dyn Error>> 
 fn work(info: &str, number: u32) -> Result<(), Box<dyn Error>> {
     let info: InitInfo = serde_json::from_str(&fs::read_to_string(info)?)?;
     let setup = ReceiverSetup::new(info, number);
-    let mut receiver = setup.connect(SOON)?;
+    let mut receiver = setup.connect(Some(SOON))?;
     loop {
-        match receiver.receive(None) {
-            Ok(Some(weights)) => {
+        match receiver.recv() {
+            Ok(weights) => {
                 let first = weights.slice::<f32>("layer.weight")?[0];
                 println!("worker {number} has {}: {first}", weights.version());
             }
-            Ok(None) => {}
             Err(error) if error.is_sender_closed() => return Ok(()),
             Err(error) => return Err(error.into()),
         }

@@ -95,10 +95,7 @@ impl NetError {
     /// What to do about it.
     pub fn remedy(&self) -> Remedy {
         match self {
-            Self::Hello { source, .. } => match source.remedy() {
-                weightsync_core::Remedy::Retry => Remedy::Retry,
-                _ => Remedy::GiveUp,
-            },
+            Self::Hello { source, .. } => source.remedy(),
             Self::NoAnswer { .. } | Self::Unreachable { .. } => Remedy::Retry,
             Self::Broken { .. } | Self::NoWay { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,

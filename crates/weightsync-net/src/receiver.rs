@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use weightsync_engine::transport::{
-    Attached, Deadline, Endpoint, Handoff, Interrupter, Joining, ModelSpec, Pull,
-    ReceiverTransport, interrupt,
+    Attached, Deadline, Endpoint, Handoff, Interrupter, Joining, ModelSpec, ReceiverTransport,
+    Which, interrupt,
 };
 use weightsync_engine::{Error, MemoryError, Result, Run, SetSnapshot};
 
@@ -342,7 +342,7 @@ impl ReceiverTransport for NetReceiver {
     fn pull(
         &mut self,
         model: usize,
-        pull: Pull,
+        pull: Which,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         self.with(deadline, |attached| attached.pull(model, pull, deadline))

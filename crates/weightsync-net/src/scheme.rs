@@ -10,7 +10,7 @@ use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, MemoryError, ModelId, Queue, Result};
+use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result};
 use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
@@ -46,7 +46,7 @@ use crate::root::NetSender;
 /// end with it, also where another one comes to the same port.
 ///
 /// ```
-/// use weightsync::transport::AnyScheme;
+/// use weightsync::scheme::AnyScheme;
 /// use weightsync::{SenderSetup, Tensors};
 /// use weightsync_net::Distributed;
 ///
@@ -392,7 +392,7 @@ impl Scheme for Distributed {
         let mut listener = match self.bind(address) {
             // Its predecessor is still there, and may be alive: that is for `open`
             // to find.
-            Err(Error::Memory(MemoryError::AddressInUse { .. })) if run_dir.is_some() => None,
+            Err(Error::AddressInUse { .. }) if run_dir.is_some() => None,
             listener => Some(listener?),
         };
         if let Some(listener) = &listener {
@@ -452,10 +452,9 @@ impl Scheme for Distributed {
 
 fn in_use(address: SocketAddr, source: io::Error) -> Error {
     match source.kind() {
-        io::ErrorKind::AddrInUse => MemoryError::AddressInUse {
+        io::ErrorKind::AddrInUse => Error::AddressInUse {
             address: address.to_string(),
-        }
-        .into(),
+        },
         _ => NetError::Listen {
             address: address.to_string(),
             source,

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use weightsync_engine::{Error, ReceiverSetup};
 
-use crate::options::{Seconds, Setup, Worker, Workers, deadline_of, timeout_of};
+use crate::options::{Seconds, Setup, Worker, Workers, timeout_of};
 use crate::report::Report;
 use crate::session::{DROPPED, InitInfo};
 use crate::wait::{Turns, released};
@@ -36,11 +36,11 @@ impl Cascade {
         setup: Setup,
         timeout: Option<Seconds>,
     ) -> PyResult<Self> {
-        let deadline = deadline_of(timeout);
+        let timeout = timeout_of(timeout);
         let receiver = ReceiverSetup::new(info.0.clone(), worker.0);
         let chosen = setup.chosen()?;
         let joined = released(py, || {
-            let joined = weightsync_engine::Cascade::join(receiver, deadline)?;
+            let joined = weightsync_engine::Cascade::join(receiver, timeout)?;
             joined.configure(|own| chosen.apply(own))
         })?;
         Ok(Self {
@@ -58,10 +58,10 @@ impl Cascade {
     /// The rendez-vous with the sub-workers; only then the trainer counts this
     /// worker.
     fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
-        let deadline = deadline_of(timeout);
+        let timeout = timeout_of(timeout);
         self.with(py, |state| match std::mem::replace(state, State::Closed) {
             State::Joined(setup) => {
-                *state = State::Feeding(Box::new(setup.connect(workers.into(), deadline)?));
+                *state = State::Feeding(Box::new(setup.connect(workers.into(), timeout)?));
                 Ok(())
             }
             other => {

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-use weightsync_engine::{Error, MappingError, MemoryError, Remedy};
+use weightsync_engine::{Error, ErrorKind};
 
 pyo3::import_exception!(weightsync.errors, LifecycleError);
 pyo3::import_exception!(weightsync.errors, ModelError);
@@ -13,79 +13,11 @@ pyo3::import_exception!(weightsync.errors, SettingError);
 pyo3::import_exception!(weightsync.errors, WrongTypeError);
 pyo3::import_exception!(weightsync.errors, WrongWeightsError);
 
-/// The name of the class of an error.
-fn class_of(error: &Error) -> &'static str {
-    match error {
-        Error::MissingWorkers { .. }
-        | Error::NoInitialWeights { .. }
-        | Error::NoSender { .. }
-        | Error::AllSlotsPinned { .. }
-        | Error::FileLocked { .. } => "DeadlineError",
-        Error::NotApplied { .. } => "NotAppliedError",
-        Error::SenderClosed => "SenderClosedError",
-        Error::SenderDied { .. } | Error::Withdrawn { .. } | Error::ConflictingRun { .. } => {
-            "PeerError"
-        }
-        Error::WrongWeights { .. }
-        | Error::WrongModel { .. }
-        | Error::Refused { .. }
-        | Error::NoSuchTensor { .. }
-        | Error::WrongDtype { .. }
-        | Error::WrongLength { .. }
-        | Error::Extract { .. }
-        | Error::Attributes(_)
-        | Error::Layout(_) => "WrongWeightsError",
-        // A mapping that does not fit says which names do not.
-        Error::Load { source, .. } if source.is::<MappingError>() => "WrongWeightsError",
-        Error::Load { .. } | Error::NotWhole { .. } | Error::Panicked { .. } => "LoadError",
-        Error::NoSuchModel { .. }
-        | Error::SeveralModels { .. }
-        | Error::MixedSenders { .. }
-        | Error::OtherModel { .. }
-        | Error::SameModelTwice { .. }
-        | Error::EmptySet
-        | Error::MissingModels { .. }
-        | Error::NotRegistered { .. }
-        | Error::NoLoader { .. }
-        | Error::NoSuchVersion { .. }
-        | Error::Path(_) => "ModelError",
-        Error::WholeLoan { .. }
-        | Error::SameWorkerTwice { .. }
-        | Error::EmptyUpdate { .. }
-        | Error::NothingToKeep { .. }
-        | Error::Crowded { .. }
-        | Error::Diverged { .. }
-        | Error::VersionNotNewer { .. }
-        | Error::SendPending { .. } => "SendError",
-        Error::WrongOrder { .. } | Error::GuardHeld { .. } => "LifecycleError",
-        Error::Unsupported { .. } => "UnsupportedError",
-        Error::UnknownScheme { .. } | Error::BadSetting { .. } | Error::BadInitInfo(_) => {
-            "SettingError"
-        }
-        Error::WrongImage { .. } => "CorruptError",
-        Error::File { .. } | Error::Os { .. } => "OperatingSystemError",
-        Error::Memory(error) => class_of_memory(error),
-        _ => "WeightsyncError",
-    }
-}
-
-fn class_of_memory(error: &MemoryError) -> &'static str {
-    match error {
-        MemoryError::Forked { .. } => "LifecycleError",
-        MemoryError::AllRecordsHeld { .. } => "DeadlineError",
-        MemoryError::CorruptSet { .. }
-        | MemoryError::CorruptCommit { .. }
-        | MemoryError::ChecksumMismatch { .. } => "CorruptError",
-        MemoryError::Fenced { .. }
-        | MemoryError::Denied { .. }
-        | MemoryError::GivenUp { .. }
-        | MemoryError::Protocol { .. } => "PeerError",
-        MemoryError::Os { .. }
-        | MemoryError::AddressInUse { .. }
-        | MemoryError::NoMemory { .. }
-        | MemoryError::TooManyFiles { .. } => "OperatingSystemError",
-        MemoryError::BadOption { .. } => "SettingError",
-        _ => "WeightsyncError",
+/// The name of the class of a kind of error.
+fn class_of(kind: ErrorKind) -> String {
+    match kind {
+        ErrorKind::Other => "WeightsyncError".into(),
+        kind => format!("{kind:?}Error"),
     }
 }
 
@@ -130,12 +62,8 @@ pub fn forked() -> PyErr {
 }
 
 pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
-    let class = class(py, class_of(error))?;
-    let remedy = match error.remedy() {
-        Remedy::Retry => "retry",
-        Remedy::Reconnect => "reconnect",
-        Remedy::GiveUp => "give up",
-    };
+    let class = class(py, &class_of(error.kind()))?;
+    let remedy = error.remedy().to_string();
     let text = match error {
         Error::WrongOrder { .. } => in_python(error.to_string()),
         _ => error.to_string(),
@@ -152,8 +80,6 @@ fn in_python(text: String) -> String {
         ("connect_receiver", "connect"),
         ("join_receiver", "connect"),
         ("load_joined", "connect"),
-        ("receive_set_into", "receive"),
-        ("receive_set", "receive"),
         ("init_on_sender", "Sender(…)"),
         ("init_on_receiver", "Receiver(…)"),
     ];

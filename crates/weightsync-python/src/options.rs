@@ -292,9 +292,9 @@ fn level_of(word: &str) -> PyResult<WaitFor> {
 /// What a worker asks for: nothing for the newest.
 pub fn pull_of(exactly: Option<Number>, at_least: Option<Number>) -> PyResult<Pull> {
     match (exactly, at_least) {
-        (None, None) => Ok(Pull::Newest),
-        (Some(version), None) => Ok(Pull::Exactly(Version(version.0))),
-        (None, Some(version)) => Ok(Pull::AtLeast(Version(version.0))),
+        (None, None) => Ok(Pull::newest()),
+        (Some(version), None) => Ok(Pull::version(Version(version.0))),
+        (None, Some(version)) => Ok(Pull::at_least(Version(version.0))),
         (Some(_), Some(_)) => Err(SettingError::new_err(
             "a pull is of exactly one version, or at least of one: give version or at_least",
         )),

@@ -5,15 +5,13 @@ use std::collections::BTreeMap;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use weightsync_engine::{
-    Error, Members, ReceiverSetup, Result, Run, SendSource, SenderSetup, WeightExtractor,
+    Error, Members, Receiver, ReceiverSetup, Result, Run, SendSource, SenderSetup, WeightExtractor,
 };
 
 use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
 use crate::loader::{self, Target, set_of};
-use crate::options::{
-    Number, Seconds, Send, Setup, Worker, Workers, deadline_of, pull_of, timeout_of,
-};
+use crate::options::{Number, Seconds, Send, Setup, Worker, Workers, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
 use crate::source::{Layout, Source};
@@ -121,18 +119,18 @@ impl Session {
         watch: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let sent = Sent::of(&weights);
-        let deadline = deadline_of(timeout);
+        let timeout = timeout_of(timeout);
         self.inner.watched(py, watch.as_ref(), |session| {
-            session.connect_sender(&sent, workers.into(), deadline)
+            session.connect_sender(&sent, workers.into(), timeout)
         })
     }
 
     /// Waits, in seconds, until these workers are there and have loaded something.
     #[pyo3(signature = (workers, timeout))]
     fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
-        let deadline = deadline_of(timeout);
+        let timeout = timeout_of(timeout);
         let expect = workers.into();
-        self.with(py, |session| session.sender()?.wait_for(&expect, deadline))
+        self.with(py, |session| session.sender()?.wait_for(&expect, timeout))
     }
 
     /// Publishes the next version and waits for the workers; the report.
@@ -260,11 +258,11 @@ impl Session {
         targets: Option<Vec<(String, loader::Given)>>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
-        let deadline = deadline_of(timeout);
+        let timeout = timeout_of(timeout);
         let targets = targets.map(targets_of);
         self.with(py, |session| match targets {
-            None => session.connect_receiver(deadline),
-            Some(mut targets) => session.connect_receiver_into(&mut set_of(&mut targets), deadline),
+            None => session.connect_receiver(timeout),
+            Some(mut targets) => session.connect_receiver_into(&mut set_of(&mut targets), timeout),
         })
     }
 
@@ -276,8 +274,8 @@ impl Session {
         py: Python<'_>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<SetSnapshot>> {
-        let deadline = deadline_of(timeout);
-        let first = self.with(py, |session| session.join_receiver(deadline))?;
+        let timeout = timeout_of(timeout);
+        let first = self.with(py, |session| session.join_receiver(timeout))?;
         Ok(first.map(SetSnapshot))
     }
 
@@ -292,7 +290,13 @@ impl Session {
     #[pyo3(signature = (timeout = None))]
     fn receive(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<SetSnapshot>> {
         let timeout = timeout_of(timeout);
-        let set = self.with(py, |session| session.receive_set(timeout))?;
+        let set = self.with(py, |session| {
+            let receiver = receiving(session, "receive")?;
+            match timeout {
+                None if carries(receiver) => receiver.set().recv().map(Some),
+                timeout => receiver.set().recv_timeout(timeout.unwrap_or_default()),
+            }
+        })?;
         Ok(set.map(SetSnapshot))
     }
 
@@ -307,14 +311,22 @@ impl Session {
         let timeout = timeout_of(timeout);
         let mut targets = targets_of(targets);
         let versions = self.with(py, |session| {
-            session.receive_set_into(&mut set_of(&mut targets), timeout)
+            let receiver = receiving(session, "receive")?;
+            let mut models = set_of(&mut targets);
+            match timeout {
+                None if carries(receiver) => receiver.loading_set(&mut models).recv().map(Some),
+                timeout => {
+                    let timeout = timeout.unwrap_or_default();
+                    receiver.loading_set(&mut models).recv_timeout(timeout)
+                }
+            }
         })?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
     /// The newest at once, also if this worker has had it.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<SetSnapshot>> {
-        let set = self.with(py, |session| session.receiver()?.latest_set())?;
+        let set = self.with(py, |session| session.receiver()?.set().latest())?;
         Ok(set.map(SetSnapshot))
     }
 
@@ -328,8 +340,10 @@ impl Session {
         at_least: Option<Number>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<SetSnapshot>> {
-        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout));
-        let set = self.with(py, |session| session.pull_set(model, pull, timeout))?;
+        let pull = pull_of(version, at_least)?
+            .model(model)
+            .timeout(timeout_of(timeout));
+        let set = self.with(py, |session| receiving(session, "pull")?.set().pull(pull))?;
         Ok(set.map(SetSnapshot))
     }
 
@@ -344,10 +358,15 @@ impl Session {
         at_least: Option<Number>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
-        let (pull, timeout) = (pull_of(version, at_least)?, timeout_of(timeout));
+        let pull = pull_of(version, at_least)?
+            .model(model)
+            .timeout(timeout_of(timeout));
         let mut targets = targets_of(targets);
         let versions = self.with(py, |session| {
-            session.pull_set_into(&mut set_of(&mut targets), model, pull, timeout)
+            let mut models = set_of(&mut targets);
+            receiving(session, "pull")?
+                .loading_set(&mut models)
+                .pull(pull)
         })?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
@@ -487,6 +506,23 @@ impl SendSource for Sent<'_> {
             }
         }
     }
+}
+
+/// The connected receiver, for a call of this name.
+fn receiving<'s>(
+    session: &'s mut weightsync_engine::Session,
+    call: &'static str,
+) -> Result<&'s mut Receiver> {
+    session.receiver().map_err(|error| match error {
+        Error::WrongOrder { state, fix, .. } => Error::WrongOrder { call, state, fix },
+        error => error,
+    })
+}
+
+/// Whether anything comes by the receiver's scheme: a wait for it without a timeout has no end
+/// otherwise.
+fn carries(receiver: &Receiver) -> bool {
+    !receiver.models().is_empty()
 }
 
 fn targets_of(targets: Vec<(String, loader::Given)>) -> Vec<Target> {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use weightsync::{Error as SyncError, Expect, InitInfo, ReceiverSetup, SenderSetup};
 
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Option<Duration> = Some(Duration::from_secs(30));
 
 fn main() -> Result<(), Box<dyn Error>> {
     let (vars, policy) = policy()?;
@@ -36,9 +36,8 @@ fn act(info: InitInfo) -> Result<(), Box<dyn Error>> {
     // A trainer whose model is another one is refused, by the tensors' names.
     let mut receiver = ReceiverSetup::new(info, 0).model(&vars)?.connect(SOON)?;
     loop {
-        match receiver.receive_into(&mut vars, None) {
-            Ok(Some(version)) => println!("worker, {version}: {}", value(&policy)?),
-            Ok(None) => {}
+        match receiver.loading(&mut vars).recv() {
+            Ok(version) => println!("worker, {version}: {}", value(&policy)?),
             Err(SyncError::SenderClosed) => return Ok(()),
             Err(error) => return Err(error.into()),
         }

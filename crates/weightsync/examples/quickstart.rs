@@ -3,10 +3,10 @@ use std::time::Duration;
 use weightsync::{Expect, ReceiverSetup, SenderSetup, Tensors, worker};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let soon = Duration::from_secs(10);
+    let soon = Some(Duration::from_secs(10));
     if let Some(me) = worker::current()? {
         let mut receiver = ReceiverSetup::new(me.init_value()?, me.index() as u32).connect(soon)?;
-        while let Ok(Some(weights)) = receiver.receive(None) {
+        while let Ok(weights) = receiver.recv() {
             let bias = weights.slice::<f32>("layer.bias")?;
             println!("worker {} has {}: {bias:?}", me.index(), weights.version());
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use weightsync::{Dtype, Expect, ReceiverSetup, SafetensorsFile, SenderSetup, Tensors};
 
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Option<Duration> = Some(Duration::from_secs(30));
 
 fn main() -> Result<(), Box<dyn Error>> {
     match &std::env::args().skip(1).collect::<Vec<_>>()[..] {
@@ -37,9 +37,7 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
     // In truth a process of its own, perhaps one that is started much later.
     let worker = thread::spawn(move || -> weightsync::Result<()> {
         let mut receiver = ReceiverSetup::new(info, 0).connect(SOON)?;
-        let Some(weights) = receiver.receive(Some(SOON))? else {
-            return Ok(()); // nothing came in time
-        };
+        let weights = receiver.recv()?;
         let digest = weights.save_safetensors(&to)?;
         println!(
             "{} with digest {digest} is in {}",
@@ -47,7 +45,7 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
             to.display()
         );
         // It stays until the trainer has closed: one that has left again is not counted.
-        while receiver.receive(None).is_ok() {}
+        while receiver.recv().is_ok() {}
         Ok(())
     });
     let sender = setup.connect(&file, Expect::Count(1), SOON)?;

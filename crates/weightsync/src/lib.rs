@@ -9,7 +9,7 @@
 //! | extract: read the trainer's tensors, cast and made contiguous in one pass | [`WeightExtractor`](model::WeightExtractor), for [`Tensors`], [`SafetensorsFile`] and candle's `VarMap` |
 //! | transport and stage: into a free slot of shared memory | [`Sender::send`], [`Sender::loan`] |
 //! | swap: one atomic step makes it the live version | inside both |
-//! | load: a worker reads it in place, writes in it for itself alone, or loads it into its own model | [`Receiver::receive`], [`Snapshot::private`], [`Receiver::receive_into`], [`WeightLoader`](model::WeightLoader) |
+//! | load: a worker reads it in place, writes in it for itself alone, or loads it into its own model | [`Receiver::recv`], [`Snapshot::private`], [`Receiver::loading`], [`WeightLoader`](model::WeightLoader) |
 //!
 //! Around it: [`SenderSetup`] and [`ReceiverSetup`] prepare without
 //! communicating, [`InitInfo`] is what a worker needs to join, `connect` on both
@@ -31,17 +31,17 @@
 //!
 //! // In truth a process of its own.
 //! let worker = std::thread::spawn(move || -> weightsync::Result<f32> {
-//!     let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
+//!     let mut receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(10)))?;
 //!     loop {
 //!         // The newest version: one replaced before it was looked at is passed over.
-//!         let weights = receiver.receive(None)?.expect("no timeout was given");
+//!         let weights = receiver.recv()?;
 //!         if weights.version() == Version(2) {
 //!             return Ok(weights.slice::<f32>("layer.weight")?[3]);
 //!         }
 //!     }
 //! });
 //!
-//! let mut sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
+//! let mut sender = setup.connect(&weights, Expect::Count(1), Some(Duration::from_secs(10)))?;
 //! weights.slice_mut::<f32>("layer.weight")?[3] = 5.0;
 //! let report = sender.send(&weights)?;
 //! assert!(report.all_applied(), "{report}");
@@ -60,19 +60,13 @@
 #![forbid(unsafe_code)]
 
 /// What can go wrong, and what to do about it.
-pub use weightsync_engine::{Error, MemoryError, Remedy, Result};
+pub use weightsync_engine::{Error, ErrorKind, Remedy, Result};
 
 pub use weightsync_engine::{
-    AsyncSendLimit, DigestPolicy, Dtype, Expect, InitInfo, ModelId, MultiProcess, NoSync,
-    PendingSend, Pull, Queue, Receiver, ReceiverSetup, Report, SafetensorsFile, SendOptions,
-    Sender, SenderSetup, Senders, Session, SetSnapshot, SharedMem, Snapshot, Tensors, Version,
-    WaitFor, WorkerId, interruptible,
+    Dtype, Expect, InitInfo, ModelId, PendingSend, Pull, Receiver, ReceiverSetup, Report,
+    SafetensorsFile, SendOptions, Sender, SenderSetup, Session, SetSnapshot, Snapshot, Tensors,
+    Version, WaitFor, WorkerId, interruptible,
 };
-
-#[cfg(feature = "net")]
-pub use weightsync_net::Distributed;
-#[cfg(feature = "rpc")]
-pub use weightsync_serve::Rpc;
 
 /// Receivers that load each version in a thread of their own.
 pub mod background {
@@ -116,15 +110,34 @@ pub mod model {
     };
 }
 
+/// What a receiver has in addition to its own calls.
+pub mod receiver {
+    pub use weightsync_engine::{Joined, Receiving, WaitStyle};
+}
+
 /// What became of a send at each worker.
 pub mod report {
     pub use weightsync_engine::{Changes, Holder, Outcome, Report, WorkerReport, WorkerStatus};
 }
 
-/// Schemes by name, and what a scheme of your own is written with.
+/// The ways for weights to travel: as values, or by name.
+pub mod scheme {
+    pub use weightsync_engine::{AnyScheme, MultiProcess, NoSync, Queue, SharedMem};
+    #[cfg(feature = "net")]
+    pub use weightsync_net::Distributed;
+    #[cfg(feature = "rpc")]
+    pub use weightsync_serve::Rpc;
+}
+
+/// How a sender sends, and several senders as one.
+pub mod sender {
+    pub use weightsync_engine::{AsyncSendLimit, DigestPolicy, Loan, Senders, WaitStyle};
+}
+
+/// What a scheme of your own is written with.
 pub mod transport {
     pub use weightsync_engine::transport::*;
-    pub use weightsync_engine::{AnyScheme, Epoch, Joined, Loan, Origin, Run, WaitStyle, WriterId};
+    pub use weightsync_engine::{Epoch, Origin, Run, WriterId};
 }
 
 /// Worker processes: started, watched and ended with their trainer.

@@ -308,7 +308,7 @@ impl Running {
         let setup = source.arranged(scheme, args)?;
         let workers = start_workers(setup.init_info(), args)?;
         let expect = Expect::Count(args.readers);
-        let sender = setup.connect(&source, expect, PATIENCE)?;
+        let sender = setup.connect(&source, expect, Some(PATIENCE))?;
         Ok(Self {
             first: began.elapsed(),
             source,
@@ -331,10 +331,10 @@ impl Running {
         let began = Instant::now();
         let setup = source.arranged(scheme, args)?;
         let info = setup.init_info();
-        let mut sender = setup.connect(&source, Expect::Count(0), PATIENCE)?;
+        let mut sender = setup.connect(&source, Expect::Count(0), Some(PATIENCE))?;
         let beside = beside(&info)?;
         let workers = start_workers(info, args)?;
-        sender.wait_for(&Expect::Count(args.readers), PATIENCE)?;
+        sender.wait_for(&Expect::Count(args.readers), Some(PATIENCE))?;
         let running = Self {
             first: began.elapsed(),
             source,

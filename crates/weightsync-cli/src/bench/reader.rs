@@ -49,7 +49,7 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     let first = process.index() as u32 * task.receivers;
     let receivers = (first..first + task.receivers).map(|worker| {
         let setup = ReceiverSetup::new(task.info.clone(), worker).wait_style(wait);
-        let receiver = setup.connect(Duration::from_secs(60))?;
+        let receiver = setup.connect(Some(Duration::from_secs(60)))?;
         Ok(Worker {
             receiver,
             live: None,
@@ -57,10 +57,15 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
     });
     let mut workers = receivers.collect::<Result<Vec<_>, weightsync_engine::Error>>()?;
     let ended = match &mut workers[..] {
-        [one] => until_closed(|| one.receive(None)),
+        [one] => until_closed(|| {
+            one.live = Some(one.receiver.set().recv()?);
+            Ok(())
+        }),
         all => until_closed(|| {
             for one in all.iter_mut() {
-                one.receive(Some(Duration::ZERO))?;
+                if let Some(next) = one.receiver.set().try_recv()? {
+                    one.live = Some(next);
+                }
             }
             std::thread::yield_now();
             Ok(())
@@ -74,15 +79,6 @@ pub(super) fn run() -> Result<(), Box<dyn Error>> {
 struct Worker {
     receiver: Receiver,
     live: Option<SetSnapshot>,
-}
-
-impl Worker {
-    fn receive(&mut self, timeout: Option<Duration>) -> Result<(), weightsync_engine::Error> {
-        if let Some(next) = self.receiver.receive_set(timeout)? {
-            self.live = Some(next);
-        }
-        Ok(())
-    }
 }
 
 fn until_closed(

@@ -12,12 +12,12 @@ use scheme::Files;
 use weightsync_engine::{Expect, ReceiverSetup, SenderSetup, Set, Tensors, worker};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let soon = Duration::from_secs(10);
+    let soon = Some(Duration::from_secs(10));
     if let Some(me) = worker::current()? {
         let setup = ReceiverSetup::new(me.init_value()?, me.index() as u32);
         // The init info names the scheme by its word: a worker has to know it.
         let mut receiver = setup.connect(soon)?;
-        while let Ok(Some(set)) = receiver.receive_set(None) {
+        while let Ok(set) = receiver.set().recv() {
             println!("worker {} has {:?}", me.index(), set.versions());
         }
         return Ok(()); // the trainer has closed its end

@@ -21,7 +21,7 @@ pub(crate) enum CascadeNode {
 impl CascadeNode {
     /// Joins; its own workers are fed by the same scheme.
     pub(crate) fn join(setup: ReceiverSetup, scheme: AnyScheme) -> Result<(Self, Answer), Stop> {
-        let joined = Cascade::join(setup, PATIENCE)?;
+        let joined = Cascade::join(setup, Some(PATIENCE))?;
         let joined = joined.configure(|setup| Ok(setup.scheme(scheme)?.deadline(PATIENCE)))?;
         let info = joined.init_info();
         Ok((Self::Joined(Box::new(joined)), Answer::Info(info)))
@@ -32,7 +32,7 @@ impl CascadeNode {
             return Err("it has been connected".into());
         };
         let expect = Expect::Workers(workers.iter().map(|worker| WorkerId(*worker)).collect());
-        let cascade = setup.connect(expect, PATIENCE)?;
+        let cascade = setup.connect(expect, Some(PATIENCE))?;
         Ok(Self::ByHand(Box::new(cascade)))
     }
 

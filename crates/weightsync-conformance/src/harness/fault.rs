@@ -1,7 +1,7 @@
 //! Errors as processes tell them: what kind, and the words.
 
 use serde::{Deserialize, Serialize};
-use weightsync_engine::{Error, MemoryError, Remedy};
+use weightsync_engine::{Error, Remedy};
 
 /// An error of a call in another process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +49,7 @@ pub(crate) enum Kind {
 impl Kind {
     pub(crate) fn of(error: &Error) -> Self {
         match error {
-            Error::Memory(MemoryError::AddressInUse { .. }) => Self::AddressInUse,
+            Error::AddressInUse { .. } => Self::AddressInUse,
             Error::BadInitInfo(_) => Self::BadInitInfo,
             Error::EmptySet => Self::EmptySet,
             Error::EmptyUpdate { .. } => Self::EmptyUpdate,

@@ -73,7 +73,7 @@ impl Trainer {
             Act::ConnectWith(what) => {
                 let setup = self.setup.clone().ok_or("nothing is prepared")?;
                 let sender = self.with_weights(&what, &How::default(), |weights| {
-                    Ok(setup.connect(weights, Expect::Count(0), PATIENCE)?)
+                    Ok(setup.connect(weights, Expect::Count(0), Some(PATIENCE))?)
                 })?;
                 self.sender = Some(sender);
                 Ok(Answer::Done)
@@ -186,10 +186,10 @@ impl Trainer {
             .collect();
         let mut sender = match (self.opened.take(), &sources[..]) {
             (Some(opened), _) => opened,
-            (None, [one]) => setup.open(one, deadline)?,
-            (None, _) => setup.open(&set_of(&self.models, &sources), deadline)?,
+            (None, [one]) => setup.open(one, Some(deadline))?,
+            (None, _) => setup.open(&set_of(&self.models, &sources), Some(deadline))?,
         };
-        match sender.wait_for(&expect, deadline) {
+        match sender.wait_for(&expect, Some(deadline)) {
             Ok(()) => {
                 self.sender = Some(sender);
                 Ok(Answer::Done)

@@ -59,7 +59,12 @@ impl Worker {
         match deed {
             Deed::Join(join) => self.join(&join, pipe),
             Deed::Receive(timeout) => {
-                let set = self.receiver()?.receive_set(timeout)?;
+                let receiver = self.receiver()?;
+                let set = match timeout {
+                    None => receiver.set().recv().map(Some),
+                    Some(timeout) => receiver.set().recv_timeout(timeout),
+                };
+                let set = unless_interrupted(set)?;
                 self.hold(set)
             }
             Deed::Pull(want, timeout) => {
@@ -67,15 +72,21 @@ impl Worker {
                 self.hold(set)
             }
             Deed::Latest => {
-                let set = self.receiver()?.latest_set()?;
+                let set = self.receiver()?.set().latest()?;
                 self.hold(set)
             }
             Deed::Load { timeout, mishap } => self.load(mishap, pipe, |receiver, models| {
-                receiver.receive_set_into(models, timeout)
+                let mut loading = receiver.loading_set(models);
+                unless_interrupted(match timeout {
+                    None => loading.recv().map(Some),
+                    Some(timeout) => loading.recv_timeout(timeout),
+                })
             }),
             Deed::PullInto { want, mishap } => self.load(mishap, pipe, |receiver, models| {
                 let first = receiver.model().as_str().to_owned();
-                receiver.pull_set_into(models, &first, pull_of(want), Some(PATIENCE))
+                receiver
+                    .loading_set(models)
+                    .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
             }),
             Deed::ReadUntil { word, pulls } => self.read_until(word, pulls),
             Deed::Reread(times) => {
@@ -191,7 +202,8 @@ impl Worker {
                 }
                 interrupter.interrupt();
             });
-            self.receiver()?.receive_set(None).map_err(Stop::from)
+            let set = self.receiver()?.set().recv().map(Some);
+            unless_interrupted(set).map_err(Stop::from)
         })?;
         self.hold(set)
     }
@@ -216,7 +228,7 @@ impl Worker {
     fn join(&mut self, join: &Join, pipe: &CommandPipe<'_>) -> Done {
         let setup = self.setup(join)?;
         if join.own.is_empty() {
-            self.receiver = Some(setup.connect(join.deadline)?);
+            self.receiver = Some(setup.connect(Some(join.deadline))?);
             return Ok(Answer::Done);
         }
         let own = join.own.iter();
@@ -236,7 +248,7 @@ impl Worker {
             .iter_mut()
             .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
         let mut models = models;
-        self.receiver = Some(setup.connect_set_into(&mut models, join.deadline)?);
+        self.receiver = Some(setup.connect_set_into(&mut models, Some(join.deadline))?);
         Ok(Answer::Done)
     }
 
@@ -247,7 +259,9 @@ impl Worker {
     fn pull(&mut self, want: Want, timeout: Option<Duration>) -> Result<Option<SetSnapshot>, Stop> {
         let receiver = self.receiver()?;
         let first = receiver.model().as_str().to_owned();
-        Ok(receiver.pull_set(&first, pull_of(want), timeout)?)
+        Ok(receiver
+            .set()
+            .pull(pull_of(want).model(&first).timeout(timeout))?)
     }
 
     fn hold(&mut self, set: Option<SetSnapshot>) -> Done {
@@ -326,7 +340,7 @@ impl Worker {
         loop {
             let set = match pulls {
                 true => self.pull(Want::Newest, Some(PATIENCE))?,
-                false => self.receiver()?.receive_set(None)?,
+                false => Some(self.receiver()?.set().recv()?),
             };
             let set = set.ok_or("nothing came")?;
             let seen = Seen::of(&set)?;
@@ -376,11 +390,19 @@ impl Worker {
     }
 }
 
+/// What came; an interrupted wait brought nothing.
+fn unless_interrupted<T>(came: Result<Option<T>>) -> Result<Option<T>> {
+    match came {
+        Err(Error::Interrupted) => Ok(None),
+        came => came,
+    }
+}
+
 fn pull_of(want: Want) -> Pull {
     match want {
-        Want::Newest => Pull::Newest,
-        Want::AtLeast(version) => Pull::AtLeast(Version(version)),
-        Want::Exactly(version) => Pull::Exactly(Version(version)),
+        Want::Newest => Pull::newest(),
+        Want::AtLeast(version) => Pull::at_least(Version(version)),
+        Want::Exactly(version) => Pull::version(Version(version)),
     }
 }
 

@@ -48,7 +48,7 @@ pub(crate) fn damaged_init_info_is_an_error(subject: &Subject) {
             joined += 1;
             let setup = ReceiverSetup::new(info, 0);
             let begun = Instant::now();
-            let connected = setup.connect(std::time::Duration::from_millis(5));
+            let connected = setup.connect(Some(std::time::Duration::from_millis(5)));
             assert!(
                 connected.is_err() || !subject.can.weights,
                 "nobody is there"
@@ -158,7 +158,7 @@ pub(crate) fn absurd_init_info_is_refused_in_words(subject: &Subject) {
     let mut unknown = good;
     unknown["scheme"] = json!("carrier-pigeon:fast");
     let unknown: InitInfo = serde_json::from_value(unknown).expect("any word");
-    let joined = ReceiverSetup::new(unknown, 0).connect(BRIEF);
+    let joined = ReceiverSetup::new(unknown, 0).connect(Some(BRIEF));
     let error = joined.expect_err("nobody knows it");
     assert_eq!(Kind::of(&error), Kind::UnknownScheme);
     let word = subject.scheme.split(':').next().expect("a word");

@@ -428,17 +428,20 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
         let seen = thread::scope(|scope| {
             let end = scope.spawn(|| {
                 worker
-                    .connect_receiver(PATIENCE)
+                    .connect_receiver(Some(PATIENCE))
                     .expect("the trainer connects");
+                let receiver = worker.receiver().expect("it is connected");
                 let seen = match subject.pulls() {
-                    true => worker.pull(weightsync_engine::Pull::Newest, Some(PATIENCE)),
-                    false => worker.receive(Some(PATIENCE)),
+                    true => {
+                        receiver.pull(weightsync_engine::Pull::newest().timeout(Some(PATIENCE)))
+                    }
+                    false => receiver.recv_timeout(PATIENCE),
                 };
                 let seen = seen.expect("the trainer lives").expect("the first version");
                 crate::harness::shape::Model::of(&seen, true).expect("one version")
             });
             trainer
-                .connect_sender(&WORDS.make(round), Expect::Count(1), PATIENCE)
+                .connect_sender(&WORDS.make(round), Expect::Count(1), Some(PATIENCE))
                 .expect("a worker comes");
             end.join().expect("it has not panicked")
         });
@@ -469,14 +472,14 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
         wrong(
             "receive",
             "",
-            session
-                .receive(Some(Duration::ZERO))
-                .expect_err("not connected"),
+            session.receiver().expect_err("not connected"),
         );
         wrong(
             "connect_receiver",
             "",
-            session.connect_receiver(PATIENCE).expect_err("no receiver"),
+            session
+                .connect_receiver(Some(PATIENCE))
+                .expect_err("no receiver"),
         );
     };
     let mut session = Session::new(scheme);
@@ -486,7 +489,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
         "init_on_sender",
         session.init_on_receiver(0).expect_err("no sender is known"),
     );
-    let early = session.connect_sender(&weights, Expect::Count(0), PATIENCE);
+    let early = session.connect_sender(&weights, Expect::Count(0), Some(PATIENCE));
     wrong(
         "connect_sender",
         "init_on_sender",
@@ -496,7 +499,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
     session.init_on_sender("policy", &weights).expect("a model");
     unlinked(&mut session, "connect");
     session
-        .connect_sender(&weights, Expect::Count(0), PATIENCE)
+        .connect_sender(&weights, Expect::Count(0), Some(PATIENCE))
         .expect("nobody is expected");
     wrong(
         "init_on_sender",
@@ -513,9 +516,9 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
     wrong(
         "receive",
         "",
-        session.receive(None).expect_err("it is a sender"),
+        session.receiver().expect_err("it is a sender"),
     );
-    let again = session.connect_sender(&weights, Expect::Count(0), PATIENCE);
+    let again = session.connect_sender(&weights, Expect::Count(0), Some(PATIENCE));
     wrong("connect_sender", "", again.expect_err("it is connected"));
     // It is none the worse for it.
     assert_eq!(

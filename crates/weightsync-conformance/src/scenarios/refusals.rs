@@ -27,7 +27,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
             .and_then(|setup| setup.add_model("critic", &weights))
             .and_then(|setup| {
                 let set = Set::new().with("policy", &weights).with("critic", &weights);
-                setup.connect(&set, Expect::Count(0), PATIENCE)
+                setup.connect(&set, Expect::Count(0), Some(PATIENCE))
             });
         refused(
             "several models at once",
@@ -41,7 +41,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     let setup = setup().expect("a model and a place");
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&weights, Expect::Count(0), PATIENCE)
+        .connect(&weights, Expect::Count(0), Some(PATIENCE))
         .expect("nobody is expected");
     if !can.subsets {
         let sent = sender.send_with(&weights, &SendOptions::new().workers([0]));
@@ -65,15 +65,15 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     }
     if subject.pulls() {
         let worker = ReceiverSetup::new(info.clone(), 1);
-        let mut receiver = worker.connect(PATIENCE).expect("there is a sender");
+        let mut receiver = worker.connect(Some(PATIENCE)).expect("there is a sender");
         assert!(
-            receiver.receive(None).is_ok_and(|first| first.is_some()),
+            receiver.recv().is_ok(),
             "the initial weights were asked for"
         );
         // Nothing would ever come.
-        refused("receive", receiver.receive(None).expect_err("it pulls"));
+        refused("receive", receiver.recv().expect_err("it pulls"));
         let mut own = weights.clone();
-        let into = receiver.receive_into(&mut own, None);
+        let into = receiver.loading(&mut own).recv();
         refused("receive into", into.expect_err("it pulls"));
     }
     if !can.weights {
@@ -82,7 +82,7 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
     if !can.pull {
         let worker = ReceiverSetup::new(info, 0);
         let mut receiver = thread::scope(|scope| {
-            let joined = scope.spawn(|| worker.connect(PATIENCE));
+            let joined = scope.spawn(|| worker.connect(Some(PATIENCE)));
             joined
                 .join()
                 .expect("it has not panicked")
@@ -91,13 +91,13 @@ pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
         refused(
             "pull",
             receiver
-                .pull(Pull::Newest, Some(PATIENCE))
+                .pull(Pull::newest().timeout(Some(PATIENCE)))
                 .expect_err("it cannot be asked"),
         );
     }
     if can.weights && can.push && !subject.interrupts {
         let worker = ReceiverSetup::new(sender.init_info(), 0);
-        let receiver = worker.connect(PATIENCE).expect("there is a sender");
+        let receiver = worker.connect(Some(PATIENCE)).expect("there is a sender");
         let background = receiver.in_background(weights.clone(), SafePoints::Implied);
         refused(
             "a background receiver",

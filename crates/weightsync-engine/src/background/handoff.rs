@@ -11,7 +11,7 @@ use weightsync_mem::{Origin, interrupt};
 use super::status::{BackgroundState, BackgroundStatus};
 use crate::error::Result;
 use crate::receiver::Receiver;
-use crate::transport::Interrupter;
+use crate::transport::{Interrupter, deadline};
 
 /// Where the thread and the worker's threads meet.
 #[derive(Debug)]
@@ -110,7 +110,7 @@ impl<B> ReceiverHandoff<B> {
         timeout: Option<Duration>,
         mut look: impl FnMut(&mut Inner<B>) -> Option<T>,
     ) -> Result<Option<T>> {
-        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let until = deadline(timeout);
         let mut inner = self.open();
         loop {
             let found = look(&mut inner);
@@ -217,7 +217,7 @@ impl<B> ReceiverHandoff<B> {
 
     /// Waits at most so long for news beyond those seen.
     pub(super) fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
-        let until = at_most.and_then(|left| Instant::now().checked_add(left));
+        let until = deadline(at_most);
         let mut inner = self.open();
         while inner.news == seen {
             inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {

@@ -32,7 +32,7 @@ impl SnapshotsInBackground {
         let first = match receiver.begin()? {
             Some(first) => Some(first),
             // What was loaded into a model is at hand too.
-            None => receiver.latest_set()?,
+            None => receiver.set().latest()?,
         };
         if let Some(first) = &first {
             receiver.report_applied(first)?;

@@ -388,7 +388,7 @@ mod tests {
             follower().handoff().map(drop).unwrap_err(),
             follower().stop().map(drop).unwrap_err(),
         ] {
-            let is_forked = matches!(error, Error::Memory(Memory::Forked { owner: 0, .. }));
+            let is_forked = matches!(error, Error::Forked { owner: 0, .. });
             assert!(is_forked, "{error}");
         }
         // A thread that would never be joined.

@@ -19,6 +19,10 @@ impl From<Memory> for Error {
             Memory::SenderClosed => Self::SenderClosed,
             Memory::Interrupted => Self::Interrupted,
             Memory::NoSender { address, waited } => Self::NoSender { address, waited },
+            Memory::Denied { reason } => Self::Denied { reason },
+            Memory::Fenced { seen, got } => Self::Fenced { seen, got },
+            Memory::AddressInUse { address } => Self::AddressInUse { address },
+            Memory::Forked { owner, child } => Self::Forked { owner, child },
             Memory::VersionNotNewer { newest, got } => Self::VersionNotNewer { newest, got },
             error => Self::Memory(error),
         }

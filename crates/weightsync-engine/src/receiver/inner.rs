@@ -33,8 +33,11 @@ impl Receiver {
         // an earlier thread was to expect could be passing over the one to end by.
         self.interrupted = false;
         if !self.sender_lost {
-            let next = self.next(None)?;
-            return Ok(next.map_or(Followed::Interrupted, Followed::Set));
+            return match self.next(None) {
+                Ok(Some(set)) => Ok(Followed::Set(set)),
+                Ok(None) | Err(Error::Interrupted) => Ok(Followed::Interrupted),
+                Err(error) => Err(error),
+            };
         }
         match self.rejoin(Search::Once) {
             // Its waits are ended by another interrupter from here on.
@@ -140,7 +143,7 @@ impl Receiver {
         let seen = Epoch(knew.epoch.0.saturating_add(above));
         let joined = self.setup.join_transport(&self.scheme, seen, search);
         let mut transport = match (joined, self.conflicting) {
-            (Err(Error::Memory(Memory::Denied { .. } | Memory::Fenced { .. })), Some(got)) => {
+            (Err(Error::Denied { .. } | Error::Fenced { .. }), Some(got)) => {
                 return Err(Error::ConflictingRun { knew, got });
             }
             (joined, _) => joined?,

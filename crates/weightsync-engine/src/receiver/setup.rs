@@ -5,11 +5,11 @@ use super::*;
 impl ReceiverSetup {
     /// Sets worker number `worker` up to join. Numbers tell the workers of one
     /// sender apart.
-    pub fn new(info: InitInfo, worker: u32) -> Self {
+    pub fn new(info: InitInfo, worker: impl Into<WorkerId>) -> Self {
         Self {
             info,
             scheme: None,
-            worker: WorkerId(worker),
+            worker: worker.into(),
             wanted: None,
             own: Vec::new(),
             device: "cpu".into(),
@@ -91,10 +91,10 @@ impl ReceiverSetup {
     ///
     /// [`Error::WrongModel`] if a model of the sender's is not the one insisted
     /// on (the sender is told), [`Error::NoInitialWeights`],
-    /// [`Error::NoSuchModel`], and those of the transport, at the latest by the
-    /// deadline.
-    pub fn connect(self, deadline: Duration) -> Result<Receiver> {
-        let mut receiver = self.take_first(deadline)?;
+    /// [`Error::NoSuchModel`], and those of the transport, at the latest at the
+    /// timeout.
+    pub fn connect(self, timeout: Option<Duration>) -> Result<Receiver> {
+        let mut receiver = self.take_first(timeout)?;
         if let Some(initial) = receiver.initial.clone() {
             receiver.report_applied(&initial)?;
         }
@@ -112,10 +112,10 @@ impl ReceiverSetup {
     pub fn connect_into(
         self,
         model: &mut dyn WeightLoader,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<Receiver> {
         let id = self.only_model()?;
-        self.connect_set_into(&mut SetLoader::new().with(&id, model), deadline)
+        self.connect_set_into(&mut SetLoader::new().with(&id, model), timeout)
     }
 
     /// As [`connect_into`](Self::connect_into), for several models.
@@ -126,9 +126,9 @@ impl ReceiverSetup {
     pub fn connect_set_into(
         self,
         models: &mut SetLoader<'_>,
-        deadline: Duration,
+        timeout: Option<Duration>,
     ) -> Result<Receiver> {
-        let mut receiver = self.take_first(deadline)?;
+        let mut receiver = self.take_first(timeout)?;
         receiver.begin_into(models)?;
         Ok(receiver)
     }
@@ -140,9 +140,9 @@ impl ReceiverSetup {
     /// # Errors
     ///
     /// As [`connect`](Self::connect).
-    pub fn join(self, deadline: Duration) -> Result<Joined> {
+    pub fn join(self, timeout: Option<Duration>) -> Result<Joined> {
         Ok(Joined {
-            receiver: self.take_first(deadline)?,
+            receiver: self.take_first(timeout)?,
         })
     }
 
@@ -162,9 +162,9 @@ impl ReceiverSetup {
 
     /// Joins and takes the initial weights, and does not say that this worker
     /// runs them.
-    pub(crate) fn take_first(self, deadline: Duration) -> Result<Receiver> {
+    pub(crate) fn take_first(self, timeout: Option<Duration>) -> Result<Receiver> {
         let since = Instant::now();
-        let until = since.checked_add(deadline);
+        let until = deadline(timeout);
         let scheme = match &self.scheme {
             Some(scheme) => scheme.clone(),
             None => self.info.scheme().parse()?,
@@ -209,7 +209,7 @@ impl ReceiverSetup {
         }
         let first = match scheme.capabilities().push {
             true => transport.next(until)?,
-            false => transport.pull(0, Pull::AtLeast(Version::FIRST), until)?,
+            false => transport.pull(0, Which::AtLeast(Version::FIRST), until)?,
         };
         let first = first.ok_or_else(|| Error::NoInitialWeights {
             model: self.info.model().clone(),

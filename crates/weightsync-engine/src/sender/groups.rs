@@ -31,17 +31,16 @@ impl Sender {
     /// a number that several of them would have is refused, before the first is
     /// published. A source that fails while it is read, and missing room, can
     /// come later: what was published before such an error stays.
-    pub fn send_each<'a>(
+    pub fn send_each<'a, W: Into<WorkerId>>(
         &mut self,
-        weights: impl IntoIterator<Item = (u32, &'a dyn WeightExtractor)>,
+        weights: impl IntoIterator<Item = (W, &'a dyn WeightExtractor)>,
         options: &SendOptions,
     ) -> Result<Report> {
-        let mut groups: Vec<(&'a dyn WeightExtractor, Vec<u32>)> = Vec::new();
+        let mut groups: Vec<(&'a dyn WeightExtractor, Vec<WorkerId>)> = Vec::new();
         for (worker, source) in weights {
+            let worker = worker.into();
             if groups.iter().any(|(_, known)| known.contains(&worker)) {
-                return Err(Error::SameWorkerTwice {
-                    worker: WorkerId(worker),
-                });
+                return Err(Error::SameWorkerTwice { worker });
             }
             match groups
                 .iter_mut()
@@ -83,7 +82,7 @@ impl Sender {
     /// anything is published.
     fn check_each(
         &self,
-        groups: &[(&dyn WeightExtractor, Vec<u32>)],
+        groups: &[(&dyn WeightExtractor, Vec<WorkerId>)],
         options: &SendOptions,
     ) -> Result<()> {
         self.need("a send to some workers", |can| can.subsets)?;
@@ -102,8 +101,7 @@ impl Sender {
                 let prepared = &self.setup.models[index].prepared;
                 publish::check(prepared, source, options.partial)?;
                 if options.partial {
-                    let workers = workers.iter().copied().map(WorkerId);
-                    let targets = Targets::Workers(workers.collect());
+                    let targets = Targets::Workers(workers.clone());
                     base(&self.setup, &*self.transport, index, &targets)?;
                 }
             }

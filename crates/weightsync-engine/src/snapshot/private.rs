@@ -62,8 +62,8 @@ impl Snapshot {
     /// # let setup = SenderSetup::new("policy", &weights)?;
     /// # let info = setup.init_info();
     /// # let worker = std::thread::spawn(move || -> weightsync::Result<weightsync::Receiver> {
-    /// # let mut receiver = ReceiverSetup::new(info, 0).connect(Duration::from_secs(10))?;
-    /// let snapshot = receiver.receive(None)?.expect("the first version");
+    /// # let mut receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(10)))?;
+    /// let snapshot = receiver.recv()?;
     /// let view = snapshot.private()?;
     /// let bias = view.layout().tensor("bias").unwrap().range;
     /// let place = view.as_ptr().wrapping_add(bias.offset as usize);
@@ -72,7 +72,7 @@ impl Snapshot {
     /// # drop(view);
     /// # // Who has left is not counted.
     /// # Ok(receiver) });
-    /// # let sender = setup.connect(&weights, Expect::Count(1), Duration::from_secs(10))?;
+    /// # let sender = setup.connect(&weights, Expect::Count(1), Some(Duration::from_secs(10)))?;
     /// # worker.join().unwrap()?;
     /// # drop(sender);
     /// # Ok::<(), weightsync::Error>(())

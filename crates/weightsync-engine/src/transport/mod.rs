@@ -50,6 +50,11 @@ pub use weightsync_mem::{
     BoxedError, CopyOptions, Deadline, Fill, Lateness, Source, WaitStyle, raise_files,
 };
 
+/// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.
+pub(crate) fn deadline(timeout: Option<Duration>) -> Deadline {
+    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
+}
+
 /// How long a worker on a network looks for a sender that is silent, and of whose end
 /// nothing tells, before that counts as dead. One that is stopped by a debugger, or whose
 /// machine is suspended, looks the same as one that has died and left a process that
@@ -299,7 +304,7 @@ pub enum Level {
 /// Which version of a model a worker asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Pull {
+pub enum Which {
     /// The newest there is.
     Newest,
     /// This one or a newer one; waits until there is one.
@@ -593,10 +598,10 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     fn pull(
         &mut self,
         model: usize,
-        pull: Pull,
+        which: Which,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
-        let _ = (model, pull, deadline);
+        let _ = (model, which, deadline);
         Err(Error::Unsupported {
             what: "asking for a version",
             scheme: UNNAMED.into(),

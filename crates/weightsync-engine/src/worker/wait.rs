@@ -2,22 +2,18 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::{EventfdFlags, eventfd};
 use weightsync_mem::{Error as MemoryError, Origin, interrupt};
 
 use super::error::WorkerError;
+pub(super) use crate::transport::deadline;
 
 /// Locks `mutex`. Every critical section leaves its state whole at each step that can panic, so a
 /// poisoned lock is as good as any.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.
-pub(super) fn deadline(timeout: Option<Duration>) -> Option<Instant> {
-    timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
 /// Waits for `changed` until `deadline`; `Err` when that has passed.
@@ -122,6 +118,8 @@ impl AsFd for Waker {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]

@@ -127,9 +127,9 @@ fn two() -> (Sender, Receiver) {
     let setup = SenderSetup::new("actor", &one).unwrap();
     let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
     let info = setup.init_info();
-    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(SOON).unwrap());
+    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
-    let sender = setup.connect(&set, Expect::Count(1), SOON).unwrap();
+    let sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
     (sender, worker.join().unwrap())
 }
 
@@ -149,10 +149,12 @@ fn model_loads_over_any_earlier_version() {
         let info = setup.init_info();
         let worker = thread::spawn(|| {
             let mut model = number(0.0);
-            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, SOON);
+            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, Some(SOON));
             (receiver.unwrap(), model)
         });
-        let mut sender = setup.connect(&number(1.0), Expect::Count(1), SOON).unwrap();
+        let mut sender = setup
+            .connect(&number(1.0), Expect::Count(1), Some(SOON))
+            .unwrap();
         let (mut receiver, model) = worker.join().unwrap();
         let sent = until(WaitFor::Sent);
         sender.send_with(&number(2.0), &sent).unwrap();
@@ -170,7 +172,7 @@ fn model_loads_over_any_earlier_version() {
         assert_eq!(look(receiver, Tensors::new()), (1.0, 1), "{scheme}");
         // One that has less than the worker was handed since.
         let (_sender, receiver, model) = begin(scheme, |receiver| {
-            receiver.receive(Some(SOON)).unwrap().expect("a version");
+            receiver.recv_timeout(SOON).unwrap().expect("a version");
         });
         assert_eq!(look(receiver, model), (2.0, 2), "{scheme}");
     }
@@ -183,14 +185,14 @@ fn unloaded_model_does_not_serve() {
     let setup = || setup().run_dir(dir.path().join("run")).unwrap();
     let (sender, mut receiver) = pair_by(setup(), &number(1.0));
     sender.shutdown();
-    assert!(receiver.receive(None).unwrap_err().is_sender_closed());
+    assert!(receiver.recv().unwrap_err().is_sender_closed());
     let (say, ready) = mpsc::channel();
     let unready = Unready {
         weights: number(9.0),
         ready: Mutex::new(ready),
     };
     thread::scope(|scope| {
-        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), SOON));
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(SOON)));
         // It is joined, and sends nothing yet.
         while receiver.latest().unwrap().is_some() {
             thread::yield_now();
@@ -357,7 +359,7 @@ fn no_sync_scheme_delivers_nothing() {
     let scheme: AnyScheme = "none".parse().unwrap();
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
-    let receiver = ReceiverSetup::new(info, 0).connect(SOON).unwrap();
+    let receiver = ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap();
     let background = receiver
         .in_background(number(5.0), SafePoints::Implied)
         .unwrap();
@@ -377,16 +379,22 @@ fn what_has_to_be_asked_for_is_not_waited_for() {
     let scheme: AnyScheme = "shared-mem:pull".parse().unwrap();
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
-    let sender = setup.connect(&number(1.0), Expect::Count(0), SOON).unwrap();
-    let receiver = || ReceiverSetup::new(info.clone(), 0).connect(SOON).unwrap();
+    let sender = setup
+        .connect(&number(1.0), Expect::Count(0), Some(SOON))
+        .unwrap();
+    let receiver = || {
+        ReceiverSetup::new(info.clone(), 0)
+            .connect(Some(SOON))
+            .unwrap()
+    };
     for error in [
         receiver()
             .in_background(number(0.0), SafePoints::Implied)
             .map(drop)
             .unwrap_err(),
         receiver().snapshots_in_background().map(drop).unwrap_err(),
-        Cascade::join(ReceiverSetup::new(info.clone(), 0), SOON)
-            .and_then(|setup| setup.connect(Expect::Count(0), SOON))
+        Cascade::join(ReceiverSetup::new(info.clone(), 0), Some(SOON))
+            .and_then(|setup| setup.connect(Expect::Count(0), Some(SOON)))
             .and_then(|mut cascade| cascade.forward(None))
             .map(drop)
             .unwrap_err(),
@@ -402,17 +410,22 @@ fn pulled_version_is_loaded_and_then_reported() {
         let setup = setup().history(2);
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
         let info = setup.init_info();
-        let mut sender = setup.connect(&number(1.0), Expect::Count(0), SOON).unwrap();
+        let mut sender = setup
+            .connect(&number(1.0), Expect::Count(0), Some(SOON))
+            .unwrap();
         let mut model = number(0.0);
         let worker = ReceiverSetup::new(info, 0);
-        let mut receiver = worker.connect_into(&mut model, SOON).unwrap();
+        let mut receiver = worker.connect_into(&mut model, Some(SOON)).unwrap();
         assert_eq!(value(&model), 1.0);
         let sent = SendOptions::new().wait(WaitFor::Sent);
         for version in [2.0, 3.0] {
             sender.send_with(&number(version), &sent).unwrap();
         }
-        for (pull, version) in [(Pull::Exactly(Version(2)), 2), (Pull::Newest, 3)] {
-            let loaded = receiver.pull_into(&mut model, pull, Some(SOON)).unwrap();
+        for (pull, version) in [(Pull::version(Version(2)), 2), (Pull::newest(), 3)] {
+            let loaded = receiver
+                .loading(&mut model)
+                .pull(pull.timeout(Some(SOON)))
+                .unwrap();
             assert_eq!(
                 (loaded, value(&model)),
                 (Some(Version(version)), version as f32)
@@ -424,17 +437,25 @@ fn pulled_version_is_loaded_and_then_reported() {
         let mut other = number(0.0);
         model.slice_mut::<f32>("value").unwrap().fill(7.0);
         for model in [&mut model, &mut other] {
-            let loaded = receiver.pull_into(model, Pull::Newest, Some(SOON)).unwrap();
+            let loaded = receiver
+                .loading(model)
+                .pull(Pull::newest().timeout(Some(SOON)))
+                .unwrap();
             assert_eq!((loaded, value(model)), (Some(Version(3)), 3.0), "{scheme}");
         }
         // Another model's name, and a version that does not come.
-        let unknown = receiver.pull_set("critic", Pull::Newest, Some(SOON));
+        let unknown = receiver
+            .set()
+            .pull(Pull::newest().model("critic").timeout(Some(SOON)));
         assert!(
             matches!(unknown, Err(Error::NoSuchModel { .. })),
             "{unknown:?}"
         );
-        let least = Pull::AtLeast(Version(4));
-        let nothing = receiver.pull_into(&mut model, least, Some(BRIEF)).unwrap();
+        let least = Pull::at_least(Version(4));
+        let nothing = receiver
+            .loading(&mut model)
+            .pull(least.timeout(Some(BRIEF)))
+            .unwrap();
         assert_eq!((nothing, value(&model)), (None, 3.0));
     }
 }
@@ -447,10 +468,11 @@ fn an_interrupt_ends_one_wait_and_no_other() {
     let seen = rounds.clone();
     let worker = thread::spawn(move || {
         loop {
-            if let Some(snapshot) = receiver.receive(None).unwrap() {
-                return (receiver, snapshot.version());
-            }
-            seen.fetch_add(1, Ordering::SeqCst);
+            match receiver.recv() {
+                Ok(snapshot) => return (receiver, snapshot.version()),
+                Err(Error::Interrupted) => seen.fetch_add(1, Ordering::SeqCst),
+                Err(error) => panic!("{error}"),
+            };
         }
     });
     // Each finds the worker about to wait, waiting, or between two waits.

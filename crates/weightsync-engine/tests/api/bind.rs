@@ -153,7 +153,7 @@ fn binding_loader_is_not_loaded() {
     let mut model = Bound::default();
     for value in [2.0, 3.0, 4.0] {
         let (report, version) = send(&mut sender, &numbers(value), || {
-            receiver.receive_into(&mut model, Some(SOON))
+            receiver.loading(&mut model).recv_timeout(SOON)
         });
         assert!(report.unwrap().all_applied());
         assert!(version.unwrap().is_some());
@@ -167,7 +167,7 @@ fn binding_loader_is_not_loaded() {
         ..Bound::default()
     };
     let (report, _) = send(&mut sender, &numbers(5.0), || {
-        receiver.receive_into(&mut model, Some(SOON)).unwrap()
+        receiver.loading(&mut model).recv_timeout(SOON).unwrap()
     });
     assert!(report.unwrap().all_applied());
     assert_eq!((model.value(), model.binds), (5.0, 0));
@@ -209,7 +209,7 @@ fn what_lends_or_locks_a_loader_passes_the_version_on() {
     for (model, value) in models.iter_mut().zip([2.0, 3.0, 4.0, 5.0]) {
         let (report, _) = send(&mut sender, &numbers(value), || {
             // `load` panics.
-            receiver.receive_into(model, Some(SOON)).unwrap()
+            receiver.loading(model).recv_timeout(SOON).unwrap()
         });
         assert!(report.unwrap().all_applied());
     }
@@ -234,9 +234,9 @@ fn two() -> (Sender, Receiver) {
     let setup = SenderSetup::new("actor", &one).unwrap();
     let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
     let info = setup.init_info();
-    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(SOON).unwrap());
+    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
-    let sender = setup.connect(&set, Expect::Count(1), SOON).unwrap();
+    let sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
     (sender, worker.join().unwrap())
 }
 

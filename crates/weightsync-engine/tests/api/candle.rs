@@ -36,7 +36,7 @@ fn a_worker_computes_what_the_trainer_does() {
             .unwrap();
         }
         let (report, loaded) = std::thread::scope(|scope| {
-            let worker = scope.spawn(|| receiver.receive_into(&mut worker, Some(SOON)));
+            let worker = scope.spawn(|| receiver.loading(&mut worker).recv_timeout(SOON));
             let report = sender.send(&trainer);
             (report, worker.join().unwrap())
         });
@@ -124,7 +124,7 @@ fn candle_tensors_load_and_mismatches_are_named() {
         )
         .unwrap();
     assert_eq!(
-        receiver.receive_into(&mut worker, Some(SOON)).unwrap(),
+        receiver.loading(&mut worker).recv_timeout(SOON).unwrap(),
         Some(Version(2))
     );
     assert_eq!(
@@ -143,7 +143,10 @@ fn candle_tensors_load_and_mismatches_are_named() {
             &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
         )
         .unwrap();
-    let error = receiver.receive_into(&mut worker, Some(SOON)).unwrap_err();
+    let error = receiver
+        .loading(&mut worker)
+        .recv_timeout(SOON)
+        .unwrap_err();
     assert!(
         matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "actor.0.bias"),
         "{error}"

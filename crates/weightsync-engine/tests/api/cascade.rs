@@ -21,7 +21,7 @@ fn number(value: f32) -> Tensors {
 fn keeps(info: &InitInfo, worker: u32) -> JoinHandle<SnapshotsInBackground> {
     let setup = ReceiverSetup::new(info.clone(), worker);
     thread::spawn(move || {
-        let receiver = setup.connect(SOON).unwrap();
+        let receiver = setup.connect(Some(SOON)).unwrap();
         receiver.snapshots_in_background().unwrap()
     })
 }
@@ -38,7 +38,7 @@ fn waits_for(worker: &SnapshotsInBackground, version: u64) {
 }
 
 fn joins(info: InitInfo) -> JoinHandle<CascadeSetup> {
-    thread::spawn(move || Cascade::join(ReceiverSetup::new(info, 7), SOON).unwrap())
+    thread::spawn(move || Cascade::join(ReceiverSetup::new(info, 7), Some(SOON)).unwrap())
 }
 
 /// A trainer of one model, the worker in the middle, and its sub-workers.
@@ -48,7 +48,7 @@ fn family(sub_workers: u32) -> (Sender, Cascade, Vec<SnapshotsInBackground>) {
     let trainer = thread::spawn(move || {
         setup
             .deadline(SOON)
-            .connect(&number(1.0), Expect::Count(1), SOON)
+            .connect(&number(1.0), Expect::Count(1), Some(SOON))
             .unwrap()
     });
     let middle = middle.join().unwrap();
@@ -58,7 +58,7 @@ fn family(sub_workers: u32) -> (Sender, Cascade, Vec<SnapshotsInBackground>) {
         .map(|leaf| keeps(&middle.init_info(), leaf))
         .collect();
     let count = Expect::Count(sub_workers as usize);
-    let middle = middle.connect(count, SOON).unwrap();
+    let middle = middle.connect(count, Some(SOON)).unwrap();
     let leaves = leaves.into_iter().map(|leaf| leaf.join().unwrap());
     (trainer.join().unwrap(), middle, leaves.collect())
 }
@@ -96,12 +96,12 @@ fn sub_workers_have_the_trainer_version_numbers() {
 fn one_that_joins_late_has_the_numbers_too() {
     let one = number(1.0);
     let setup = SenderSetup::new("policy", &one).unwrap().deadline(SOON);
-    let mut sender = setup.connect(&one, Expect::Count(0), SOON).unwrap();
+    let mut sender = setup.connect(&one, Expect::Count(0), Some(SOON)).unwrap();
     let version = SendOptions::new().version(Version(40));
     sender.send_with(&number(4.0), &version).unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), SOON).unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
     let leaf = keeps(&middle.init_info(), 0);
-    let mut middle = middle.connect(Expect::Count(1), SOON).unwrap();
+    let mut middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
     let leaf = leaf.join().unwrap();
     assert_eq!(value(&leaf), (Version(40), 4.0));
     let (report, _) = send(&mut sender, &number(5.0), &mut middle);
@@ -118,7 +118,7 @@ fn trainer_is_notified_after_sub_workers_applied() {
         (info, middle.in_background().unwrap())
     };
     let (info, middle) = info;
-    let slow = ReceiverSetup::new(info, 5).connect(SOON).unwrap();
+    let slow = ReceiverSetup::new(info, 5).connect(Some(SOON)).unwrap();
     let slow = slow
         .in_background(number(0.0), SafePoints::Declared)
         .unwrap();
@@ -141,7 +141,7 @@ fn report_names_the_sub_worker_without_the_version() {
     let (mut sender, mut middle, leaves) = family(1);
     let info = middle.sender().init_info();
     // It insists on nothing, and cannot load what comes.
-    let stubborn = ReceiverSetup::new(info, 5).connect(SOON).unwrap();
+    let stubborn = ReceiverSetup::new(info, 5).connect(Some(SOON)).unwrap();
     let stubborn = stubborn
         .in_background(Stubborn(number(0.0)), SafePoints::Implied)
         .unwrap();
@@ -191,11 +191,11 @@ fn models_keep_their_own_numbers_and_flip_together() {
     let mut sender = thread::scope(|scope| {
         let sender = scope.spawn(|| {
             let set = Set::new().with("actor", &one).with("critic", &one);
-            setup.connect(&set, Expect::Count(1), SOON).unwrap()
+            setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap()
         });
         let middle = middle.join().unwrap();
         let leaf = keeps(&middle.init_info(), 0);
-        let middle = middle.connect(Expect::Count(1), SOON).unwrap();
+        let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
         (sender.join().unwrap(), middle, leaf.join().unwrap())
     });
     let (sender, middle, leaf) = (&mut sender.0, &mut sender.1, &sender.2);
@@ -237,11 +237,15 @@ fn restarted_trainer_continues_the_numbers() {
     let first = joins(setup().init_info());
     let trainer = thread::spawn({
         let setup = setup();
-        move || setup.connect(&number(1.0), Expect::Count(1), SOON).unwrap()
+        move || {
+            setup
+                .connect(&number(1.0), Expect::Count(1), Some(SOON))
+                .unwrap()
+        }
     });
     let middle = first.join().unwrap();
     let leaf = keeps(&middle.init_info(), 0);
-    let middle = middle.connect(Expect::Count(1), SOON).unwrap();
+    let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
     let (mut sender, leaf) = (trainer.join().unwrap(), leaf.join().unwrap());
     let middle = middle.in_background().unwrap();
     for step in 2..5 {
@@ -250,7 +254,7 @@ fn restarted_trainer_continues_the_numbers() {
     }
     sender.shutdown();
     let mut next = setup()
-        .connect(&number(8.0), Expect::Count(1), SOON)
+        .connect(&number(8.0), Expect::Count(1), Some(SOON))
         .unwrap();
     assert_eq!(value(&leaf), (Version(5), 8.0));
     let report = next.send(&number(9.0)).unwrap();
@@ -266,10 +270,13 @@ fn cascade_without_workers_ends_and_says_why() {
     let middle = joins(setup.init_info());
     let trainer = thread::spawn(move || {
         setup
-            .connect(&number(1.0), Expect::Count(1), SOON)
+            .connect(&number(1.0), Expect::Count(1), Some(SOON))
             .map(drop)
     });
-    let error = middle.join().unwrap().connect(Expect::Count(1), BRIEF);
+    let error = middle
+        .join()
+        .unwrap()
+        .connect(Expect::Count(1), Some(BRIEF));
     assert!(
         matches!(error, Err(Error::MissingWorkers { .. })),
         "{error:?}"
@@ -309,10 +316,12 @@ fn ties_survive_a_cascade() {
         Tied(tensors)
     };
     let setup = SenderSetup::new("policy", &tied(1.0)).unwrap();
-    let mut sender = setup.connect(&tied(1.0), Expect::Count(0), SOON).unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&tied(1.0), Expect::Count(0), Some(SOON))
+        .unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
     let middle = middle.configure(|setup| setup.cast(Dtype::F64)).unwrap();
-    let mut middle = middle.connect(Expect::Count(0), SOON).unwrap();
+    let mut middle = middle.connect(Expect::Count(0), Some(SOON)).unwrap();
     let sent = SendOptions::new().wait(WaitFor::Sent);
     sender.send_with(&tied(2.0), &sent).unwrap();
     let forwarded = middle.forward(Some(SOON)).unwrap().unwrap();
@@ -327,8 +336,10 @@ fn ties_survive_a_cascade() {
 #[test]
 fn the_sub_workers_may_have_another_scheme_and_dtype() {
     let setup = SenderSetup::new("policy", &number(1.5)).unwrap();
-    let mut sender = setup.connect(&number(1.5), Expect::Count(0), SOON).unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&number(1.5), Expect::Count(0), Some(SOON))
+        .unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
     let middle = middle.configure(|setup| {
         setup
             .scheme("multi-process:every=4".parse::<weightsync_engine::AnyScheme>()?)?
@@ -337,16 +348,16 @@ fn the_sub_workers_may_have_another_scheme_and_dtype() {
     let middle = middle.unwrap();
     let leaf: JoinHandle<Receiver> = thread::spawn({
         let info = middle.init_info();
-        move || ReceiverSetup::new(info, 0).connect(SOON).unwrap()
+        move || ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap()
     });
-    let middle = middle.connect(Expect::Count(1), SOON).unwrap();
+    let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
     let mut leaf = leaf.join().unwrap();
     let middle: CascadeInBackground = middle.in_background().unwrap();
     for step in 2..5_u64 {
         let sent = SendOptions::new().wait(WaitFor::Sent);
         sender.send_with(&number(step as f32), &sent).unwrap();
         loop {
-            let snapshot = leaf.receive(Some(SOON)).unwrap().expect("a version");
+            let snapshot = leaf.recv_timeout(SOON).unwrap().expect("a version");
             assert_eq!(snapshot.tensor("value").unwrap().dtype(), Dtype::BF16);
             if snapshot.version() == Version(step) {
                 break;

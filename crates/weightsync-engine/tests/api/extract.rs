@@ -193,7 +193,7 @@ fn a_change_in_place_is_seen_only_once_it_is_sent() {
     assert_eq!(first.digest(), digest);
     assert_eq!(receiver.latest().unwrap().unwrap().digest(), digest);
     assert!(
-        receiver.receive(Some(crate::BRIEF)).unwrap().is_none(),
+        receiver.recv_timeout(crate::BRIEF).unwrap().is_none(),
         "nothing was sent"
     );
     let second = send_to(&mut sender, &source, &mut receiver);
@@ -308,6 +308,8 @@ fn inconsistent_extractor_publishes_nothing() {
         fails_after: false,
         hides_errors: false,
     };
-    let error = setup.connect(&silent, Expect::Count(0), SOON).unwrap_err();
+    let error = setup
+        .connect(&silent, Expect::Count(0), Some(SOON))
+        .unwrap_err();
     assert!(error.to_string().contains("not at all"), "{error}");
 }

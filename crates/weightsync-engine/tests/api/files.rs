@@ -219,7 +219,7 @@ proptest! {
         }
         if let Ok(checkpoint) = SafetensorsFile::open(written(dir.path(), &bytes)) {
             let setup = SenderSetup::new("policy", &checkpoint).unwrap();
-            setup.connect(&checkpoint, Expect::Count(0), SOON).unwrap();
+            setup.connect(&checkpoint, Expect::Count(0), Some(SOON)).unwrap();
         }
     }
 
@@ -249,7 +249,7 @@ fn a_source_may_change_from_tensors_to_a_file() {
     let zeros = Tensors::zeros(sender.layout());
     crate::send_to(&mut sender, &zeros, &mut receiver);
     let checkpoint = SafetensorsFile::open(&path).unwrap();
-    let (report, snapshot) = crate::send(&mut sender, &checkpoint, || receiver.receive(Some(SOON)));
+    let (report, snapshot) = crate::send(&mut sender, &checkpoint, || receiver.recv_timeout(SOON));
     assert!(report.unwrap().all_applied());
     let snapshot = snapshot.unwrap().unwrap();
     assert_eq!(snapshot.version(), Version(3));

@@ -16,7 +16,9 @@ fn init_info_crosses_text_and_bytes_and_joins_often() {
     let info = setup.init_info();
     let text = serde_json::to_string(&info).unwrap();
     let bytes = postcard::to_stdvec(&info).unwrap();
-    let sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
     assert_eq!(sender.init_info(), info);
     let from_text: InitInfo = serde_json::from_str(&text).unwrap();
     let from_bytes: InitInfo = postcard::from_bytes(&bytes).unwrap();
@@ -93,7 +95,9 @@ fn unknown_scheme_error_lists_the_known_ones() {
     // It may be passed on by a process that does not know the scheme.
     let other: InitInfo = serde_json::from_value(other).unwrap();
     assert_eq!(other.scheme(), "carrier-pigeon");
-    let error = ReceiverSetup::new(other, 0).connect(SOON).unwrap_err();
+    let error = ReceiverSetup::new(other, 0)
+        .connect(Some(SOON))
+        .unwrap_err();
     let words = error.to_string();
     assert!(
         words.contains("carrier-pigeon") && words.contains("shared-mem"),
@@ -107,9 +111,11 @@ fn a_wrong_secret_does_not_get_in() {
     let mut stolen = serde_json::to_value(setup.init_info()).unwrap();
     stolen["at"]["secret"][3] = json!(stolen["at"]["secret"][3].as_u64().unwrap() ^ 1);
     let stolen: InitInfo = serde_json::from_value(stolen).unwrap();
-    let sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
     ReceiverSetup::new(stolen, 0)
-        .connect(crate::BRIEF)
+        .connect(Some(crate::BRIEF))
         .unwrap_err();
     assert!(sender.workers().is_empty());
 }
@@ -124,7 +130,9 @@ fn no_debug_output_shows_the_secret() {
     setup = setup.checksums(true);
     let receiving = ReceiverSetup::new(setup.init_info(), 0);
     shown.push(format!("{receiving:?}"));
-    let sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
     shown.push(format!("{:?}", join(receiving).unwrap()));
     shown.push(format!("{sender:?}"));
     for text in shown {

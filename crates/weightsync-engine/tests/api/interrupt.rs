@@ -50,21 +50,29 @@ fn setup() -> SenderSetup {
 fn a_connect_leaves_nothing_and_can_be_made_again() {
     let setup = setup();
     let worker = ReceiverSetup::new(setup.init_info(), 0);
-    ended(|| worker.clone().connect(LONG));
-    ended(|| worker.clone().connect_into(&mut Tensors::new(), LONG));
-    ended(|| Cascade::join(worker.clone(), LONG));
-    ended(|| setup.clone().connect(&weights(), Expect::Count(1), LONG));
+    ended(|| worker.clone().connect(Some(LONG)));
+    ended(|| worker.clone().connect_into(&mut Tensors::new(), Some(LONG)));
+    ended(|| Cascade::join(worker.clone(), Some(LONG)));
+    ended(|| {
+        setup
+            .clone()
+            .connect(&weights(), Expect::Count(1), Some(LONG))
+    });
     // One that had joined is told of the end.
     let mut early = thread::scope(|scope| {
-        let early = scope.spawn(|| worker.clone().connect(LONG).unwrap());
-        ended(|| setup.clone().connect(&weights(), Expect::Count(2), LONG));
+        let early = scope.spawn(|| worker.clone().connect(Some(LONG)).unwrap());
+        ended(|| {
+            setup
+                .clone()
+                .connect(&weights(), Expect::Count(2), Some(LONG))
+        });
         early.join().unwrap()
     });
     early
-        .receive(Some(SOON))
+        .recv_timeout(SOON)
         .unwrap()
         .expect("the first version");
-    let error = early.receive(Some(SOON)).unwrap_err();
+    let error = early.recv_timeout(SOON).unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     send_to(&mut sender, &weights(), &mut receiver);
@@ -77,14 +85,14 @@ fn a_send_that_had_published_has_published() {
     ended(|| sender.send(&weights()));
     assert_eq!(sender.version(), Version(2));
     assert_eq!(
-        receiver.receive(Some(SOON)).unwrap().unwrap().version(),
+        receiver.recv_timeout(SOON).unwrap().unwrap().version(),
         Version(2)
     );
 
     let pending = sender.send_async(&weights(), &SendOptions::new()).unwrap();
     ended(|| pending.wait(None));
     assert!(!pending.is_settled().unwrap());
-    receiver.receive(Some(SOON)).unwrap().expect("the version");
+    receiver.recv_timeout(SOON).unwrap().expect("the version");
     assert!(pending.wait(Some(SOON)).unwrap().all_applied());
 }
 
@@ -99,7 +107,7 @@ fn death_during_an_interrupted_send_is_reported_later() {
     let result = interruptible(|| goes.take().is_none(), || sender.send(&weights()));
     assert!(matches!(result, Err(Error::Interrupted)));
     let report = crate::send(&mut sender, &weights(), || {
-        stays.receive(Some(SOON)).unwrap();
+        stays.recv_timeout(SOON).unwrap();
     });
     let report = report.0.unwrap();
     assert!(
@@ -133,7 +141,7 @@ fn a_send_that_waits_for_room_has_changed_nothing() {
         let version = sender.version();
         ended(|| sender.send_async(&weights(), &SendOptions::new()));
         assert_eq!(sender.version(), version);
-        receiver.receive(Some(SOON)).unwrap().expect("the newest");
+        receiver.recv_timeout(SOON).unwrap().expect("the newest");
         for one in flying {
             assert!(one.wait(Some(SOON)).unwrap().failed().next().is_none());
         }
@@ -148,19 +156,15 @@ fn a_receive_loses_nothing() {
             .unwrap();
         let (mut sender, mut receiver) = pair_by(setup, &weights());
         let mut own = weights();
-        ended(|| receiver.receive(None));
-        ended(|| receiver.receive(Some(LONG)));
-        ended(|| receiver.receive_into(&mut own, None));
+        ended(|| receiver.recv());
+        ended(|| receiver.recv_timeout(LONG));
+        ended(|| receiver.loading(&mut own).recv());
         for version in 2..4 {
             sender.send_with(&weights(), &sent()).unwrap();
             // What is there is not waited for, and the check not asked.
-            let received = interruptible(|| true, || receiver.receive(None));
-            assert_eq!(
-                received.unwrap().unwrap().version(),
-                Version(version),
-                "{scheme}"
-            );
-            ended(|| receiver.receive(None));
+            let received = interruptible(|| true, || receiver.recv());
+            assert_eq!(received.unwrap().version(), Version(version), "{scheme}");
+            ended(|| receiver.recv());
         }
     }
 }
@@ -168,13 +172,17 @@ fn a_receive_loses_nothing() {
 #[test]
 fn a_question_is_taken_back() {
     let (mut sender, mut receiver) = pair(&weights());
-    ended(|| receiver.pull(Pull::AtLeast(Version(3)), None));
-    ended(|| receiver.pull_into(&mut weights(), Pull::AtLeast(Version(3)), Some(LONG)));
+    ended(|| receiver.pull(Pull::at_least(Version(3))));
+    ended(|| {
+        receiver
+            .loading(&mut weights())
+            .pull(Pull::at_least(Version(3)).timeout(Some(LONG)))
+    });
     for _ in 2..4 {
         sender.send_with(&weights(), &sent()).unwrap();
     }
     let pulled = receiver
-        .pull(Pull::Exactly(Version(3)), Some(SOON))
+        .pull(Pull::version(Version(3)).timeout(Some(SOON)))
         .unwrap();
     assert_eq!(pulled.unwrap().version(), Version(3));
     send_to(&mut sender, &weights(), &mut receiver);
@@ -191,13 +199,15 @@ fn interrupted_search_for_a_sender_goes_on_next_call() {
     let setup = setup().run_dir(dir.path()).unwrap();
     let (sender, mut receiver) = pair_by(setup.clone(), &weights());
     drop(sender);
-    let error = receiver.receive(None).unwrap_err();
+    let error = receiver.recv().unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
-    ended(|| receiver.receive(None));
-    ended(|| receiver.receive_into(&mut weights(), Some(LONG)));
-    ended(|| receiver.pull(Pull::Newest, None));
-    let next = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
-    let found = receiver.receive(None).unwrap().unwrap();
+    ended(|| receiver.recv());
+    ended(|| receiver.loading(&mut weights()).recv_timeout(LONG));
+    ended(|| receiver.pull(Pull::newest()));
+    let next = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
+    let found = receiver.recv().unwrap();
     assert_eq!(found.run(), next.run());
 }
 
@@ -210,7 +220,11 @@ fn interrupt_ends_a_wait_for_the_run_directory_lock() {
     )
     .unwrap();
     let setup = setup().run_dir(dir.path()).unwrap();
-    let connect = || setup.clone().connect(&weights(), Expect::Count(0), LONG);
+    let connect = || {
+        setup
+            .clone()
+            .connect(&weights(), Expect::Count(0), Some(LONG))
+    };
     connect().unwrap();
     for name in ["key", "epoch"] {
         let held = fs::File::open(dir.path().join(name)).unwrap();
@@ -272,7 +286,7 @@ fn interrupt_leaves_the_background_thread_alone() {
     assert!(sender.send(&weights()).unwrap().all_applied());
     assert_eq!(background.read().unwrap().version(), Version(2));
     let mut receiver = background.stop().unwrap().0;
-    ended(|| receiver.receive(None));
+    ended(|| receiver.recv());
 
     let snapshots = receiver.snapshots_in_background().unwrap();
     ended(|| snapshots.wait(None, |_| false));
@@ -320,15 +334,18 @@ fn interrupt_ends_a_wait_for_a_background_load() {
 fn a_cascade_goes_on_with_what_it_was_at() {
     let trainer = setup();
     let joining = ReceiverSetup::new(trainer.init_info(), 0);
-    let joins = thread::spawn(move || Cascade::join(joining, SOON).unwrap());
-    let trains =
-        thread::spawn(move || trainer.connect(&weights(), Expect::Count(1), SOON).unwrap());
+    let joins = thread::spawn(move || Cascade::join(joining, Some(SOON)).unwrap());
+    let trains = thread::spawn(move || {
+        trainer
+            .connect(&weights(), Expect::Count(1), Some(SOON))
+            .unwrap()
+    });
     let middle = joins.join().unwrap();
     let leaf = ReceiverSetup::new(middle.init_info(), 0);
-    let leaf = thread::spawn(move || leaf.connect(SOON).unwrap());
-    let mut cascade = middle.connect(Expect::Count(1), SOON).unwrap();
+    let leaf = thread::spawn(move || leaf.connect(Some(SOON)).unwrap());
+    let mut cascade = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
     let (mut leaf, mut trainer) = (leaf.join().unwrap(), trains.join().unwrap());
-    leaf.receive(Some(SOON)).unwrap().expect("the first");
+    leaf.recv_timeout(SOON).unwrap().expect("the first");
 
     ended(|| cascade.forward(None));
     let pending = trainer.send_async(&weights(), &SendOptions::new()).unwrap();
@@ -336,7 +353,7 @@ fn a_cascade_goes_on_with_what_it_was_at() {
     ended(|| cascade.forward(None));
     assert!(!pending.is_settled().unwrap());
     assert_eq!(
-        leaf.receive(Some(SOON)).unwrap().unwrap().version(),
+        leaf.recv_timeout(SOON).unwrap().unwrap().version(),
         Version(2)
     );
     assert!(
@@ -348,7 +365,7 @@ fn a_cascade_goes_on_with_what_it_was_at() {
     let background = cascade.in_background().unwrap();
     ended(|| background.wait(None, |_| false));
     let pending = trainer.send_async(&weights(), &SendOptions::new()).unwrap();
-    leaf.receive(Some(SOON)).unwrap().expect("passed on");
+    leaf.recv_timeout(SOON).unwrap().expect("passed on");
     assert!(pending.wait(Some(SOON)).unwrap().all_applied());
     background.stop().unwrap();
 }

@@ -114,7 +114,7 @@ fn the_handle_of_a_send_keeps_nothing_of_a_connection() {
         let (mut sender, mut receiver) = pair_by(setup, &weights());
         let options = SendOptions::new();
         let settled = sender.send_async(&weights(), &options).unwrap();
-        receiver.receive(Some(SOON)).unwrap().unwrap();
+        receiver.recv_timeout(SOON).unwrap().unwrap();
         let pending = sender.send_async(&weights(), &options).unwrap();
         drop((sender, receiver));
         assert_nothing_left(&before);
@@ -130,7 +130,7 @@ fn a_connect_that_fails_leaves_nothing() {
         for _ in 0..5 {
             let setup = SenderSetup::new("policy", &weights()).unwrap();
             setup
-                .connect(&weights(), Expect::Count(1), BRIEF)
+                .connect(&weights(), Expect::Count(1), Some(BRIEF))
                 .unwrap_err();
         }
         assert_nothing_left(&before);

@@ -62,7 +62,7 @@ fn connect(
             thread::spawn(move || join(setup))
         })
         .collect();
-    let sender = setup.connect(weights, Expect::Count(count as usize), SOON);
+    let sender = setup.connect(weights, Expect::Count(count as usize), Some(SOON));
     let receivers = joining.into_iter().map(|one| one.join().unwrap().unwrap());
     (sender.unwrap(), receivers.collect())
 }
@@ -81,8 +81,8 @@ fn pair_by(setup: SenderSetup, weights: &impl WeightExtractor) -> (Sender, Recei
 
 /// Joins, and takes the first version.
 fn join(setup: ReceiverSetup) -> Result<Receiver> {
-    let mut receiver = setup.connect(SOON)?;
-    receiver.receive(Some(SOON))?.expect("the first version");
+    let mut receiver = setup.connect(Some(SOON))?;
+    receiver.recv_timeout(SOON)?.expect("the first version");
     Ok(receiver)
 }
 
@@ -101,7 +101,7 @@ fn send<T: Send>(
 
 /// Sends, and has the worker take it.
 fn send_to(sender: &mut Sender, weights: &Tensors, receiver: &mut Receiver) -> Snapshot {
-    let (report, snapshot) = send(sender, weights, || receiver.receive(Some(SOON)));
+    let (report, snapshot) = send(sender, weights, || receiver.recv_timeout(SOON));
     let report = report.unwrap();
     assert!(report.all_applied(), "{report}");
     snapshot.unwrap().expect("a version")

@@ -29,14 +29,14 @@ fn finished_sends_do_not_count_in_any_order() {
         panic!("{error}")
     };
     assert_eq!((version, allowed), (Version(2), 2));
-    receivers[1].receive(Some(SOON)).unwrap().unwrap();
+    receivers[1].recv_timeout(SOON).unwrap().unwrap();
     assert!(quick.is_settled().unwrap() && !slow.is_settled().unwrap());
     let third = send(&mut sender, 2, BRIEF).unwrap();
 
     // Also one that is done while the next waits for its way.
     let since = Instant::now();
     thread::scope(|scope| {
-        scope.spawn(|| receivers[2].receive(Some(SOON)).unwrap().unwrap());
+        scope.spawn(|| receivers[2].recv_timeout(SOON).unwrap().unwrap());
         send(&mut sender, 1, SOON).unwrap();
     });
     assert!(since.elapsed() < SOON / 2);
@@ -51,7 +51,7 @@ fn the_report_of_a_settled_send_outlives_the_sender() {
         let mut sent = Vec::new();
         for _ in 0..3 {
             sent.push(sender.send_async(&weights(), &options).unwrap());
-            receiver.receive(Some(SOON)).unwrap().unwrap();
+            receiver.recv_timeout(SOON).unwrap().unwrap();
         }
         // One of them has been waited for, one made way, one was not looked at.
         assert!(sent[0].wait(Some(SOON)).unwrap().all_reached());
@@ -103,7 +103,7 @@ fn one_that_left_does_not_stand_for_its_successor() {
         let report = sent.wait(Some(BRIEF)).unwrap();
         assert!(late(&report), "{report}");
     }
-    second.receive(Some(SOON)).unwrap().unwrap();
+    second.recv_timeout(SOON).unwrap().unwrap();
     assert!(sent.wait(Some(SOON)).unwrap().all_applied());
 }
 
@@ -113,8 +113,8 @@ fn pending_send_is_checked_again_after_a_later_one() {
     let (mut sender, mut receiver) = pair(&weights());
     let sent = thread::scope(|scope| {
         let asking = scope.spawn(|| {
-            let later = Pull::AtLeast(Version(9));
-            receiver.pull(later, Some(BRIEF * 5)).unwrap()
+            let later = Pull::at_least(Version(9));
+            receiver.pull(later.timeout(Some(BRIEF * 5))).unwrap()
         });
         let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
         let report = sent.wait(Some(SOON)).unwrap();
@@ -122,7 +122,7 @@ fn pending_send_is_checked_again_after_a_later_one() {
         assert!(asking.join().unwrap().is_none());
         sent
     });
-    receiver.receive(Some(SOON)).unwrap().unwrap();
+    receiver.recv_timeout(SOON).unwrap().unwrap();
     let report = sent.wait(Some(SOON)).unwrap();
     assert!(report.all_applied(), "{report}");
     assert_eq!(report.workers[0].outcome, Outcome::Applied, "{report}");
@@ -164,12 +164,9 @@ fn a_late_worker_costs_one_send_its_deadline() {
     assert_eq!(late(&report), None);
     assert!(report.took >= BRIEF, "{report}");
 
-    assert_eq!(
-        receiver.receive(None).unwrap().unwrap().version(),
-        Version(9)
-    );
+    assert_eq!(receiver.recv().unwrap().version(), Version(9));
     let sent = sender.send_async(&weights(), &long).unwrap();
     assert!(!sent.is_settled().unwrap());
-    receiver.receive(None).unwrap().unwrap();
+    receiver.recv().unwrap();
     assert!(sent.wait(None).unwrap().all_applied());
 }

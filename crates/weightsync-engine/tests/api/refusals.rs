@@ -103,7 +103,9 @@ fn a_connect_with_wrong_weights_is_refused_too() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let mut wrong = weights();
     wrong.insert("step", [1], [0_i64]).unwrap();
-    let error = setup.connect(&wrong, Expect::Count(0), SOON).unwrap_err();
+    let error = setup
+        .connect(&wrong, Expect::Count(0), Some(SOON))
+        .unwrap_err();
     assert_eq!(mismatch_of(error).shapes[0].name, "step");
 }
 
@@ -118,7 +120,7 @@ fn models_without_weights_are_named_before_opening() {
     let actor = Set::new().with("actor", &source);
     let error = setup
         .clone()
-        .connect(&actor, Expect::Count(0), SOON)
+        .connect(&actor, Expect::Count(0), Some(SOON))
         .unwrap_err();
     let Error::MissingModels { missing } = &error else {
         panic!("{error}");
@@ -126,7 +128,7 @@ fn models_without_weights_are_named_before_opening() {
     assert_eq!(missing[0].as_str(), "critic");
     assert!(!dir.join("epoch").exists(), "no run has begun");
     let both = actor.with("critic", &source);
-    let sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
     assert_eq!(sender.run().epoch.0, 1);
 }
 
@@ -182,7 +184,7 @@ fn reordered_tensors_land_in_their_places() {
 
     // A worker's own model may have its own order as well.
     let (report, loaded) = send(&mut sender, &weights(), || {
-        receiver.receive_into(&mut reordered, Some(SOON))
+        receiver.loading(&mut reordered).recv_timeout(SOON)
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(3)));
@@ -200,12 +202,12 @@ fn both_ends_learn_that_the_model_does_not_fit() {
         ReceiverSetup::new(info, 3)
             .model(&own)
             .unwrap()
-            .connect(SOON)
+            .connect(Some(SOON))
             .map(|_| ())
     });
     // Nobody waits for the deadline: the refusal ends the wait.
     let at_trainer = setup
-        .connect(&weights(), Expect::Count(1), SOON)
+        .connect(&weights(), Expect::Count(1), Some(SOON))
         .unwrap_err();
     let words = at_trainer.to_string();
     let Error::Refused { model, refusals } = at_trainer else {
@@ -258,10 +260,10 @@ fn a_worker_whose_first_load_fails_is_refused_at_once() {
             noes: u32::MAX,
         };
         let setup = ReceiverSetup::new(info, 3);
-        setup.connect_into(&mut model, SOON).map(drop)
+        setup.connect_into(&mut model, Some(SOON)).map(drop)
     });
     // Nobody waits for the deadline.
-    let error = setup.connect(&weights(), Expect::Count(1), SOON);
+    let error = setup.connect(&weights(), Expect::Count(1), Some(SOON));
     let words = error.unwrap_err().to_string();
     assert!(
         words.contains("refused by worker 3") && words.contains("out of memory"),
@@ -282,7 +284,7 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
     next.slice_mut::<i64>("step").unwrap()[0] = 2;
 
     let (report, loaded) = send(&mut sender, &next, || {
-        receiver.receive_into(&mut model, Some(SOON))
+        receiver.loading(&mut model).recv_timeout(SOON)
     });
     assert!(matches!(loaded, Err(Error::Load { .. })), "{loaded:?}");
     let report = report.unwrap();
@@ -303,7 +305,7 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
 
     next.slice_mut::<i64>("step").unwrap()[0] = 3;
     let (report, loaded) = send(&mut sender, &next, || {
-        receiver.receive_into(&mut model, Some(SOON))
+        receiver.loading(&mut model).recv_timeout(SOON)
     });
     assert_eq!(loaded.unwrap(), Some(Version(3)));
     assert!(report.unwrap().all_applied());
@@ -317,7 +319,7 @@ fn model_that_no_longer_fits_is_refused_at_load() {
     let mut other = Tensors::new();
     other.insert("step", [], [0_i64]).unwrap();
     let (report, loaded) = send(&mut sender, &weights(), || {
-        receiver.receive_into(&mut other, Some(SOON))
+        receiver.loading(&mut other).recv_timeout(SOON)
     });
     assert_eq!(
         mismatch_of(loaded.unwrap_err()).unknown,
@@ -364,7 +366,7 @@ fn a_version_is_reported_only_once_it_is_loaded() {
         during: Vec::new(),
     };
     assert_eq!(
-        receiver.receive_into(&mut model, Some(SOON)).unwrap(),
+        receiver.loading(&mut model).recv_timeout(SOON).unwrap(),
         Some(Version(2))
     );
     assert_eq!(model.during, [Version(1)]);
@@ -384,10 +386,10 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     let setup = setup.add_model("critic", &one).unwrap();
     let info = setup.init_info();
     let both = Set::new().with("actor", &one).with("critic", &one);
-    let _sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let _sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
     let joins = || ReceiverSetup::new(info.clone(), 0);
-    let mut receiver = joins().connect(SOON).unwrap();
-    let sent = receiver.latest_set().unwrap().unwrap();
+    let mut receiver = joins().connect(Some(SOON)).unwrap();
+    let sent = receiver.set().latest().unwrap().unwrap();
     assert_eq!(sent.members().len(), 2);
     for Member { snapshot, .. } in sent.members() {
         let dtype = snapshot.layout().tensors()[0].dtype;
@@ -396,6 +398,6 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     drop(receiver);
 
     let twice = joins().models(["critic", "critic"]);
-    let error = twice.connect(SOON).unwrap_err();
+    let error = twice.connect(Some(SOON)).unwrap_err();
     assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
 }

@@ -216,14 +216,19 @@ fn who_only_asks_has_what_it_takes_of_a_set() {
     let setup = setup.scheme("shared-mem:pull".parse::<AnyScheme>().unwrap());
     let setup = setup.unwrap();
     let joining = ReceiverSetup::new(setup.init_info(), 0).models(["critic"]);
-    let joining = thread::spawn(move || joining.connect(SOON).unwrap());
-    let mut sender = setup.connect(&both(), Expect::Count(1), SOON).unwrap();
+    let joining = thread::spawn(move || joining.connect(Some(SOON)).unwrap());
+    let mut sender = setup
+        .connect(&both(), Expect::Count(1), Some(SOON))
+        .unwrap();
     let mut receiver = joining.join().unwrap();
-    receiver.receive(Some(SOON)).unwrap();
+    receiver.recv_timeout(SOON).unwrap();
     for has in [false, true] {
         let pending = sender.send_async(&both(), &SendOptions::new()).unwrap();
         if has {
-            receiver.pull(Pull::Newest, Some(SOON)).unwrap().unwrap();
+            receiver
+                .pull(Pull::newest().timeout(Some(SOON)))
+                .unwrap()
+                .unwrap();
         }
         let report = pending.wait(Some(SOON)).unwrap();
         assert_eq!(report.workers[0].outcome, Outcome::Asks);
@@ -261,7 +266,9 @@ fn how_many_sends_may_be_on_their_way_is_said() {
 #[test]
 fn the_times_of_a_report_are_in_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
     let report = sender
         .send_with(
             &weights(),
@@ -300,16 +307,18 @@ fn worker_that_leaves_after_applying_has_one_line() {
             .map(|worker| {
                 let info = info.clone();
                 thread::spawn(move || {
-                    let mut receiver = ReceiverSetup::new(info, worker).connect(SOON).unwrap();
+                    let mut receiver = ReceiverSetup::new(info, worker)
+                        .connect(Some(SOON))
+                        .unwrap();
                     let mut version = Version::NONE;
                     while version < Version(2) {
-                        version = receiver.receive(None).unwrap().unwrap().version();
+                        version = receiver.recv().unwrap().version();
                     }
                 })
             })
             .collect();
         let expect = Expect::Count(WORKERS as usize);
-        let mut sender = setup.connect(&weights(), expect, SOON).unwrap();
+        let mut sender = setup.connect(&weights(), expect, Some(SOON)).unwrap();
         let report = sender.send(&weights()).unwrap();
         let lines: Vec<_> = report.workers.iter().map(|line| line.worker.0).collect();
         assert_eq!(lines, [0, 1, 2, 3], "{report}");

@@ -74,7 +74,7 @@ fn every_dtype_and_shape_arrives_bit_by_bit() {
     let last = every_dtype(9);
     let mut own = Tensors::zeros(receiver.layout());
     let (report, loaded) = send(&mut sender, &last, || {
-        receiver.receive_into(&mut own, Some(SOON))
+        receiver.loading(&mut own).recv_timeout(SOON)
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(5)));

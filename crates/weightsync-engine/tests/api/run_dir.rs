@@ -8,8 +8,7 @@ use std::thread;
 use rustix::fs::{CWD, FileType, mknodat};
 use tempfile::TempDir;
 use weightsync_engine::{
-    Epoch, Error, Expect, MemoryError, Receiver, ReceiverSetup, Remedy, Sender, SenderSetup,
-    Tensors, Version,
+    Epoch, Error, Expect, Receiver, ReceiverSetup, Remedy, Sender, SenderSetup, Tensors, Version,
 };
 
 use crate::{BRIEF, SOON, pair_by, send, send_to, weights};
@@ -39,14 +38,14 @@ fn restart<T: Send>(dir: &Path, at_worker: impl FnOnce() -> T + Send) -> (Sender
     thread::scope(|scope| {
         let worker = scope.spawn(at_worker);
         let sender = setup(dir)
-            .connect(&weights(), Expect::Count(1), SOON)
+            .connect(&weights(), Expect::Count(1), Some(SOON))
             .unwrap();
         (sender, worker.join().unwrap())
     })
 }
 
 fn lost(receiver: &mut Receiver) {
-    let error = receiver.receive(None).unwrap_err();
+    let error = receiver.recv().unwrap_err();
     assert!(matches!(error, Error::SenderClosed), "{error}");
 }
 
@@ -66,7 +65,7 @@ fn receiver_finds_the_next_trainer_automatically() {
 
     lost(&mut receiver);
     assert!(
-        receiver.receive(Some(BRIEF)).unwrap().is_none(),
+        receiver.recv_timeout(BRIEF).unwrap().is_none(),
         "nobody is there yet"
     );
     assert_eq!(
@@ -75,7 +74,7 @@ fn receiver_finds_the_next_trainer_automatically() {
         "it still runs that"
     );
 
-    let (mut second, snapshot) = restart(dir.path(), || receiver.receive(None).unwrap().unwrap());
+    let (mut second, snapshot) = restart(dir.path(), || receiver.recv().unwrap());
     assert_eq!(
         second.init_info(),
         info,
@@ -108,10 +107,10 @@ fn new_run_is_claimed_after_its_first_load() {
     lost(&mut receiver);
 
     let mut second = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), SOON)
+        .connect(&weights(), Expect::Count(0), Some(SOON))
         .unwrap();
     let mut other = Tensors::new();
-    receiver.receive_into(&mut other, Some(SOON)).unwrap_err();
+    receiver.loading(&mut other).recv_timeout(SOON).unwrap_err();
     assert_eq!(
         (receiver.run(), receiver.version()),
         (first_run, Version(2))
@@ -120,7 +119,7 @@ fn new_run_is_claimed_after_its_first_load() {
 
     let mut own = weights();
     let (report, loaded) = send(&mut second, &weights(), || {
-        receiver.receive_into(&mut own, Some(SOON))
+        receiver.loading(&mut own).recv_timeout(SOON)
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(2)));
@@ -135,12 +134,9 @@ fn second_trainer_of_a_live_run_is_refused() {
     let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let error = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), SOON)
+        .connect(&weights(), Expect::Count(0), Some(SOON))
         .unwrap_err();
-    assert!(
-        matches!(error, Error::Memory(MemoryError::AddressInUse { .. })),
-        "{error}"
-    );
+    assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     assert_eq!(error.remedy(), Remedy::GiveUp);
     assert_eq!(
         send_to(&mut first, &weights(), &mut receiver).version(),
@@ -151,7 +147,9 @@ fn second_trainer_of_a_live_run_is_refused() {
         .unwrap()
         .run_dir(dir.path())
         .unwrap();
-    other.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    other
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
 }
 
 #[test]
@@ -165,9 +163,9 @@ fn run_of_the_same_epoch_is_refused_and_a_later_found() {
     // Somebody puts an old copy of the directory back.
     put(&dir.path().join("epoch"), "6");
     thread::scope(|scope| {
-        let worker = scope.spawn(|| receiver.receive(Some(SOON)).unwrap_err());
+        let worker = scope.spawn(|| receiver.recv_timeout(SOON).unwrap_err());
         let refused = setup(dir.path())
-            .connect(&weights(), Expect::Count(1), SOON)
+            .connect(&weights(), Expect::Count(1), Some(SOON))
             .unwrap_err();
         let error = worker.join().unwrap();
         let Error::ConflictingRun { knew: one, got } = error else {
@@ -179,7 +177,7 @@ fn run_of_the_same_epoch_is_refused_and_a_later_found() {
         assert!(said.contains("higher epoch"), "{said}");
     });
     assert_eq!((receiver.run(), receiver.version()), (knew, Version(1)));
-    let (later, snapshot) = restart(dir.path(), || receiver.receive(Some(SOON)).unwrap());
+    let (later, snapshot) = restart(dir.path(), || receiver.recv_timeout(SOON).unwrap());
     assert_eq!(
         (later.run().epoch, snapshot.unwrap().run()),
         (Epoch(8), later.run())
@@ -197,15 +195,14 @@ fn a_trainer_of_an_older_epoch_is_fenced_off() {
     // Somebody puts an old copy of the directory back.
     put(&dir.path().join("epoch"), "3");
     let old = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), SOON)
+        .connect(&weights(), Expect::Count(0), Some(SOON))
         .unwrap();
     assert_eq!(old.run().epoch, Epoch(4));
-    for timeout in [Some(SOON), None] {
-        let error = receiver.receive(timeout).unwrap_err();
-        assert!(
-            matches!(error, Error::Memory(MemoryError::Denied { .. })),
-            "{error}"
-        );
+    for error in [
+        receiver.recv_timeout(SOON).unwrap_err(),
+        receiver.recv().unwrap_err(),
+    ] {
+        assert!(matches!(error, Error::Denied { .. }), "{error}");
         assert_eq!(
             error.to_string(),
             "the sender refused this worker: this run has epoch 4, but the worker has seen \
@@ -220,7 +217,7 @@ fn a_trainer_of_an_older_epoch_is_fenced_off() {
     drop(old);
     // The true successor is found all the same.
     put(&dir.path().join("epoch"), "7");
-    let (new, snapshot) = restart(dir.path(), || receiver.receive(None).unwrap().unwrap());
+    let (new, snapshot) = restart(dir.path(), || receiver.recv().unwrap());
     assert_eq!((new.run().epoch, snapshot.run()), (Epoch(8), new.run()));
 }
 
@@ -236,8 +233,10 @@ fn a_successor_with_another_model_is_refused_by_name() {
         .unwrap()
         .run_dir(dir.path())
         .unwrap();
-    let _second = successor.connect(&other, Expect::Count(0), SOON).unwrap();
-    let error = receiver.receive(Some(SOON)).unwrap_err();
+    let _second = successor
+        .connect(&other, Expect::Count(0), Some(SOON))
+        .unwrap();
+    let error = receiver.recv_timeout(SOON).unwrap_err();
     assert!(
         matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "layer.bias"),
         "{error}"
@@ -251,7 +250,7 @@ fn the_directory_is_for_this_user_alone() {
     let parent = tempfile::tempdir().unwrap();
     let dir = parent.path().join("seven");
     setup(&dir)
-        .connect(&weights(), Expect::Count(0), SOON)
+        .connect(&weights(), Expect::Count(0), Some(SOON))
         .unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&dir), 0o700);
@@ -301,7 +300,7 @@ fn trainers_have_own_addresses_that_workers_look_up() {
     ] {
         put(&told, left);
         let error = ReceiverSetup::new(info.clone(), 0)
-            .connect(BRIEF)
+            .connect(Some(BRIEF))
             .unwrap_err();
         let said = error.to_string();
         assert!(matches!(error, Error::NoSender { .. }), "{said}");
@@ -311,7 +310,9 @@ fn trainers_have_own_addresses_that_workers_look_up() {
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
     // Who could have written it could lead workers astray.
     fs::set_permissions(&told, fs::Permissions::from_mode(0o620)).unwrap();
-    let error = ReceiverSetup::new(info, 0).connect(BRIEF).unwrap_err();
+    let error = ReceiverSetup::new(info, 0)
+        .connect(Some(BRIEF))
+        .unwrap_err();
     assert!(error.to_string().contains("chmod 600"), "{error}");
 }
 
@@ -319,7 +320,7 @@ fn trainers_have_own_addresses_that_workers_look_up() {
 fn of_trainers_that_come_at_once_one_serves() {
     let dir = own_dir();
     for _ in 0..10 {
-        let connect = || setup(dir.path()).connect(&weights(), Expect::Count(0), SOON);
+        let connect = || setup(dir.path()).connect(&weights(), Expect::Count(0), Some(SOON));
         let senders: Vec<_> = thread::scope(|scope| {
             let all: Vec<_> = (0..4).map(|_| scope.spawn(connect)).collect();
             all.into_iter().map(|one| one.join().unwrap()).collect()
@@ -327,7 +328,7 @@ fn of_trainers_that_come_at_once_one_serves() {
         let (serving, refused): (Vec<_>, Vec<_>) = senders.into_iter().partition(Result::is_ok);
         assert_eq!((serving.len(), refused.len()), (1, 3));
         for error in refused.into_iter().filter_map(Result::err) {
-            let is_taken = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
+            let is_taken = matches!(error, Error::AddressInUse { .. });
             assert!(is_taken, "{error}");
         }
     }
@@ -346,7 +347,7 @@ fn a_counter_written_by_hand_is_counted_on_from() {
         put(&dir.path().join("epoch"), text);
         for epoch in epoch..epoch + 3 {
             let sender = setup(dir.path())
-                .connect(&weights(), Expect::Count(0), SOON)
+                .connect(&weights(), Expect::Count(0), Some(SOON))
                 .unwrap();
             assert_eq!(sender.run().epoch, Epoch(epoch), "{text:?}");
         }
@@ -369,7 +370,7 @@ fn corrupt_files_are_refused_in_words_and_left_alone() {
         put(&epoch, text);
         let error = good
             .clone()
-            .connect(&weights(), Expect::Count(0), SOON)
+            .connect(&weights(), Expect::Count(0), Some(SOON))
             .unwrap_err();
         let said = error.to_string();
         assert!(
@@ -406,7 +407,7 @@ fn refused(dir: &Path) -> String {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let error = setup
         .run_dir(dir)
-        .and_then(|setup| setup.connect(&weights(), Expect::Count(0), SOON))
+        .and_then(|setup| setup.connect(&weights(), Expect::Count(0), Some(SOON)))
         .unwrap_err();
     assert!(matches!(error, Error::File { .. }), "{error}");
     error.to_string()
@@ -434,7 +435,7 @@ fn a_directory_or_file_open_to_others_is_not_trusted() {
         assert!(said.contains(&words), "{said}");
         set(closed);
         setup(dir.path())
-            .connect(&weights(), Expect::Count(0), SOON)
+            .connect(&weights(), Expect::Count(0), Some(SOON))
             .unwrap();
     }
     // The superuser alone can read what is another user's.
@@ -474,7 +475,7 @@ fn held_lock_ends_the_wait_at_its_deadline() {
     held.lock().unwrap();
     let connect = || {
         let setup = setup.clone();
-        setup.connect(&weights(), Expect::Count(0), BRIEF)
+        setup.connect(&weights(), Expect::Count(0), Some(BRIEF))
     };
     let error = connect().unwrap_err();
     assert!(

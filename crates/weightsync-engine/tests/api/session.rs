@@ -29,12 +29,15 @@ fn every_call_out_of_order_says_what_to_do() {
             idle.send(&source, &options).map(drop),
             "call init_on_sender first",
         ),
-        (idle.receive(None).map(drop), "call init_on_receiver first"),
+        (idle.receiver().map(drop), "call init_on_receiver first"),
         (
-            idle.connect_sender(&source, Expect::Count(0), SOON),
+            idle.connect_sender(&source, Expect::Count(0), Some(SOON)),
             "call init_on_sender first",
         ),
-        (idle.connect_receiver(SOON), "call init_on_receiver first"),
+        (
+            idle.connect_receiver(Some(SOON)),
+            "call init_on_receiver first",
+        ),
         (idle.init_on_receiver(0), "init_on_sender where the trainer"),
     ] {
         let words = wrong(result);
@@ -48,8 +51,8 @@ fn every_call_out_of_order_says_what_to_do() {
             sender.send(&source, &options).map(drop),
             "call connect_sender first",
         ),
-        (sender.receive(None).map(drop), "the workers' half"),
-        (sender.connect_receiver(SOON), "the workers' half"),
+        (sender.receiver().map(drop), "the workers' half"),
+        (sender.connect_receiver(Some(SOON)), "the workers' half"),
         (sender.init_on_receiver(0), "the workers' half"),
     ] {
         let words = wrong(result);
@@ -57,21 +60,18 @@ fn every_call_out_of_order_says_what_to_do() {
     }
     let info = serde_json::to_string(&sender).unwrap();
     sender
-        .connect_sender(&source, Expect::Count(0), SOON)
+        .connect_sender(&source, Expect::Count(0), Some(SOON))
         .unwrap();
     for (result, fix) in [
         (
-            sender.connect_sender(&source, Expect::Count(0), SOON),
+            sender.connect_sender(&source, Expect::Count(0), Some(SOON)),
             "shut it down to start again",
         ),
         (
             sender.init_on_sender("policy", &source),
             "shut it down to start again",
         ),
-        (
-            sender.pull(weightsync_engine::Pull::Newest, None).map(drop),
-            "the workers' half",
-        ),
+        (sender.receiver().map(drop), "the workers' half"),
     ] {
         let words = wrong(result);
         assert!(words.contains(fix), "{words}");
@@ -80,10 +80,7 @@ fn every_call_out_of_order_says_what_to_do() {
     let mut worker: Session = serde_json::from_str(&info).unwrap();
     worker.init_on_receiver(0).unwrap();
     for (result, fix) in [
-        (
-            worker.receive(None).map(drop),
-            "call connect_receiver first",
-        ),
+        (worker.receiver().map(drop), "call connect_receiver first"),
         (
             worker.send(&source, &options).map(drop),
             "the trainer's half",
@@ -92,12 +89,12 @@ fn every_call_out_of_order_says_what_to_do() {
         let words = wrong(result);
         assert!(words.contains(fix), "{words}");
     }
-    worker.connect_receiver(SOON).unwrap();
-    let words = wrong(worker.connect_receiver(SOON));
+    worker.connect_receiver(Some(SOON)).unwrap();
+    let words = wrong(worker.connect_receiver(Some(SOON)));
     assert!(words.contains("shut it down"), "{words}");
     worker.shutdown();
     worker.shutdown();
-    let words = wrong(worker.receive(None).map(drop));
+    let words = wrong(worker.receiver().map(drop));
     assert!(words.contains("start again"), "{words}");
 }
 
@@ -114,13 +111,13 @@ fn session_crosses_before_and_after_init() {
             let worker = thread::spawn(move || {
                 let mut worker: Session = postcard::from_bytes(&bytes).unwrap();
                 worker.init_on_receiver(3).unwrap();
-                worker.connect_receiver(SOON).unwrap();
-                let got = worker.receive(Some(BRIEF)).unwrap();
+                worker.connect_receiver(Some(SOON)).unwrap();
+                let got = worker.receiver().unwrap().recv_timeout(BRIEF).unwrap();
                 // Kept: one that has left again does not count.
                 (worker, got)
             });
             trainer
-                .connect_sender(&source, Expect::Count(1), SOON)
+                .connect_sender(&source, Expect::Count(1), Some(SOON))
                 .unwrap();
             let (_worker, got) = worker.join().unwrap();
             let got = got.map(|snapshot| snapshot.version());
@@ -175,7 +172,7 @@ fn second_init_of_one_model_leaves_the_others() {
     assert_eq!(trainer.init_info().cloned(), info);
     let both = Set::new().with("actor", &large).with("critic", &small);
     trainer
-        .connect_sender(&both, Expect::Count(0), SOON)
+        .connect_sender(&both, Expect::Count(0), Some(SOON))
         .unwrap();
     let sender = trainer.sender().unwrap();
     assert_eq!(sender.models().len(), 2);
@@ -200,7 +197,7 @@ fn set_across_two_senders_is_refused() {
     ] {
         let setup = SenderSetup::new(model, source).unwrap();
         let setup = setup.scheme(scheme).unwrap();
-        let sender = setup.connect(source, Expect::Count(0), SOON).unwrap();
+        let sender = setup.connect(source, Expect::Count(0), Some(SOON)).unwrap();
         senders.push(sender).unwrap();
     }
     let set = Set::new().with("actor", &actor).with("critic", &critic);

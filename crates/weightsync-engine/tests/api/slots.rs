@@ -78,7 +78,7 @@ fn a_worker_with_copies_of_its_own_keeps_no_slot() {
             true => 1,
             false => 3,
         };
-        let again = receiver.latest_set().unwrap().unwrap();
+        let again = receiver.set().latest().unwrap().unwrap();
         let member = &again.members()[0];
         assert_eq!(member.snapshot.version(), Version(latest), "{scheme}");
         assert_eq!(member.changed, latest > 1, "{scheme}");
@@ -100,14 +100,14 @@ fn a_copy_that_is_there_is_not_made_again() {
         let setup = setup.add_model("critic", &actor).unwrap();
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
         let joining = ReceiverSetup::new(setup.init_info(), 0);
-        let joining = thread::spawn(move || joining.connect(SOON).unwrap());
-        let mut sender = setup.connect(&set(), Expect::Count(1), SOON).unwrap();
+        let joining = thread::spawn(move || joining.connect(Some(SOON)).unwrap());
+        let mut sender = setup.connect(&set(), Expect::Count(1), Some(SOON)).unwrap();
         let mut receiver = joining.join().unwrap();
-        let first = receiver.receive_set(Some(SOON)).unwrap().unwrap();
-        let again = receiver.latest_set().unwrap().unwrap();
+        let first = receiver.set().recv_timeout(SOON).unwrap().unwrap();
+        let again = receiver.set().latest().unwrap().unwrap();
         let sent = SendOptions::new().wait(WaitFor::Sent).model("critic");
         sender.send_with(&actor, &sent).unwrap();
-        let second = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+        let second = receiver.set().recv_timeout(SOON).unwrap().unwrap();
         for id in ["actor", "critic"] {
             let place = |set: &SetSnapshot| place(set.model(id).unwrap());
             assert_eq!(place(&first), place(&again), "{scheme} {id}");
@@ -247,7 +247,7 @@ fn numbers_of_slots_out_of_range_are_refused() {
             .unwrap()
             .slots(slots, max_slots);
         let error = setup
-            .connect(&weights(), weightsync_engine::Expect::Count(0), SOON)
+            .connect(&weights(), weightsync_engine::Expect::Count(0), Some(SOON))
             .unwrap_err();
         assert!(
             matches!(&error, Error::Memory(MemoryError::BadOption { .. })),
@@ -265,16 +265,16 @@ fn a_deadline_too_long_for_the_clock_is_none() {
     let info = setup.init_info();
     let worker = thread::spawn(move || {
         let mut receiver = weightsync_engine::ReceiverSetup::new(info, 0)
-            .connect(Duration::MAX)
+            .connect(Some(Duration::MAX))
             .unwrap();
-        receiver.receive(Some(Duration::MAX)).unwrap().unwrap();
+        receiver.recv_timeout(Duration::MAX).unwrap().unwrap();
         receiver
     });
     let mut sender = setup
         .connect(
             &weights(),
             weightsync_engine::Expect::Count(1),
-            Duration::MAX,
+            Some(Duration::MAX),
         )
         .unwrap();
     let mut receiver = worker.join().unwrap();
@@ -288,7 +288,9 @@ fn a_deadline_too_long_for_the_clock_is_none() {
 #[test]
 fn too_many_versions_are_refused_by_model_name() {
     let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
-    let mut sender = setup.connect(&weights(), Expect::Count(0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .unwrap();
     let error = (0..64).find_map(|worker| {
         let options = SendOptions::new().workers([worker]);
         sender.send_with(&weights(), &options).err()
@@ -311,14 +313,14 @@ fn wrong_model_of_a_set_is_found_before_staging() {
     let setup = SenderSetup::new("actor", &source).unwrap();
     let setup = setup.add_model("critic", &source).unwrap().slots(2, 2);
     let both = Set::new().with("actor", &source).with("critic", &source);
-    let mut sender = setup.connect(&both, Expect::Count(0), SOON).unwrap();
+    let mut sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
     let mut receiver = ReceiverSetup::new(sender.init_info(), 0)
-        .connect(SOON)
+        .connect(Some(SOON))
         .unwrap();
-    let _first = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+    let _first = receiver.set().recv_timeout(SOON).unwrap().unwrap();
     let brief = SendOptions::new().wait(WaitFor::Sent).deadline(BRIEF);
     sender.send_with(&both, &brief).unwrap();
-    let _second = receiver.receive_set(Some(SOON)).unwrap().unwrap();
+    let _second = receiver.set().recv_timeout(SOON).unwrap().unwrap();
     let error = sender.send_with(&both, &brief).unwrap_err();
     assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
     let mut other = Tensors::new();

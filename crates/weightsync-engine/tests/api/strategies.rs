@@ -22,12 +22,12 @@ where
     thread::scope(|scope| {
         let worker = scope.spawn(move || {
             let mut receiver = ReceiverSetup::new(info, 0)
-                .connect_into(model, SOON)
+                .connect_into(model, Some(SOON))
                 .unwrap();
-            let version = receiver.receive_into(model, Some(SOON)).unwrap();
+            let version = receiver.loading(model).recv_timeout(SOON).unwrap();
             assert_eq!(version, Some(Version(2)));
         });
-        let mut sender = setup.connect(source, Expect::Count(1), SOON).unwrap();
+        let mut sender = setup.connect(source, Expect::Count(1), Some(SOON)).unwrap();
         let report = sender.send(again).unwrap();
         worker.join().unwrap();
         assert!(report.all_applied(), "{report}");
@@ -81,8 +81,8 @@ fn worker_knows_format_buffers_and_extra_state() {
     let setup = SenderSetup::new("policy", &state_dict(1.0, 1)).unwrap();
     let info = setup.init_info();
     let worker = thread::spawn(move || {
-        let mut receiver = ReceiverSetup::new(info, 0).connect(SOON).unwrap();
-        let snapshot = receiver.receive(Some(SOON)).unwrap().unwrap();
+        let mut receiver = ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap();
+        let snapshot = receiver.recv_timeout(SOON).unwrap().unwrap();
         let attributes: &Attributes = snapshot.attributes();
         assert_eq!(attributes.format(), Strategy::StateDict);
         assert_eq!(attributes.buffers(), ["actor.norm.mean"]);
@@ -91,7 +91,7 @@ fn worker_knows_format_buffers_and_extra_state() {
         (receiver, lent.extra_state("actor.norm").cloned())
     });
     let _sender = setup
-        .connect(&state_dict(1.0, 1), Expect::Count(1), SOON)
+        .connect(&state_dict(1.0, 1), Expect::Count(1), Some(SOON))
         .unwrap();
     let steps = Plain::from_iter([("steps", Plain::from(1))]);
     assert_eq!(worker.join().unwrap().1, Some(steps));
@@ -101,7 +101,9 @@ fn worker_knows_format_buffers_and_extra_state() {
 fn outgrown_extra_state_is_refused_and_the_old_serves() {
     let mut source = state_dict(1.0, 1);
     let setup = SenderSetup::new("policy", &source).unwrap();
-    let mut sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&source, Expect::Count(0), Some(SOON))
+        .unwrap();
     let long = Plain::from("x".repeat(100_000));
     let error = source
         .set_extra_state("actor.norm", long)
@@ -198,7 +200,9 @@ fn tied_tensors_travel_once_under_every_name() {
 fn a_snapshot_is_the_whole_model_it_is_of() {
     let source = state_dict(1.0, 1);
     let setup = SenderSetup::new("policy", &source).unwrap();
-    let sender = setup.connect(&source, Expect::Count(0), SOON).unwrap();
+    let sender = setup
+        .connect(&source, Expect::Count(0), Some(SOON))
+        .unwrap();
     let snapshot = sender.snapshot().unwrap();
     let attributes = WeightExtractor::attributes(&snapshot).unwrap();
     assert_eq!(&attributes, snapshot.attributes());
@@ -206,7 +210,7 @@ fn a_snapshot_is_the_whole_model_it_is_of() {
 
     let tied = Tied(embedding(2.0));
     let setup = SenderSetup::new("policy", &tied).unwrap();
-    let sender = setup.connect(&tied, Expect::Count(0), SOON).unwrap();
+    let sender = setup.connect(&tied, Expect::Count(0), Some(SOON)).unwrap();
     let snapshot = sender.snapshot().unwrap();
     // Also where it is cast, and so not copied as it lies.
     for cast in [None, Some(Dtype::F64)] {
@@ -214,7 +218,9 @@ fn a_snapshot_is_the_whole_model_it_is_of() {
         if let Some(dtype) = cast {
             setup = setup.cast(dtype).unwrap();
         }
-        let mut sender = setup.connect(&snapshot, Expect::Count(0), SOON).unwrap();
+        let mut sender = setup
+            .connect(&snapshot, Expect::Count(0), Some(SOON))
+            .unwrap();
         sender.send(&snapshot).unwrap();
         let again = sender.snapshot().unwrap();
         assert_eq!(again.layout().len(), 2, "{cast:?}");
@@ -330,7 +336,7 @@ fn models_named_by_path_are_found_on_either_side() {
         tree.register(path.parse().unwrap(), &mut own).unwrap();
         let mut models = SetLoader::new().tree(&mut tree);
         let joined = ReceiverSetup::new(info.clone(), 0)
-            .connect_set_into(&mut models, SOON)
+            .connect_set_into(&mut models, Some(SOON))
             .unwrap();
         // A worker that has no such model says what it has instead.
         let mut other = weightsync_engine::ModuleTree::new();
@@ -339,13 +345,13 @@ fn models_named_by_path_are_found_on_either_side() {
             .unwrap();
         let mut models = SetLoader::new().tree(&mut other);
         let error = ReceiverSetup::new(info, 1)
-            .connect_set_into(&mut models, SOON)
+            .connect_set_into(&mut models, Some(SOON))
             .unwrap_err();
         drop(tree);
         (joined, own.slice::<f32>("bias").unwrap().to_vec(), error)
     });
     let set = || Set::new().with_paths(&trainers, [path]).unwrap();
-    let sender = setup.connect(&set(), Expect::Count(1), SOON).unwrap();
+    let sender = setup.connect(&set(), Expect::Count(1), Some(SOON)).unwrap();
     let (_joined, bias, error) = worker.join().unwrap();
     assert_eq!(bias, [3.0]);
     assert!(
@@ -361,7 +367,7 @@ fn a_registered_model_is_read_at_each_send() {
     let setup = SenderSetup::new("policy", &*shared).unwrap();
     let error = setup
         .clone()
-        .connect(&Registered, Expect::Count(0), SOON)
+        .connect(&Registered, Expect::Count(0), Some(SOON))
         .unwrap_err();
     assert!(matches!(error, Error::NotRegistered { .. }), "{error}");
     let mut another = Tensors::new();
@@ -370,7 +376,9 @@ fn a_registered_model_is_read_at_each_send() {
     let named = matches!(&error, Error::WrongWeights { model, .. } if model.as_str() == "policy");
     assert!(named, "{error}");
     let setup = setup.register("policy", shared.clone()).unwrap();
-    let mut sender = setup.connect(&Registered, Expect::Count(0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&Registered, Expect::Count(0), Some(SOON))
+        .unwrap();
     shared.write().unwrap().slice_mut::<f32>("bias").unwrap()[0] = 9.0;
     assert_eq!(
         sender.snapshot().unwrap().slice::<f32>("bias").unwrap(),

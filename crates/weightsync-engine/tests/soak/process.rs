@@ -144,7 +144,7 @@ impl Process {
                 self.weights.insert(TENSOR, [setup.words], ones)?;
                 let setup = setup.setup(&self.weights)?;
                 let expected = Expect::Count(workers as usize);
-                self.sender = Some(setup.connect(&self.weights, expected, PATIENCE)?);
+                self.sender = Some(setup.connect(&self.weights, expected, Some(PATIENCE))?);
                 Ok(Answer::Done)
             }
             Command::Send { word, deadline } => {
@@ -171,7 +171,7 @@ impl Process {
                 if sleeps {
                     setup = setup.wait_style(WaitStyle::Sleep);
                 }
-                self.receiver = Some(setup.connect(PATIENCE)?);
+                self.receiver = Some(setup.connect(Some(PATIENCE))?);
                 Ok(Answer::Done)
             }
             Command::Pass {
@@ -180,15 +180,19 @@ impl Process {
                 sub,
                 workers,
             } => {
-                let cascade = Cascade::join(ReceiverSetup::new(info, worker), PATIENCE)?;
+                let cascade = Cascade::join(ReceiverSetup::new(info, worker), Some(PATIENCE))?;
                 let cascade = cascade.configure(|setup| sub.configure(setup))?;
-                let cascade = cascade.connect(Expect::Count(workers as usize), PATIENCE)?;
+                let cascade = cascade.connect(Expect::Count(workers as usize), Some(PATIENCE))?;
                 self.cascade = Some(cascade.in_background()?);
                 Ok(Answer::Done)
             }
             Command::Receive(timeout) => {
                 let receiver = self.receiver.as_mut().ok_or("no worker")?;
-                match receiver.receive(timeout) {
+                let received = match timeout {
+                    None => receiver.recv().map(Some),
+                    Some(timeout) => receiver.recv_timeout(timeout),
+                };
+                match received {
                     Ok(Some(snapshot)) => self.hold(snapshot),
                     Ok(None) => Ok(Answer::Nothing),
                     Err(weightsync_engine::Error::SenderDied { pid }) => {

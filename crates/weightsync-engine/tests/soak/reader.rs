@@ -46,8 +46,11 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
     loop {
         // Next to a living trainer nothing but a version or its end may end the
         // wait: a wake-up that is lost hangs, and is found.
-        let timeout = alone.map(|_| LOOK);
-        match receiver.receive(timeout) {
+        let received = match alone {
+            None => receiver.recv().map(Some),
+            Some(_) => receiver.recv_timeout(LOOK),
+        };
+        match received {
             Ok(Some(snapshot)) => {
                 if alone.take().is_some() || fds.is_none() {
                     leaks::same_descriptors(&mut fds, checker.held.is_some())?;
@@ -97,7 +100,7 @@ fn connect(
     let since = Instant::now();
     loop {
         // The trainer may die while this connects, and the next one come.
-        match setup.clone().connect(8 * LOOK) {
+        match setup.clone().connect(Some(8 * LOOK)) {
             Ok(receiver) => return Ok(Some(receiver)),
             Err(error) if error.remedy() == Remedy::GiveUp => return Err(error.into()),
             Err(error) if since.elapsed() > PATIENCE => return Err(error.into()),

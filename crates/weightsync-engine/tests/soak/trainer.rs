@@ -96,7 +96,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
     };
     Pattern::new(plan.seed, 1).fill(&mut weights)?;
     let expected = Expect::Count(plan.workers.as_ref().map_or(0, |own| own.count as usize));
-    let mut sender = setup.connect(&weights, expected, PATIENCE)?;
+    let mut sender = setup.connect(&weights, expected, Some(PATIENCE))?;
     let fuse = Lit::new(plan.fuse);
     let (mut versions, mut told) = (1, Instant::now());
     while !worker.is_closed() {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, SILENT_SENDER, interrupt,
 };
-use weightsync_engine::{Error, MemoryError, Result};
+use weightsync_engine::{Error, Result};
 use weightsync_mem::{AttachOptions, Origin, Reader};
 
 use crate::access::Access;
@@ -378,7 +378,7 @@ impl StartError {
             }
             .into(),
             Self::Taken => NetError::AnotherRelay { address }.into(),
-            Self::Fenced { seen, got } => MemoryError::Fenced { seen, got }.into(),
+            Self::Fenced { seen, got } => Error::Fenced { seen, got },
             Self::Memory(error) => error.into(),
             Self::Os { action, source } => Error::Os { action, source },
             Self::Refused(source) => NetError::Hello { address, source }.into(),
@@ -396,7 +396,7 @@ fn found(attached: Attached, agent: Option<Agent>) -> Look {
 /// Whether somebody who is there turns this worker away: another has its number, say.
 fn is_denied(error: &Error) -> bool {
     match error {
-        Error::Memory(MemoryError::Denied { .. }) => true,
+        Error::Denied { .. } => true,
         Error::Transport { source, .. } => {
             matches!(source.downcast_ref(), Some(NetError::Denied { .. }))
         }
@@ -412,10 +412,12 @@ fn is_denied(error: &Error) -> bool {
 /// is where it was.
 fn passing(error: Error) -> Result<String> {
     let is_passing = match &error {
-        Error::Memory(MemoryError::Fenced { .. }) => None,
-        Error::Os { .. } | Error::Memory(_) | Error::SenderClosed | Error::SenderDied { .. } => {
-            Some(true)
-        }
+        Error::Fenced { .. } => None,
+        Error::Os { .. }
+        | Error::Memory(_)
+        | Error::Denied { .. }
+        | Error::SenderClosed
+        | Error::SenderDied { .. } => Some(true),
         Error::Transport { source, .. } => match source.downcast_ref() {
             Some(NetError::Hello { .. }) => None,
             Some(NetError::Broken { .. } | NetError::Denied { .. }) => Some(true),

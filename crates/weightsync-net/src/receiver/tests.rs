@@ -55,7 +55,7 @@ impl Scheme for Joins {
 fn joining(info: &InitInfo) -> Joining {
     let joins = Joins::default();
     let setup = ReceiverSetup::new(info.clone(), 1).scheme(joins.clone());
-    setup.connect(LONG).expect_err("it only listens");
+    setup.connect(Some(LONG)).expect_err("it only listens");
     joins.0.lock().unwrap().take().unwrap()
 }
 
@@ -180,7 +180,9 @@ fn as_a_trainer() {
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(scheme).unwrap();
     println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
-    let mut sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let mut sender = setup
+        .connect(&weights, Expect::Count(0), Some(LONG))
+        .unwrap();
     for line in std::io::stdin().lines() {
         line.unwrap();
         let sent = SendOptions::new().wait(WaitFor::Sent);
@@ -212,27 +214,21 @@ fn a_trainer_that_was_stopped_is_found_again() {
     let scheme = format!("distributed:listen=127.8.{high}.{low}:7070,share=none");
     let (mut trainer, info) = trainer_apart(&scheme);
     let setup = ReceiverSetup::new(info, 1);
-    let mut receiver = setup.connect(LONG).unwrap();
-    assert_eq!(
-        receiver.receive(Some(LONG)).unwrap().unwrap().version().0,
-        1
-    );
+    let mut receiver = setup.connect(Some(LONG)).unwrap();
+    assert_eq!(receiver.recv_timeout(LONG).unwrap().unwrap().version().0, 1);
     let signal = |name: &str| {
         let pid = trainer.id().to_string();
         let sent = Command::new("kill").args([name, &pid]).status().unwrap();
         assert!(sent.success());
     };
     signal("-STOP");
-    let nothing = receiver.receive(Some(Duration::from_secs(14)));
+    let nothing = receiver.recv_timeout(Duration::from_secs(14));
     assert!(matches!(nothing, Ok(None)), "{nothing:?}");
     signal("-CONT");
     writeln!(trainer.stdin.as_mut().unwrap()).unwrap();
-    assert_eq!(
-        receiver.receive(Some(LONG)).unwrap().unwrap().version().0,
-        2
-    );
+    assert_eq!(receiver.recv_timeout(LONG).unwrap().unwrap().version().0, 2);
     drop(trainer.stdin.take());
-    let error = receiver.receive(Some(LONG)).unwrap_err();
+    let error = receiver.recv_timeout(LONG).unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
     trainer.wait().unwrap();
 }
@@ -246,7 +242,7 @@ fn endless_wait_ends_with_a_trainer_at_its_own_port() {
             let scheme = format!("distributed:listen=127.7.{high}.{low}:7070,share={share}");
             let (mut trainer, info) = trainer_apart(&scheme);
             let setup = ReceiverSetup::new(info, 1);
-            let receiver = setup.connect(LONG).unwrap();
+            let receiver = setup.connect(Some(LONG)).unwrap();
             let background = receiver.snapshots_in_background().unwrap();
             let (tell, ended) = std::sync::mpsc::channel();
             let waits = thread::spawn(move || {
@@ -284,9 +280,9 @@ fn join_of_a_slow_sender_ends_by_deadline_and_signal() {
         assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
         ended
     };
-    let ended = join(Duration::from_millis(100));
+    let ended = join(Some(Duration::from_millis(100)));
     assert!(matches!(ended, Error::NoSender { .. }), "{ended}");
-    let ended = weightsync_engine::interruptible(|| true, || join(3 * LONG));
+    let ended = weightsync_engine::interruptible(|| true, || join(Some(3 * LONG)));
     assert!(matches!(ended, Error::Interrupted), "{ended}");
 }
 
@@ -307,9 +303,11 @@ fn restarted(dir: &Path) -> SenderSetup {
 fn searching(dir: &Path) -> (InitInfo, SnapshotsInBackground) {
     let setup = restarted(dir);
     let info = setup.init_info();
-    let sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Count(0), Some(LONG))
+        .unwrap();
     let receiver = ReceiverSetup::new(info.clone(), 1);
-    let receiver = receiver.connect(LONG).unwrap();
+    let receiver = receiver.connect(Some(LONG)).unwrap();
     let background = receiver.snapshots_in_background().unwrap();
     sender.shutdown();
     (info, background)
@@ -397,7 +395,9 @@ fn worker_finds_its_trainer_by_each_name() {
     let at = info.endpoint();
     let names = local::names(at.secret(), at.address(), Owner::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
-    let _sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
+    let _sender = setup
+        .connect(&weights(), Expect::Count(0), Some(LONG))
+        .unwrap();
     let route = Route::new(&Distributed::new(), at, &joining(&info)).unwrap();
     let found = route
         .find(&Handoff::default(), Some(Instant::now() + LONG))
@@ -420,7 +420,7 @@ fn worker_whose_number_stays_taken_gets_an_error() {
         route.find_again(&Handoff::default(), &closed, waits)
     };
     let found = look(Duration::from_millis(100));
-    let is_denied = matches!(&found, Err(Error::Memory(MemoryError::Denied { .. })));
+    let is_denied = matches!(&found, Err(Error::Denied { .. }));
     assert!(is_denied, "{found:?}");
     // It may be that the sender has not heard yet that the other has gone.
     let found = thread::scope(|scope| {
@@ -461,7 +461,9 @@ fn impostor_at_the_address_does_not_end_a_background() {
     }
     // Which it has joined by then.
     let setup = restarted(dir.path());
-    let sender = setup.connect(&weights(), Expect::Count(1), LONG).unwrap();
+    let sender = setup
+        .connect(&weights(), Expect::Count(1), Some(LONG))
+        .unwrap();
     drop(background);
     sender.shutdown();
 }
@@ -497,7 +499,9 @@ fn one_of_two_workers_gets_a_contested_number() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let near = setup.init_info();
-    let mut sender = setup.connect(&weights(), Expect::Count(0), LONG).unwrap();
+    let mut sender = setup
+        .connect(&weights(), Expect::Count(0), Some(LONG))
+        .unwrap();
     let mut far = serde_json::to_value(&near).unwrap();
     far["scheme"] = "distributed:share=none".into();
     let far: InitInfo = serde_json::from_value(far).unwrap();
@@ -508,7 +512,7 @@ fn one_of_two_workers_gets_a_contested_number() {
         let join = |info: &InitInfo| {
             let setup = ReceiverSetup::new(info.clone(), number);
             start.wait();
-            setup.connect(LONG)
+            setup.connect(Some(LONG))
         };
         let begun = Instant::now();
         let both = thread::scope(|scope| {
@@ -537,7 +541,7 @@ fn one_of_two_workers_gets_a_contested_number() {
         // and would take a slot for each number.
         let options = SendOptions::new().wait(WaitFor::Sent);
         let sent = sender.send_with(&weights(), &options).unwrap().version();
-        while winner.receive(Some(LONG)).unwrap().unwrap().version() < sent {}
+        while winner.recv_timeout(LONG).unwrap().unwrap().version() < sent {}
     }
     println!("{won:?} came first by memory and by a link");
 }

@@ -28,7 +28,9 @@ pub(crate) fn trainer() -> (Sender, InitInfo) {
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(scheme).unwrap();
     let info = setup.init_info();
-    let sender = setup.connect(&weights, Expect::Count(0), LONG).unwrap();
+    let sender = setup
+        .connect(&weights, Expect::Count(0), Some(LONG))
+        .unwrap();
     (sender, info)
 }
 

@@ -107,14 +107,14 @@ fn second_trainer_finds_the_first_at_another_port() {
         let setup = setup.scheme(scheme).unwrap().run_dir(dir.path()).unwrap();
         let at = setup.init_info().endpoint().address().to_owned();
         let waits = Duration::from_secs(20);
-        (at, setup.connect(&weights, Expect::Count(0), waits))
+        (at, setup.connect(&weights, Expect::Count(0), Some(waits)))
     };
     let (at, first) = connect();
     let first = first.unwrap();
     let (same, second) = connect();
     assert_eq!((&*at, &same), ("192.0.2.1:9999", &at));
     let error = second.expect_err("there is one already");
-    let is_in_use = matches!(error, Error::Memory(MemoryError::AddressInUse { .. }));
+    let is_in_use = matches!(error, Error::AddressInUse { .. });
     assert!(is_in_use, "{error}");
     first.shutdown();
     connect().1.unwrap();

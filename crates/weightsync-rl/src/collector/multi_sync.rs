@@ -108,7 +108,7 @@ impl Builder {
             // and counted: by the collector alone.
             .restart(Restart::Never)
             .start()?;
-        let sender = setup.connect(weights, Expect::Count(0), self.deadline)?;
+        let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
         let mut collector = MultiSync {
             task: self.task,
             shape,

@@ -42,7 +42,7 @@ pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
 
 fn serve_task<E: Env>(process: &WorkerProcess, start: Start) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, process.index() as u32);
-    let live = setup.connect(JOIN)?.snapshots_in_background()?;
+    let live = setup.connect(Some(JOIN))?.snapshots_in_background()?;
     let mut rollout = Rollout::<E>::new(start.envs as usize, start.seed);
     while let Some(request) = process.recv(None)? {
         let request: Collect = wire::decode(&request)?;

@@ -49,7 +49,7 @@ fn off_loopback_takes_a_token_and_the_permission() {
         let setup = SenderSetup::new("policy", &initial).expect("a model");
         // Refused before the first call that communicates anything.
         let setup = setup.scheme(scheme.access(access.clone()))?;
-        let sender = setup.connect(&initial, Expect::Count(0), SOON);
+        let sender = setup.connect(&initial, Expect::Count(0), Some(SOON));
         Ok::<_, Error>(sender.expect("a place that may be used"))
     };
     let error = open(&access).unwrap_err().to_string();
@@ -107,13 +107,15 @@ fn worker_at_any_address_gets_the_public_one() {
 fn wrong_secret_fails_at_once() {
     let (initial, expect) = (weights(8, 1.0), Expect::Count(0));
     let sender = setup(&initial, at_connect());
-    let sender = sender.connect(&initial, expect, SOON).expect("a sender");
+    let sender = sender
+        .connect(&initial, expect, Some(SOON))
+        .expect("a sender");
     let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
     let join = |info: serde_json::Value, soon: Duration| {
         let info = serde_json::from_value(info).expect("an init info");
         let begun = Instant::now();
         let joining = ReceiverSetup::new(info, 0);
-        (joining.connect(soon).unwrap_err(), begun.elapsed())
+        (joining.connect(Some(soon)).unwrap_err(), begun.elapsed())
     };
     info["at"]["secret"] = vec![7; 16].into();
     let (error, took) = join(info.clone(), 4 * SOON);
@@ -138,7 +140,7 @@ fn a_run_directory_keeps_the_port() {
     let first = prepare(1.0);
     let info = first.init_info();
     let sender = first
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let mut receiver = worker(info.clone(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -147,7 +149,7 @@ fn a_run_directory_keeps_the_port() {
     let second = prepare(2.0);
     assert_eq!(second.init_info(), info);
     let error = second
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .unwrap_err()
         .to_string();
     assert!(
@@ -163,11 +165,11 @@ fn a_run_directory_keeps_the_port() {
 
     sender.shutdown();
     assert!(matches!(
-        receiver.receive(Some(SOON)),
+        receiver.recv_timeout(SOON),
         Err(Error::SenderClosed)
     ));
     let next = prepare(2.0)
-        .connect(&weights(8, 2.0), Expect::Count(0), SOON)
+        .connect(&weights(8, 2.0), Expect::Count(0), Some(SOON))
         .expect("its place is free");
     assert_eq!(receive(&mut receiver), 2.0, "found automatically");
     assert_eq!(next.init_info(), info);

@@ -20,7 +20,9 @@ fn the_first_weights_come_with_the_first_send() {
             scope.spawn(move || worker(info, number).expect("it joins"))
         });
         let expect = Expect::Workers(vec![WorkerId(0), WorkerId(1)]);
-        let mut sender = setup.connect(&initial, expect, SOON).expect("both join");
+        let mut sender = setup
+            .connect(&initial, expect, Some(SOON))
+            .expect("both join");
         let mut workers = joins.map(|join| join.join().expect("no panic"));
         // Both ends are connected, and nothing has moved.
         assert!(sender.version().is_none());
@@ -28,7 +30,7 @@ fn the_first_weights_come_with_the_first_send() {
         assert_eq!(sender.workers().len(), 2);
         for worker in &mut workers {
             assert!(worker.version().is_none());
-            assert!(worker.receive(Some(BRIEF)).expect("no failure").is_none());
+            assert!(worker.recv_timeout(BRIEF).expect("no failure").is_none());
             assert!(worker.latest().expect("no failure").is_none());
             assert_eq!(worker.layout(), sender.layout());
         }
@@ -63,14 +65,14 @@ fn worker_model_is_unchanged_until_the_first_send() {
     let mut sender = sender(&initial, Rpc::default());
     let mut own = weights(8, 7.0);
     let join = ReceiverSetup::new(sender.init_info(), 0);
-    let mut receiver = join.connect_into(&mut own, SOON).expect("it joins");
+    let mut receiver = join.connect_into(&mut own, Some(SOON)).expect("it joins");
     assert!(receiver.is_whole(), "it serves by what it has");
-    let none = receiver.receive_into(&mut own, Some(BRIEF));
+    let none = receiver.loading(&mut own).recv_timeout(BRIEF);
     assert!(none.expect("no failure").is_none());
     let value = |own: &Tensors| own.slice::<f32>("layer.weight").expect("floats")[0];
     assert_eq!(value(&own), 7.0);
     std::thread::scope(|scope| {
-        let loads = scope.spawn(|| receiver.receive_into(&mut own, Some(SOON)));
+        let loads = scope.spawn(|| receiver.loading(&mut own).recv_timeout(SOON));
         let report = sender.send(&weights(8, 3.0)).expect("it is sent");
         assert!(report.all_applied(), "{report}");
         loads.join().expect("no panic").expect("it loads");
@@ -83,14 +85,14 @@ fn connect_reports_a_mismatch_before_any_send() {
     let initial = weights(8, 1.0);
     let expect = Expect::Count(0);
     let error = setup(&initial, Rpc::default())
-        .connect(&weights(9, 1.0), expect.clone(), SOON)
+        .connect(&weights(9, 1.0), expect.clone(), Some(SOON))
         .unwrap_err();
     assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
 
     let sender = sender(&initial, Rpc::default());
     let other = ReceiverSetup::new(sender.init_info(), 0);
     let other = other.model(&weights(9, 1.0)).expect("it can be asked");
-    let error = other.connect(SOON).unwrap_err();
+    let error = other.connect(Some(SOON)).unwrap_err();
     assert!(matches!(error, Error::WrongModel { .. }), "{error}");
 }
 
@@ -129,19 +131,19 @@ fn set_arrives_as_one_and_only_changes_travel() {
         .with("actor", &actor)
         .with("critic", &critic);
     let mut sender = setup
-        .connect(&both, Expect::Count(0), SOON)
+        .connect(&both, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let join = ReceiverSetup::new(sender.init_info(), 0);
-    let mut receiver = join.connect(SOON).expect("it joins");
+    let mut receiver = join.connect(Some(SOON)).expect("it joins");
     let sent = SendOptions::new().wait(WaitFor::Staged);
     // The first send may be of one of them alone.
     let alone = sent.clone().model("critic");
     sender.send_with(&critic, &alone).expect("it is sent");
-    let set = receiver.receive_set(Some(SOON)).expect("it comes");
+    let set = receiver.set().recv_timeout(SOON).expect("it comes");
     let set = set.expect("it comes in time");
     assert_eq!(set.members().len(), 1);
     sender.send_with(&both, &sent).expect("it is sent");
-    let set = receiver.receive_set(Some(SOON)).expect("it comes");
+    let set = receiver.set().recv_timeout(SOON).expect("it comes");
     let versions: Vec<_> = set
         .expect("it comes in time")
         .versions()

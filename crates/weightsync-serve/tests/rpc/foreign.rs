@@ -226,7 +226,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
         }
     });
     let expect = Expect::Workers(vec![weightsync_engine::WorkerId(5)]);
-    sender.wait_for(&expect, SOON).expect("it joins");
+    sender.wait_for(&expect, Some(SOON)).expect("it joins");
     assert_eq!(sender.workers()[0].device, "tpu:0");
     let report = sender.send(&weights(300_000, 2.0)).expect("it is sent");
     assert!(report.all_applied(), "{report}");
@@ -287,7 +287,7 @@ fn every_route_requires_the_token() {
     let setup = setup(&initial, super::at_connect());
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let (address, secret) = parts(&info);
     let right = bearer(&secret, "sender");

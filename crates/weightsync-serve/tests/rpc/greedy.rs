@@ -121,7 +121,7 @@ fn no_send_waits_for_its_digest() {
     let initial = weights(16 << 20, 1.0);
     let setup = setup(&initial, Rpc::default()).digest(DigestPolicy::Background);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let foreign = Foreign::join(&sender, 5);
     let staged = SendOptions::new().wait(WaitFor::Staged);
@@ -141,7 +141,7 @@ fn room_error_names_the_worker_that_holds_a_version() {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, Rpc::default()).slots(2, 2);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let (address, secret) = parts(&sender.init_info());
     let to_sender = bearer(&secret, "sender");

@@ -164,7 +164,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     let (_, listens) = address.split_once(" at ").expect("both");
     proxy.to(listens.parse().expect("an address"));
     let sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let mut receiver = worker(sender.init_info(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -178,10 +178,12 @@ fn impostor_at_a_sender_address_is_not_followed() {
     let impostor = Impostor::new(&sender.init_info(), Says::Welcome { proof: None });
     proxy.to(impostor.addr);
     proxy.cut();
-    let error = receiver.receive(Some(SOON)).unwrap_err();
+    let error = receiver.recv_timeout(SOON).unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
     assert_eq!(impostor.state.registered.load(Ordering::SeqCst), 1);
-    let error = receiver.pull(Pull::Newest, Some(SOON)).unwrap_err();
+    let error = receiver
+        .pull(Pull::newest().timeout(Some(SOON)))
+        .unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
 }
 
@@ -195,7 +197,7 @@ fn impostor_answers_are_ignored_before_its_proof() {
     while impostor.state.registered.load(Ordering::SeqCst) == 0 {
         thread::yield_now();
     }
-    let got = receiver.pull(Pull::AtLeast(Version(9)), Some(4 * BRIEF));
+    let got = receiver.pull(Pull::at_least(Version(9)).timeout(Some(4 * BRIEF)));
     assert!(got.expect("its sender may be there").is_none());
     assert!(impostor.state.asked.load(Ordering::SeqCst) >= 2);
     assert_eq!(receiver.version(), Version::FIRST);

@@ -29,7 +29,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     assert_eq!(found, proxy.addr.to_string());
     proxy.to(listens.parse().expect("an address"));
     let sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     let mut receiver = worker(sender.init_info(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -118,7 +118,9 @@ fn answer_of_a_proxy_is_not_the_senders() {
         "GET /v1/workers/",
         &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 2],
     );
-    let got = receiver.pull(Pull::Newest, Some(SOON)).expect("an answer");
+    let got = receiver
+        .pull(Pull::newest().timeout(Some(SOON)))
+        .expect("an answer");
     assert_eq!(got.expect("it is there").version().0, 2);
     assert_eq!(proxy.answered(), 14);
 }
@@ -156,15 +158,15 @@ fn impossible_pull_fails_at_once() {
     assert_eq!(receive(&mut receiver), 2.0);
     // As often as a chunk is asked for.
     proxy.harm(&[Harm::Flip(700_000); 5]);
-    let first = Pull::Exactly(Version::FIRST);
-    let error = receiver.pull(first, None).unwrap_err();
+    let first = Pull::version(Version::FIRST);
+    let error = receiver.pull(first.clone()).unwrap_err();
     let words = error.to_string();
     assert!(
         words.contains("chunk 0") && words.contains("damaged"),
         "{words}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);
-    let got = receiver.pull(first, Some(SOON)).expect("an answer");
+    let got = receiver.pull(first.timeout(Some(SOON))).expect("an answer");
     assert_eq!(got.expect("it is kept").version(), Version::FIRST);
 }
 
@@ -173,7 +175,7 @@ fn late_digest_reaches_workers_that_join_later() {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, at_connect()).digest(DigestPolicy::Background);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), SOON)
+        .connect(&initial, Expect::Count(0), Some(SOON))
         .expect("a sender");
     sender.send(&weights(FLOATS, 2.0)).expect("it is sent");
     let sent = sender.snapshot().expect("it was sent");
@@ -250,7 +252,7 @@ fn dropped_registration_does_not_mean_a_dead_sender() {
     proxy.cut();
     let begun = Instant::now();
     while proxy.answered() < answers.len() as u64 {
-        let end = receiver.receive(Some(Duration::ZERO));
+        let end = receiver.try_recv();
         end.expect("its sender lives");
         assert!(begun.elapsed() < SOON, "it does not try again");
     }
@@ -258,7 +260,7 @@ fn dropped_registration_does_not_mean_a_dead_sender() {
         assert!(begun.elapsed() < SOON, "it does not come back");
     }
     assert_eq!(receive(&mut receiver), 2.0);
-    let more = receiver.receive(Some(BRIEF));
+    let more = receiver.recv_timeout(BRIEF);
     assert!(more.expect("its sender lives").is_none());
 }
 
@@ -272,7 +274,7 @@ fn worker_whose_number_was_taken_gets_an_error() {
     // More than once: `cut` may also break the connection of the first new attempt.
     proxy.answer("POST /v1/workers ", &[Answer::Says(TAKEN); 80]);
     proxy.cut();
-    let end = receiver.receive(Some(SOON)).expect_err("it is not let in");
+    let end = receiver.recv_timeout(SOON).expect_err("it is not let in");
     assert!(end.to_string().contains("already connected"), "{end}");
 }
 
@@ -283,9 +285,9 @@ fn a_worker_that_asks_while_it_registers_again_waits() {
     // For longer than the sender keeps a connection that broke.
     proxy.answer("POST /v1/workers ", &[Answer::HangUp; 80]);
     proxy.cut();
-    let next = Pull::AtLeast(Version(2));
+    let next = Pull::at_least(Version(2));
     thread::scope(|scope| {
-        let asks = scope.spawn(|| receiver.pull(next, Some(SOON)));
+        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(SOON))));
         let begun = Instant::now();
         while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
             assert!(begun.elapsed() < SOON, "it does not come back");
@@ -305,9 +307,9 @@ fn a_worker_whose_connection_was_given_up_asks_again() {
         "GET /v1/workers/",
         &[Answer::Says("410 Gone\r\nContent-Length: 0")],
     );
-    let next = Pull::AtLeast(Version(2));
+    let next = Pull::at_least(Version(2));
     thread::scope(|scope| {
-        let asks = scope.spawn(|| receiver.pull(next, Some(SOON)));
+        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(SOON))));
         let begun = Instant::now();
         while proxy.answered() < 1 {
             assert!(begun.elapsed() < SOON, "it does not ask");
@@ -410,7 +412,7 @@ fn shutdown_arrives_after_all_versions() {
     for _ in 0..10 {
         let setup = setup(&initial, at_connect());
         let mut sender = setup
-            .connect(&initial, Expect::Count(0), SOON)
+            .connect(&initial, Expect::Count(0), Some(SOON))
             .expect("a sender");
         let mut receiver = worker(sender.init_info(), 0).expect("it joins");
         let sent = SendOptions::new().wait(WaitFor::Sent);
@@ -420,7 +422,7 @@ fn shutdown_arrives_after_all_versions() {
         sender.shutdown();
         assert_eq!(receive(&mut receiver), 2.0);
         let begun = Instant::now();
-        let error = receiver.receive(None).unwrap_err();
+        let error = receiver.recv().unwrap_err();
         assert!(error.is_sender_closed(), "{error}");
         assert!(begun.elapsed() < Duration::from_secs(8));
     }

@@ -46,17 +46,17 @@ fn setup(weights: &Tensors, scheme: Rpc) -> SenderSetup {
 fn sender(weights: &Tensors, scheme: Rpc) -> Sender {
     let setup = setup(weights, scheme);
     setup
-        .connect(weights, Expect::Count(0), SOON)
+        .connect(weights, Expect::Count(0), Some(SOON))
         .expect("a sender")
 }
 
 fn worker(info: InitInfo, number: u32) -> Result<Receiver> {
-    ReceiverSetup::new(info, number).connect(SOON)
+    ReceiverSetup::new(info, number).connect(Some(SOON))
 }
 
 /// The value of what a worker receives next.
 fn receive(receiver: &mut Receiver) -> f32 {
-    let got = receiver.receive(Some(SOON)).expect("it comes");
+    let got = receiver.recv_timeout(SOON).expect("it comes");
     let got = got.expect("it comes in time");
     let values = got.slice::<f32>("layer.weight").expect("floats");
     assert!(values.iter().all(|value| *value == values[0]), "a mix");

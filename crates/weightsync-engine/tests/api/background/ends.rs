@@ -4,7 +4,7 @@ use std::path::Path;
 
 use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, Opening, ReceiverTransport, Scheme,
-    SenderTransport,
+    SenderTransport, Which,
 };
 
 use super::*;
@@ -24,14 +24,12 @@ fn stopping_ends_the_wait_and_gives_everything_back() {
     assert_eq!(value(&model), 1.0);
     // What was staged is what comes next, and then a wait is a wait.
     let mut own = model;
-    let next = receiver
-        .receive_into(&mut own, Some(Duration::ZERO))
-        .unwrap();
+    let next = receiver.loading(&mut own).try_recv().unwrap();
     assert_eq!((next, value(&own)), (Some(Version(2)), 2.0));
-    let worker = thread::spawn(move || receiver.receive(None).unwrap().map(|one| one.version()));
+    let worker = thread::spawn(move || receiver.recv().unwrap().version());
     let report = sender.send(&number(3.0)).unwrap();
     assert!(report.all_applied(), "{report}");
-    assert_eq!(worker.join().unwrap(), Some(Version(3)));
+    assert_eq!(worker.join().unwrap(), Version(3));
 }
 
 #[test]
@@ -100,7 +98,7 @@ fn a_restarted_sender_is_found_again() {
     assert_eq!(status.state, BackgroundState::Closed, "{background:?}");
     assert_eq!(value(&background.read().unwrap()), 1.0);
 
-    let next = setup().connect(&number(9.0), Expect::Count(1), SOON);
+    let next = setup().connect(&number(9.0), Expect::Count(1), Some(SOON));
     let mut next = next.unwrap();
     let model = background.read().unwrap();
     assert_eq!((value(&model), model.version()), (9.0, Version(1)));
@@ -139,7 +137,7 @@ fn old_versions_are_not_reported_to_the_next_sender() {
         ready: Mutex::new(ready),
     };
     let next = thread::scope(|scope| {
-        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), SOON));
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(SOON)));
         joined(BackgroundState::Following);
         // It belongs to the run before, and so says the worker.
         assert!(background.safe_point().unwrap().is_some());
@@ -171,7 +169,7 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
     let run = dir.path().join("run");
     let setup = || setup().run_dir(&run).unwrap();
     for _ in 0..3 {
-        let earlier = setup().connect(&number(0.0), Expect::Count(0), SOON);
+        let earlier = setup().connect(&number(0.0), Expect::Count(0), Some(SOON));
         earlier.unwrap().shutdown();
     }
     let (first, background) = numbers(SafePoints::Implied, setup());
@@ -183,7 +181,7 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
     // Older copies of the directory are put back.
     for (before, words) in [(1, "a newer trainer"), (3, "higher epoch")] {
         std::fs::write(run.join("epoch"), before.to_string()).unwrap();
-        let other = setup().connect(&number(5.0), Expect::Count(0), SOON);
+        let other = setup().connect(&number(5.0), Expect::Count(0), Some(SOON));
         let mut other = other.unwrap();
         let mut looks = 0;
         let there = background.wait(Some(SOON), |status| {
@@ -199,7 +197,7 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
         other.shutdown();
         sees(&background, |status| status.failure.is_none());
     }
-    let next = setup().connect(&number(9.0), Expect::Count(1), SOON);
+    let next = setup().connect(&number(9.0), Expect::Count(1), Some(SOON));
     let next = next.unwrap();
     let there = background.wait(Some(SOON), |status| status.run == next.run());
     assert!(there.unwrap(), "{background:?}");
@@ -277,7 +275,7 @@ impl ReceiverTransport for FragileEnd {
         self.inner.latest()
     }
 
-    fn pull(&mut self, model: usize, pull: Pull, until: Deadline) -> Result<Option<SetSnapshot>> {
+    fn pull(&mut self, model: usize, pull: Which, until: Deadline) -> Result<Option<SetSnapshot>> {
         self.inner.pull(model, pull, until)
     }
 
@@ -303,14 +301,14 @@ fn failed_receiver_reports_it_when_returned() {
         breaks: breaks.clone(),
     });
     let mut sender = setup()
-        .connect(&number(1.0), Expect::Count(0), SOON)
+        .connect(&number(1.0), Expect::Count(0), Some(SOON))
         .unwrap();
     let join = |worker| ReceiverSetup::new(sender.init_info(), worker).scheme(fragile.clone());
-    let receiver = join(0).connect(SOON).unwrap();
+    let receiver = join(0).connect(Some(SOON)).unwrap();
     let background = receiver.in_background(number(0.0), SafePoints::Implied);
     let background = background.unwrap();
-    let cascade = Cascade::join(join(1), SOON).unwrap();
-    let cascade = cascade.connect(Expect::Count(0), SOON).unwrap();
+    let cascade = Cascade::join(join(1), Some(SOON)).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), Some(SOON)).unwrap();
     let cascade = cascade.in_background().unwrap();
 
     breaks.store(true, Ordering::SeqCst);
@@ -330,10 +328,10 @@ fn failed_receiver_reports_it_when_returned() {
     assert_eq!(value(&model), 1.0);
     let mut cascade = cascade.stop().unwrap();
     for error in [
-        receiver.receive(Some(BRIEF)).map(drop).unwrap_err(),
+        receiver.recv_timeout(BRIEF).map(drop).unwrap_err(),
         receiver.latest().map(drop).unwrap_err(),
         receiver
-            .pull(Pull::Newest, Some(BRIEF))
+            .pull(Pull::newest().timeout(Some(BRIEF)))
             .map(drop)
             .unwrap_err(),
         cascade.forward(Some(BRIEF)).map(drop).unwrap_err(),

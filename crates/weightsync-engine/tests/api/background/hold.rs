@@ -98,7 +98,7 @@ fn what_is_held_keeps_nobody_from_stopping() {
     // It interrupts nobody's wait any more.
     drop(held);
     assert_eq!(
-        receiver.receive_into(&mut model, Some(SOON)).unwrap(),
+        receiver.loading(&mut model).recv_timeout(SOON).unwrap(),
         Some(Version(2))
     );
     assert!(pending.wait(None).unwrap().all_applied());

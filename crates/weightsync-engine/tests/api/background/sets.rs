@@ -91,7 +91,7 @@ fn a_set_after_a_refused_one_is_loaded_whole() {
     let mut receive = |sends: &mut dyn FnMut()| {
         sends();
         let mut models = loaders(&mut own);
-        let received = receiver.receive_set_into(&mut models, Some(SOON));
+        let received = receiver.loading_set(&mut models).recv_timeout(SOON);
         (received, value(&own.actor), value(&own.critic.tensors))
     };
     let sent = until(WaitFor::Sent);

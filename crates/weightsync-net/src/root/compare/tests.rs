@@ -60,8 +60,8 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
     let info = info.clone();
     let work = move || {
         let setup = ReceiverSetup::new(info, number);
-        let mut receiver = setup.connect(LONG).unwrap();
-        while let Ok(Some(snapshot)) = receiver.receive(None) {
+        let mut receiver = setup.connect(Some(LONG)).unwrap();
+        while let Ok(snapshot) = receiver.recv() {
             if got
                 .send((snapshot.version().0, bytes_of(&snapshot)))
                 .is_err()
@@ -90,7 +90,9 @@ fn connect(weights: &Tensors) -> (InitInfo, impl FnOnce() -> Sender) {
     let info = setup.init_info();
     let weights = weights.clone();
     (info, move || {
-        setup.connect(&weights, Expect::Count(1), LONG).unwrap()
+        setup
+            .connect(&weights, Expect::Count(1), Some(LONG))
+            .unwrap()
     })
 }
 

@@ -34,7 +34,9 @@ fn sender() -> (Sender, InitInfo) {
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
-    let sender = setup.connect(&weights, Expect::Count(0), SOON).unwrap();
+    let sender = setup
+        .connect(&weights, Expect::Count(0), Some(SOON))
+        .unwrap();
     (sender, info)
 }
 
@@ -506,7 +508,9 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
     let setup = SenderSetup::new("policy", &weights).unwrap().slots(3, 3);
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
-    let mut sender = setup.connect(&weights, Expect::Count(0), SOON).unwrap();
+    let mut sender = setup
+        .connect(&weights, Expect::Count(0), Some(SOON))
+        .unwrap();
     run(async {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));

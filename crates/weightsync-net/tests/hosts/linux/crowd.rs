@@ -35,7 +35,7 @@ pub(crate) fn work(crowd: &Crowd) -> Outcome {
     for number in 0..crowd.count {
         let setup = ReceiverSetup::new(crowd.info.clone(), crowd.first + number);
         let setup = setup;
-        workers.push(setup.connect(PATIENCE)?);
+        workers.push(setup.connect(Some(PATIENCE))?);
         if (number + 1) % SOME == 0 {
             emit(&Notice::Together(number + 1));
         }
@@ -44,7 +44,7 @@ pub(crate) fn work(crowd: &Crowd) -> Outcome {
     let mut live = BTreeMap::new();
     loop {
         for (number, worker) in workers.iter_mut().enumerate() {
-            match worker.receive(Some(Duration::ZERO)) {
+            match worker.try_recv() {
                 Ok(Some(snapshot)) => drop(live.insert(number, snapshot)),
                 Ok(None) => {}
                 Err(error) if error.is_sender_closed() => return Ok(()),

@@ -94,7 +94,7 @@ fn train(lead: &Lead) -> Outcome {
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
     emit(&Notice::Info(info));
-    let sender = setup.connect(&versions.tensors, Expect::Count(0), PATIENCE)?;
+    let sender = setup.connect(&versions.tensors, Expect::Count(0), Some(PATIENCE))?;
     emit(&Notice::Ready {
         epoch: sender.run().epoch.0,
     });
@@ -170,7 +170,7 @@ fn work(join: Join) -> Outcome {
     let pulls = join.info.scheme().contains("pull");
     let setup = ReceiverSetup::new(join.info, join.worker);
     let mut receiver = loop {
-        match setup.clone().connect(PATIENCE) {
+        match setup.clone().connect(Some(PATIENCE)) {
             Ok(receiver) => break receiver,
             // Nobody is there for longer than that.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
@@ -181,8 +181,8 @@ fn work(join: Join) -> Outcome {
     loop {
         let received = match pulls {
             // One question, for as long as it takes.
-            true => receiver.pull(Pull::AtLeast(next), None),
-            false => receiver.receive(Some(PATIENCE)),
+            true => receiver.pull(Pull::at_least(next)),
+            false => receiver.recv_timeout(PATIENCE),
         };
         if let Ok(Some(snapshot)) = &received {
             next = snapshot.version().next();

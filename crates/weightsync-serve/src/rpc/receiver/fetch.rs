@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
-use weightsync_engine::transport::{Deadline, Image, ModelSpec, Pull};
+use weightsync_engine::transport::{Deadline, Image, ModelSpec, Which};
 use weightsync_engine::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
@@ -307,12 +307,12 @@ pub(super) async fn ask(
     session: Arc<Session>,
     inbox: Arc<Inbox>,
     model: usize,
-    pull: Pull,
+    pull: Which,
     deadline: Deadline,
 ) -> Result<Option<Fetched>, NoAnswer> {
     let (want, version) = match pull {
-        Pull::AtLeast(version) => (WantWord::AtLeast, Some(version.0)),
-        Pull::Exactly(version) => (WantWord::Exactly, Some(version.0)),
+        Which::AtLeast(version) => (WantWord::AtLeast, Some(version.0)),
+        Which::Exactly(version) => (WantWord::Exactly, Some(version.0)),
         _ => (WantWord::Newest, None),
     };
     loop {
@@ -339,7 +339,8 @@ pub(super) async fn ask(
                     Err(failure) => return Err(NoAnswer::Failed(failure)),
                 }
             }
-            Ok(None) => return Ok(None),
+            // The sender's clock said so: this end's decides.
+            Ok(None) => {}
             Err(Some(NoAnswer::Gone)) => {
                 // It may have given up a connection that broke, which this end finds out
                 // a little later.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{mpsc, watch};
 use weightsync_engine::transport::{Deadline, Image};
-use weightsync_engine::{Error, Member, MemoryError, Result, SetSnapshot, Snapshot, Version};
+use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot, Version};
 
 use super::fetch::Partial;
 use super::joining::Session;
@@ -28,7 +28,7 @@ impl From<End> for Error {
         match end {
             End::Closed => Self::SenderClosed,
             End::Died { pid } => Self::SenderDied { pid: Some(pid) },
-            End::Denied { reason } => MemoryError::Denied { reason }.into(),
+            End::Denied { reason } => Error::Denied { reason },
         }
     }
 }

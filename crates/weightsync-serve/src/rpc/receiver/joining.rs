@@ -12,7 +12,7 @@ use tokio::time::sleep;
 use weightsync_engine::transport::{
     Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
 };
-use weightsync_engine::{Epoch, Error, MemoryError, ModelId, Result, Run};
+use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
 use weightsync_net::Access;
 
 use super::inbox::{End, Inbox};
@@ -224,20 +224,16 @@ pub(super) fn join(
                         waited: since.elapsed(),
                     }
                 }
-                NotIn::Stranger => MemoryError::Denied {
+                NotIn::Stranger => Error::Denied {
                     reason: "the init info's secret is not its own".into(),
-                }
-                .into(),
+                },
                 NotIn::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
-                NotIn::Denied(reason) | NotIn::Taken(reason) => {
-                    MemoryError::Denied { reason }.into()
-                }
+                NotIn::Denied(reason) | NotIn::Taken(reason) => Error::Denied { reason },
                 NotIn::Closed => Error::SenderClosed,
-                NotIn::Fenced(got) => MemoryError::Fenced {
+                NotIn::Fenced(got) => Error::Fenced {
                     seen: joining.seen,
                     got,
-                }
-                .into(),
+                },
             });
         }
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Interrupter, Joining, ModelSpec, Pull, ReceiverTransport, interrupt,
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, Which, interrupt,
 };
 use weightsync_engine::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
@@ -136,7 +136,7 @@ impl ReceiverTransport for RpcReceiver {
     fn pull(
         &mut self,
         model: usize,
-        pull: Pull,
+        pull: Which,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
@@ -158,7 +158,7 @@ impl ReceiverTransport for RpcReceiver {
             Err(fetch::NoAnswer::Unknown { known }) => Err(Error::NoSuchVersion {
                 model: self.session.models[model].id.clone(),
                 asked: match pull {
-                    Pull::Exactly(version) | Pull::AtLeast(version) => version,
+                    Which::Exactly(version) | Which::AtLeast(version) => version,
                     _ => Version::NONE,
                 },
                 known,
