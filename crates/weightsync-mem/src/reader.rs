@@ -59,7 +59,7 @@ pub struct AttachOptions {
     pub delivery: Delivery,
     /// Where its weights live, for people to read; at most [`MAX_DEVICE`] bytes.
     pub device: String,
-    /// Chosen by the worker when it first joined; see [`Seated`](crate::Seated).
+    /// Chosen by the worker when it first joined.
     pub instance: u64,
     /// Where it goes on, if it was at another segment of the same run before.
     pub resume: Resume,
