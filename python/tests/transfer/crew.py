@@ -6,17 +6,14 @@ import signal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
 from torch import nn
 from weightsync import transfer
-from weightsync.transfer import chunk as chunks
-from weightsync.transfer.strategy import WeightTransferReceiver
-
-#: For what must happen; only what fails waits for it to pass.
-SOON = 30.0
 
 
 class Net(nn.Module):
-    """Two layers of two modules each, all of one value, with names as a language model has them."""
+    """Three layers of two modules each, all of one value, with names as a language model has them."""
 
     def __init__(self, fill=0.0, width=64):
         super().__init__()
@@ -104,3 +101,50 @@ def trainer(model, workers, *, extractor=None, dtype=torch.float32, deployment=1
     )
     client = transfer.ActorClient(workers, call=call, deployment=deployment)
     return transfer.TrainingActor(extractor, model, dtype), client
+
+
+class Rank:
+    """A rank of a sharded trainer, whose rank 0 syncs to workers that are objects of its own."""
+
+    def __init__(self, rank, world, port):
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        )
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+        self.model = Net()
+        dist.fsdp.fully_shard(self.model, mesh=mesh)
+        self.rank, self.workers = rank, []
+
+    def initialize(self, word):
+        if self.rank == 0:
+            self.workers = [Worker(word), Worker(word, "load")]
+        extractor = transfer.FsdpExtractor(
+            {"group_by_module": True, "batch_size_threshold_gb": 1e-4}
+        )
+        client = transfer.ActorClient(self.workers, call=threaded) if self.workers else None
+        self.trainer = transfer.TrainingActor(extractor, self.model, torch.float32)
+        asyncio.run(self.trainer.initialize_weight_sync(None, word, client))
+
+    def sync(self, value):
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.fill_(value)
+        return asyncio.run(self.trainer.sync_weights())
+
+    def states(self):
+        return [one.state() for one in self.workers]
+
+    def forgive(self):
+        for one in self.workers:
+            one.forgive()
+
+    def end(self):
+        self.trainer.shutdown()
+        for one in self.workers:
+            one.shutdown()
+        dist.destroy_process_group()
+
+
+async def threaded(worker, method, *args):
+    """Calls a worker of this process in a thread of its own."""
+    return await asyncio.to_thread(getattr(worker, method), *args)

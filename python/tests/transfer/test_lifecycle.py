@@ -1,14 +1,27 @@
 """A trainer and inference workers in processes of their own, strategy by strategy."""
 
 import asyncio
+import gc
 import os
+import pickle
+import signal
+import socket
 
 import pytest
 import torch
 from actors import Raised
-from crew import Net, Worker, trainer
+from crew import Net, Rank, Worker, threaded, trainer
 from weightsync import transfer
-from weightsync.errors import LifecycleError, LoadError, PeerError
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    LoadError,
+    PeerError,
+    SettingError,
+    UnsupportedError,
+    WeightsyncError,
+    WrongWeightsError,
+)
 
 LIVE = ["weightsync", "broadcast", "packed_broadcast"]
 
@@ -83,3 +96,245 @@ def test_receiver_killed_in_a_broadcast_is_named(actor, word):
 
     asyncio.run(run())
     training.shutdown()
+
+
+@pytest.mark.parametrize("word", ["weightsync", "packed_broadcast"])
+def test_sharded_trainer_survives_a_failed_sync(actor, word):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [actor(Rank, rank, 2, port) for rank in range(2)]
+
+    def both(method, *args):
+        for one in ranks:
+            one.order(method, *args)
+        return ranks[0], ranks[1]
+
+    first, second = both("initialize", word)
+    first.answer(), second.answer()
+    # Rank 1 is not left alone in its collectives.
+    first, second = both("sync", 1.0)
+    with pytest.raises(Raised, match="out of order"):
+        first.answer()
+    second.answer()
+    first.ask("forgive")
+    first, second = both("sync", 2.0)
+    assert first.answer() == 2
+    second.answer()
+    assert first.ask("states") == [(2, 2.0)] * 2
+    first, second = both("end")
+    first.answer(), second.answer()
+
+
+def test_receiver_that_stands_still_is_named(actor):
+    cfg = config("packed_broadcast", timeout=3.0)
+    workers = [actor(Worker, cfg) for _ in range(2)]
+    model = Net(fill=1.0)
+    training, client = trainer(model, workers)
+
+    async def run():
+        await training.initialize_weight_sync(None, cfg, client)
+        workers[1].signal(signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match="not acknowledged by rank 2|answer chunk 0"):
+            await training.sync_weights()
+        workers[1].kill()
+
+    asyncio.run(run())
+    training.shutdown()
+
+
+@pytest.mark.parametrize("word", ["broadcast"])
+def test_receivers_that_never_join_are_named(word):
+    strategy = transfer.strategy_from_config(config(word, timeout=1.0))
+
+    async def run():
+        info = await strategy.create_init_info(2)
+        with pytest.raises(DeadlineError, match="rank 1, 2 of 2 have not joined within 1.0 s"):
+            await strategy.create_sender(info)
+        with pytest.raises(LifecycleError, match="call create_init_info first"):
+            await strategy.create_sender(info)
+        with pytest.raises(PeerError, match="cannot be reached"):
+            await strategy.create_receiver(info, 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_nothing_is_left_behind(word):
+    def open_now():
+        gc.collect()
+        kinds = (os.readlink(f"/proc/self/fd/{one}") for one in os.listdir("/proc/self/fd") if one)
+        sockets = set()
+        for kind in _readable(kinds):
+            if kind.startswith(("socket:", "/memfd")):
+                sockets.add(kind)
+        return sockets, set(os.listdir("/proc/self/task"))
+
+    def once():
+        workers = [Worker(config(word)), Worker(config(word))]
+        training, _ = trainer(Net(fill=1.0), workers)
+        client = transfer.ActorClient(workers, call=threaded)
+
+        async def run():
+            await training.initialize_weight_sync(None, config(word), client)
+            await training.sync_weights()
+
+        asyncio.run(run())
+        assert [one.state() for one in workers] == [(1, 1.0)] * 2
+        training.shutdown()
+        for one in workers:
+            one.shutdown()
+
+    once()
+    sockets, threads = open_now()
+    once()
+    while any(now - before for now, before in zip(open_now(), (sockets, threads), strict=True)):
+        # Bounded by the test's own timeout: a thread that was joined is there for a moment.
+        os.sched_yield()
+
+
+def _readable(links):
+    while True:
+        try:
+            yield next(links)
+        except FileNotFoundError:
+            return
+        except StopIteration:
+            return
+
+
+def request(version, chunk, last=False, names=("a",)):
+    names = list(names)
+    return transfer.BroadcastWeightUpdateRequest(
+        names=names, dtypes=["float32"] * len(names), shapes=[[2]] * len(names),
+        version=version, chunk=chunk, last=last,
+    )  # fmt: skip
+
+
+class Ready(transfer.WeightTransferReceiver):
+    """A receiver whose tensors are there."""
+
+    request_type = transfer.BroadcastWeightUpdateRequest
+
+    def _receive(self, request):
+        if request.names == ["bad"]:
+            raise PeerError("the link broke")
+        return [torch.full((2,), float(request.version)) for _ in request.names]
+
+
+class Keeping(transfer.WeightLoader):
+    def __init__(self):
+        self.loads = []
+
+    async def load_weights(self, named_tensors):
+        self.loads.append({name: one[0].item() for name, one in named_tensors.items()})
+
+
+def test_chunks_are_staged_until_the_last():
+    receiver, loader = Ready(), Keeping()
+
+    def get(*args, **how):
+        asyncio.run(receiver.receive_and_load_weights(request(*args, **how), loader))
+
+    get(1, 0, names="ab")
+    get(1, 1, names="c")
+    assert loader.loads == [] and receiver.version == 0
+    get(1, 2, last=True, names="")
+    assert loader.loads == [{"a": 1.0, "b": 1.0, "c": 1.0}] and receiver.version == 1
+    # A sync that breaks off is dropped, and the next one is whole.
+    get(2, 0, names="a")
+    with pytest.raises(PeerError, match="the link broke"):
+        get(2, 1, names=["bad"])
+    with pytest.raises(transfer.RequestError, match="expected chunk 0 of sync any|expected chunk"):
+        get(2, 2, last=True, names="")
+    get(3, 0, names="b")
+    get(4, 0, last=True, names="a")
+    assert loader.loads[1:] == [{"a": 4.0}] and receiver.version == 4
+    for wrong, said in (
+        (request(4, 0), "version: expected more than 4, which is loaded, got 4"),
+        (request(5, 1), "got chunk 1 of sync 5"),
+        (transfer.LoraLoadRequest(lora_path="x"), "expected a broadcast request, got 'lora'"),
+    ):
+        with pytest.raises(transfer.RequestError, match=said):
+            asyncio.run(receiver.receive_and_load_weights(wrong, loader))
+    get(5, 0, names="a")
+    with pytest.raises(transfer.RequestError, match="'a' has come with an earlier chunk"):
+        get(5, 1, names="a")
+    receiver.shutdown()
+    with pytest.raises(LifecycleError, match="shut down"):
+        get(6, 0)
+
+
+def test_module_loader_writes_all_or_nothing():
+    model = Net(fill=1.0)
+    state = {name: torch.full_like(one, 2.0) for name, one in model.named_parameters()}
+
+    def load(tensors, **how):
+        asyncio.run(transfer.ModuleLoader(model, **how).load_weights(tensors))
+
+    name = "layers.2.down.bias"
+    for wrong, said in (
+        ({**state, name: torch.zeros(3)}, rf"{name}: expected torch.float32 \[64\], got .* \[3\]"),
+        ({**state, name: state[name].half()}, "got torch.float16"),
+        ({**state, "more": torch.zeros(1)}, "more is unknown"),
+        ({one: state[one] for one in state if one != name}, f"{name} is missing"),
+    ):
+        with pytest.raises(WrongWeightsError, match=said):
+            load(wrong)
+        assert model.value == 1.0
+    load({**state, name: state[name].half()}, cast=True)
+    assert model.value == 2.0
+
+
+def test_engine_loader_restores_what_was_before():
+    engine = {"a": 1}
+
+    def half(pairs):
+        for name, one in pairs:
+            engine[name] = one
+            raise RuntimeError("no room")
+
+    loader = transfer.EngineLoader(half, lambda: engine.update(a=1))
+    with pytest.raises(RuntimeError, match="no room"):
+        asyncio.run(loader.load_weights({"a": torch.zeros(1)}))
+    assert engine == {"a": 1}
+
+
+def test_strategies_are_chosen_by_a_word():
+    assert transfer.strategies()[:5] == [
+        "broadcast", "cuda_ipc", "packed_broadcast", "packed_cuda_ipc", "weightsync",
+    ]  # fmt: skip
+    for wrong in ("other", {}, {"strategy": 3}, None):
+        with pytest.raises(SettingError, match="strategy: expected one of broadcast, "):
+            transfer.strategy_from_config(wrong)
+    with pytest.raises(SettingError, match="unexpected keyword argument 'speed'"):
+        transfer.strategy_from_config(
+            {"strategy": "broadcast", "strategy_settings": {"speed": "high"}}
+        )
+    with pytest.raises(SettingError, match="a strategy 'broadcast' is registered"):
+        transfer.register_strategy("broadcast", "other:Class")
+    with pytest.raises(SettingError, match="expected a name and 'module:Class'"):
+        transfer.register_strategy("other", "module.Class")
+    transfer.register_strategy("tests-only", "collections:OrderedDict")
+    with pytest.raises(SettingError, match="no WeightTransferStrategy"):
+        transfer.strategy_from_config("tests-only")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("word", ["cuda_ipc", "packed_cuda_ipc"])
+def test_cuda_strategies_ask_for_a_gpu(word):
+    with pytest.raises(UnsupportedError, match="CUDA IPC needs a GPU"):
+        transfer.strategy_from_config(word)
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_strategy_is_settings_and_no_handle(word):
+    strategy = transfer.strategy_from_config(config(word))
+    metadata = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
+    info = asyncio.run(strategy.create_init_info(1, metadata))
+    assert transfer.init_info_from_dict(info.to_dict()) == info
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert copy == strategy
+    with pytest.raises(WeightsyncError, match="call create_init_info first"):
+        asyncio.run(copy.create_sender(info))
+    if word == "weightsync":
+        strategy.close()

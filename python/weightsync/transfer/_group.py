@@ -69,12 +69,12 @@ class UpdateGroup:
         self._control: Any = None
         self._data: Any = None
         self._store: Any = dist.PrefixStore(info.group_name, store)
-        deadline = time.monotonic() + timeout
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})")
         self._names = [f"rank {other}" for other in range(self.size)]
         if rank == 0:
             self._wait_for_all(timeout)
-        limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+        # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
+        limit = self._limit(2)
         try:
             self._control = self._gloo(info, rank, limit)
             self._data = self._made(info.backend, rank, limit)
@@ -92,11 +92,12 @@ class UpdateGroup:
         acks = [torch.full((2,), -1, dtype=torch.int64) for _ in range(self.size)]
 
         def receive(rank: int) -> None:
-            control.recv([acks[rank]], rank, _TAG).wait(self._limit())
+            # Not before the deadline, so that what is late is not taken for dead.
+            control.recv([acks[rank]], rank, _TAG).wait(self._limit(2))
             if acks[rank].tolist() != [number, 0]:
                 raise _Refused
 
-        calls: list[Callable[[], None]] = [lambda: self._broadcast(tensors)]
+        calls: list[Callable[[], None]] = [lambda: self._broadcast(tensors, 2)]
         calls += [lambda rank=rank: receive(rank) for rank in range(1, self.size)]  # type: ignore[misc]
         threads = [
             threading.Thread(target=_run, args=(at, call, results), daemon=True)
@@ -124,7 +125,7 @@ class UpdateGroup:
         """Receives from rank 0, and acknowledges it."""
         self._open()
         try:
-            self._broadcast(tensors)
+            self._broadcast(tensors, 1.5)
             self._acknowledge(number, 0)
         except BaseException as error:
             # The others wait for this one, or for what comes through it.
@@ -152,12 +153,12 @@ class UpdateGroup:
                 nothing = torch.zeros(1, dtype=torch.int64)
                 control.recv([nothing], other, _NEVER).wait(timedelta(milliseconds=1))
 
-    def _broadcast(self, tensors: list[torch.Tensor]) -> None:
+    def _broadcast(self, tensors: list[torch.Tensor], times: float) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         for tensor in tensors:
             if tensor.numel():
-                self._open()._data.broadcast([tensor], options).wait(self._limit())
+                self._open()._data.broadcast([tensor], options).wait(self._limit(times))
 
     def _acknowledge(self, number: int, status: int) -> None:
         message = torch.tensor([number, status])
@@ -186,8 +187,8 @@ class UpdateGroup:
             raise LifecycleError("the group is closed: create both ends from a new init info")
         return self
 
-    def _limit(self) -> timedelta:
-        return timedelta(seconds=self._timeout)
+    def _limit(self, times: float = 1) -> timedelta:
+        return timedelta(seconds=self._timeout * times)
 
     def _wait_for_all(self, timeout: float) -> None:
         keys = [f"name/{rank}" for rank in range(self.size)]

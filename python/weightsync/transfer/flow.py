@@ -30,16 +30,19 @@ class TrainingActor:
 
     def __init__(self, extractor: WeightExtractor, model: Any, generator_dtype: Any = None) -> None:
         self._extractor, self._model, self._dtype = extractor, model, generator_dtype
-        self._client: InferenceEngineClient | None = None
+        self._client: Any = None
         self.sender: WeightTransferSender | None = None
 
     async def initialize_weight_sync(
         self,
         strategy: WeightTransferStrategy | None,
         cfg: Any,
-        inference_client: InferenceEngineClient,
+        inference_client: InferenceEngineClient | None,
     ) -> None:
-        """Connects the sender and all receivers. Without a strategy, ``cfg`` names it."""
+        """Connects the sender and all receivers. Without a strategy, ``cfg`` names it.
+
+        Rank 0 alone needs the client.
+        """
         self.shutdown()
         strategy = strategy_from_config(cfg) if strategy is None else strategy
         self._client = inference_client
@@ -47,6 +50,8 @@ class TrainingActor:
         if trainer_rank() != 0:
             self.sender = await strategy.create_sender(EmptyWeightSyncInitInfo())
             return
+        if inference_client is None:
+            raise LifecycleError("rank 0 of the trainer needs the inference client, got none")
         workers, _ = await inference_client.get_world_size()
         info = await strategy.create_init_info(workers, getattr(plan, "metadata", None))
         # Each may wait for the other.
@@ -65,7 +70,7 @@ class TrainingActor:
 
     async def sync_weights(self) -> int:
         """One sync; the number of the version that all inference workers have loaded."""
-        if self.sender is None or self._client is None:
+        if self.sender is None:
             raise LifecycleError("sync_weights comes after initialize_weight_sync")
         chunks = await self._extractor.extract_weights(self._model, self._dtype)
         await self.sender.send_chunks(chunks, self._client)
