@@ -24,8 +24,8 @@
 //! ```no_run
 //! use std::process::ExitCode;
 //!
-//! use weightsync::scheme::MultiProcess;
-//! use weightsync::transport::{AnyScheme, Registration, register};
+//! use weightsync::scheme::{AnyScheme, MultiProcess};
+//! use weightsync::transport::{Registration, register};
 //! use weightsync_conformance::Subjects;
 //!
 //! // Yours, in place of this one.
