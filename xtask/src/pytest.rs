@@ -29,7 +29,7 @@ const WITH_OLDEST: &[&str] = &[
 const SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
 
 /// The tests with vLLM's engines, which run in an environment of their own.
-const WITH_VLLM: &str = "python/tests/vllm";
+const WITH_VLLM: &str = "python/tests/vllm_engines";
 
 /// Builds and installs the package, and tests it with the environment in `python`, a part of it
 /// with the one in `oldest`, and its engines with the one in `vllm`.

@@ -92,8 +92,8 @@ pub struct AnyScheme(Arc<dyn Scheme>);
 /// or a text that names the scheme then finds it, without a call.
 ///
 /// ```
-/// use weightsync::scheme::SharedMem;
-/// use weightsync::transport::{AnyScheme, Registration, register};
+/// use weightsync::scheme::{AnyScheme, SharedMem};
+/// use weightsync::transport::{Registration, register};
 ///
 /// register! {
 ///     Registration::new("fleet", |_settings| Ok(AnyScheme::new(SharedMem::default())))

@@ -4,7 +4,7 @@ import asyncio
 
 import torch
 import torch.distributed as dist
-from crew import Net
+from parties import Net
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 import torch
-from crew import Net
+from parties import Net
 from ranks import Odd, Rank
 from torch import nn
 from weightsync import transfer

@@ -3,7 +3,7 @@
 import asyncio
 
 import torch
-from crew import Net, Worker, call
+from parties import Net, Worker, call
 from weightsync import transfer
 from weightsync.transfer.skyrl import (
     BroadcastInitInfo,

@@ -10,7 +10,7 @@ import socket
 import pytest
 import torch
 from actors import Raised
-from crew import Net, Rank, Worker, threaded, trainer
+from parties import Net, Rank, Worker, threaded, trainer
 from weightsync import transfer
 from weightsync.errors import (
     DeadlineError,
