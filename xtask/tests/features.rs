@@ -26,48 +26,6 @@ fn the_readme_shows_the_quickstart_as_it_is() {
     );
 }
 
-#[test]
-fn documents_avoid_the_words_that_the_glossary_bans() {
-    let glossary = fs::read_to_string(root().join("docs/glossary.md")).expect("the glossary");
-    let (_, table) = glossary
-        .split_once("## Words that the documents do not use")
-        .expect("the table of banned words");
-    let banned: Vec<&str> = table.split('`').skip(1).step_by(2).collect();
-    assert!(banned.len() > 5, "{banned:?}");
-    let found: Vec<String> = documents()
-        .iter()
-        .flat_map(|file| {
-            let text = fs::read_to_string(file).expect("a document in UTF-8");
-            let words = format!(" {} ", words(&text));
-            let found = banned
-                .iter()
-                .filter(move |word| words.contains(&format!(" {word} ")));
-            found.map(|word| format!("{}: {word}", file.display()))
-        })
-        .collect();
-    assert!(
-        found.is_empty(),
-        "docs/glossary.md says what to write instead: {found:#?}"
-    );
-}
-
-/// The words of a document in small letters, one space between them: code is left out.
-fn words(text: &str) -> String {
-    let prose = text.split("```").step_by(2);
-    let prose = prose.flat_map(|part| part.split('`').step_by(2));
-    let prose: Vec<String> = prose.map(str::to_lowercase).collect();
-    let joined = prose.join(" ");
-    let words = joined.split(|letter: char| !letter.is_alphanumeric() && letter != '\'');
-    let words: Vec<&str> = words.filter(|word| !word.is_empty()).collect();
-    words.join(" ")
-}
-
-#[test]
-fn code_is_not_among_the_words_of_a_document() {
-    let text = "It is, by\n itself, `beside` that.\n```sh\nanew\n```\nLet go";
-    assert_eq!(words(text), "it is by itself that let go");
-}
-
 /// Every file that a newcomer reads.
 fn documents() -> Vec<PathBuf> {
     let mut files: Vec<PathBuf> = Vec::new();
