@@ -14,12 +14,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let (vars, policy) = policy()?;
     let setup = SenderSetup::new("policy", &vars)?;
     let info = setup.init_info();
-    // In truth a process of its own.
+    // In practice, a process of its own.
     let worker = thread::spawn(move || act(info).map_err(|error| error.to_string()));
 
     let mut sender = setup.connect(&vars, Expect::Count(1), SOON)?;
     for step in 1..=3 {
-        // In truth a step of an optimizer.
+        // In practice, a step of an optimizer.
         for var in vars.all_vars() {
             var.set(&var.affine(1.0, 0.1)?)?;
         }

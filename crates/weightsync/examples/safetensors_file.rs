@@ -34,7 +34,7 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
     let info = setup.init_info();
     let to = to.to_owned();
 
-    // In truth a process of its own, perhaps one that is started much later.
+    // In practice, a process of its own, perhaps one that is started much later.
     let worker = thread::spawn(move || -> weightsync::Result<()> {
         let mut receiver = ReceiverSetup::new(info, 0).connect(SOON)?;
         let weights = receiver.recv()?;

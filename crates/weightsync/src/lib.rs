@@ -29,7 +29,7 @@
 //! let setup = SenderSetup::new("policy", &weights)?;
 //! let info = setup.init_info();
 //!
-//! // In truth a process of its own.
+//! // In practice, a process of its own.
 //! let worker = std::thread::spawn(move || -> weightsync::Result<f32> {
 //!     let mut receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(10)))?;
 //!     loop {

@@ -103,7 +103,7 @@ def test_waiting_loop_does_not_delay_a_send():
 
 
 class Slow(Net):
-    """A forward that stands still in the middle until it is let go on."""
+    """A forward that stands still in the middle until it may go on."""
 
     def __init__(self, fill=0.0):
         super().__init__(fill)

@@ -227,7 +227,7 @@ def _made(
             tensors, packed = _gathered(own, found, planned, memory if yields else None)
         if yields:
             chunk = _chunk(names, tensors, module, packed)
-            # Whoever asked has the only reference when the next batch is made.
+            # The caller has the only reference when the next batch is made.
             del tensors
             yield chunk
             del chunk

@@ -6,7 +6,7 @@ use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
 use crate::harness::script::Script;
 
-/// Sends pass it over and say so, and it goes to the newest when it is let go.
+/// Sends pass it over and say so, and it goes to the newest when it is released.
 pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 2);
     script.deliver_word(2, &[0, 1]);
@@ -40,14 +40,14 @@ pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subjec
     assert_eq!(script.act(Act::Hold(vec![0], false)), Answer::Done);
     assert_eq!(script.answer_of(0).seen().one(), (5, 5));
     script.deliver_word(6, &[0, 1]);
-    // To let go who is not held, or who is not there, is nothing.
+    // Releasing a worker that is not held, or not there, does nothing.
     assert_eq!(script.act(Act::Hold(vec![0, 77], false)), Answer::Done);
     script.deliver_word(7, &[0, 1]);
     script.close();
 }
 
 /// A partial update goes on from what all have, and a held worker has it when it
-/// is let go.
+/// is released.
 pub(crate) fn a_part_passes_a_held_worker_over(subject: &Subject) {
     let (mut script, _) = Script::open(subject, Lead::words(64), 2);
     script.act(Act::Hold(vec![0], true));

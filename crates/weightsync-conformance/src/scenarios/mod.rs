@@ -210,7 +210,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         death::a_stopped_worker_costs_one_send_its_deadline[Weights Push],
         death::a_sender_killed_at_any_stage_leaves_whole_versions[Weights Push Death],
         death::killed_sender_is_noticed_by_all_at_once[Weights Push Death],
-        restart::workers_find_the_next_sender_by_themselves[Weights Push Restarts Death],
+        restart::workers_find_the_next_sender_automatically[Weights Push Restarts Death],
         restart::a_trainer_killed_while_it_connects_is_replaced[Weights Restarts Death],
         restart::a_worker_that_asks_finds_the_next_sender[Weights Pull Restarts Death],
         restart::a_look_at_the_newest_finds_the_next_sender[Weights Push Newest Restarts],

@@ -35,7 +35,7 @@ fn connect(expect: &[u32]) -> Act {
 
 /// After a death and after an end in order. Its versions count again, in a run of
 /// a higher epoch.
-pub(crate) fn workers_find_the_next_sender_by_themselves(subject: &Subject) {
+pub(crate) fn workers_find_the_next_sender_automatically(subject: &Subject) {
     let (mut script, lead) = open(subject, 2);
     let info = script.info();
     let mut epoch = script.newest(0).run.epoch;

@@ -350,7 +350,7 @@ pub(crate) fn the_trainer_writes_into_the_place_the_workers_read(subject: &Subje
 }
 
 /// Versions that are held cost room. When there is none a send fails by its
-/// deadline and names who holds it, and goes through as soon as it is let go.
+/// deadline and names who holds it, and goes through as soon as it is released.
 pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject) {
     let lead = Lead {
         slots: (2, 2),
@@ -390,13 +390,13 @@ pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject
         fault.text
     );
 
-    // A send that can wait goes through as soon as one is let go.
+    // A send that can wait goes through as soon as one is released.
     script.dispatch(
         TRAINER,
         &Command::Trainer(Act::Send(What::Word(99), How::wait(Wait::Sent))),
     );
     script.until_it_sleeps(TRAINER);
-    assert!(!script.has_said(TRAINER), "nothing was let go yet");
+    assert!(!script.has_said(TRAINER), "nothing was released yet");
     script.deed(0, Deed::Keep(1));
     let sent = script.answer(TRAINER).sent();
     assert_eq!(

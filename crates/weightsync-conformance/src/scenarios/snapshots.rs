@@ -1,4 +1,4 @@
-//! What is held: valid until it is let go, and the same bytes at both ends.
+//! What is held: valid until it is released, and the same bytes at both ends.
 
 use crate::Subject;
 use crate::harness::command::{Act, Answer, Deed, Lead};

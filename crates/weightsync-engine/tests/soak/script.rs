@@ -198,8 +198,8 @@ impl Script {
         self.asleep.retain(|asleep| *asleep != process);
     }
 
-    /// Waits until a process waits in the kernel: it has nothing more to do by
-    /// itself.
+    /// Waits until a process waits in the kernel: it has nothing more to do
+    /// on its own.
     pub fn until_it_sleeps(&self, process: usize) {
         self.until_state(process, 'S');
     }

@@ -5,7 +5,7 @@
 //! write is reported as a race, and a torn version or set as a wrong value. A
 //! stopped thread simply returns: like a killed process it leaves its words as
 //! they are. The sender takes a stopped reader's words out of its scan only
-//! after the thread is over, as it does in truth on the pidfd's word.
+//! after the thread is over, as it really does on the pidfd's word.
 //!
 //! Each reader has a mailbox of its own. Version `n` is written into a free data
 //! slot, a free record is made to name that slot, and the record is swapped into
@@ -90,7 +90,7 @@ enum Channel {
     Queue(u8),
 }
 
-/// The sender: its [`Plan`], and what it lets count of what readers hold, as in truth. Only
+/// The sender: its [`Plan`], and what it lets count of what readers hold, as in the product. Only
 /// the steps that the plan decides are taken here, with the loom cells in the place of the
 /// pages.
 struct Sender {

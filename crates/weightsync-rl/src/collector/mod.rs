@@ -22,7 +22,7 @@
 //!     for _ in 0..100 {
 //!         let batch = collector.collect()?;
 //!         println!("{} frames of {}", batch.frames.len(), collector.version());
-//!         weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // training, in truth
+//!         weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // in practice, training
 //!         println!("{}", collector.update_policy_weights(&weights)?);
 //!     }
 //!     Ok(()) // dropping the collector ends its workers
