@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_with_the_groups() {
+    fn bench_refuses_unknown_groups_and_lists_them() {
         let cases: [&[&str]; 4] = [&[], &["disk"], &["mem", "mem"], &["mem", "--fast"]];
         for args in cases {
             let error = parse(args).err().expect("refused");

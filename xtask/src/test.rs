@@ -2,13 +2,14 @@
 //!
 //! Doc tests, then the loom models of the shared-memory protocol, then the Python package, as a
 //! wheel that was just built, then everything else under nextest: unit and integration tests and
-//! the fuzz targets, each in its own process with its own time limit. nextest comes last so that
-//! its summary ends the run.
+//! the fuzz targets, each in its own process with its own time limit. nextest comes last, and its
+//! summary ends the run, but for how long the run took.
 
 use std::ffi::OsString;
 use std::fmt;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use crate::error::Error;
 use crate::places::Places;
@@ -38,13 +39,15 @@ const QUICK_TARGETS: &str = "--lib --bins --test api --test segment --test wire 
 
 /// Runs every test.
 pub fn run(places: &Places) -> Result<(), Error> {
+    let begun = Instant::now();
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
     eprintln!("build output: {}", places.target().display());
     eprintln!(
-        "this runs doc tests, loom, the Python tests and every Rust test: some 25 minutes on 2 \
-         cores, and as long again where everything is built and installed first; `cargo xtask \
-         test quick` takes some 3"
+        "this runs the doc tests, loom, the Python tests (with the newest and the oldest torch, \
+         and with vLLM), then every other Rust test: some 25 minutes on 2 quiet cores. The first \
+         run also builds everything and installs some 10 GB of Python packages, which takes as \
+         long again. `cargo xtask test quick` takes some 3 minutes"
     );
     let nextest = tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {
@@ -69,14 +72,18 @@ pub fn run(places: &Places) -> Result<(), Error> {
         .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
         .args(["--profile", soak.nextest_profile()])
         .env(level, value);
-    step::run_last("tests", &mut tests)
+    step::run_reported("tests", &mut tests)?;
+    step::end("everything", begun.elapsed());
+    Ok(())
 }
 
 /// Runs the tests for daily work; see [`QUICK`].
 pub fn quick(places: &Places) -> Result<(), Error> {
     eprintln!(
-        "this leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every scheme but \
-         shared memory: `cargo xtask test` runs them"
+        "this runs unit tests, the library's interface, shared memory and the conformance suite \
+         by shared memory: some 3 minutes on 2 quiet cores, and longer where they are built \
+         first. It leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every other \
+         scheme: `cargo xtask test` runs them"
     );
     let nextest = tools::NEXTEST.provide(places)?;
     let (level, value) = OPT_LEVEL;
@@ -86,7 +93,7 @@ pub fn quick(places: &Places) -> Result<(), Error> {
         .args(QUICK_TARGETS.split_whitespace())
         .args(["--filterset", QUICK])
         .env(level, value);
-    step::run_last("quick tests", &mut tests)
+    step::run_reported("quick tests", &mut tests).map(drop)
 }
 
 /// The models of the shared-memory protocol.

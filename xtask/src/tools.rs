@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn what_would_be_installed_will_do() {
+    fn tools_accept_the_version_they_install() {
         for tool in [NEXTEST, DENY] {
             assert!(tool.accepts(tool.install), "{tool:?}");
         }

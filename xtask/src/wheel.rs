@@ -123,7 +123,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_installed_is_the_one_wheel_that_was_built() {
+    fn wheel_installs_only_the_one_just_built() {
         let folder = tempfile::tempdir().expect("a folder");
         let text = only_wheel(folder.path()).expect_err("none").to_string();
         assert!(text.contains("found 0"), "{text}");

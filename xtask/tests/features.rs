@@ -125,7 +125,7 @@ fn named_tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
 }
 
 #[test]
-fn only_links_inside_the_repository_are_followed() {
+fn links_outside_the_repository_are_skipped() {
     let text = "[a](docs/a.md#part) and [b](https://example.org/b), [c](../c.rs); `f(x)` [d] (e)";
     assert_eq!(links(text).collect::<Vec<_>>(), ["docs/a.md", "../c.rs"]);
 }

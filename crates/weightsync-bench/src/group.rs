@@ -324,11 +324,11 @@ fn multi_process() -> Vec<Case> {
 /// A measurement that is compared with something other than memcpy.
 struct Comparison {
     name: String,
-    what: Beside,
+    what: Workload,
     target: Option<f64>,
 }
 
-enum Beside {
+enum Workload {
     /// A set of 8 models, compared with one model of the same bytes.
     Set { size: u64, turns: u32, batch: u32 },
     /// Simulated workers, compared with one.
@@ -340,7 +340,7 @@ enum Beside {
 fn comparisons() -> Vec<Comparison> {
     let set = |size, turns, batch, target| Comparison {
         name: format!("a set of 8 models, {}, N = 4, over one model", Size(size)),
-        what: Beside::Set { size, turns, batch },
+        what: Workload::Set { size, turns, batch },
         target,
     };
     vec![
@@ -348,12 +348,12 @@ fn comparisons() -> Vec<Comparison> {
         set(16 << 10, 51, 100, None),
         Comparison {
             name: "send 16 KiB, reports of 1000 simulated workers".into(),
-            what: Beside::Simulated { workers: 1000 },
+            what: Workload::Simulated { workers: 1000 },
             target: Some(5.0),
         },
         Comparison {
             name: "send 16 KiB, 1000 receivers in 4 processes".into(),
-            what: Beside::Crowd {
+            what: Workload::Crowd {
                 processes: 4,
                 receivers: 250,
             },
@@ -366,19 +366,19 @@ impl Comparison {
     /// Measures both; a set is judged by the ratio, the others by their time.
     fn measure(self) -> Result<Row, Box<dyn Error>> {
         let (times, baseline, by_ratio) = match self.what {
-            Beside::Set { size, turns, batch } => {
+            Workload::Set { size, turns, batch } => {
                 let args = local::Args {
                     size: Size(size),
                     ..local::Args::plain()
                 };
-                let pair = set::beside_one(&args, 8, turns, batch)?;
+                let pair = set::compare_with_one(&args, 8, turns, batch)?;
                 (pair.set, pair.one, true)
             }
-            Beside::Simulated { workers } => {
+            Workload::Simulated { workers } => {
                 let pair = overhead::simulated(&small(), workers, 501)?;
                 (pair.many, pair.one, false)
             }
-            Beside::Crowd {
+            Workload::Crowd {
                 processes,
                 receivers,
             } => {
@@ -389,12 +389,18 @@ impl Comparison {
                 (crowd(processes, receivers)?, crowd(1, 1)?, false)
             }
         };
-        Ok(beside(self.name, &times, &baseline, by_ratio, self.target))
+        Ok(compared(
+            self.name,
+            &times,
+            &baseline,
+            by_ratio,
+            self.target,
+        ))
     }
 }
 
 /// The row of medians, in milliseconds.
-fn beside(
+fn compared(
     case: String,
     times: &Times,
     baseline: &Times,

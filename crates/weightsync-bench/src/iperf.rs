@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_rate_is_an_error_with_the_reason() {
+    fn iperf_without_a_rate_is_an_error_with_the_reason() {
         for (says, words) in [
             (
                 r#"{"end": {}, "error": "unable to connect"}"#,

@@ -171,7 +171,7 @@ impl SenderTransport for Memory {
     ) -> weightsync_engine::Result<Box<dyn Staging + '_>> {
         let versions = models.iter();
         let versions = versions.map(|model| (*model, self.models[*model].0.next()));
-        Ok(Box::new(Room {
+        Ok(Box::new(MemoryStaging {
             versions: versions.collect(),
             memory: self,
         }))
@@ -208,12 +208,12 @@ impl SenderTransport for Memory {
 }
 
 #[derive(Debug)]
-struct Room<'a> {
+struct MemoryStaging<'a> {
     memory: &'a mut Memory,
     versions: Vec<(usize, Version)>,
 }
 
-impl Staging for Room<'_> {
+impl Staging for MemoryStaging<'_> {
     fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
         self.memory.models[model].1.tensors_mut()
     }

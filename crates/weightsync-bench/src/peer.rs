@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_answer_is_an_error_with_the_reason() {
+    fn invalid_answer_is_an_error_with_the_reason() {
         for (script, words) in [
             ("echo no torchrl >&2; exit 1", "no torchrl"),
             ("echo hello", "invalid answer"),

@@ -15,7 +15,7 @@ pub struct Pair {
 
 /// Sends to two groups of workers in turns, several times in a row at each, so
 /// that a turn is not about how long a core takes to wake up.
-pub fn beside_one(
+pub fn compare_with_one(
     args: &Args,
     models: u64,
     turns: u32,

@@ -43,7 +43,7 @@ pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> 
         .try_get_matches_from(words)
         .and_then(|matches| Command::from_arg_matches(&matches));
     match parsed {
-        Ok(command) => command.what.run(program),
+        Ok(command) => command.action.run(program),
         // Help and the version are of this kind, too.
         Err(said) => {
             let _ = said.print();
@@ -65,11 +65,11 @@ impl Program {
 #[command(name = "weightsync", version, about)]
 struct Command {
     #[command(subcommand)]
-    what: What,
+    action: Action,
 }
 
 #[derive(Subcommand)]
-enum What {
+enum Action {
     /// Train a policy in worker processes that get every update through shared memory
     #[cfg(feature = "demo")]
     Demo(demo::Args),
@@ -112,25 +112,25 @@ enum What {
     Scrub(net::Asked),
 }
 
-impl What {
+impl Action {
     fn run(self, program: &Program) -> u8 {
         let failure = match self {
-            What::Diff(_) => diff::TROUBLE,
+            Action::Diff(_) => diff::TROUBLE,
             #[cfg(feature = "net")]
-            What::Scrub(_) => net::TROUBLE,
+            Action::Scrub(_) => net::TROUBLE,
             _ => FAILURE,
         };
         let done = match self {
             #[cfg(feature = "demo")]
-            What::Demo(args) => demo::run(&args),
-            What::Bench(args) => bench::run(args, program),
-            What::Diff(args) => diff::run(&args),
+            Action::Demo(args) => demo::run(&args),
+            Action::Bench(args) => bench::run(args, program),
+            Action::Diff(args) => diff::run(&args),
             #[cfg(feature = "net")]
-            What::Relay(args) => net::relay(&args),
+            Action::Relay(args) => net::relay(&args),
             #[cfg(feature = "net")]
-            What::Status(args) => net::status(&args),
+            Action::Status(args) => net::status(&args),
             #[cfg(feature = "net")]
-            What::Scrub(args) => net::scrub(&args),
+            Action::Scrub(args) => net::scrub(&args),
         };
         done.unwrap_or_else(|error| {
             eprintln!("weightsync: {error}");

@@ -99,12 +99,12 @@ use crate::scenarios::{Need, Scenario};
 pub struct Subjects {
     texts: Vec<String>,
     residue: Residue,
-    beside: Beside,
+    companion: Companion,
     corrupt: Option<Corrupt>,
 }
 
 /// What runs next to a sender, until it is dropped.
-pub(crate) type Beside = Arc<dyn Fn(&InitInfo) -> Box<dyn Any> + Send + Sync>;
+pub(crate) type Companion = Arc<dyn Fn(&InitInfo) -> Box<dyn Any> + Send + Sync>;
 
 /// Names what a scheme has left in the system.
 type Residue = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
@@ -132,7 +132,7 @@ impl Default for Subjects {
         Self {
             texts: Vec::new(),
             residue: Arc::new(Vec::new),
-            beside: Arc::new(|_| Box::new(())),
+            companion: Arc::new(|_| Box::new(())),
             corrupt: None,
         }
     }
@@ -169,7 +169,7 @@ impl Subjects {
         mut self,
         start: impl Fn(&InitInfo) -> Box<dyn Any> + Send + Sync + 'static,
     ) -> Self {
-        self.beside = Arc::new(start);
+        self.companion = Arc::new(start);
         self
     }
 
@@ -227,7 +227,7 @@ pub(crate) struct Subject {
     /// Whether records of it can be damaged.
     pub(crate) corrupts: bool,
     pub(crate) residue: Residue,
-    pub(crate) beside: Beside,
+    pub(crate) companion: Companion,
     scripts: AtomicU64,
 }
 
@@ -262,7 +262,7 @@ fn run(subjects: &Subjects) -> ExitCode {
             interrupts: interrupts(scheme),
             corrupts: subjects.corrupt.is_some(),
             residue: subjects.residue.clone(),
-            beside: subjects.beside.clone(),
+            companion: subjects.companion.clone(),
             scripts: AtomicU64::new(0),
         });
         trials.extend(trials_of(&subject));
@@ -311,7 +311,7 @@ fn trials_of(subject: &Arc<Subject>) -> Vec<Trial> {
                 lacks.join(", ")
             );
         }
-        scenarios::refusals::what_is_not_stated_is_refused(&theirs);
+        scenarios::refusals::unstated_capabilities_are_refused(&theirs);
         Ok::<(), Failed>(())
     }));
     trials

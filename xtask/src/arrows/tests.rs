@@ -208,7 +208,7 @@ fn edges_the_table_does_not_list_fail() {
 }
 
 #[test]
-fn what_is_allowed_behind_a_feature_must_be_optional() {
+fn feature_only_edges_must_be_optional() {
     let cases = [
         (
             "weightsync-engine -> candle-core",

@@ -196,7 +196,7 @@ fn synthetic(
         }
         show(&label, Ok(rows(&label, &figures, targets)))?;
         if let Some(peers) = peers {
-            show(&label, beside(&label, targets.percent, &steps, peers))?;
+            show(&label, compared(&label, targets.percent, &steps, peers))?;
         }
     }
     Ok(())
@@ -218,14 +218,14 @@ fn trained(
         let label = figures.label(&pair);
         show(&label, Ok(figures.rows(&pair)))?;
         if let Some(peers) = peers {
-            show(&label, figures.beside(&pair, peers))?;
+            show(&label, figures.compared(&pair, peers))?;
         }
     }
     Ok(())
 }
 
 /// The others, given a part of a synthetic step.
-fn beside(
+fn compared(
     label: &str,
     percent: f64,
     steps: &Steps,

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_answer_is_an_error_with_the_reason() {
+    fn invalid_answer_is_an_error_with_the_reason() {
         let slow = TOLD.replace("0.25", "0");
         for (script, words) in [
             ("exit 1", "ended with"),

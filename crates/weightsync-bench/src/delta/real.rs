@@ -204,7 +204,7 @@ impl Figures {
     }
 
     /// The others, given the same pair.
-    pub fn beside(&self, pair: &Pair, peers: &Peers) -> Result<Vec<Row>, Box<dyn Error>> {
+    pub fn compared(&self, pair: &Pair, peers: &Peers) -> Result<Vec<Row>, Box<dyn Error>> {
         let theirs = peers.measure(&pair.old, &pair.new, pair.width())?;
         let (label, percent) = (self.label(pair), self.share(pair) * 100.0);
         let rows = theirs.iter();
@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pair_is_refused_by_name() {
+    fn pair_files_are_refused_by_name_when_invalid() {
         let folder = folder();
         assert!(
             places(folder.path())

@@ -182,7 +182,7 @@ fn start(
     if way != Way::Relay {
         return Ok((local::Running::start(scheme, args)?, None));
     }
-    let (running, relay) = local::Running::start_beside(scheme, args, Relay::start)?;
+    let (running, relay) = local::Running::start_with(scheme, args, Relay::start)?;
     Ok((running, Some(relay)))
 }
 

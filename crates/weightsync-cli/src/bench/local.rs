@@ -322,7 +322,7 @@ impl Running {
 
     /// The same, with something that has to be there before the workers, and can only
     /// come once the sender is.
-    pub fn start_beside<T>(
+    pub fn start_with<T>(
         scheme: &AnyScheme,
         args: &Args,
         beside: impl FnOnce(&InitInfo) -> Result<T, Box<dyn Error>>,

@@ -42,7 +42,7 @@ fn text(scrub: &Scrub) -> String {
                 consequence(check),
             ),
             Verdict::Replaced => format!("{of} was replaced before it could be compared"),
-            Verdict::Gone => format!("gone before it could be asked for {of}"),
+            Verdict::Gone => format!("disconnected before it could compare {of}"),
             other => format!("{of}: {other:?}"),
         };
         let _ = writeln!(text, "{}: {what}", who(check));
@@ -50,7 +50,7 @@ fn text(scrub: &Scrub) -> String {
     if scrub.left_out > 0 {
         let _ = writeln!(
             text,
-            "{} more, for which the answer has no room",
+            "{} more not listed: the answer was full",
             scrub.left_out
         );
     }
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_differs_is_named_with_what_comes_of_it() {
+    fn scrub_names_damaged_versions_and_consequences() {
         let scrub = Scrub {
             run: "epoch 3".into(),
             models: vec!["policy".into()],
@@ -131,8 +131,8 @@ mod tests {
 agent 2 on host-2?[2J (10.0.0.1, pid 7): policy v64 is damaged: digest bb, expected aa; \
 the next version comes whole; workers 3, 4 run it until then
 sender 10.0.0.1 (pid 7): policy v64 was replaced before it could be compared
-agent 3 on host-3?[2J (10.0.0.1, pid 7): gone before it could be asked for policy v64
-1 more, for which the answer has no room
+agent 3 on host-3?[2J (10.0.0.1, pid 7): disconnected before it could compare policy v64
+1 more not listed: the answer was full
 1 version that hosts hold is what was published
 ";
         assert_eq!(text(&scrub), expected);

@@ -84,7 +84,7 @@ fn text(status: &Status) -> String {
         let LeftOut { relays, workers } = left_out;
         let _ = writeln!(
             text,
-            "{} and {} more, for which the answer has no room",
+            "{} and {} more not listed: the answer was full",
             counted(relays, "relay"),
             counted(workers, "worker"),
         );

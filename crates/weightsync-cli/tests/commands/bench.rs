@@ -92,7 +92,7 @@ fn own_copies_take_memory_of_their_own() {
 }
 
 #[test]
-fn what_cannot_be_measured_is_refused_in_words() {
+fn bench_refuses_cases_it_cannot_measure() {
     for (args, words) in [
         (&["shared-mem", "--size=1.5GiB"][..], "is not a size"),
         (

@@ -412,7 +412,7 @@ fn diff_exits_quietly_when_its_pipe_closes() {
 }
 
 #[test]
-fn what_cannot_be_compared_is_refused_in_words() {
+fn diff_refuses_files_it_cannot_compare() {
     let dir = tempfile::tempdir().unwrap();
     let place = |name: &str| dir.path().join(name);
     let good = file(

@@ -11,13 +11,13 @@ use super::scale::PATIENCE;
 use super::shape::{Seen, Shape};
 
 /// What a process is told. Every command is received, and then has one answer, but for
-/// [`Deed::Load`] with [`Mishap::Pause`], which has two.
+/// [`WorkerCommand::Load`] with [`LoadFault::Pause`], which has two.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Command {
     /// To the trainer in it.
-    Trainer(Act),
+    Trainer(TrainerCommand),
     /// To the worker of that number in it.
-    Worker(u32, Deed),
+    Worker(u32, WorkerCommand),
     /// Goes on with a load that is paused, or ends a scribble.
     GoOn,
     /// Counts what this process has.
@@ -26,7 +26,7 @@ pub(crate) enum Command {
 
 /// How a process sets itself up as a trainer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Lead {
+pub(crate) struct TrainerSetup {
     pub(crate) models: Vec<(String, Shape)>,
     pub(crate) run_dir: Option<PathBuf>,
     pub(crate) slots: (u8, u8),
@@ -40,7 +40,7 @@ pub(crate) struct Lead {
     pub(crate) register: bool,
 }
 
-impl Lead {
+impl TrainerSetup {
     /// One model of words.
     pub(crate) fn words(total: u64) -> Self {
         Self::of(&[("policy", Shape::Words(total))])
@@ -73,20 +73,20 @@ impl Lead {
 
 /// What a trainer does. Its weights are number 1 at first.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Act {
+pub(crate) enum TrainerCommand {
     /// Decides everything; answers with the init info.
-    Prepare(Lead),
+    Prepare(TrainerSetup),
     /// Connects, and expects these workers.
     Connect {
         expect: Vec<u32>,
         deadline: Duration,
     },
     /// Connects with these weights, and expects nobody.
-    ConnectWith(What),
+    ConnectWith(Payload),
     /// Sends.
-    Send(What, How),
+    Send(Payload, SendSettings),
     /// Begins to send.
-    SendAsync(What, How),
+    SendAsync(Payload, SendSettings),
     /// Waits for the asynchronous send of that place, counted from 0.
     Await(usize, Option<Duration>),
     /// Makes the weights this number in place, without a send.
@@ -121,7 +121,7 @@ pub(crate) enum Act {
 
 /// What is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum What {
+pub(crate) enum Payload {
     /// The model's weights are made this number, and sent.
     Word(u64),
     /// The same, by a source that dies on the way.
@@ -169,7 +169,7 @@ pub(crate) enum Stage {
 
 /// How it is sent.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct How {
+pub(crate) struct SendSettings {
     pub(crate) model: Option<String>,
     pub(crate) workers: Option<Vec<u32>>,
     pub(crate) wait: Wait,
@@ -188,7 +188,7 @@ pub(crate) enum Wait {
     Applied,
 }
 
-impl Default for How {
+impl Default for SendSettings {
     fn default() -> Self {
         Self {
             model: None,
@@ -202,7 +202,7 @@ impl Default for How {
     }
 }
 
-impl How {
+impl SendSettings {
     pub(crate) fn to(workers: &[u32]) -> Self {
         Self {
             workers: Some(workers.to_vec()),
@@ -270,7 +270,7 @@ impl Join {
 
 /// What a worker does.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Deed {
+pub(crate) enum WorkerCommand {
     Join(Box<Join>),
     /// Receives the next version and holds it, in place of the one before.
     Receive(Option<Duration>),
@@ -281,12 +281,12 @@ pub(crate) enum Deed {
     /// Receives the next version into its own models.
     Load {
         timeout: Option<Duration>,
-        mishap: Option<Mishap>,
+        load_fault: Option<LoadFault>,
     },
     /// Asks for one into its own models.
     PullInto {
         want: Want,
-        mishap: Option<Mishap>,
+        load_fault: Option<LoadFault>,
     },
     /// Receives until a version of this number has come, and checks every one.
     ReadUntil {
@@ -333,7 +333,7 @@ pub(crate) enum Deed {
     Feed(Vec<u32>),
     /// Passes on what comes next.
     PassOn,
-    /// Passes on what comes by a thread, until [`Deed::PassOnByHand`].
+    /// Passes on what comes by a thread, until [`WorkerCommand::PassOnByHand`].
     PassOnByThread,
     PassOnByHand,
     /// Leaves in order.
@@ -360,7 +360,7 @@ pub(crate) enum Want {
 
 /// What goes wrong in a load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Mishap {
+pub(crate) enum LoadFault {
     /// The last model fails once, half written.
     Once,
     /// The last model fails, half written, and so does the way back.
@@ -507,11 +507,11 @@ pub(crate) struct Followed {
     pub(crate) runs: Vec<u64>,
     /// What waits for a safe point.
     pub(crate) staged: Vec<u64>,
-    pub(crate) doing: Doing,
+    pub(crate) state: FollowerState,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Doing {
+pub(crate) enum FollowerState {
     Follows,
     Searches,
     SenderClosed,

@@ -6,7 +6,7 @@ use weightsync_engine::{
     Background, BackgroundState, BackgroundStatus, ModelId, Receiver, SetLoader, Tensors, Version,
 };
 
-use super::command::{Answer, Doing, Followed, SafePoints};
+use super::command::{Answer, Followed, FollowerState, SafePoints};
 use super::process::Stop;
 use super::scale::PATIENCE;
 use super::shape::words_of;
@@ -42,7 +42,7 @@ impl Follower {
             words: models.iter().map(|(_, own)| words_of(own)).collect(),
             runs: numbers(models.versions()),
             staged: numbers(&status.staged),
-            doing: doing(&status),
+            state: state(&status),
         }))
     }
 
@@ -63,7 +63,7 @@ impl Follower {
     }
 
     pub(crate) fn wait_for_the_end(&self) -> Result<Answer, Stop> {
-        let ended = |status: &BackgroundStatus| !matches!(doing(status), Doing::Follows);
+        let ended = |status: &BackgroundStatus| !matches!(state(status), FollowerState::Follows);
         match self.0.wait(Some(PATIENCE), ended)? || ended(&self.0.status()?) {
             true => self.look(),
             false => Err(format!("no end: {:?}", self.0.status()?).into()),
@@ -119,12 +119,12 @@ fn numbers(versions: &[(ModelId, Version)]) -> Vec<u64> {
     versions.iter().map(|(_, version)| version.0).collect()
 }
 
-fn doing(status: &BackgroundStatus) -> Doing {
+fn state(status: &BackgroundStatus) -> FollowerState {
     match status.state {
-        BackgroundState::Following => Doing::Follows,
-        BackgroundState::Searching => Doing::Searches,
-        BackgroundState::Closed => Doing::SenderClosed,
-        BackgroundState::Died { .. } => Doing::SenderDied,
-        _ => Doing::Failed,
+        BackgroundState::Following => FollowerState::Follows,
+        BackgroundState::Searching => FollowerState::Searches,
+        BackgroundState::Closed => FollowerState::SenderClosed,
+        BackgroundState::Died { .. } => FollowerState::SenderDied,
+        _ => FollowerState::Failed,
     }
 }

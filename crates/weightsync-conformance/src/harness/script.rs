@@ -12,7 +12,8 @@ use weightsync_engine::InitInfo;
 use weightsync_engine::worker::{Event, Spawn, Workers};
 
 use super::command::{
-    Act, Answer, Command, Deed, Fate, How, Join, Lead, Publish, Sent, Status, Want, What,
+    Answer, Command, Fate, Join, Payload, Publish, SendSettings, Sent, Status, TrainerCommand,
+    TrainerSetup, Want, WorkerCommand,
 };
 use super::resource_census::{Census, TOKEN, describe, state};
 use super::scale::{BRIEF, PATIENCE};
@@ -23,7 +24,7 @@ use crate::Subject;
 pub(crate) const TRAINER: usize = 0;
 
 /// Next to how many senders something runs at the same time.
-const BESIDE: usize = 4;
+const MAX_COMPANIONS: usize = 4;
 
 /// The processes of one scenario. Dropping it ends them.
 pub(crate) struct Script<'a> {
@@ -33,14 +34,14 @@ pub(crate) struct Script<'a> {
     dir: TempDir,
     addresses: Vec<String>,
     /// What runs next to each of the last senders, by its address.
-    beside: VecDeque<(String, Box<dyn Any>)>,
+    companions: VecDeque<(String, Box<dyn Any>)>,
     info: Option<InitInfo>,
     /// What each process has said that nobody has asked for yet.
     answers: Vec<VecDeque<Answer>>,
     /// How many commands each process was sent, and how many it has received.
     commands: Vec<[u64; 2]>,
     /// Puppets whose death is no surprise.
-    doomed: BTreeSet<usize>,
+    may_die: BTreeSet<usize>,
     dead: BTreeSet<usize>,
     asleep: BTreeSet<usize>,
 }
@@ -65,11 +66,11 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses: Vec::new(),
-            beside: VecDeque::new(),
+            companions: VecDeque::new(),
             info: None,
             commands: vec![[0; 2]; count],
             answers: (0..count).map(|_| VecDeque::new()).collect(),
-            doomed: BTreeSet::new(),
+            may_die: BTreeSet::new(),
             dead: BTreeSet::new(),
             asleep: BTreeSet::new(),
         }
@@ -77,7 +78,7 @@ impl<'a> Script<'a> {
 
     /// Starts a trainer and so many workers that have joined it and hold its
     /// first version.
-    pub(crate) fn open(subject: &'a Subject, lead: Lead, workers: u32) -> (Self, InitInfo) {
+    pub(crate) fn open(subject: &'a Subject, lead: TrainerSetup, workers: u32) -> (Self, InitInfo) {
         let mut script = Self::new(subject, workers as usize);
         let info = script.prepare(lead);
         let all: Vec<u32> = (0..workers).collect();
@@ -89,8 +90,8 @@ impl<'a> Script<'a> {
     }
 
     /// Has the trainer decide everything; the init info.
-    pub(crate) fn prepare(&mut self, lead: Lead) -> InitInfo {
-        let info = self.act(Act::Prepare(lead)).info();
+    pub(crate) fn prepare(&mut self, lead: TrainerSetup) -> InitInfo {
+        let info = self.act(TrainerCommand::Prepare(lead)).info();
         self.is_at(&info);
         self.info = Some(info.clone());
         info
@@ -98,7 +99,7 @@ impl<'a> Script<'a> {
 
     /// Has a worker join that feeds workers of its own; the init info for them.
     pub(crate) fn head(&mut self, worker: u32, info: &InitInfo) -> InitInfo {
-        let own = self.deed(worker, Deed::Head(Box::new(Join::new(info))));
+        let own = self.deed(worker, WorkerCommand::Head(Box::new(Join::new(info))));
         let own = own.info();
         self.is_at(&own);
         own
@@ -108,15 +109,18 @@ impl<'a> Script<'a> {
     fn is_at(&mut self, info: &InitInfo) {
         let address = address(info);
         self.addresses.push(address.clone());
-        let known = self.beside.iter().position(|(known, _)| *known == address);
-        if let Some(known) = known.and_then(|known| self.beside.remove(known)) {
-            self.beside.push_front(known);
+        let known = self
+            .companions
+            .iter()
+            .position(|(known, _)| *known == address);
+        if let Some(known) = known.and_then(|known| self.companions.remove(known)) {
+            self.companions.push_front(known);
             return;
         }
         // No scenario has as many at a time, and some have thousands in a row.
-        self.beside.truncate(BESIDE - 1);
-        let started = (self.subject.beside)(info);
-        self.beside.push_front((address, started));
+        self.companions.truncate(MAX_COMPANIONS - 1);
+        let started = (self.subject.companion)(info);
+        self.companions.push_front((address, started));
     }
 
     /// The init info of the trainer that was prepared last.
@@ -144,13 +148,13 @@ impl<'a> Script<'a> {
         let expect: Vec<u32> = joins.iter().map(|(worker, _)| *worker).collect();
         self.dispatch(
             TRAINER,
-            &Command::Trainer(Act::Connect {
+            &Command::Trainer(TrainerCommand::Connect {
                 expect: expect.clone(),
                 deadline: PATIENCE,
             }),
         );
         for (worker, join) in joins {
-            self.tell_worker(worker, Deed::Join(Box::new(join)));
+            self.tell_worker(worker, WorkerCommand::Join(Box::new(join)));
         }
         assert_eq!(self.answer(TRAINER), Answer::Done);
         for worker in expect {
@@ -160,7 +164,7 @@ impl<'a> Script<'a> {
 
     /// Has one more worker join.
     pub(crate) fn join(&mut self, worker: u32, join: Join) -> Answer {
-        self.deed(worker, Deed::Join(Box::new(join)))
+        self.deed(worker, WorkerCommand::Join(Box::new(join)))
     }
 
     /// A directory of this scenario alone.
@@ -178,7 +182,7 @@ impl<'a> Script<'a> {
         self.commands[process][0] += u64::from(!matches!(command, Command::GoOn));
     }
 
-    pub(crate) fn tell_worker(&mut self, worker: u32, deed: Deed) {
+    pub(crate) fn tell_worker(&mut self, worker: u32, deed: WorkerCommand) {
         self.dispatch(worker as usize + 1, &Command::Worker(worker, deed));
     }
 
@@ -214,20 +218,20 @@ impl<'a> Script<'a> {
     }
 
     /// Tells the trainer something and waits for its answer.
-    pub(crate) fn act(&mut self, act: Act) -> Answer {
+    pub(crate) fn act(&mut self, act: TrainerCommand) -> Answer {
         self.dispatch(TRAINER, &Command::Trainer(act));
         self.answer(TRAINER)
     }
 
     /// Tells a worker something and waits for its answer.
-    pub(crate) fn deed(&mut self, worker: u32, deed: Deed) -> Answer {
+    pub(crate) fn deed(&mut self, worker: u32, deed: WorkerCommand) -> Answer {
         self.tell_worker(worker, deed);
         self.answer_of(worker)
     }
 
     /// Has the trainer send, and waits for its report.
-    pub(crate) fn send(&mut self, what: What, how: How) -> Sent {
-        self.act(Act::Send(what, how)).sent()
+    pub(crate) fn send(&mut self, what: Payload, how: SendSettings) -> Sent {
+        self.act(TrainerCommand::Send(what, how)).sent()
     }
 
     /// Has the trainer send so many versions at full speed, the first of which is
@@ -243,13 +247,18 @@ impl<'a> Script<'a> {
                 fuse: None,
             };
             let expected = Answer::Count(publish.count);
-            assert_eq!(self.act(Act::Publish(publish)), expected);
+            assert_eq!(self.act(TrainerCommand::Publish(publish)), expected);
         }
     }
 
     /// Has the trainer send, and these workers take what comes; the report, and
     /// what each of them saw.
-    pub(crate) fn deliver(&mut self, what: What, how: How, workers: &[u32]) -> (Sent, Vec<Seen>) {
+    pub(crate) fn deliver(
+        &mut self,
+        what: Payload,
+        how: SendSettings,
+        workers: &[u32],
+    ) -> (Sent, Vec<Seen>) {
         if self.subject.pulls() {
             let sent = self.send(what, how);
             return (
@@ -258,7 +267,7 @@ impl<'a> Script<'a> {
             );
         }
         for worker in workers {
-            self.tell_worker(*worker, Deed::Receive(None));
+            self.tell_worker(*worker, WorkerCommand::Receive(None));
         }
         let sent = self.send(what, how);
         let seen = workers.iter().map(|worker| self.answer_of(*worker).seen());
@@ -267,7 +276,7 @@ impl<'a> Script<'a> {
 
     /// Has the trainer send this number to all, and all of these workers take it.
     pub(crate) fn deliver_word(&mut self, word: u64, workers: &[u32]) {
-        let (sent, seen) = self.deliver(What::Word(word), How::default(), workers);
+        let (sent, seen) = self.deliver(Payload::Word(word), SendSettings::default(), workers);
         for seen in seen {
             assert_eq!(seen.word(), word);
         }
@@ -283,7 +292,7 @@ impl<'a> Script<'a> {
     pub(crate) fn newest(&mut self, worker: u32) -> Seen {
         match self.subject.pulls() {
             true => self.take(worker),
-            false => self.deed(worker, Deed::Latest).seen(),
+            false => self.deed(worker, WorkerCommand::Latest).seen(),
         }
     }
 
@@ -305,7 +314,7 @@ impl<'a> Script<'a> {
         loop {
             let look = match self.subject.pulls() {
                 true => Answer::Seen(self.take(worker)),
-                false => self.deed(worker, Deed::Latest),
+                false => self.deed(worker, WorkerCommand::Latest),
             };
             match look {
                 Answer::Seen(seen) if seen.word() == word => return seen,
@@ -318,17 +327,17 @@ impl<'a> Script<'a> {
     /// but what it has had.
     pub(crate) fn assert_nothing_new(&mut self, worker: u32, version: u64) {
         let look = match self.subject.pulls() {
-            true => Deed::Pull(Want::AtLeast(version + 1), Some(BRIEF)),
-            false => Deed::Receive(Some(BRIEF)),
+            true => WorkerCommand::Pull(Want::AtLeast(version + 1), Some(BRIEF)),
+            false => WorkerCommand::Receive(Some(BRIEF)),
         };
         assert_eq!(self.deed(worker, look), Answer::Nothing);
     }
 
     /// How a worker takes what is there for it.
-    pub(crate) fn take_deed(&self) -> Deed {
+    pub(crate) fn take_deed(&self) -> WorkerCommand {
         match self.subject.pulls() {
-            true => Deed::Pull(Want::Newest, Some(PATIENCE)),
-            false => Deed::Receive(None),
+            true => WorkerCommand::Pull(Want::Newest, Some(PATIENCE)),
+            false => WorkerCommand::Receive(None),
         }
     }
 
@@ -356,7 +365,7 @@ impl<'a> Script<'a> {
     }
 
     pub(crate) fn status(&mut self) -> Vec<Status> {
-        self.act(Act::Status).workers()
+        self.act(TrainerCommand::Status).workers()
     }
 
     /// Asks until the sender's view of its workers is as wanted.
@@ -384,7 +393,7 @@ impl<'a> Script<'a> {
 
     /// Takes what comes until it is this, in order. Older ones may be on their way to a
     /// worker that is far from its sender; a near one is never given them.
-    pub(crate) fn take_until(&mut self, worker: u32, take: &Deed, had: u64, word: u64) {
+    pub(crate) fn take_until(&mut self, worker: u32, take: &WorkerCommand, had: u64, word: u64) {
         let mut last = had;
         while last < word {
             let seen = self.deed(worker, take.clone()).seen();
@@ -401,14 +410,14 @@ impl<'a> Script<'a> {
 
     /// Kills a process, and waits until it is dead.
     pub(crate) fn kill(&mut self, process: usize) {
-        self.doomed.insert(process);
+        self.may_die.insert(process);
         self.workers.kill(process).expect("it is there");
         self.until_dead(process);
     }
 
     /// Kills a process that has begun what it was told, so long afterwards.
     pub(crate) fn kill_at(&mut self, process: usize, moment: Duration) {
-        self.doomed.insert(process);
+        self.may_die.insert(process);
         self.until_heard(process);
         let at = Instant::now() + moment;
         while Instant::now() < at {
@@ -419,7 +428,7 @@ impl<'a> Script<'a> {
 
     /// Waits for the death of a process that was told to die.
     pub(crate) fn until_dead(&mut self, process: usize) {
-        self.doomed.insert(process);
+        self.may_die.insert(process);
         while !self.dead.contains(&process) {
             self.listen();
         }
@@ -427,13 +436,13 @@ impl<'a> Script<'a> {
 
     /// A process may die from here on.
     pub(crate) fn doom(&mut self, process: usize) {
-        self.doomed.insert(process);
+        self.may_die.insert(process);
     }
 
     /// A fresh process in the place of a dead one.
     pub(crate) fn raise(&mut self, process: usize) {
         assert!(self.dead.remove(&process), "it is not dead");
-        self.doomed.remove(&process);
+        self.may_die.remove(&process);
         self.answers[process].clear();
         self.commands[process] = [0; 2];
         self.workers.restart(process, None).expect("it starts");
@@ -473,24 +482,24 @@ impl<'a> Script<'a> {
             census,
             dir,
             addresses,
-            beside,
+            companions,
             answers,
-            doomed,
+            may_die,
             asleep,
             ..
         } = self;
         assert!(asleep.is_empty(), "processes that cannot end");
         for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
-            let excused = exit.is_success() || doomed.contains(&process);
+            let excused = exit.is_success() || may_die.contains(&process);
             assert!(excused, "process {process} {exit}\n{}", exit.stderr_text());
         }
         for (process, answers) in answers.into_iter().enumerate() {
             assert!(
-                answers.is_empty() || doomed.contains(&process),
+                answers.is_empty() || may_die.contains(&process),
                 "process {process} also answered {answers:?}"
             );
         }
-        drop((workers, beside));
+        drop((workers, companions));
         census.assert_nothing_left(&addresses);
         let residue = (subject.residue)();
         assert!(residue.is_empty(), "the scheme has left {residue:#?}");
@@ -513,7 +522,7 @@ impl<'a> Script<'a> {
             },
             Event::Exited(exit) => {
                 let killed = exit.signal == Some(Signal::KILL.as_raw());
-                let excused = killed && self.doomed.contains(&from);
+                let excused = killed && self.may_die.contains(&from);
                 assert!(excused, "process {from} {exit}\n{}", exit.stderr_text());
                 self.dead.insert(from);
             }

@@ -48,7 +48,7 @@ impl WeightExtractor for Shared {
 
 /// What happens to a source while it is read.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Mischief {
+pub(crate) enum SourceFault {
     /// Its process dies.
     Dies(Stage),
     /// Its second tensor cannot be read to the end.
@@ -57,27 +57,27 @@ pub(crate) enum Mischief {
 
 /// Tensors that come to grief while they are read.
 #[derive(Debug)]
-pub(crate) struct Doomed<'a> {
+pub(crate) struct FaultySource<'a> {
     pub(crate) tensors: &'a Tensors,
-    pub(crate) mischief: Mischief,
+    pub(crate) fault: SourceFault,
 }
 
-impl WeightExtractor for Doomed<'_> {
+impl WeightExtractor for FaultySource<'_> {
     fn layout(&self) -> Result<Layout> {
         WeightExtractor::layout(self.tensors)
     }
 
     fn extract(&self, take: &mut Take<'_>) -> Result<()> {
-        if matches!(self.mischief, Mischief::Dies(Stage::Begun)) {
+        if matches!(self.fault, SourceFault::Dies(Stage::Begun)) {
             die();
         }
         self.tensors.extract(&mut |tensors| {
             let midway = |place: &mut [u8]| {
                 let half = place.len() / 2;
                 place[..half].fill(0xee);
-                match self.mischief {
-                    Mischief::Dies(_) => die(),
-                    Mischief::Fails => Err(std::io::Error::other("the source is broken")),
+                match self.fault {
+                    SourceFault::Dies(_) => die(),
+                    SourceFault::Fails => Err(std::io::Error::other("the source is broken")),
                 }
             };
             let lent = tensors.iter().enumerate().map(|(index, one)| {
@@ -85,8 +85,8 @@ impl WeightExtractor for Doomed<'_> {
                     unreachable!("tensors of one's own are in memory")
                 };
                 let at_midway = matches!(
-                    self.mischief,
-                    Mischief::Fails | Mischief::Dies(Stage::Midway)
+                    self.fault,
+                    SourceFault::Fails | SourceFault::Dies(Stage::Midway)
                 );
                 let data = match index {
                     1 if at_midway => TensorData::Read {
@@ -103,7 +103,7 @@ impl WeightExtractor for Doomed<'_> {
             });
             take(&lent.collect::<Vec<_>>())
         })?;
-        if matches!(self.mischief, Mischief::Dies(Stage::Written)) {
+        if matches!(self.fault, SourceFault::Dies(Stage::Written)) {
             die();
         }
         Ok(())

@@ -10,13 +10,14 @@ use weightsync_engine::{
 };
 
 use super::command::{
-    Act, Answer, Fate, How, Lead, Line, Publish, Sent, Stage, Status, Wait, What,
+    Answer, Fate, Line, Payload, Publish, SendSettings, Sent, Stage, Status, TrainerCommand,
+    TrainerSetup, Wait,
 };
 use super::process::{CommandPipe, Stop, die};
 use super::scale::PATIENCE;
 use super::script::address;
 use super::shape::{Model, Seen, Shape, part, print_of, words_of};
-use super::source::{Doomed, Mischief, Shared, Strided};
+use super::source::{FaultySource, Shared, SourceFault, Strided};
 use crate::{Corrupt, Record};
 
 type Done = Result<Answer, Stop>;
@@ -66,21 +67,21 @@ impl Trainer {
         }
     }
 
-    pub(crate) fn act(&mut self, act: Act, pipe: &CommandPipe<'_>) -> Done {
+    pub(crate) fn act(&mut self, act: TrainerCommand, pipe: &CommandPipe<'_>) -> Done {
         match act {
-            Act::Prepare(lead) => self.prepare(&lead),
-            Act::Connect { expect, deadline } => self.connect(&expect, deadline),
-            Act::ConnectWith(what) => {
+            TrainerCommand::Prepare(lead) => self.prepare(&lead),
+            TrainerCommand::Connect { expect, deadline } => self.connect(&expect, deadline),
+            TrainerCommand::ConnectWith(what) => {
                 let setup = self.setup.clone().ok_or("nothing is prepared")?;
-                let sender = self.with_weights(&what, &How::default(), |weights| {
+                let sender = self.with_weights(&what, &SendSettings::default(), |weights| {
                     Ok(setup.connect(weights, Expect::Count(0), Some(PATIENCE))?)
                 })?;
                 self.sender = Some(sender);
                 Ok(Answer::Done)
             }
-            Act::Send(what, how) => self.send(&what, &how),
-            Act::SendAsync(what, how) => self.send_async(&what, &how),
-            Act::Await(place, timeout) => {
+            TrainerCommand::Send(what, how) => self.send(&what, &how),
+            TrainerCommand::SendAsync(what, how) => self.send_async(&what, &how),
+            TrainerCommand::Await(place, timeout) => {
                 let pending = self.pending.get(place).ok_or("no such send")?;
                 let begun = Instant::now();
                 Ok(Answer::Sent(sent_report(
@@ -88,26 +89,26 @@ impl Trainer {
                     begun.elapsed(),
                 )))
             }
-            Act::Change(word) => {
+            TrainerCommand::Change(word) => {
                 self.models.iter().for_each(|model| model.make(word));
                 Ok(Answer::Done)
             }
-            Act::Scribble => self.scribble(pipe),
-            Act::Publish(publish) => self.publish(&publish),
-            Act::Hold(workers, hold) => {
+            TrainerCommand::Scribble => self.scribble(pipe),
+            TrainerCommand::Publish(publish) => self.publish(&publish),
+            TrainerCommand::Hold(workers, hold) => {
                 match hold {
                     true => self.sender()?.hold(workers)?,
                     false => self.sender()?.release(workers)?,
                 }
                 Ok(Answer::Done)
             }
-            Act::Forget(workers) => {
+            TrainerCommand::Forget(workers) => {
                 self.sender()?.forget(workers)?;
                 Ok(Answer::Done)
             }
-            Act::Status => Ok(Answer::Workers(self.status()?)),
-            Act::Look { model, version } => self.look(model.as_deref(), version),
-            Act::Source => match self.models.first() {
+            TrainerCommand::Status => Ok(Answer::Workers(self.status()?)),
+            TrainerCommand::Look { model, version } => self.look(model.as_deref(), version),
+            TrainerCommand::Source => match self.models.first() {
                 Some(Own {
                     shape: Shape::Words(_),
                     ..
@@ -118,12 +119,12 @@ impl Trainer {
                 Some(model) => Ok(Answer::Print(print_of(&model.lock()))),
                 None => Err("no model".into()),
             },
-            Act::Digest => {
+            TrainerCommand::Digest => {
                 let digest = self.sender()?.digest()?;
                 Ok(Answer::Digests(vec![(digest.to_string(), None)]))
             }
-            Act::Corrupt(version) => self.corrupt(Version(version)),
-            Act::Close => {
+            TrainerCommand::Corrupt(version) => self.corrupt(Version(version)),
+            TrainerCommand::Close => {
                 self.pending.clear();
                 self.opened = None;
                 if let Some(sender) = self.sender.take() {
@@ -134,7 +135,7 @@ impl Trainer {
         }
     }
 
-    fn prepare(&mut self, lead: &Lead) -> Done {
+    fn prepare(&mut self, lead: &TrainerSetup) -> Done {
         let models = lead.models.iter().map(|(id, shape)| Own {
             id: id.clone(),
             shape: *shape,
@@ -206,7 +207,7 @@ impl Trainer {
     }
 
     /// The model that a send is about.
-    fn own(&self, how: &How) -> Result<&Own, Stop> {
+    fn own(&self, how: &SendSettings) -> Result<&Own, Stop> {
         let found = match &how.model {
             None => self.models.first(),
             Some(id) => self.models.iter().find(|model| model.id == *id),
@@ -214,7 +215,7 @@ impl Trainer {
         found.ok_or_else(|| "no such model".into())
     }
 
-    fn send(&mut self, what: &What, how: &How) -> Done {
+    fn send(&mut self, what: &Payload, how: &SendSettings) -> Done {
         let options = options(how);
         let mut sender = self.sender.take().ok_or("no sender")?;
         let begun = Instant::now();
@@ -222,7 +223,7 @@ impl Trainer {
         let took = begun.elapsed();
         self.sender = Some(sender);
         let report = report?;
-        if let What::Dying(_, Stage::Live) | What::DyingSet(_, Stage::Live) = what {
+        if let Payload::Dying(_, Stage::Live) | Payload::DyingSet(_, Stage::Live) = what {
             die();
         }
         Ok(Answer::Sent(sent_report(&report, took)))
@@ -231,12 +232,12 @@ impl Trainer {
     fn send_by(
         &self,
         sender: &mut Sender,
-        what: &What,
-        how: &How,
+        what: &Payload,
+        how: &SendSettings,
         options: &SendOptions,
     ) -> Result<Report, Stop> {
         match what {
-            What::Each(words) => {
+            Payload::Each(words) => {
                 let shape = self.own(how)?.shape;
                 let sources = by_word(shape, words);
                 let each = words
@@ -244,7 +245,7 @@ impl Trainer {
                     .map(|(worker, word)| (*worker, at(&sources, *word)));
                 Ok(sender.send_each(each, options)?)
             }
-            What::Devices(words) => {
+            Payload::Devices(words) => {
                 let shape = self.own(how)?.shape;
                 let sources = by_word(shape, words);
                 let of = |device: &str| {
@@ -253,7 +254,7 @@ impl Trainer {
                 };
                 Ok(sender.send_by_device(of, options)?)
             }
-            What::Loan(word) => {
+            Payload::Loan(word) => {
                 let id = how
                     .model
                     .clone()
@@ -266,7 +267,7 @@ impl Trainer {
                 }
                 Ok(loan.publish_with(options)?)
             }
-            What::Old(version) => {
+            Payload::Old(version) => {
                 let id = how
                     .model
                     .clone()
@@ -278,7 +279,7 @@ impl Trainer {
         }
     }
 
-    fn send_async(&mut self, what: &What, how: &How) -> Done {
+    fn send_async(&mut self, what: &Payload, how: &SendSettings) -> Done {
         let options = options(how);
         let mut sender = self.sender.take().ok_or("no sender")?;
         let pending = self.with_weights(what, how, |weights| {
@@ -297,45 +298,45 @@ impl Trainer {
     /// Lends what is to be sent.
     fn with_weights<T>(
         &self,
-        what: &What,
-        how: &How,
+        what: &Payload,
+        how: &SendSettings,
         send: impl FnOnce(&dyn SendSource) -> Result<T, Stop>,
     ) -> Result<T, Stop> {
-        let doomed = |word: u64, mischief| {
+        let faulty = |word: u64, fault| {
             let own = self.own(how)?;
             own.make(word);
-            Ok::<_, Stop>((own.lock(), mischief))
+            Ok::<_, Stop>((own.lock(), fault))
         };
         match what {
-            What::Word(word) => {
+            Payload::Word(word) => {
                 let own = self.own(how)?;
                 own.make(*word);
                 send(&Shared(own.tensors.clone()))
             }
-            What::Dying(word, stage) => {
-                let (tensors, mischief) = doomed(*word, Mischief::Dies(*stage))?;
-                send(&Doomed {
+            Payload::Dying(word, stage) => {
+                let (tensors, fault) = faulty(*word, SourceFault::Dies(*stage))?;
+                send(&FaultySource {
                     tensors: &tensors,
-                    mischief,
+                    fault,
                 })
             }
-            What::Failing(word) => {
-                let (tensors, mischief) = doomed(*word, Mischief::Fails)?;
-                send(&Doomed {
+            Payload::Failing(word) => {
+                let (tensors, fault) = faulty(*word, SourceFault::Fails)?;
+                send(&FaultySource {
                     tensors: &tensors,
-                    mischief,
+                    fault,
                 })
             }
-            What::Other(word) => send(&self.own(how)?.shape.make(*word)),
-            What::Wrong(shape) => send(&shape.make(7)),
-            What::Strided(word) => send(&Strided::of(&self.own(how)?.shape.make(*word))?),
-            What::Part(words) => {
+            Payload::Other(word) => send(&self.own(how)?.shape.make(*word)),
+            Payload::Wrong(shape) => send(&shape.make(7)),
+            Payload::Strided(word) => send(&Strided::of(&self.own(how)?.shape.make(*word))?),
+            Payload::Part(words) => {
                 let Shape::Words(total) = self.own(how)?.shape else {
                     return Err("a part of a model of words".into());
                 };
                 send(&part(total, words))
             }
-            What::Registered(word) => {
+            Payload::Registered(word) => {
                 let wanted = self
                     .models
                     .iter()
@@ -343,14 +344,14 @@ impl Trainer {
                 wanted.for_each(|model| model.make(*word));
                 send(&Registered)
             }
-            What::Set(words) => {
+            Payload::Set(words) => {
                 let sources = self.set(words);
                 let set = sources
                     .iter()
                     .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
                 send(&set)
             }
-            What::Mixed(word) => {
+            Payload::Mixed(word) => {
                 let [first @ .., last] = &self.models[..] else {
                     return Err("no model".into());
                 };
@@ -364,21 +365,21 @@ impl Trainer {
                     .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
                 send(&set.with(&last.id, &wrong))
             }
-            What::DyingSet(words, stage) => {
+            Payload::DyingSet(words, stage) => {
                 let sources = self.set(words);
                 let [first @ .., (last, tensors)] = &sources[..] else {
                     return Err("a set without models".into());
                 };
-                let doomed = Doomed {
+                let faulty = FaultySource {
                     tensors,
-                    mischief: Mischief::Dies(*stage),
+                    fault: SourceFault::Dies(*stage),
                 };
                 let set = first
                     .iter()
                     .fold(Set::new(), |set, (id, tensors)| set.with(id, tensors));
-                send(&set.with(last, &doomed))
+                send(&set.with(last, &faulty))
             }
-            What::Each(_) | What::Devices(_) | What::Loan(_) | What::Old(_) => {
+            Payload::Each(_) | Payload::Devices(_) | Payload::Loan(_) | Payload::Old(_) => {
                 Err("not such a send".into())
             }
         }
@@ -516,7 +517,7 @@ fn at(sources: &[(u64, Tensors)], word: u64) -> &dyn WeightExtractor {
     &found.unwrap_or(&sources[0]).1
 }
 
-fn options(how: &How) -> SendOptions {
+fn options(how: &SendSettings) -> SendOptions {
     let mut options = SendOptions::new()
         .wait(match how.wait {
             Wait::Sent => WaitFor::Sent,

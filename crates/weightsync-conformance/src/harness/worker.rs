@@ -9,7 +9,7 @@ use weightsync_engine::{
 };
 
 use super::cascade::CascadeNode;
-use super::command::{Answer, Deed, Join, Loaded, Mishap, Want};
+use super::command::{Answer, Join, LoadFault, Loaded, Want, WorkerCommand};
 use super::fault::Fault;
 use super::follower::{Follower, Own};
 use super::process::{CommandPipe, Stop, die};
@@ -55,10 +55,10 @@ impl Worker {
         }
     }
 
-    pub(crate) fn act(&mut self, deed: Deed, pipe: &CommandPipe<'_>) -> Done {
+    pub(crate) fn act(&mut self, deed: WorkerCommand, pipe: &CommandPipe<'_>) -> Done {
         match deed {
-            Deed::Join(join) => self.join(&join, pipe),
-            Deed::Receive(timeout) => {
+            WorkerCommand::Join(join) => self.join(&join, pipe),
+            WorkerCommand::Receive(timeout) => {
                 let receiver = self.receiver()?;
                 let set = match timeout {
                     None => receiver.set().recv().map(Some),
@@ -67,29 +67,34 @@ impl Worker {
                 let set = unless_interrupted(set)?;
                 self.hold(set)
             }
-            Deed::Pull(want, timeout) => {
+            WorkerCommand::Pull(want, timeout) => {
                 let set = self.pull(want, timeout)?;
                 self.hold(set)
             }
-            Deed::Latest => {
+            WorkerCommand::Latest => {
                 let set = self.receiver()?.set().latest()?;
                 self.hold(set)
             }
-            Deed::Load { timeout, mishap } => self.load(mishap, pipe, |receiver, models| {
+            WorkerCommand::Load {
+                timeout,
+                load_fault,
+            } => self.load(load_fault, pipe, |receiver, models| {
                 let mut loading = receiver.loading_set(models);
                 unless_interrupted(match timeout {
                     None => loading.recv().map(Some),
                     Some(timeout) => loading.recv_timeout(timeout),
                 })
             }),
-            Deed::PullInto { want, mishap } => self.load(mishap, pipe, |receiver, models| {
-                let first = receiver.model().as_str().to_owned();
-                receiver
-                    .loading_set(models)
-                    .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
-            }),
-            Deed::ReadUntil { word, pulls } => self.read_until(word, pulls),
-            Deed::Reread(times) => {
+            WorkerCommand::PullInto { want, load_fault } => {
+                self.load(load_fault, pipe, |receiver, models| {
+                    let first = receiver.model().as_str().to_owned();
+                    receiver
+                        .loading_set(models)
+                        .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
+                })
+            }
+            WorkerCommand::ReadUntil { word, pulls } => self.read_until(word, pulls),
+            WorkerCommand::Reread(times) => {
                 let first = self.look()?;
                 for _ in 1..times {
                     let again = self.look()?;
@@ -99,15 +104,15 @@ impl Worker {
                 }
                 Ok(Answer::Held(first))
             }
-            Deed::Keep(count) => {
+            WorkerCommand::Keep(count) => {
                 self.keep(count);
                 Ok(Answer::Done)
             }
-            Deed::Hoard(count) => {
+            WorkerCommand::Hoard(count) => {
                 self.hoard = count;
                 Ok(Answer::Done)
             }
-            Deed::Digests => {
+            WorkerCommand::Digests => {
                 let members = self.held.iter().flat_map(SetSnapshot::members);
                 let digests = members.map(|member| {
                     let published = member.snapshot.published_digest();
@@ -118,12 +123,12 @@ impl Worker {
                 });
                 Ok(Answer::Digests(digests.collect()))
             }
-            Deed::Checksums => {
+            WorkerCommand::Checksums => {
                 let members = self.held.iter().flat_map(SetSnapshot::members);
                 let checked = members.map(|member| member.snapshot.verify_checksums());
                 Ok(Answer::Checked(checked.collect::<Result<_>>()?))
             }
-            Deed::Runs => {
+            WorkerCommand::Runs => {
                 let receiver = self.receiver()?;
                 let versions = receiver.versions().iter();
                 Ok(Answer::Runs {
@@ -134,44 +139,50 @@ impl Worker {
                     whole: receiver.is_whole(),
                 })
             }
-            Deed::Interrupt(times) => {
+            WorkerCommand::Interrupt(times) => {
                 let interrupter = self.receiver()?.interrupter()?;
                 (0..times).for_each(|_| interrupter.interrupt());
                 Ok(Answer::Done)
             }
-            Deed::ReceiveInterrupted => self.receive_interrupted(),
-            Deed::Follow(when) => {
+            WorkerCommand::ReceiveInterrupted => self.receive_interrupted(),
+            WorkerCommand::Follow(when) => {
                 let receiver = self.receiver.take().ok_or("no receiver")?;
                 let own = take(&mut self.followed);
                 self.follower = Some(Follower::start(receiver, own, when)?);
                 Ok(Answer::Done)
             }
-            Deed::Following => self.follower()?.look(),
-            Deed::FollowTo { version, staged } => self.follower()?.wait_for(version, staged),
-            Deed::FollowUntil(word) => self.follower()?.read_until(word),
-            Deed::FollowToTheEnd => self.follower()?.wait_for_the_end(),
-            Deed::SafePoint => self.follower()?.safe_point(),
-            Deed::Unfollow => {
+            WorkerCommand::Following => self.follower()?.look(),
+            WorkerCommand::FollowTo { version, staged } => {
+                self.follower()?.wait_for(version, staged)
+            }
+            WorkerCommand::FollowUntil(word) => self.follower()?.read_until(word),
+            WorkerCommand::FollowToTheEnd => self.follower()?.wait_for_the_end(),
+            WorkerCommand::SafePoint => self.follower()?.safe_point(),
+            WorkerCommand::Unfollow => {
                 let follower = self.follower.take().ok_or("no thread")?;
                 let (receiver, own) = follower.stop()?;
                 (self.receiver, self.followed) = (Some(receiver), own);
                 Ok(Answer::Done)
             }
-            Deed::Head(join) => {
+            WorkerCommand::Head(join) => {
                 let (node, info) = CascadeNode::join(self.setup(&join)?, self.scheme.clone())?;
                 self.node = Some(node);
                 Ok(info)
             }
-            Deed::Feed(workers) => self.turn(|node| node.feed(&workers)),
-            Deed::PassOn => self.node.as_mut().ok_or("no cascade")?.pass_on(),
-            Deed::PassOnByThread | Deed::PassOnByHand => self.turn(CascadeNode::turn),
-            Deed::Fail(reason) => {
+            WorkerCommand::Feed(workers) => self.turn(|node| node.feed(&workers)),
+            WorkerCommand::PassOn => self.node.as_mut().ok_or("no cascade")?.pass_on(),
+            WorkerCommand::PassOnByThread | WorkerCommand::PassOnByHand => {
+                self.turn(CascadeNode::turn)
+            }
+            WorkerCommand::Fail(reason) => {
                 let receiver = self.receiver.take().ok_or("no receiver")?;
                 receiver.fail(&reason);
                 Ok(Answer::Done)
             }
-            Deed::Forget(workers) => self.node.as_mut().ok_or("no cascade")?.forget(&workers),
-            Deed::Leave => {
+            WorkerCommand::Forget(workers) => {
+                self.node.as_mut().ok_or("no cascade")?.forget(&workers)
+            }
+            WorkerCommand::Leave => {
                 self.receiver = None;
                 self.follower = None;
                 self.followed.clear();
@@ -285,7 +296,7 @@ impl Worker {
 
     fn load(
         &mut self,
-        mishap: Option<Mishap>,
+        load_fault: Option<LoadFault>,
         pipe: &CommandPipe<'_>,
         into: impl FnOnce(&mut Receiver, &mut SetLoader<'_>) -> Result<Option<Loads>>,
     ) -> Done {
@@ -295,13 +306,13 @@ impl Worker {
             .iter_mut()
             .map(|(id, tensors)| (&*id, Place::new(tensors, pipe)))
             .collect();
-        match mishap {
-            Some(Mishap::Pause) => places.first_mut(),
+        match load_fault {
+            Some(LoadFault::Pause) => places.first_mut(),
             _ => places.last_mut(),
         }
         .ok_or("no model of its own")?
         .1
-        .mishap = mishap;
+        .load_fault = load_fault;
         let mut models = places
             .iter_mut()
             .fold(SetLoader::new(), |set, (id, place)| set.with(id, place));
@@ -410,7 +421,7 @@ fn pull_of(want: Want) -> Pull {
 struct Place<'a> {
     tensors: &'a mut Tensors,
     pipe: &'a CommandPipe<'a>,
-    mishap: Option<Mishap>,
+    load_fault: Option<LoadFault>,
     loads: u64,
 }
 
@@ -419,7 +430,7 @@ impl<'a> Place<'a> {
         Self {
             tensors,
             pipe,
-            mishap: None,
+            load_fault: None,
             loads: 0,
         }
     }
@@ -458,22 +469,22 @@ impl WeightLoader for Place<'_> {
             name: TENSORS[1].into(),
             source: text.into(),
         };
-        match self.mishap {
+        match self.load_fault {
             None => self.tensors.load(views),
-            Some(Mishap::Once) => {
-                self.mishap = None;
+            Some(LoadFault::Once) => {
+                self.load_fault = None;
                 self.half(views)?;
                 Err(failed("this load was to fail once"))
             }
-            Some(Mishap::Always) => {
+            Some(LoadFault::Always) => {
                 self.half(views)?;
                 Err(failed("this load was to fail for good"))
             }
-            Some(Mishap::Death) => {
+            Some(LoadFault::Death) => {
                 self.half(views)?;
                 die()
             }
-            Some(Mishap::Pause) => {
+            Some(LoadFault::Pause) => {
                 self.half(views)?;
                 let sent = self
                     .pipe

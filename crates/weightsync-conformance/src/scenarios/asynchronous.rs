@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Command, Deed, Fate, How, Lead, Mishap, What};
+use crate::harness::command::{
+    Answer, Command, Fate, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup,
+    WorkerCommand,
+};
 use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
 use crate::harness::script::{Script, TRAINER};
@@ -12,22 +15,30 @@ use crate::scenarios::send::loading;
 
 /// The trainer may change its tensors while the workers still wait.
 pub(crate) fn a_send_returns_once_its_source_was_read(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 12), 2);
     let begun = script
-        .act(Act::SendAsync(What::Word(2), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(2),
+            SendSettings::default(),
+        ))
         .began();
     assert_eq!(begun, [("policy".to_owned(), 2)]);
-    script.act(Act::Change(99));
-    let early = script.act(Act::Await(0, Some(Duration::ZERO))).sent();
+    script.act(TrainerCommand::Change(99));
+    let early = script
+        .act(TrainerCommand::Await(0, Some(Duration::ZERO)))
+        .sent();
     assert_eq!(early.fates(), [(0, Fate::Late), (1, Fate::Late)]);
     for worker in 0..2 {
         assert_eq!(
-            script.deed(worker, Deed::Receive(None)).seen().one(),
+            script
+                .deed(worker, WorkerCommand::Receive(None))
+                .seen()
+                .one(),
             (2, 2)
         );
     }
     for _ in 0..2 {
-        let sent = script.act(Act::Await(0, None)).sent();
+        let sent = script.act(TrainerCommand::Await(0, None)).sent();
         script.assert_applied(&sent, &[0, 1]);
         assert_eq!(
             (sent.version(), sent.all_applied),
@@ -41,52 +52,79 @@ pub(crate) fn a_send_returns_once_its_source_was_read(subject: &Subject) {
 
 /// Unless the trainer was set up to have several on their way.
 pub(crate) fn a_second_send_is_refused_while_one_is_pending(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
     script
-        .act(Act::SendAsync(What::Word(2), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(2),
+            SendSettings::default(),
+        ))
         .began();
     let fault = script
-        .act(Act::SendAsync(What::Word(3), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(3),
+            SendSettings::default(),
+        ))
         .fault();
     assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
     assert!(fault.retry && fault.text.contains("v2"), "{}", fault.text);
-    assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (2, 2));
-    script.act(Act::Await(0, None));
+    assert_eq!(
+        script.deed(0, WorkerCommand::Receive(None)).seen().one(),
+        (2, 2)
+    );
+    script.act(TrainerCommand::Await(0, None));
     let begun = script
-        .act(Act::SendAsync(What::Word(3), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(3),
+            SendSettings::default(),
+        ))
         .began();
     assert_eq!(begun[0].1, 3, "the one that was refused has no number");
-    assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (3, 3));
+    assert_eq!(
+        script.deed(0, WorkerCommand::Receive(None)).seen().one(),
+        (3, 3)
+    );
     script.close();
 }
 
 /// One more waits for the oldest, and no longer than its deadline.
 pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         pending: 2,
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 1);
     script
-        .act(Act::SendAsync(What::Word(2), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(2),
+            SendSettings::default(),
+        ))
         .began();
     script
-        .act(Act::SendAsync(What::Word(3), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(3),
+            SendSettings::default(),
+        ))
         .began();
     let fault = script
-        .act(Act::SendAsync(What::Word(4), How::within(BRIEF)))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(4),
+            SendSettings::within(BRIEF),
+        ))
         .fault();
     assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
 
     script.dispatch(
         TRAINER,
-        &Command::Trainer(Act::SendAsync(What::Word(4), How::default())),
+        &Command::Trainer(TrainerCommand::SendAsync(
+            Payload::Word(4),
+            SendSettings::default(),
+        )),
     );
     script.until_it_sleeps(TRAINER);
     assert!(!script.has_said(TRAINER), "two are on their way");
     let mut words = Vec::new();
     while words.last() != Some(&4) {
-        words.push(script.deed(0, Deed::Receive(None)).seen().word());
+        words.push(script.deed(0, WorkerCommand::Receive(None)).seen().word());
     }
     match subject.can.every_version {
         true => assert_eq!(words, [2, 3, 4]),
@@ -94,7 +132,7 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
     }
     assert_eq!(script.answer(TRAINER).began()[0].1, 4);
     for (place, version) in [(0, 2), (1, 3), (2, 4)] {
-        let sent = script.act(Act::Await(place, None)).sent();
+        let sent = script.act(TrainerCommand::Await(place, None)).sent();
         assert_eq!(
             (sent.version(), sent.fates()),
             (version, vec![(0, Fate::Applied)]),
@@ -107,13 +145,13 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
 
 /// Neither a look, nor a short wait, nor the next send: where every version is to
 /// arrive, the one that waits for room arrives.
-pub(crate) fn only_its_own_deadline_gives_a_pending_send_up(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
     let mut word = 1;
     loop {
         word += 1;
         assert!(word < 80, "a queue without a bound");
-        let sent = script.send(What::Word(word), How::within(BRIEF));
+        let sent = script.send(Payload::Word(word), SendSettings::within(BRIEF));
         match sent.line(0).fate {
             Fate::Late => {}
             Fate::Full => break,
@@ -122,28 +160,42 @@ pub(crate) fn only_its_own_deadline_gives_a_pending_send_up(subject: &Subject) {
     }
     // It ends by its own deadline, however long it is waited for.
     script
-        .act(Act::SendAsync(What::Word(98), How::within(BRIEF)))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(98),
+            SendSettings::within(BRIEF),
+        ))
         .began();
     for timeout in [None, Some(Duration::ZERO)] {
-        let sent = script.act(Act::Await(0, timeout)).sent();
+        let sent = script.act(TrainerCommand::Await(0, timeout)).sent();
         assert_eq!(sent.fates(), [(0, Fate::Full)], "{}", sent.text);
     }
     script
-        .act(Act::SendAsync(What::Word(99), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(99),
+            SendSettings::default(),
+        ))
         .began();
     for _ in 0..3 {
         let fault = script
-            .act(Act::SendAsync(What::Word(100), How::default()))
+            .act(TrainerCommand::SendAsync(
+                Payload::Word(100),
+                SendSettings::default(),
+            ))
             .fault();
         assert_eq!(fault.kind, Kind::SendPending, "{}", fault.text);
-        let sent = script.act(Act::Await(1, Some(Duration::ZERO))).sent();
+        let sent = script
+            .act(TrainerCommand::Await(1, Some(Duration::ZERO)))
+            .sent();
         assert_eq!(sent.fates(), [(0, Fate::Late)], "{}", sent.text);
     }
     for expected in (2..word).chain([99]) {
-        assert_eq!(script.deed(0, Deed::Receive(None)).seen().word(), expected);
-        script.deed(0, Deed::Keep(0));
+        assert_eq!(
+            script.deed(0, WorkerCommand::Receive(None)).seen().word(),
+            expected
+        );
+        script.deed(0, WorkerCommand::Keep(0));
     }
-    let sent = script.act(Act::Await(1, None)).sent();
+    let sent = script.act(TrainerCommand::Await(1, None)).sent();
     assert_eq!(sent.fates(), [(0, Fate::Applied)], "{}", sent.text);
     script.close();
 }
@@ -153,22 +205,25 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: Some(Mishap::Pause),
+            load_fault: Some(LoadFault::Pause),
         },
     );
-    let second = script.send(What::Word(2), How::within(BRIEF));
+    let second = script.send(Payload::Word(2), SendSettings::within(BRIEF));
     assert_ne!(second.line(0).fate, Fate::Applied, "{}", second.text);
     assert_eq!(script.answer_of(0), Answer::Loading);
     script
-        .act(Act::SendAsync(What::Word(3), How::default()))
+        .act(TrainerCommand::SendAsync(
+            Payload::Word(3),
+            SendSettings::default(),
+        ))
         .began();
     // Only now is the second version loaded.
     script.dispatch(1, &Command::GoOn);
     assert_eq!(script.answer_of(0).loaded().runs, [2]);
     script.until_status(|workers| workers[0].versions == [2]);
-    let third = script.act(Act::Await(0, Some(BRIEF))).sent();
+    let third = script.act(TrainerCommand::Await(0, Some(BRIEF))).sent();
     assert_eq!(
         (third.version(), third.fates()),
         (3, vec![(0, Fate::Late)]),
@@ -179,14 +234,14 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let loaded = script
         .deed(
             0,
-            Deed::Load {
+            WorkerCommand::Load {
                 timeout: None,
-                mishap: None,
+                load_fault: None,
             },
         )
         .loaded();
     assert_eq!((loaded.word(), loaded.runs), (Some(3), vec![3]));
-    let third = script.act(Act::Await(0, None)).sent();
+    let third = script.act(TrainerCommand::Await(0, None)).sent();
     assert_eq!(third.fates(), [(0, Fate::Applied)], "{}", third.text);
     script.close();
 }

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Command, Deed, Fate, How, Join, Lead, Mishap, Sent, Stage, Wait, What,
+    Answer, Command, Fate, Join, LoadFault, Payload, SendSettings, Sent, Stage, TrainerCommand,
+    TrainerSetup, Wait, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
@@ -22,14 +23,14 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
     let mut script = Script::new(subject, 2);
     let mut before = None;
     for round in 0..count {
-        let info = script.prepare(Lead::words(64));
+        let info = script.prepare(TrainerSetup::words(64));
         // Worker 1 dies in the rendez-vous, or as a late joiner.
         let late = round % 2 == 1;
         let expect = if late { vec![0] } else { vec![0, 1] };
         let deadline = PATIENCE;
         script.dispatch(
             TRAINER,
-            &Command::Trainer(Act::Connect { expect, deadline }),
+            &Command::Trainer(TrainerCommand::Connect { expect, deadline }),
         );
         let begun = Instant::now();
         assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
@@ -38,7 +39,7 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
             assert_eq!(script.answer(TRAINER), Answer::Done);
             assert_eq!(script.take(0).one(), (1, 1));
         }
-        script.tell_worker(1, Deed::Join(Box::new(Join::new(&info))));
+        script.tell_worker(1, WorkerCommand::Join(Box::new(Join::new(&info))));
         script.kill_at(2, moment(&mut dice, one_join));
         if late {
             script.deliver_word(2, &[0]);
@@ -54,10 +55,10 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
         script.deliver_word(3, &[0, 1]);
         script.until_status(|workers| workers.len() == 2);
         for worker in 0..2 {
-            script.deed(worker, Deed::Keep(0));
-            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+            script.deed(worker, WorkerCommand::Keep(0));
+            assert_eq!(script.deed(worker, WorkerCommand::Leave), Answer::Done);
         }
-        assert_eq!(script.act(Act::Close), Answer::Done);
+        assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
         match before {
             // One of each kind has been there.
             None if round == 1 => before = Some(resource_census(&mut script, TRAINER)),
@@ -78,15 +79,15 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
     let mut rendezvous = Duration::from_millis(5);
     let mut before = None;
     for round in 0..count {
-        let info = script.prepare(Lead::words(64));
+        let info = script.prepare(TrainerSetup::words(64));
         let join = Join {
             deadline: BRIEF,
             ..Join::new(&info)
         };
         for worker in 0..2 {
-            script.tell_worker(worker, Deed::Join(Box::new(join.clone())));
+            script.tell_worker(worker, WorkerCommand::Join(Box::new(join.clone())));
         }
-        let connect = Act::Connect {
+        let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
             deadline: PATIENCE,
         };
@@ -113,7 +114,7 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
             assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
         }
         script.raise(TRAINER);
-        let info = script.prepare(Lead::words(64));
+        let info = script.prepare(TrainerSetup::words(64));
         let begun = Instant::now();
         script.gather(&info, &[0, 1]);
         rendezvous = begun.elapsed();
@@ -122,10 +123,10 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
         }
         script.deliver_word(2, &[0, 1]);
         for worker in 0..2 {
-            script.deed(worker, Deed::Keep(0));
-            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+            script.deed(worker, WorkerCommand::Keep(0));
+            assert_eq!(script.deed(worker, WorkerCommand::Leave), Answer::Done);
         }
-        assert_eq!(script.act(Act::Close), Answer::Done);
+        assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
         for worker in 1..3 {
             match before {
                 None if round == 1 && worker == 2 => {
@@ -161,14 +162,17 @@ pub(crate) fn moment(dice: &mut Dice, whole: Duration) -> Duration {
 
 /// Its death ends the wait, and is its line.
 pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 3);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 3);
     for worker in [0, 2] {
-        script.tell_worker(worker, Deed::Receive(None));
+        script.tell_worker(worker, WorkerCommand::Receive(None));
     }
     let pid = script.pid(2);
     script.dispatch(
         TRAINER,
-        &Command::Trainer(Act::Send(What::Word(2), How::default())),
+        &Command::Trainer(TrainerCommand::Send(
+            Payload::Word(2),
+            SendSettings::default(),
+        )),
     );
     for worker in [0, 2] {
         assert_eq!(script.answer_of(worker).seen().word(), 2);
@@ -207,14 +211,17 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
 
 /// Its words are in every report until another has its number.
 pub(crate) fn a_worker_that_fails_is_a_line_until_it_is_back(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
     let why = "RuntimeError: CUDA error".to_owned();
-    assert_eq!(script.deed(1, Deed::Fail(why.clone())), Answer::Done);
+    assert_eq!(
+        script.deed(1, WorkerCommand::Fail(why.clone())),
+        Answer::Done
+    );
     // It says first that it can use nothing more, and then leaves. A report between the two
     // has its words, and calls it refused.
     script.until_status(|workers| workers.len() == 1);
     for word in 2..4 {
-        let (sent, _) = script.deliver(What::Word(word), How::default(), &[0]);
+        let (sent, _) = script.deliver(Payload::Word(word), SendSettings::default(), &[0]);
         let line = sent.line(1);
         assert_eq!(
             (line.fate, &line.reason),
@@ -228,27 +235,27 @@ pub(crate) fn a_worker_that_fails_is_a_line_until_it_is_back(subject: &Subject) 
     }
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     assert_eq!(script.take(1).one(), (3, 3));
-    let (sent, _) = script.deliver(What::Word(4), How::default(), &[0, 1]);
+    let (sent, _) = script.deliver(Payload::Word(4), SendSettings::default(), &[0, 1]);
     assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
     script.close();
 }
 
 /// It is missing, also for sends that began after its death.
 pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 2);
     script.kill(2);
     script.until_status(|workers| workers.len() == 1);
     for word in 2..5 {
-        let (sent, _) = script.deliver(What::Word(word), How::default(), &[0]);
+        let (sent, _) = script.deliver(Payload::Word(word), SendSettings::default(), &[0]);
         let fate = sent.line(1).fate;
         assert!(matches!(fate, Fate::Died | Fate::Lost), "{}", sent.text);
         assert!(!sent.all_applied, "{}", sent.text);
     }
-    let sent = script.send(What::Word(5), How::wait(Wait::Sent));
+    let sent = script.send(Payload::Word(5), SendSettings::wait(Wait::Sent));
     assert_eq!(sent.lines.len(), 1, "{}", sent.text);
     assert_eq!(script.take(0).word(), 5);
-    assert_eq!(script.act(Act::Forget(vec![1])), Answer::Done);
-    let (sent, _) = script.deliver(What::Word(6), How::default(), &[0]);
+    assert_eq!(script.act(TrainerCommand::Forget(vec![1])), Answer::Done);
+    let (sent, _) = script.deliver(Payload::Word(6), SendSettings::default(), &[0]);
     assert_eq!(sent.lines.len(), 1, "{}", sent.text);
     assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
     script.close();
@@ -256,7 +263,7 @@ pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
 
 /// Nobody waits for it, and its number is free again.
 pub(crate) fn a_worker_killed_while_idle_is_gone(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
     for round in 0..3 {
         script.kill(2);
         script.until_status(|workers| workers.len() == 1);
@@ -271,19 +278,22 @@ pub(crate) fn a_worker_killed_while_idle_is_gone(subject: &Subject) {
 
 /// What it held is free with its death, and a send that waited for it goes on.
 pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 2),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 2);
     // Worker 0 holds both places, if holding costs any; worker 1 nothing.
-    script.deed(0, Deed::Hoard(9));
-    script.deed(1, Deed::Hoard(0));
+    script.deed(0, WorkerCommand::Hoard(9));
+    script.deed(1, WorkerCommand::Hoard(0));
     script.deliver_word(2, &[0, 1]);
-    script.tell_worker(1, Deed::Receive(None));
+    script.tell_worker(1, WorkerCommand::Receive(None));
     script.dispatch(
         TRAINER,
-        &Command::Trainer(Act::Send(What::Word(3), How::default())),
+        &Command::Trainer(TrainerCommand::Send(
+            Payload::Word(3),
+            SendSettings::default(),
+        )),
     );
     script.until_it_sleeps(TRAINER);
     let begun = Instant::now();
@@ -307,19 +317,19 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
     for (word, before) in [(2, 1), (3, 1)] {
         script.tell_worker(
             0,
-            Deed::Load {
+            WorkerCommand::Load {
                 timeout: None,
-                mishap: Some(Mishap::Once),
+                load_fault: Some(LoadFault::Once),
             },
         );
         script.tell_worker(
             1,
-            Deed::Load {
+            WorkerCommand::Load {
                 timeout: None,
-                mishap: None,
+                load_fault: None,
             },
         );
-        let sent = script.send(What::Word(word), How::default());
+        let sent = script.send(Payload::Word(word), SendSettings::default());
         assert_eq!(
             sent.fates(),
             [(0, Fate::Refused), (1, Fate::Applied)],
@@ -343,13 +353,13 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
     for worker in 0..2 {
         script.tell_worker(
             worker,
-            Deed::Load {
+            WorkerCommand::Load {
                 timeout: None,
-                mishap: None,
+                load_fault: None,
             },
         );
     }
-    let sent = script.send(What::Word(4), How::default());
+    let sent = script.send(Payload::Word(4), SendSettings::default());
     script.assert_applied(&sent, &[0, 1]);
     for worker in 0..2 {
         assert_eq!(script.answer_of(worker).loaded().word(), Some(4));
@@ -360,15 +370,16 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
 
 /// It is alive and not dead, so it is late and nothing else.
 pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 8),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 3);
     script.stop(1);
     let deadline = Duration::from_millis(300);
     for word in 2..5 {
-        let (sent, seen) = script.deliver(What::Word(word), How::within(deadline), &[1, 2]);
+        let (sent, seen) =
+            script.deliver(Payload::Word(word), SendSettings::within(deadline), &[1, 2]);
         let fates = sent.fates();
         assert_eq!(fates[1..], [(1, Fate::Applied), (2, Fate::Applied)]);
         // One that is far from its sender may be given up for its silence.
@@ -383,7 +394,7 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
     }
     script.wake(1);
     // What it held is whole, and what comes is the newest.
-    assert_eq!(script.deed(0, Deed::Reread(3)).held()[0].word(), 1);
+    assert_eq!(script.deed(0, WorkerCommand::Reread(3)).held()[0].word(), 1);
     assert_eq!(script.take(0).one(), (4, 4));
     script.deliver_word(5, &[0, 1, 2]);
     script.close();
@@ -391,14 +402,14 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
 
 /// Those after it pass it over until it moves, and have a line that says so.
 pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 8),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 2);
     script.stop(1);
     let short = Duration::from_millis(300);
-    let (sent, _) = script.deliver(What::Word(2), How::within(short), &[1]);
+    let (sent, _) = script.deliver(Payload::Word(2), SendSettings::within(short), &[1]);
     // One that is far from its sender may be given up for its silence.
     let may_be_lost = !script.is_near();
     let is = |sent: &Sent, fate, passed| {
@@ -414,13 +425,13 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         !lost
     };
     assert!(!is(&sent, Fate::Late, false) || sent.took >= short);
-    let passing = How {
+    let passing = SendSettings {
         wait_late: false,
-        ..How::default()
+        ..SendSettings::default()
     };
     let (mut last, mut queued) = (12, vec![2]);
     for word in 3..=last {
-        let (sent, _) = script.deliver(What::Word(word), passing.clone(), &[1]);
+        let (sent, _) = script.deliver(Payload::Word(word), passing.clone(), &[1]);
         assert!(sent.took < MOMENT, "{:?}: {}", sent.took, sent.text);
         // One that gets every version has no room for all of these.
         if subject.can.every_version && sent.line(0).fate == Fate::Full {
@@ -436,8 +447,8 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
     }
     if !subject.can.every_version {
         last = 13;
-        let insists = How::within(short);
-        let (sent, _) = script.deliver(What::Word(last), insists, &[1]);
+        let insists = SendSettings::within(short);
+        let (sent, _) = script.deliver(Payload::Word(last), insists, &[1]);
         let late = is(&sent, Fate::Late, false);
         assert!(!late || sent.took >= short, "{:?}", sent.took);
     }
@@ -457,9 +468,9 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         script.until_status(|workers| workers.iter().all(|one| one.versions == [last]));
     }
     for worker in 0..2 {
-        script.tell_worker(worker, Deed::Receive(None));
+        script.tell_worker(worker, WorkerCommand::Receive(None));
     }
-    let sent = script.send(What::Word(14), passing);
+    let sent = script.send(Payload::Word(14), passing);
     for worker in 0..2 {
         assert_eq!(script.answer_of(worker).seen().word(), 14);
     }
@@ -470,17 +481,20 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
 /// Whatever it was doing, its workers have whole versions of it.
 pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subject) {
     for stage in [Stage::Begun, Stage::Midway, Stage::Written, Stage::Live] {
-        let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
+        let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 12), 2);
         script.deliver_word(2, &[0, 1]);
         script.doom(TRAINER);
         script.dispatch(
             TRAINER,
-            &Command::Trainer(Act::Send(What::Dying(7, stage), How::wait(Wait::Sent))),
+            &Command::Trainer(TrainerCommand::Send(
+                Payload::Dying(7, stage),
+                SendSettings::wait(Wait::Sent),
+            )),
         );
         script.until_dead(TRAINER);
         for worker in 0..2 {
             let mut live = stage == Stage::Live;
-            let mut answer = script.deed(worker, Deed::Receive(None));
+            let mut answer = script.deed(worker, WorkerCommand::Receive(None));
             if !subject.can.outlives {
                 // It may have reached this worker, or died with its sender.
                 live &= matches!(answer, Answer::Seen(_));
@@ -488,7 +502,7 @@ pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subje
             let newest = if live { (3, 7) } else { (2, 2) };
             if live {
                 assert_eq!(answer.seen().one(), newest);
-                answer = script.deed(worker, Deed::Receive(None));
+                answer = script.deed(worker, WorkerCommand::Receive(None));
             }
             let fault = answer.fault();
             assert!(
@@ -497,7 +511,7 @@ pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subje
                 fault.text
             );
             assert_eq!(
-                script.deed(worker, Deed::Reread(3)).held()[0].one(),
+                script.deed(worker, WorkerCommand::Reread(3)).held()[0].one(),
                 newest,
                 "{stage:?}"
             );
@@ -509,10 +523,10 @@ pub(crate) fn a_sender_killed_at_any_stage_leaves_whole_versions(subject: &Subje
 
 /// Also to those that wait without end, and those that look without waiting.
 pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 3);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 3);
     let pid = script.pid(TRAINER);
     for worker in 0..2 {
-        script.tell_worker(worker, Deed::Receive(None));
+        script.tell_worker(worker, WorkerCommand::Receive(None));
         script.until_it_sleeps(worker as usize + 1);
     }
     let begun = Instant::now();
@@ -525,7 +539,7 @@ pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
         );
     }
     let fault = loop {
-        match script.deed(2, Deed::Receive(Some(Duration::ZERO))) {
+        match script.deed(2, WorkerCommand::Receive(Some(Duration::ZERO))) {
             Answer::Nothing => assert!(begun.elapsed() < MOMENT, "it looks in vain"),
             answer => break answer.fault(),
         }
@@ -533,7 +547,7 @@ pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
     assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
     assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
     // There is no run directory: nobody comes back, and that is said as well.
-    let again = script.deed(0, Deed::Receive(None)).fault();
+    let again = script.deed(0, WorkerCommand::Receive(None)).fault();
     assert!(matches!(again.kind, Kind::SenderDied(_)), "{}", again.text);
     script.close();
 }

@@ -6,7 +6,9 @@ use serde_json::{Value, json};
 use weightsync_engine::{AnyScheme, InitInfo, ReceiverSetup};
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, How, Join, Lead, Wait, What};
+use crate::harness::command::{
+    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, WorkerCommand,
+};
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, MOMENT, rounds, seed};
 use crate::harness::script::Script;
@@ -88,7 +90,7 @@ fn damage(base: &[u8], dice: &mut Dice) -> Vec<u8> {
 /// The secret in an init info is what lets a worker in.
 pub(crate) fn worker_without_the_secret_is_refused(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     script.gather(&info, &[0]);
     script.take(0);
     let good = serde_json::to_value(&info).expect("it has a JSON form");
@@ -116,7 +118,7 @@ pub(crate) fn worker_without_the_secret_is_refused(subject: &Subject) {
     assert_eq!(workers, [0]);
     script.deliver_word(2, &[0]);
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
-    script.act(Act::Close);
+    script.act(TrainerCommand::Close);
     script.close();
 }
 
@@ -172,19 +174,19 @@ pub(crate) fn absurd_init_info_is_refused_in_words(subject: &Subject) {
 /// A worker that looks is told what is wrong and keeps what it has, and the sender
 /// knows no better; the next version arrives like any other.
 pub(crate) fn a_damaged_commit_record_costs_its_version_alone(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 8),
-        ..Lead::words(1 << 10)
+        ..TrainerSetup::words(1 << 10)
     };
     let (mut script, _) = Script::open(subject, lead, 2);
     for before in (1..40).step_by(2) {
         let damaged = before + 1;
-        script.send(What::Word(damaged), How::wait(Wait::Sent));
-        let words = script.act(Act::Corrupt(damaged)).damaged();
+        script.send(Payload::Word(damaged), SendSettings::wait(Wait::Sent));
+        let words = script.act(TrainerCommand::Corrupt(damaged)).damaged();
         for worker in 0..2 {
             let fault = script.deed(worker, script.take_deed()).fault();
             assert!(fault.text.contains(&words), "{words:?}: {}", fault.text);
-            let held = script.deed(worker, Deed::Reread(2)).held();
+            let held = script.deed(worker, WorkerCommand::Reread(2)).held();
             assert_eq!(held[0].one(), (before, before));
         }
         let status = script.status();

@@ -3,7 +3,8 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Command, Deed, How, Join, Lead, ResourceCensus, Wait, What,
+    Answer, Command, Join, Payload, ResourceCensus, SendSettings, TrainerCommand, TrainerSetup,
+    Wait, WorkerCommand,
 };
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
@@ -41,10 +42,10 @@ pub(crate) fn many_connections_leave_nothing(subject: &Subject) {
     ];
     let count = rounds(1_000, 12);
     for round in 0..count {
-        let lead = Lead {
+        let lead = TrainerSetup {
             history: 2,
             slots: (2, 8),
-            ..Lead::words(1 << 10)
+            ..TrainerSetup::words(1 << 10)
         };
         let info = script.prepare(lead);
         script.gather(&info, &[0]);
@@ -53,21 +54,21 @@ pub(crate) fn many_connections_leave_nothing(subject: &Subject) {
             script.deliver_word(word, &[0]);
         }
         if subject.can.subsets {
-            script.deliver(What::Word(6), How::to(&[0]), &[0]);
+            script.deliver(Payload::Word(6), SendSettings::to(&[0]), &[0]);
         }
         if subject.can.hold {
-            script.act(Act::Hold(vec![0], true));
-            script.send(What::Word(7), How::wait(Wait::Sent));
-            script.act(Act::Hold(vec![0], false));
+            script.act(TrainerCommand::Hold(vec![0], true));
+            script.send(Payload::Word(7), SendSettings::wait(Wait::Sent));
+            script.act(TrainerCommand::Hold(vec![0], false));
             script.take(0);
         }
-        script.deed(0, Deed::Keep(0));
+        script.deed(0, WorkerCommand::Keep(0));
         let sender_first = round % 2 == 0;
         if sender_first {
-            assert_eq!(script.act(Act::Close), Answer::Done);
+            assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
         }
-        assert_eq!(script.deed(0, Deed::Leave), Answer::Done);
-        assert_eq!(script.act(Act::Close), Answer::Done);
+        assert_eq!(script.deed(0, WorkerCommand::Leave), Answer::Done);
+        assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
         if round == 0 {
             // What a process sets up once for good is there now.
             before = [
@@ -84,14 +85,14 @@ pub(crate) fn many_connections_leave_nothing(subject: &Subject) {
 
 /// A sender that lives long sees many of them.
 pub(crate) fn workers_that_come_and_go_leave_nothing(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(1 << 10), 2);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(1 << 10), 2);
     let count = rounds(500, 10);
     let mut before = None;
     for round in 0..count {
         let killed = round % 2 == 0;
         match killed {
             true => script.kill(2),
-            false => assert_eq!(script.deed(1, Deed::Leave), Answer::Done),
+            false => assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done),
         }
         script.until_status(|workers| workers.len() == 1);
         if killed {
@@ -113,8 +114,8 @@ pub(crate) fn workers_that_come_and_go_leave_nothing(subject: &Subject) {
 
 /// What did not come about leaves nothing either.
 pub(crate) fn failed_connections_leave_nothing(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
-    assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
+    assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done);
     script.until_status(|workers| workers.len() == 1);
     let mut before = None;
     for _ in 0..rounds(300, 6) {
@@ -128,8 +129,11 @@ pub(crate) fn failed_connections_leave_nothing(subject: &Subject) {
             script.dispatch(2, &Command::Trainer(act));
             script.answer(2)
         };
-        act(&mut script, Act::Prepare(Lead::words(64)));
-        let connect = Act::Connect {
+        act(
+            &mut script,
+            TrainerCommand::Prepare(TrainerSetup::words(64)),
+        );
+        let connect = TrainerCommand::Connect {
             expect: vec![4],
             deadline: BRIEF,
         };

@@ -9,7 +9,10 @@ use weightsync_engine::{
 
 use crate::Subject;
 use crate::harness::command::ResourceCensus;
-use crate::harness::command::{Act, Answer, Command, Deed, Fate, How, Join, Lead, Wait, What};
+use crate::harness::command::{
+    Answer, Command, Fate, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait,
+    WorkerCommand,
+};
 use crate::harness::fault::Kind;
 use crate::harness::resource_census;
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
@@ -67,24 +70,30 @@ pub(crate) fn setting_up_communicates_nothing(subject: &Subject) {
 /// nobody.
 pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     // The worker comes first, and the trainer expects one more than there is.
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
-    let connect = Act::Connect {
+    let connect = TrainerCommand::Connect {
         expect: vec![0, 1, 7],
         deadline: PATIENCE,
     };
     assert_eq!(script.act(connect), Answer::Done);
     for word in 2..5 {
-        let sent = script.send(What::Word(word), How::default());
+        let sent = script.send(Payload::Word(word), SendSettings::default());
         assert_eq!((sent.version(), sent.fates()), (word, Vec::new()));
         for timeout in [None, Some(PATIENCE), Some(Duration::ZERO)] {
-            assert_eq!(script.deed(0, Deed::Receive(timeout)), Answer::Nothing);
+            assert_eq!(
+                script.deed(0, WorkerCommand::Receive(timeout)),
+                Answer::Nothing
+            );
         }
-        assert_eq!(script.deed(0, Deed::Latest), Answer::Nothing);
+        assert_eq!(script.deed(0, WorkerCommand::Latest), Answer::Nothing);
     }
     let fault = script
-        .act(Act::Send(What::Wrong(Shape::Floats), How::default()))
+        .act(TrainerCommand::Send(
+            Payload::Wrong(Shape::Floats),
+            SendSettings::default(),
+        ))
         .fault();
     assert_eq!(fault.kind, Kind::WrongWeights, "{}", fault.text);
     script.close();
@@ -93,8 +102,8 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
 /// The end that comes first waits, and both return with the first version loaded.
 pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
-    let connect = Act::Connect {
+    let info = script.prepare(TrainerSetup::words(64));
+    let connect = TrainerCommand::Connect {
         expect: vec![0, 1],
         deadline: PATIENCE,
     };
@@ -111,9 +120,9 @@ pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
     script.close();
 
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     for worker in 0..2 {
-        script.tell_worker(worker, Deed::Join(Box::new(Join::new(&info))));
+        script.tell_worker(worker, WorkerCommand::Join(Box::new(Join::new(&info))));
     }
     for worker in 0..2 {
         script.until_it_sleeps(worker as usize + 1);
@@ -133,10 +142,10 @@ pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
 /// By their numbers, as soon as the deadline has come.
 pub(crate) fn missing_workers_are_named(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let info = script.prepare(Lead::words(64));
-    script.tell_worker(0, Deed::Join(Box::new(Join::new(&info))));
+    let info = script.prepare(TrainerSetup::words(64));
+    script.tell_worker(0, WorkerCommand::Join(Box::new(Join::new(&info))));
     // Long enough for the one that is there, on any machine but a hanging one.
-    let connect = Act::Connect {
+    let connect = TrainerCommand::Connect {
         expect: vec![0, 5, 6],
         deadline: Duration::from_secs(3),
     };
@@ -154,7 +163,7 @@ pub(crate) fn missing_workers_are_named(subject: &Subject) {
     assert_eq!(script.answer_of(0), Answer::Done);
 
     // Who has joined stays, and the next connect goes on waiting.
-    let again = |expect: &[u32]| Act::Connect {
+    let again = |expect: &[u32]| TrainerCommand::Connect {
         expect: expect.to_vec(),
         deadline: PATIENCE,
     };
@@ -168,14 +177,14 @@ pub(crate) fn missing_workers_are_named(subject: &Subject) {
 /// It has been there, and did what was expected of it.
 pub(crate) fn a_worker_that_joins_and_leaves_at_once_counts(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
-    let connect = Act::Connect {
+    let info = script.prepare(TrainerSetup::words(64));
+    let connect = TrainerCommand::Connect {
         expect: vec![0, 1],
         deadline: PATIENCE,
     };
     script.dispatch(TRAINER, &Command::Trainer(connect));
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
-    assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+    assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done);
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
     assert_eq!(script.answer(TRAINER), Answer::Done);
     assert_eq!(script.take(0).one(), (1, 1));
@@ -186,8 +195,8 @@ pub(crate) fn a_worker_that_joins_and_leaves_at_once_counts(subject: &Subject) {
 /// It says which of the missing were there, and what became of them.
 pub(crate) fn a_worker_that_joined_and_died_is_named(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
-    let connect = Act::Connect {
+    let info = script.prepare(TrainerSetup::words(64));
+    let connect = TrainerCommand::Connect {
         expect: vec![0, 1],
         deadline: Duration::from_secs(3),
     };
@@ -213,7 +222,7 @@ pub(crate) fn a_worker_that_joined_and_died_is_named(subject: &Subject) {
 pub(crate) fn a_late_joiner_gets_the_newest_version(subject: &Subject) {
     let (mut script, info) = {
         let mut script = Script::new(subject, 2);
-        let info = script.prepare(Lead::words(64));
+        let info = script.prepare(TrainerSetup::words(64));
         script.gather(&info, &[0]);
         assert_eq!(script.take(0).word(), 1);
         (script, info)
@@ -229,7 +238,7 @@ pub(crate) fn a_late_joiner_gets_the_newest_version(subject: &Subject) {
 /// A worker without a trainer says so, in time.
 pub(crate) fn connecting_to_nobody_ends_by_its_deadline(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     let begun = Instant::now();
     let fault = script
         .join(
@@ -252,8 +261,8 @@ pub(crate) fn connecting_to_nobody_ends_by_its_deadline(subject: &Subject) {
 /// Both ends learn at once what does not fit.
 pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let info = script.prepare(Lead::words(64));
-    let connect = Act::Connect {
+    let info = script.prepare(TrainerSetup::words(64));
+    let connect = TrainerCommand::Connect {
         expect: vec![0],
         deadline: PATIENCE,
     };
@@ -277,7 +286,7 @@ pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
 /// A worker that nobody waits for can be wrong for itself.
 pub(crate) fn late_worker_of_another_model_delays_no_other(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     script.gather(&info, &[0]);
     script.take(0);
     let fault = script
@@ -309,16 +318,19 @@ pub(crate) fn late_worker_of_another_model_delays_no_other(subject: &Subject) {
 /// Workers hear of an end in order after everything that was sent; a second
 /// shutdown is none.
 pub(crate) fn shutdown_is_announced_and_happens_once(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 1);
-    script.send(What::Word(2), How::wait(Wait::Sent));
-    assert_eq!(script.act(Act::Close), Answer::Done);
-    assert_eq!(script.act(Act::Close), Answer::Done);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 1);
+    script.send(Payload::Word(2), SendSettings::wait(Wait::Sent));
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
     if subject.can.push {
-        assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (2, 2));
+        assert_eq!(
+            script.deed(0, WorkerCommand::Receive(None)).seen().one(),
+            (2, 2)
+        );
     }
     let fault = script.deed(0, script.take_deed()).fault();
     assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
-    let held = script.deed(0, Deed::Reread(2)).held();
+    let held = script.deed(0, WorkerCommand::Reread(2)).held();
     assert_eq!(
         held[0].word(),
         if subject.can.push { 2 } else { 1 },
@@ -339,8 +351,8 @@ pub(crate) fn shutdown_is_announced_and_happens_once(subject: &Subject) {
 
 /// It was a worker and is none any more.
 pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
-    assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
+    assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done);
     script.until_status(|workers| workers.len() == 1);
     script.deliver_word(2, &[0]);
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
@@ -350,14 +362,17 @@ pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
 
     if subject.can.push {
         // It leaves while it is waited for.
-        script.tell_worker(0, Deed::Receive(None));
+        script.tell_worker(0, WorkerCommand::Receive(None));
         script.dispatch(
             TRAINER,
-            &Command::Trainer(Act::Send(What::Word(3), How::default())),
+            &Command::Trainer(TrainerCommand::Send(
+                Payload::Word(3),
+                SendSettings::default(),
+            )),
         );
         assert_eq!(script.answer_of(0).seen().word(), 3);
         script.until_it_sleeps(TRAINER);
-        assert_eq!(script.deed(1, Deed::Leave), Answer::Done);
+        assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done);
         let sent = script.answer(TRAINER).sent();
         assert_eq!(sent.fates(), [(0, Fate::Applied), (1, Fate::Left)]);
         assert!(sent.all_applied, "{}", sent.text);
@@ -368,7 +383,7 @@ pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
 /// It is a plain value, and can be used any number of times.
 pub(crate) fn init_info_crosses_text_and_bytes(subject: &Subject) {
     let mut script = Script::new(subject, 3);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     let text = serde_json::to_string(&info).expect("it has a JSON form");
     let bytes = postcard::to_stdvec(&info).expect("it has a postcard form");
     let from_text: InitInfo = serde_json::from_str(&text).expect("what was just written");

@@ -3,7 +3,7 @@
 use weightsync_engine::{Dtype, SenderSetup, Strategy, Tensors};
 
 use crate::Subject;
-use crate::harness::command::{Act, How, Lead, What};
+use crate::harness::command::{Payload, SendSettings, TrainerCommand, TrainerSetup};
 use crate::harness::script::Script;
 use crate::harness::shape::{Model, Shape, print_of};
 
@@ -42,9 +42,9 @@ fn arrives(subject: &Subject, shape: Shape, versions: u64) {
 
 fn arrives_as(subject: &Subject, shape: Shape, versions: u64, check: impl Fn(&Model)) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::of(&[("policy", shape)]));
+    let info = script.prepare(TrainerSetup::of(&[("policy", shape)]));
     script.gather(&info, &[0, 1]);
-    let first = script.act(Act::Source).print();
+    let first = script.act(TrainerCommand::Source).print();
     assert_eq!(first, print_of(&shape.make(1)));
     for worker in 0..2 {
         let seen = script.take(worker);
@@ -52,7 +52,7 @@ fn arrives_as(subject: &Subject, shape: Shape, versions: u64, check: impl Fn(&Mo
         check(&seen.members[0]);
     }
     for word in 2..2 + versions {
-        let (sent, seen) = script.deliver(What::Word(word), How::default(), &[0, 1]);
+        let (sent, seen) = script.deliver(Payload::Word(word), SendSettings::default(), &[0, 1]);
         script.assert_applied(&sent, &[0, 1]);
         let expected = print_of(&shape.make(word));
         assert!(
@@ -67,11 +67,11 @@ fn arrives_as(subject: &Subject, shape: Shape, versions: u64, check: impl Fn(&Mo
 /// Transposed, backwards, and a view of one element: row-major at the worker.
 pub(crate) fn tensors_that_do_not_lie_in_order_arrive_in_order(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let info = script.prepare(Lead::of(&[("policy", Shape::Floats)]));
+    let info = script.prepare(TrainerSetup::of(&[("policy", Shape::Floats)]));
     script.gather(&info, &[0]);
     script.take(0);
     for word in 2..5 {
-        let (_, seen) = script.deliver(What::Strided(word), How::default(), &[0]);
+        let (_, seen) = script.deliver(Payload::Strided(word), SendSettings::default(), &[0]);
         assert_eq!(
             seen[0].members[0].print,
             print_of(&Shape::Floats.make(word))
@@ -84,16 +84,16 @@ pub(crate) fn tensors_that_do_not_lie_in_order_arrive_in_order(subject: &Subject
 pub(crate) fn floats_are_cast_on_their_way(subject: &Subject) {
     for dtype in [Dtype::BF16, Dtype::F16, Dtype::F32, Dtype::F64] {
         let mut script = Script::new(subject, 1);
-        let lead = Lead {
+        let lead = TrainerSetup {
             cast: Some(dtype.to_string()),
-            ..Lead::of(&[("policy", Shape::Floats)])
+            ..TrainerSetup::of(&[("policy", Shape::Floats)])
         };
         let info = script.prepare(lead);
         script.gather(&info, &[0]);
         script.take(0);
         for word in [2, 3] {
-            for what in [What::Word(word), What::Strided(word)] {
-                let (_, seen) = script.deliver(what, How::default(), &[0]);
+            for what in [Payload::Word(word), Payload::Strided(word)] {
+                let (_, seen) = script.deliver(what, SendSettings::default(), &[0]);
                 assert_eq!(
                     seen[0].members[0].print,
                     print_of(&cast(&Shape::Floats.make(word), dtype)),

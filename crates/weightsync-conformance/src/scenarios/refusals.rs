@@ -12,7 +12,7 @@ use crate::harness::shape::Shape;
 
 /// Every call that is not offered is an error that names the scheme, and none of
 /// them harms what is.
-pub(crate) fn what_is_not_stated_is_refused(subject: &Subject) {
+pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
     let scheme: AnyScheme = subject.scheme.parse().expect("it was parsed before");
     let can = subject.can;
     let weights = Shape::Words(64).make(1);

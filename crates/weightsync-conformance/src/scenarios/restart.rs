@@ -3,7 +3,10 @@
 use std::time::Duration;
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Command, Deed, How, Join, Lead, Wait, Want, What};
+use crate::harness::command::{
+    Answer, Command, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, Want,
+    WorkerCommand,
+};
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, PATIENCE, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
@@ -11,12 +14,12 @@ use crate::scenarios::death::moment;
 
 /// A trainer with a run directory, and so many workers that hold its first
 /// version.
-pub(super) fn open(subject: &Subject, workers: u32) -> (Script<'_>, Lead) {
+pub(super) fn open(subject: &Subject, workers: u32) -> (Script<'_>, TrainerSetup) {
     let mut script = Script::new(subject, workers as usize);
-    let lead = Lead {
+    let lead = TrainerSetup {
         run_dir: Some(script.run_dir()),
         slots: (2, 8),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let info = script.prepare(lead.clone());
     script.gather(&info, &(0..workers).collect::<Vec<_>>());
@@ -26,8 +29,8 @@ pub(super) fn open(subject: &Subject, workers: u32) -> (Script<'_>, Lead) {
     (script, lead)
 }
 
-fn connect(expect: &[u32]) -> Act {
-    Act::Connect {
+fn connect(expect: &[u32]) -> TrainerCommand {
+    TrainerCommand::Connect {
         expect: expect.to_vec(),
         deadline: PATIENCE,
     }
@@ -43,12 +46,12 @@ pub(crate) fn workers_find_the_next_sender_automatically(subject: &Subject) {
         script.deliver_word(2, &[0, 1]);
         let killed = life % 2 == 0;
         for worker in 0..2 {
-            script.tell_worker(worker, Deed::Receive(None));
+            script.tell_worker(worker, WorkerCommand::Receive(None));
             script.until_it_sleeps(worker as usize + 1);
         }
         match killed {
             true => script.kill(TRAINER),
-            false => assert_eq!(script.act(Act::Close), Answer::Done),
+            false => assert_eq!(script.act(TrainerCommand::Close), Answer::Done),
         }
         for worker in 0..2 {
             let fault = script.answer_of(worker).fault();
@@ -60,11 +63,14 @@ pub(crate) fn workers_find_the_next_sender_automatically(subject: &Subject) {
             );
             // Nobody is there yet; that is no error, and what it holds is whole.
             assert_eq!(
-                script.deed(worker, Deed::Receive(Some(BRIEF))),
+                script.deed(worker, WorkerCommand::Receive(Some(BRIEF))),
                 Answer::Nothing
             );
-            assert_eq!(script.deed(worker, Deed::Reread(2)).held()[0].one(), (2, 2));
-            script.tell_worker(worker, Deed::Receive(None));
+            assert_eq!(
+                script.deed(worker, WorkerCommand::Reread(2)).held()[0].one(),
+                (2, 2)
+            );
+            script.tell_worker(worker, WorkerCommand::Receive(None));
         }
         if killed {
             script.raise(TRAINER);
@@ -93,20 +99,23 @@ pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) 
     println!("{count} deaths, seed {seed}");
     let mut dice = Dice::new(seed);
     let mut script = Script::new(subject, 2);
-    let lead = Lead {
+    let lead = TrainerSetup {
         run_dir: Some(script.run_dir()),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     for _ in 0..count {
         let info = script.prepare(lead.clone());
         for worker in 0..2 {
-            script.tell_worker(worker, Deed::Join(Box::new(Join::new(&info))));
+            script.tell_worker(worker, WorkerCommand::Join(Box::new(Join::new(&info))));
         }
         script.dispatch(TRAINER, &Command::Trainer(connect(&[0, 1])));
         script.kill_at(TRAINER, moment(&mut dice, Duration::from_millis(3)));
         script.raise(TRAINER);
         assert_eq!(script.prepare(lead.clone()), info);
-        assert_eq!(script.act(Act::ConnectWith(What::Word(7))), Answer::Done);
+        assert_eq!(
+            script.act(TrainerCommand::ConnectWith(Payload::Word(7))),
+            Answer::Done
+        );
         for worker in 0..2 {
             // A worker without a version of the dead sender waits for one of the next.
             assert_eq!(script.answer_of(worker), Answer::Done);
@@ -123,10 +132,10 @@ pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) 
         script.until_status(|workers| workers.len() == 2);
         script.deliver_word(8, &[0, 1]);
         for worker in 0..2 {
-            script.deed(worker, Deed::Keep(0));
-            assert_eq!(script.deed(worker, Deed::Leave), Answer::Done);
+            script.deed(worker, WorkerCommand::Keep(0));
+            assert_eq!(script.deed(worker, WorkerCommand::Leave), Answer::Done);
         }
-        assert_eq!(script.act(Act::Close), Answer::Done);
+        assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
     }
     script.close();
 }
@@ -135,11 +144,11 @@ pub(crate) fn a_trainer_killed_while_it_connects_is_replaced(subject: &Subject) 
 pub(crate) fn a_worker_that_asks_finds_the_next_sender(subject: &Subject) {
     let (mut script, lead) = open(subject, 1);
     let mut epoch = script.newest(0).run.epoch;
-    let pull = |timeout| Deed::Pull(Want::Newest, timeout);
+    let pull = |timeout| WorkerCommand::Pull(Want::Newest, timeout);
     for killed in [true, false] {
         match killed {
             true => script.kill(TRAINER),
-            false => assert_eq!(script.act(Act::Close), Answer::Done),
+            false => assert_eq!(script.act(TrainerCommand::Close), Answer::Done),
         }
         let fault = script.deed(0, pull(None)).fault();
         let is_told = match killed {
@@ -158,7 +167,7 @@ pub(crate) fn a_worker_that_asks_finds_the_next_sender(subject: &Subject) {
         assert_eq!(seen.one(), (1, 1));
         assert!(seen.run.epoch > epoch, "{:?} after {epoch}", seen.run);
         epoch = seen.run.epoch;
-        script.send(What::Word(2), How::wait(Wait::Sent));
+        script.send(Payload::Word(2), SendSettings::wait(Wait::Sent));
         assert_eq!(script.deed(0, pull(None)).seen().one(), (2, 2));
     }
     script.close();
@@ -169,8 +178,8 @@ pub(crate) fn a_look_at_the_newest_finds_the_next_sender(subject: &Subject) {
     let (mut script, lead) = open(subject, 1);
     let epoch = script.newest(0).run.epoch;
     script.deliver_word(2, &[0]);
-    assert_eq!(script.act(Act::Close), Answer::Done);
-    let fault = script.deed(0, Deed::Receive(None)).fault();
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
+    let fault = script.deed(0, WorkerCommand::Receive(None)).fault();
     assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
     let before = script.newest(0);
     assert_eq!((before.one(), before.run.epoch), ((2, 2), epoch));
@@ -188,9 +197,9 @@ pub(crate) fn a_look_at_the_newest_finds_the_next_sender(subject: &Subject) {
 pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
     // The second process is a trainer too.
     let mut script = Script::new(subject, 2);
-    let lead = Lead {
+    let lead = TrainerSetup {
         run_dir: Some(script.run_dir()),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let info = script.prepare(lead.clone());
     script.gather(&info, &[0]);
@@ -199,18 +208,24 @@ pub(crate) fn a_living_sender_keeps_its_place(subject: &Subject) {
         script.dispatch(2, &Command::Trainer(act));
         script.answer(2)
     };
-    assert_eq!(second(&mut script, Act::Prepare(lead.clone())).info(), info);
+    assert_eq!(
+        second(&mut script, TrainerCommand::Prepare(lead.clone())).info(),
+        info
+    );
     let fault = second(&mut script, connect(&[])).fault();
     assert_ne!(fault.kind, Kind::Unsupported, "{}", fault.text);
     script.deliver_word(2, &[0]);
 
     // Once it is gone the place is free.
-    assert_eq!(script.act(Act::Close), Answer::Done);
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
     let fault = script.deed(0, script.take_deed()).fault();
     assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
     assert_eq!(second(&mut script, connect(&[])), Answer::Done);
     if subject.can.push {
-        assert_eq!(script.deed(0, Deed::Receive(None)).seen().one(), (1, 1));
+        assert_eq!(
+            script.deed(0, WorkerCommand::Receive(None)).seen().one(),
+            (1, 1)
+        );
     }
     script.close();
 }
@@ -228,7 +243,7 @@ pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
             fault.text
         );
     };
-    assert_eq!(script.act(Act::Close), Answer::Done);
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
     over(&mut script);
     script.prepare(lead.clone());
     assert_eq!(script.act(connect(&[])), Answer::Done);
@@ -241,10 +256,10 @@ pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
     script.raise(TRAINER);
     script.prepare(lead.clone());
     assert_eq!(script.act(connect(&[])), Answer::Done);
-    script.send(What::Word(66), How::wait(Wait::Sent));
+    script.send(Payload::Word(66), SendSettings::wait(Wait::Sent));
     let look = match subject.pulls() {
-        true => Deed::Pull(Want::Newest, Some(BRIEF)),
-        false => Deed::Receive(Some(BRIEF)),
+        true => WorkerCommand::Pull(Want::Newest, Some(BRIEF)),
+        false => WorkerCommand::Receive(Some(BRIEF)),
     };
     let look_again = look.clone();
     match script.deed(0, look) {
@@ -252,16 +267,19 @@ pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
         Answer::Fault(fault) => assert!(fault.retry, "{}", fault.text),
         other => panic!("of an epoch that was seen before: {other:?}"),
     }
-    assert_eq!(script.deed(0, Deed::Reread(2)).held()[0].one(), (1, 1));
+    assert_eq!(
+        script.deed(0, WorkerCommand::Reread(2)).held()[0].one(),
+        (1, 1)
+    );
     // The one after that is higher, and is believed.
-    assert_eq!(script.act(Act::Close), Answer::Done);
+    assert_eq!(script.act(TrainerCommand::Close), Answer::Done);
     // Epochs only grow where nobody meddles: it takes as many lives to get there.
     let seen = loop {
         script.prepare(lead.clone());
         assert_eq!(script.act(connect(&[])), Answer::Done);
         match script.deed(0, look_again.clone()) {
             Answer::Seen(seen) => break seen,
-            _ => assert_eq!(script.act(Act::Close), Answer::Done),
+            _ => assert_eq!(script.act(TrainerCommand::Close), Answer::Done),
         }
     };
     assert_eq!(seen.one(), (1, 1));
@@ -271,12 +289,12 @@ pub(crate) fn a_worker_does_not_go_back_to_an_earlier_epoch(subject: &Subject) {
 
 /// It is a worker like any other, under the number it had.
 pub(crate) fn a_worker_that_comes_back_has_the_newest(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 2);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
     for round in 0..3 {
         let word = 2 + 2 * round;
         script.deliver_word(word, &[0, 1]);
         script.kill(1);
-        script.send(What::Word(word + 1), How::wait(Wait::Sent));
+        script.send(Payload::Word(word + 1), SendSettings::wait(Wait::Sent));
         script.raise(1);
         assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
         let take = script.take_deed();
@@ -293,7 +311,7 @@ pub(crate) fn a_worker_that_comes_back_has_the_newest(subject: &Subject) {
     script.raise(1);
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
     script.take(0);
-    let (sent, _) = script.deliver(What::Word(9), How::default(), &[0, 1]);
+    let (sent, _) = script.deliver(Payload::Word(9), SendSettings::default(), &[0, 1]);
     assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
     script.close();
 }
@@ -308,7 +326,7 @@ pub(crate) fn both_ends_can_start_again_in_either_order(subject: &Subject) {
         script.kill(1);
         script.raise(1);
         script.raise(TRAINER);
-        let join = Deed::Join(Box::new(Join::new(&info)));
+        let join = WorkerCommand::Join(Box::new(Join::new(&info)));
         if worker_first {
             script.tell_worker(0, join.clone());
             script.until_it_sleeps(1);

@@ -2,7 +2,8 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Command, Deed, Fate, How, Join, Lead, Mishap, Wait, What,
+    Answer, Command, Fate, Join, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup,
+    Wait, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, rounds};
@@ -22,17 +23,17 @@ pub(crate) fn whole_versions_only_of_megabytes(subject: &Subject) {
 
 fn full_speed(subject: &Subject, words: u64, count: u64) {
     // Each reader keeps one version for a while, and reads another.
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 8),
-        ..Lead::words(words)
+        ..TrainerSetup::words(words)
     };
     let (mut script, _) = Script::open(subject, lead, 3);
     let last = 1 + count;
     let pulls = subject.pulls();
     for worker in 0..3 {
         // What is held from the beginning would be in the way of two slots.
-        script.deed(worker, Deed::Keep(0));
-        script.tell_worker(worker, Deed::ReadUntil { word: last, pulls });
+        script.deed(worker, WorkerCommand::Keep(0));
+        script.tell_worker(worker, WorkerCommand::ReadUntil { word: last, pulls });
     }
     script.send_fast(2, count);
     let mut checks = 0;
@@ -49,14 +50,14 @@ fn full_speed(subject: &Subject, words: u64, count: u64) {
 }
 
 /// The trainer's memory is read during a send and at no other time.
-pub(crate) fn what_is_not_sent_is_not_seen(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 2);
+pub(crate) fn unsent_changes_are_not_seen(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 12), 2);
     script.deliver_word(1000, &[0, 1]);
     // The trainer changes its tensors in place all the while; its workers look
     // at what they hold, and at the newest there is.
-    script.dispatch(TRAINER, &Command::Trainer(Act::Scribble));
+    script.dispatch(TRAINER, &Command::Trainer(TrainerCommand::Scribble));
     for worker in 0..2 {
-        let held = script.deed(worker, Deed::Reread(100)).held();
+        let held = script.deed(worker, WorkerCommand::Reread(100)).held();
         assert_eq!(held.last().map(|seen| seen.word()), Some(1000));
         for _ in 0..20 {
             assert_eq!(script.newest(worker).one(), (2, 1000));
@@ -70,8 +71,8 @@ pub(crate) fn what_is_not_sent_is_not_seen(subject: &Subject) {
 
 /// Each worker has a line, and the whole is text that a person can read.
 pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
-    let (sent, _) = script.deliver(What::Word(2), How::default(), &[0, 1]);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 2);
+    let (sent, _) = script.deliver(Payload::Word(2), SendSettings::default(), &[0, 1]);
     assert!(sent.all_applied, "{}", sent.text);
     assert!(
         sent.text.contains("policy v2") && sent.text.contains("2 of 2 workers"),
@@ -94,8 +95,8 @@ pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
     }
 
     // One of them does not look.
-    script.tell_worker(1, Deed::Receive(None));
-    let sent = script.send(What::Word(3), How::within(BRIEF));
+    script.tell_worker(1, WorkerCommand::Receive(None));
+    let sent = script.send(Payload::Word(3), SendSettings::within(BRIEF));
     assert_eq!(sent.fates(), [(0, Fate::Late), (1, Fate::Applied)]);
     assert!(
         !sent.all_applied && sent.text.contains("1 of 2 workers"),
@@ -115,15 +116,15 @@ pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
 /// Sent, staged and applied are three different moments.
 pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
     let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);
-    let sent = script.send(What::Word(2), How::wait(Wait::Sent));
+    let sent = script.send(Payload::Word(2), SendSettings::wait(Wait::Sent));
     assert!(sent.lines.is_empty() && !sent.all_applied, "{}", sent.text);
 
     // The worker has it, and has not loaded it.
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: Some(Mishap::Pause),
+            load_fault: Some(LoadFault::Pause),
         },
     );
     assert_eq!(script.answer_of(0), Answer::Loading);
@@ -135,12 +136,12 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
             assert_eq!(script.answer_of(0).loaded().word(), Some(2));
             script.tell_worker(
                 0,
-                Deed::Load {
+                WorkerCommand::Load {
                     timeout: None,
-                    mishap: Some(Mishap::Pause),
+                    load_fault: Some(LoadFault::Pause),
                 },
             );
-            let staged = script.send(What::Word(3), How::wait(Wait::Staged));
+            let staged = script.send(Payload::Word(3), SendSettings::wait(Wait::Staged));
             assert_eq!(staged.fates(), [(0, Fate::Staged)], "{}", staged.text);
             assert_eq!(script.answer_of(0), Answer::Loading);
             3
@@ -151,12 +152,12 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
     assert_eq!(script.answer_of(0).loaded().word(), Some(latest));
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: None,
+            load_fault: None,
         },
     );
-    let applied = script.send(What::Word(9), How::default());
+    let applied = script.send(Payload::Word(9), SendSettings::default());
     assert_eq!(applied.fates(), [(0, Fate::Applied)], "{}", applied.text);
     assert_eq!(script.answer_of(0).loaded().word(), Some(9));
     script.close();
@@ -167,12 +168,12 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
     let (mut script, _) = loading(subject, &[("policy", Shape::Words(64))], 1);
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: Some(Mishap::Pause),
+            load_fault: Some(LoadFault::Pause),
         },
     );
-    let sent = script.send(What::Word(2), How::within(BRIEF));
+    let sent = script.send(Payload::Word(2), SendSettings::within(BRIEF));
     assert!(
         matches!(sent.line(0).fate, Fate::Late | Fate::Staged),
         "{}",
@@ -191,17 +192,19 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
 
 /// A number that does not grow is refused, and nothing happens.
 pub(crate) fn version_numbers_may_be_given_and_only_grow(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
-    let numbered = |version| How {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
+    let numbered = |version| SendSettings {
         version: Some(version),
-        ..How::default()
+        ..SendSettings::default()
     };
-    let (sent, seen) = script.deliver(What::Word(10), numbered(10), &[0]);
+    let (sent, seen) = script.deliver(Payload::Word(10), numbered(10), &[0]);
     assert_eq!((sent.version(), seen[0].one()), (10, (10, 10)));
-    let (sent, seen) = script.deliver(What::Word(11), How::default(), &[0]);
+    let (sent, seen) = script.deliver(Payload::Word(11), SendSettings::default(), &[0]);
     assert_eq!((sent.version(), seen[0].one()), (11, (11, 11)));
     for old in [11, 5, 0] {
-        let fault = script.act(Act::Send(What::Word(12), numbered(old))).fault();
+        let fault = script
+            .act(TrainerCommand::Send(Payload::Word(12), numbered(old)))
+            .fault();
         assert_eq!(fault.kind, Kind::VersionNotNewer, "{}", fault.text);
     }
     assert_eq!(script.newest(0).one(), (11, 11));
@@ -211,10 +214,13 @@ pub(crate) fn version_numbers_may_be_given_and_only_grow(subject: &Subject) {
 
 /// What does not fit is named in full before anything is published.
 pub(crate) fn wrong_weights_are_named_and_the_old_version_serves(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
     for shape in [Shape::Words(65), Shape::Dtypes, Shape::Floats] {
         let fault = script
-            .act(Act::Send(What::Wrong(shape), How::default()))
+            .act(TrainerCommand::Send(
+                Payload::Wrong(shape),
+                SendSettings::default(),
+            ))
             .fault();
         assert_eq!(fault.kind, Kind::WrongWeights, "{}", fault.text);
         assert!(
@@ -224,7 +230,7 @@ pub(crate) fn wrong_weights_are_named_and_the_old_version_serves(subject: &Subje
         );
     }
     assert_eq!(script.newest(0).one(), (1, 1));
-    let (sent, seen) = script.deliver(What::Word(2), How::default(), &[0]);
+    let (sent, seen) = script.deliver(Payload::Word(2), SendSettings::default(), &[0]);
     assert_eq!(
         (sent.version(), seen[0].one()),
         (2, (2, 2)),
@@ -235,10 +241,13 @@ pub(crate) fn wrong_weights_are_named_and_the_old_version_serves(subject: &Subje
 
 /// Half a copy is nothing.
 pub(crate) fn a_source_that_fails_midway_changes_nothing(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(1 << 12), 1);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 12), 1);
     for _ in 0..5 {
         let fault = script
-            .act(Act::Send(What::Failing(7), How::default()))
+            .act(TrainerCommand::Send(
+                Payload::Failing(7),
+                SendSettings::default(),
+            ))
             .fault();
         assert_eq!(fault.kind, Kind::Extract, "{}", fault.text);
         assert!(
@@ -247,22 +256,22 @@ pub(crate) fn a_source_that_fails_midway_changes_nothing(subject: &Subject) {
             fault.text
         );
         assert_eq!(script.newest(0).one(), (1, 1));
-        script.deed(0, Deed::Keep(1));
+        script.deed(0, WorkerCommand::Keep(1));
     }
-    let (sent, seen) = script.deliver(What::Word(2), How::default(), &[0]);
+    let (sent, seen) = script.deliver(Payload::Word(2), SendSettings::default(), &[0]);
     assert_eq!((sent.version(), seen[0].one()), (2, (2, 2)));
     script.close();
 }
 
 /// A partial update names what it carries; the rest stays.
 pub(crate) fn partial_send_leaves_other_tensors_unchanged(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
-    let partial = How {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
+    let partial = SendSettings {
         partial: true,
-        ..How::default()
+        ..SendSettings::default()
     };
     let part = |words: &[(&str, u64)]| {
-        What::Part(
+        Payload::Part(
             words
                 .iter()
                 .map(|(name, word)| ((*name).into(), *word))
@@ -291,12 +300,12 @@ pub(crate) fn partial_send_leaves_other_tensors_unchanged(subject: &Subject) {
         // Not said to be a part, it is a model with tensors missing.
         (
             part(&[("b.bias", 8)]),
-            &How::default(),
+            &SendSettings::default(),
             Kind::WrongWeights,
             "a.weight",
         ),
     ] {
-        let fault = script.act(Act::Send(what, how.clone())).fault();
+        let fault = script.act(TrainerCommand::Send(what, how.clone())).fault();
         assert_eq!(fault.kind, kind, "{}", fault.text);
         assert!(fault.text.contains(word), "{}", fault.text);
     }
@@ -306,27 +315,30 @@ pub(crate) fn partial_send_leaves_other_tensors_unchanged(subject: &Subject) {
 }
 
 /// A source that the sender keeps is read when it is told to send.
-pub(crate) fn what_is_registered_can_be_sent_by_name(subject: &Subject) {
-    let lead = Lead {
+pub(crate) fn registered_models_are_sent_by_name(subject: &Subject) {
+    let lead = TrainerSetup {
         register: true,
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 1);
-    let (_, seen) = script.deliver(What::Registered(4), How::default(), &[0]);
+    let (_, seen) = script.deliver(Payload::Registered(4), SendSettings::default(), &[0]);
     assert_eq!(seen[0].word(), 4);
-    script.act(Act::Change(5));
+    script.act(TrainerCommand::Change(5));
     assert_eq!(script.newest(0).word(), 4);
-    let by_name = How {
+    let by_name = SendSettings {
         model: Some("policy".into()),
-        ..How::default()
+        ..SendSettings::default()
     };
-    let (_, seen) = script.deliver(What::Registered(6), by_name, &[0]);
+    let (_, seen) = script.deliver(Payload::Registered(6), by_name, &[0]);
     assert_eq!(seen[0].word(), 6);
     script.close();
 
-    let (mut script, _) = Script::open(subject, Lead::words(64), 1);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
     let fault = script
-        .act(Act::Send(What::Registered(4), How::default()))
+        .act(TrainerCommand::Send(
+            Payload::Registered(4),
+            SendSettings::default(),
+        ))
         .fault();
     assert_eq!(fault.kind, Kind::NotRegistered, "{}", fault.text);
     script.close();
@@ -334,16 +346,16 @@ pub(crate) fn what_is_registered_can_be_sent_by_name(subject: &Subject) {
 
 /// The model's own extraction can be the only pass over memory.
 pub(crate) fn the_trainer_writes_into_the_place_the_workers_read(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(1 << 10), 2);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 10), 2);
     for word in 2..8 {
-        let (sent, seen) = script.deliver(What::Loan(word), How::default(), &[0, 1]);
+        let (sent, seen) = script.deliver(Payload::Loan(word), SendSettings::default(), &[0, 1]);
         script.assert_applied(&sent, &[0, 1]);
         assert!(
             seen.iter().all(|seen| seen.one() == (word, word)),
             "{seen:?}"
         );
         for worker in 0..2 {
-            script.deed(worker, Deed::Keep(1));
+            script.deed(worker, WorkerCommand::Keep(1));
         }
     }
     script.close();
@@ -352,15 +364,15 @@ pub(crate) fn the_trainer_writes_into_the_place_the_workers_read(subject: &Subje
 /// Versions that are held cost room. When there is none a send fails by its
 /// deadline and names who holds it, and goes through as soon as it is released.
 pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 2),
-        ..Lead::words(64)
+        ..TrainerSetup::words(64)
     };
     let (mut script, _) = Script::open(subject, lead, 1);
-    script.deed(0, Deed::Hoard(100));
-    let brief = How {
+    script.deed(0, WorkerCommand::Hoard(100));
+    let brief = SendSettings {
         wait: Wait::Sent,
-        ..How::within(BRIEF)
+        ..SendSettings::within(BRIEF)
     };
     let mut words = vec![1];
     let fault = loop {
@@ -369,13 +381,13 @@ pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject
             // Holding costs the sender nothing here.
             break None;
         }
-        match script.act(Act::Send(What::Word(word), brief.clone())) {
+        match script.act(TrainerCommand::Send(Payload::Word(word), brief.clone())) {
             Answer::Fault(fault) => break Some(fault),
             answer => drop(answer.sent()),
         }
         words.push(script.take(0).word());
     };
-    let held = script.deed(0, Deed::Reread(3)).held();
+    let held = script.deed(0, WorkerCommand::Reread(3)).held();
     assert_eq!(
         held.iter().map(|seen| seen.word()).collect::<Vec<_>>(),
         words
@@ -393,11 +405,14 @@ pub(crate) fn worker_that_keeps_pins_delays_until_the_deadline(subject: &Subject
     // A send that can wait goes through as soon as one is released.
     script.dispatch(
         TRAINER,
-        &Command::Trainer(Act::Send(What::Word(99), How::wait(Wait::Sent))),
+        &Command::Trainer(TrainerCommand::Send(
+            Payload::Word(99),
+            SendSettings::wait(Wait::Sent),
+        )),
     );
     script.until_it_sleeps(TRAINER);
     assert!(!script.has_said(TRAINER), "nothing was released yet");
-    script.deed(0, Deed::Keep(1));
+    script.deed(0, WorkerCommand::Keep(1));
     let sent = script.answer(TRAINER).sent();
     assert_eq!(
         sent.version(),
@@ -414,7 +429,7 @@ pub(crate) fn loading<'a>(
     models: &[(&str, Shape)],
     workers: u32,
 ) -> (Script<'a>, weightsync_engine::InitInfo) {
-    let lead = Lead::of(models);
+    let lead = TrainerSetup::of(models);
     let mut script = Script::new(subject, workers as usize);
     let info = script.prepare(lead.clone());
     let join = Join {

@@ -2,8 +2,8 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Act, Answer, Command, Deed, Fate, How, Join, Lead, Loaded, Mishap, Publish, Sent, Stage, Wait,
-    Want, What,
+    Answer, Command, Fate, Join, LoadFault, Loaded, Payload, Publish, SendSettings, Sent, Stage,
+    TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{Dice, PATIENCE, rounds, seed};
@@ -17,18 +17,18 @@ const MODELS: [(&str, Shape); 2] = [
 ];
 
 /// Both models as this number.
-fn both(word: u64) -> What {
-    What::Set(vec![("actor".into(), word), ("critic".into(), word)])
+fn both(word: u64) -> Payload {
+    Payload::Set(vec![("actor".into(), word), ("critic".into(), word)])
 }
 
 /// What a worker sees is one set, at any speed.
 pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
-    let lead = Lead {
+    let lead = TrainerSetup {
         slots: (2, 8),
-        ..Lead::pair(1 << 12)
+        ..TrainerSetup::pair(1 << 12)
     };
     let (mut script, _) = Script::open(subject, lead, 3);
-    let (sent, seen) = script.deliver(both(2), How::default(), &[0, 1, 2]);
+    let (sent, seen) = script.deliver(both(2), SendSettings::default(), &[0, 1, 2]);
     script.assert_applied(&sent, &[0, 1, 2]);
     assert_eq!(
         sent.versions,
@@ -45,10 +45,10 @@ pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
     }
     let count = rounds(50_000, 500);
     for worker in 0..3 {
-        script.deed(worker, Deed::Keep(0));
+        script.deed(worker, WorkerCommand::Keep(0));
         script.tell_worker(
             worker,
-            Deed::ReadUntil {
+            WorkerCommand::ReadUntil {
                 word: 2 + count,
                 pulls: subject.pulls(),
             },
@@ -64,10 +64,10 @@ pub(crate) fn a_set_flips_as_one_on_every_worker(subject: &Subject) {
 /// goes on.
 pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let lead = Lead {
+    let lead = TrainerSetup {
         run_dir: Some(script.run_dir()),
         slots: (2, 8),
-        ..Lead::pair(1 << 12)
+        ..TrainerSetup::pair(1 << 12)
     };
     let info = script.prepare(lead.clone());
     script.gather(&info, &[0, 1]);
@@ -82,23 +82,23 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
             }
         }
         let words = vec![("actor".into(), 7), ("critic".into(), 7)];
-        let how = How::wait(Wait::Sent);
+        let how = SendSettings::wait(Wait::Sent);
         script.doom(TRAINER);
         script.dispatch(
             TRAINER,
-            &Command::Trainer(Act::Send(What::DyingSet(words, stage), how)),
+            &Command::Trainer(TrainerCommand::Send(Payload::DyingSet(words, stage), how)),
         );
         script.until_dead(TRAINER);
         for worker in 0..2 {
             let mut live = stage == Stage::Live;
-            let mut answer = script.deed(worker, Deed::Receive(None));
+            let mut answer = script.deed(worker, WorkerCommand::Receive(None));
             if !subject.can.outlives {
                 // It may have reached this worker, or died with its sender.
                 live &= matches!(answer, Answer::Seen(_));
             }
             if live {
                 assert_eq!(answer.seen().word(), 7, "{stage:?}");
-                answer = script.deed(worker, Deed::Receive(None));
+                answer = script.deed(worker, WorkerCommand::Receive(None));
             }
             let fault = answer.fault();
             assert!(
@@ -108,8 +108,8 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
             );
             let newest = script.newest(worker);
             assert_eq!(newest.word(), if live { 7 } else { 1 }, "{stage:?}");
-            script.deed(worker, Deed::Keep(0));
-            script.tell_worker(worker, Deed::Receive(None));
+            script.deed(worker, WorkerCommand::Keep(0));
+            script.tell_worker(worker, WorkerCommand::Receive(None));
         }
         script.raise(TRAINER);
         assert_eq!(
@@ -117,7 +117,7 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
             info,
             "found at the same place"
         );
-        let connect = Act::Connect {
+        let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
             deadline: PATIENCE,
         };
@@ -125,7 +125,7 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
         for worker in 0..2 {
             assert_eq!(script.answer_of(worker).seen().word(), 1);
         }
-        script.send(both(1), How::wait(Wait::Sent));
+        script.send(both(1), SendSettings::wait(Wait::Sent));
     }
     script.close();
 }
@@ -136,10 +136,10 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
     let mut dice = Dice::new(seed);
     let lives = rounds(1_000, 12);
     let mut script = Script::new(subject, 2);
-    let lead = Lead {
+    let lead = TrainerSetup {
         run_dir: Some(script.run_dir()),
         slots: (2, 8),
-        ..Lead::pair(1 << 12)
+        ..TrainerSetup::pair(1 << 12)
     };
     let info = script.prepare(lead.clone());
     script.gather(&info, &[0, 1]);
@@ -162,13 +162,13 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
             // Its end is the trainer's death.
             script.tell_worker(
                 worker,
-                Deed::ReadUntil {
+                WorkerCommand::ReadUntil {
                     word: u64::MAX,
                     pulls: false,
                 },
             );
         }
-        script.dispatch(TRAINER, &Command::Trainer(Act::Publish(publish)));
+        script.dispatch(TRAINER, &Command::Trainer(TrainerCommand::Publish(publish)));
         script.until_dead(TRAINER);
         for worker in 0..2 {
             let fault = script.answer_of(worker).fault();
@@ -185,19 +185,19 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
                 "seed {seed}: {newest:?}"
             );
             seen_last += u64::from(word > 1);
-            script.deed(worker, Deed::Keep(0));
-            script.tell_worker(worker, Deed::Receive(None));
+            script.deed(worker, WorkerCommand::Keep(0));
+            script.tell_worker(worker, WorkerCommand::Receive(None));
         }
         script.raise(TRAINER);
         script.prepare(lead.clone());
-        let connect = Act::Connect {
+        let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
             deadline: PATIENCE,
         };
         assert_eq!(script.act(connect), Answer::Done);
         for worker in 0..2 {
             assert_eq!(script.answer_of(worker).seen().word(), 1, "seed {seed}");
-            script.deed(worker, Deed::Keep(0));
+            script.deed(worker, WorkerCommand::Keep(0));
         }
     }
     println!("seed {seed}: {lives} lives, {seen_last} last sets");
@@ -207,7 +207,7 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
 /// All models have the new versions afterwards, or none has.
 pub(crate) fn a_load_that_fails_midway_goes_back(subject: &Subject) {
     let mut script = loading(subject, 2);
-    let (sent, loaded) = load(&mut script, 2, Some(Mishap::Once));
+    let (sent, loaded) = load(&mut script, 2, Some(LoadFault::Once));
     assert_eq!(
         loaded.word(),
         Some(1),
@@ -236,7 +236,7 @@ pub(crate) fn a_load_that_fails_midway_goes_back(subject: &Subject) {
 /// has one.
 pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
     let mut script = loading(subject, 2);
-    let (sent, loaded) = load(&mut script, 2, Some(Mishap::Always));
+    let (sent, loaded) = load(&mut script, 2, Some(LoadFault::Always));
     assert!(!loaded.whole, "{loaded:?}");
     assert!(
         sent.line(0).reason.contains("do not serve"),
@@ -245,9 +245,9 @@ pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
     );
     let fault = match script.deed(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: Some(std::time::Duration::ZERO),
-            mishap: None,
+            load_fault: None,
         },
     ) {
         Answer::Fault(fault) => fault,
@@ -261,23 +261,23 @@ pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
     // One model alone: the other one is still half loaded, so both come.
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: None,
+            load_fault: None,
         },
     );
     script.tell_worker(
         1,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: None,
+            load_fault: None,
         },
     );
-    let how = How {
+    let how = SendSettings {
         model: Some("actor".into()),
-        ..How::default()
+        ..SendSettings::default()
     };
-    let sent = script.send(What::Word(3), how);
+    let sent = script.send(Payload::Word(3), how);
     assert!(sent.all_applied, "{}", sent.text);
     for worker in 0..2 {
         let loaded = script.answer_of(worker).loaded();
@@ -297,19 +297,19 @@ pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     script.doom(1);
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: Some(Mishap::Death),
+            load_fault: Some(LoadFault::Death),
         },
     );
     script.tell_worker(
         1,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: None,
+            load_fault: None,
         },
     );
-    let sent = script.send(both(2), How::default());
+    let sent = script.send(both(2), SendSettings::default());
     script.until_dead(1);
     assert_eq!(sent.line(0).fate, Fate::Died, "{}", sent.text);
     assert_eq!(
@@ -327,7 +327,7 @@ pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     };
     assert_eq!(script.join(0, join), Answer::Done);
     assert_eq!(script.newest(0).word(), 2);
-    script.deed(0, Deed::Keep(0));
+    script.deed(0, WorkerCommand::Keep(0));
     let (sent, loaded) = load(&mut script, 3, None);
     assert!(
         sent.all_applied && loaded.word() == Some(3),
@@ -340,13 +340,13 @@ pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
 /// Before the first member is sent.
 pub(crate) fn a_bad_member_is_refused_before_anything_is_sent(subject: &Subject) {
     let mut script = Script::new(subject, 1);
-    let info = script.prepare(Lead::pair(64));
+    let info = script.prepare(TrainerSetup::pair(64));
     script.gather(&info, &[0]);
     if subject.can.push {
         script.take(0);
     }
     let set = |members: &[(&str, u64)]| {
-        What::Set(
+        Payload::Set(
             members
                 .iter()
                 .map(|(id, word)| ((*id).into(), *word))
@@ -360,19 +360,24 @@ pub(crate) fn a_bad_member_is_refused_before_anything_is_sent(subject: &Subject)
             "critik",
         ),
         (set(&[]), Kind::EmptySet, "model"),
-        (What::Word(2), Kind::SeveralModels, "actor, critic"),
+        (Payload::Word(2), Kind::SeveralModels, "actor, critic"),
     ] {
-        let fault = script.act(Act::Send(what, How::default())).fault();
+        let fault = script
+            .act(TrainerCommand::Send(what, SendSettings::default()))
+            .fault();
         assert_eq!(fault.kind, kind, "{}", fault.text);
         assert!(fault.text.contains(word), "{}", fault.text);
     }
     // The second one's shape is found to be wrong before the first one goes.
     let fault = script
-        .act(Act::Send(What::Mixed(2), How::default()))
+        .act(TrainerCommand::Send(
+            Payload::Mixed(2),
+            SendSettings::default(),
+        ))
         .fault();
     assert_eq!(fault.kind, Kind::WrongWeights, "{}", fault.text);
     assert!(fault.text.contains("critic"), "{}", fault.text);
-    let sent = script.send(both(3), How::wait(Wait::Sent));
+    let sent = script.send(both(3), SendSettings::wait(Wait::Sent));
     assert_eq!(
         sent.versions,
         [("actor".to_owned(), 2), ("critic".to_owned(), 2)],
@@ -385,8 +390,8 @@ pub(crate) fn a_bad_member_is_refused_before_anything_is_sent(subject: &Subject)
 
     // Neither does a sender connect without the first weights of each.
     let mut script = Script::new(subject, 0);
-    script.prepare(Lead::pair(64));
-    let connect = Act::ConnectWith(set(&[("actor", 1)]));
+    script.prepare(TrainerSetup::pair(64));
+    let connect = TrainerCommand::ConnectWith(set(&[("actor", 1)]));
     let fault = script.act(connect).fault();
     assert_eq!(fault.kind, Kind::MissingModels, "{}", fault.text);
     assert!(fault.text.contains("critic"), "{}", fault.text);
@@ -395,29 +400,47 @@ pub(crate) fn a_bad_member_is_refused_before_anything_is_sent(subject: &Subject)
 
 /// What was sent alone is in addition to what the others were.
 pub(crate) fn members_can_be_sent_alone_between_sets(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::pair(64), 2);
-    let alone = |model: &str| How {
+    let (mut script, info) = Script::open(subject, TrainerSetup::pair(64), 2);
+    let alone = |model: &str| SendSettings {
         model: Some(model.into()),
-        ..How::default()
+        ..SendSettings::default()
     };
     let steps = [
-        (both(2), How::default(), [2, 2], [2, 2], [true, true]),
         (
-            What::Word(3),
+            both(2),
+            SendSettings::default(),
+            [2, 2],
+            [2, 2],
+            [true, true],
+        ),
+        (
+            Payload::Word(3),
             alone("critic"),
             [2, 3],
             [2, 3],
             [false, true],
         ),
         (
-            What::Word(4),
+            Payload::Word(4),
             alone("critic"),
             [2, 4],
             [2, 4],
             [false, true],
         ),
-        (What::Word(5), alone("actor"), [5, 4], [3, 4], [true, false]),
-        (both(6), How::default(), [6, 6], [4, 5], [true, true]),
+        (
+            Payload::Word(5),
+            alone("actor"),
+            [5, 4],
+            [3, 4],
+            [true, false],
+        ),
+        (
+            both(6),
+            SendSettings::default(),
+            [6, 6],
+            [4, 5],
+            [true, true],
+        ),
     ];
     for (what, how, words, versions, changed) in steps {
         let (sent, seen) = script.deliver(what, how, &[0, 1]);
@@ -431,7 +454,7 @@ pub(crate) fn members_can_be_sent_alone_between_sets(subject: &Subject) {
             assert_eq!(says, changed);
         }
     }
-    script.deed(1, Deed::Leave);
+    script.deed(1, WorkerCommand::Leave);
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
     assert_eq!(script.take(1).words(), [6, 6]);
     script.close();
@@ -440,7 +463,7 @@ pub(crate) fn members_can_be_sent_alone_between_sets(subject: &Subject) {
 /// It is not woken by, and not counted for, models that it does not run.
 pub(crate) fn a_worker_can_take_some_of_the_models(subject: &Subject) {
     let mut script = Script::new(subject, 3);
-    let info = script.prepare(Lead::pair(64));
+    let info = script.prepare(TrainerSetup::pair(64));
     let some = |models: &[&str]| {
         let models = models.iter().map(|id| (*id).to_owned()).collect();
         Join {
@@ -468,13 +491,13 @@ pub(crate) fn a_worker_can_take_some_of_the_models(subject: &Subject) {
         "in the order it named them"
     );
 
-    let (_, seen) = script.deliver(both(2), How::default(), &[0, 1, 2]);
+    let (_, seen) = script.deliver(both(2), SendSettings::default(), &[0, 1, 2]);
     assert!(seen.iter().all(|seen| seen.word() == 2), "{seen:?}");
-    let actor = How {
+    let actor = SendSettings {
         model: Some("actor".into()),
-        ..How::default()
+        ..SendSettings::default()
     };
-    let (sent, seen) = script.deliver(What::Word(3), actor, &[0, 2]);
+    let (sent, seen) = script.deliver(Payload::Word(3), actor, &[0, 2]);
     script.assert_applied(&sent, &[0, 2]);
     assert_eq!((seen[0].words(), seen[1].words()), (vec![3, 2], vec![2, 3]));
     script.assert_nothing_new(1, 2);
@@ -487,10 +510,10 @@ pub(crate) fn a_worker_can_take_some_of_the_models(subject: &Subject) {
 /// The set of that time, all of it, also into models of its own.
 pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let lead = Lead {
+    let lead = TrainerSetup {
         history: 3,
         slots: (2, 8),
-        ..Lead::of(&MODELS)
+        ..TrainerSetup::of(&MODELS)
     };
     let info = script.prepare(lead);
     let loads = Join {
@@ -498,13 +521,13 @@ pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
         ..Join::new(&info)
     };
     script.gather_by(vec![(0, Join::new(&info)), (1, loads)]);
-    let alone = How {
+    let alone = SendSettings {
         model: Some("critic".into()),
-        ..How::wait(Wait::Sent)
+        ..SendSettings::wait(Wait::Sent)
     };
-    script.send(both(2), How::wait(Wait::Sent));
-    script.send(both(3), How::wait(Wait::Sent));
-    script.send(What::Word(4), alone);
+    script.send(both(2), SendSettings::wait(Wait::Sent));
+    script.send(both(3), SendSettings::wait(Wait::Sent));
+    script.send(Payload::Word(4), alone);
     // By the version of the first model; the newest set with it.
     for (want, words, versions) in [
         (Want::Exactly(2), [2, 2], [2, 2]),
@@ -513,13 +536,18 @@ pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
         (Want::Exactly(1), [1, 1], [1, 1]),
         (Want::AtLeast(2), [3, 4], [3, 4]),
     ] {
-        let seen = script.deed(0, Deed::Pull(want, Some(PATIENCE))).seen();
+        let seen = script
+            .deed(0, WorkerCommand::Pull(want, Some(PATIENCE)))
+            .seen();
         assert_eq!(
             (seen.words(), seen.versions()),
             (words.to_vec(), versions.to_vec()),
             "{want:?}"
         );
-        let into = Deed::PullInto { want, mishap: None };
+        let into = WorkerCommand::PullInto {
+            want,
+            load_fault: None,
+        };
         let loaded = script.deed(1, into).loaded();
         let held = words.map(|word| vec![Some(word); 3]);
         assert_eq!((&loaded.words[..], loaded.whole), (&held[..], true));
@@ -532,9 +560,9 @@ pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
     // A load that fails midway goes back.
     let loaded = script.deed(
         1,
-        Deed::PullInto {
+        WorkerCommand::PullInto {
             want: Want::Exactly(2),
-            mishap: Some(Mishap::Once),
+            load_fault: Some(LoadFault::Once),
         },
     );
     let loaded = loaded.loaded();
@@ -559,22 +587,22 @@ fn models() -> Vec<(String, Shape)> {
 }
 
 /// Sends both models, and has two workers load them: the first with a mishap.
-fn load(script: &mut Script<'_>, word: u64, mishap: Option<Mishap>) -> (Sent, Loaded) {
+fn load(script: &mut Script<'_>, word: u64, load_fault: Option<LoadFault>) -> (Sent, Loaded) {
     script.tell_worker(
         0,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap,
+            load_fault,
         },
     );
     script.tell_worker(
         1,
-        Deed::Load {
+        WorkerCommand::Load {
             timeout: None,
-            mishap: None,
+            load_fault: None,
         },
     );
-    let sent = script.send(both(word), How::default());
+    let sent = script.send(both(word), SendSettings::default());
     let loaded = script.answer_of(0).loaded();
     assert_eq!(script.answer_of(1).loaded().word(), Some(word));
     (sent, loaded)

@@ -1,31 +1,36 @@
 //! Sends to some workers, and weights of their own for each.
 
 use crate::Subject;
-use crate::harness::command::{Act, Answer, Deed, Fate, How, Join, Lead, What};
+use crate::harness::command::{
+    Answer, Fate, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
+};
 use crate::harness::fault::Kind;
 use crate::harness::script::Script;
 
 /// Neither the other workers nor the trainer's own weights are touched.
 pub(crate) fn send_to_one_worker_changes_only_that_worker(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(1 << 10), 2);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(1 << 10), 2);
     for word in 10..14 {
-        let (sent, seen) = script.deliver(What::Other(word), How::to(&[0]), &[0]);
+        let (sent, seen) = script.deliver(Payload::Other(word), SendSettings::to(&[0]), &[0]);
         assert_eq!(seen[0].word(), word);
         script.assert_applied(&sent, &[0]);
         assert_eq!(script.newest(1).one(), (1, 1));
         script.assert_nothing_new(1, 1);
-        assert_eq!(script.act(Act::Source).source(), [vec![Some(1); 3]]);
+        assert_eq!(
+            script.act(TrainerCommand::Source).source(),
+            [vec![Some(1); 3]]
+        );
     }
-    let held = script.deed(1, Deed::Reread(2)).held();
+    let held = script.deed(1, WorkerCommand::Reread(2)).held();
     assert!(held.iter().all(|seen| seen.word() == 1), "{held:?}");
     script.close();
 }
 
 /// One call, one report; workers that are given the same share a version.
 pub(crate) fn each_worker_can_have_weights_of_its_own(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 3);
-    let each = What::Each(vec![(0, 5), (1, 6), (2, 5)]);
-    let (sent, seen) = script.deliver(each, How::default(), &[0, 1, 2]);
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 3);
+    let each = Payload::Each(vec![(0, 5), (1, 6), (2, 5)]);
+    let (sent, seen) = script.deliver(each, SendSettings::default(), &[0, 1, 2]);
     script.assert_applied(&sent, &[0, 1, 2]);
     let words: Vec<_> = seen.iter().map(|seen| seen.one()).collect();
     assert_eq!([words[0], words[2]], [(2, 5); 2]);
@@ -41,7 +46,7 @@ pub(crate) fn each_worker_can_have_weights_of_its_own(subject: &Subject) {
 /// One version for each distinct device.
 pub(crate) fn each_device_can_have_weights_of_its_own(subject: &Subject) {
     let mut script = Script::new(subject, 3);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     let devices = ["cuda:0", "cpu", "cuda:0"];
     let joins = devices.iter().zip(0..).map(|(device, worker)| {
         (
@@ -62,8 +67,8 @@ pub(crate) fn each_device_can_have_weights_of_its_own(subject: &Subject) {
         .map(|status| status.device)
         .collect();
     assert_eq!(known, devices);
-    let by_device = What::Devices(vec![("cuda:0".into(), 7), ("cpu".into(), 8)]);
-    let (sent, seen) = script.deliver(by_device, How::default(), &[0, 1, 2]);
+    let by_device = Payload::Devices(vec![("cuda:0".into(), 7), ("cpu".into(), 8)]);
+    let (sent, seen) = script.deliver(by_device, SendSettings::default(), &[0, 1, 2]);
     assert_eq!(
         seen.iter().map(|seen| seen.word()).collect::<Vec<_>>(),
         [7, 8, 7]
@@ -74,16 +79,16 @@ pub(crate) fn each_device_can_have_weights_of_its_own(subject: &Subject) {
 
 /// What was for some is over when something is for all.
 pub(crate) fn a_send_to_all_ends_what_was_sent_to_some(subject: &Subject) {
-    let (mut script, info) = Script::open(subject, Lead::words(64), 3);
-    script.deliver(What::Word(5), How::to(&[1, 2]), &[1, 2]);
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 3);
+    script.deliver(Payload::Word(5), SendSettings::to(&[1, 2]), &[1, 2]);
     script.deliver_word(6, &[0, 1, 2]);
     for worker in 0..3 {
         assert_eq!(script.newest(worker).one(), (3, 6));
     }
-    script.deliver(What::Word(7), How::to(&[0]), &[0]);
+    script.deliver(Payload::Word(7), SendSettings::to(&[0]), &[0]);
     // A worker that joins again gets what was for all, or what was for it.
     for worker in [0, 2] {
-        script.deed(worker, Deed::Leave);
+        script.deed(worker, WorkerCommand::Leave);
         assert_eq!(script.join(worker, Join::new(&info)), Answer::Done);
     }
     assert_eq!(script.take(0).one(), (4, 7));
@@ -94,10 +99,10 @@ pub(crate) fn a_send_to_all_ends_what_was_sent_to_some(subject: &Subject) {
 /// Its line says so, and it is not lost.
 pub(crate) fn absent_worker_gets_its_own_weights_on_join(subject: &Subject) {
     let mut script = Script::new(subject, 2);
-    let info = script.prepare(Lead::words(64));
+    let info = script.prepare(TrainerSetup::words(64));
     script.gather(&info, &[0]);
     script.take(0);
-    let (sent, seen) = script.deliver(What::Word(4), How::to(&[0, 1]), &[0]);
+    let (sent, seen) = script.deliver(Payload::Word(4), SendSettings::to(&[0, 1]), &[0]);
     assert_eq!(seen[0].word(), 4);
     let there = if subject.pulls() {
         Fate::Asks
@@ -119,26 +124,26 @@ pub(crate) fn absent_worker_gets_its_own_weights_on_join(subject: &Subject) {
 /// The rest of a partial update is what its targets have, and is refused where
 /// they have different things.
 pub(crate) fn a_part_is_of_what_the_targets_have(subject: &Subject) {
-    let (mut script, _) = Script::open(subject, Lead::words(64), 2);
-    script.deliver(What::Word(5), How::to(&[1]), &[1]);
-    let part = What::Part(vec![("b.bias".into(), 9)]);
-    let to_one = How {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 2);
+    script.deliver(Payload::Word(5), SendSettings::to(&[1]), &[1]);
+    let part = Payload::Part(vec![("b.bias".into(), 9)]);
+    let to_one = SendSettings {
         partial: true,
-        ..How::to(&[1])
+        ..SendSettings::to(&[1])
     };
     let (_, seen) = script.deliver(part.clone(), to_one, &[1]);
     assert_eq!(seen[0].members[0].words, [5, 5, 9]);
     assert_eq!(script.newest(0).word(), 1);
-    let to_both = How {
+    let to_both = SendSettings {
         partial: true,
-        ..How::to(&[0, 1])
+        ..SendSettings::to(&[0, 1])
     };
-    let to_all = How {
+    let to_all = SendSettings {
         partial: true,
-        ..How::default()
+        ..SendSettings::default()
     };
     for how in [to_both, to_all.clone()] {
-        let fault = script.act(Act::Send(part.clone(), how)).fault();
+        let fault = script.act(TrainerCommand::Send(part.clone(), how)).fault();
         assert_ne!(fault.kind, Kind::WrongWeights, "{}", fault.text);
         assert!(fault.text.contains("policy, but v1, v3"), "{}", fault.text);
     }

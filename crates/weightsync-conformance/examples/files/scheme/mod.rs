@@ -9,7 +9,7 @@
 //!                                behind a checksum of its own
 //!   workers/<worker>.<pid>.<n>/
 //!     alive                      who that is; locked while it lives
-//!     said                       what it has staged, applied and refused
+//!     status                     what it has staged, applied and refused
 //! ```
 //!
 //! Every file is written next to its place, and renamed into it once it is whole.
@@ -23,9 +23,9 @@
 //! Not here, and [said so](Scheme::capabilities): sends to some workers, holding
 //! workers, pull, every version.
 
-mod place;
 mod receiver;
 mod sender;
+mod storage;
 
 use std::path::Path;
 use std::time::Instant;
@@ -66,7 +66,7 @@ impl Files {
     /// Removes what killed processes left, as every sender does before it begins.
     /// Returns the places that nobody lives in and that are there all the same.
     pub fn sweep(&self) -> Vec<String> {
-        let left = place::sweep_all(Path::new(&self.dir));
+        let left = storage::sweep_all(Path::new(&self.dir));
         left.iter()
             .map(|place| place.display().to_string())
             .collect()
@@ -110,7 +110,7 @@ impl Scheme for Files {
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let fresh = Endpoint::fresh(models, run_dir)?;
-        let address = format!("{}/{}", self.dir, place::name(fresh.address()));
+        let address = format!("{}/{}", self.dir, storage::name(fresh.address()));
         Endpoint::new(address, *fresh.secret(), fresh.restarts())
     }
 
@@ -170,9 +170,9 @@ struct AboutWorker {
     wanted: Vec<usize>,
 }
 
-/// A worker's file `said`.
+/// A worker's file `status`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Said {
+struct Status {
     /// The newest publication that it has whole, and has checked.
     staged: u64,
     /// The newest publication that it has loaded.
@@ -187,7 +187,7 @@ struct Said {
 
 /// What can go wrong here and nowhere else.
 #[derive(Debug, thiserror::Error)]
-enum Trouble {
+enum FilesError {
     #[error("another sender lives in {0}: end it first, or use another run directory")]
     InUse(String),
     #[error("{file} is damaged: it should have {expected}, and has {got}")]
@@ -198,14 +198,14 @@ enum Trouble {
     },
 }
 
-impl From<Trouble> for Error {
-    fn from(trouble: Trouble) -> Self {
-        let remedy = match trouble {
-            Trouble::InUse(_) => Remedy::GiveUp,
+impl From<FilesError> for Error {
+    fn from(error: FilesError) -> Self {
+        let remedy = match error {
+            FilesError::InUse(_) => Remedy::GiveUp,
             // The next version has a file of its own.
-            Trouble::Damaged { .. } => Remedy::Retry,
+            FilesError::Damaged { .. } => Remedy::Retry,
         };
-        let source = trouble.into();
+        let source = error.into();
         Self::Transport { source, remedy }
     }
 }

@@ -12,8 +12,8 @@ use weightsync_engine::transport::{
 };
 use weightsync_engine::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
 
-use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
-use super::{AboutSender, AboutWorker, Live, LiveVersion, Said, Trouble, passed};
+use super::storage::{self, Life, PAUSE, Peer, Presence, Stay, failed};
+use super::{AboutSender, AboutWorker, FilesError, Live, LiveVersion, Status, passed};
 
 /// The longest reason for a refusal, in bytes.
 const MAX_REASON: usize = 4096;
@@ -28,7 +28,7 @@ pub struct FileReceiver {
     seen: u64,
     /// What was handed over last.
     held: Option<SetSnapshot>,
-    said: Said,
+    status: Status,
     /// What was wrong with `live` when that was said last.
     damage: Option<String>,
     /// Whether the next wait ends at once.
@@ -54,7 +54,7 @@ impl FileReceiver {
                             wanted: joining.wanted.clone(),
                             seen: 0,
                             held: None,
-                            said: Said::default(),
+                            status: Status::default(),
                             damage: None,
                             interrupted: Arc::default(),
                             own,
@@ -82,7 +82,7 @@ impl FileReceiver {
 
     /// What is live, if this worker has not been handed it yet.
     fn newer(&mut self) -> Result<Option<SetSnapshot>> {
-        let live = place::sealed_value::<Live>(&self.stay.dir.join("live"));
+        let live = storage::sealed_value::<Live>(&self.stay.dir.join("live"));
         let live = match live {
             // It stays damaged until the next version: once is enough.
             Err(error @ Error::Transport { .. }) => return self.say_once(error),
@@ -98,16 +98,16 @@ impl FileReceiver {
             return Ok(None);
         };
         let mut members = Vec::new();
-        for (place, model) in self.wanted.iter().enumerate() {
+        for (index, model) in self.wanted.iter().enumerate() {
             let LiveVersion { version, .. } = live.versions[*model];
             let held = self
                 .held
                 .as_ref()
-                .map(|held| &held.members()[place].snapshot);
+                .map(|held| &held.members()[index].snapshot);
             let held = held.filter(|held| held.version() == version);
             let snapshot = match held {
                 Some(held) => held.clone(),
-                None => match self.read(&live, place) {
+                None => match self.read(&live, index) {
                     Ok(Some(snapshot)) => snapshot,
                     // Not published yet, or replaced meanwhile: looked for again.
                     Ok(None) => return Ok(None),
@@ -125,17 +125,17 @@ impl FileReceiver {
         }
         let set = SetSnapshot::new(live.sequence, members);
         self.held = Some(set.clone());
-        self.said.staged = live.sequence;
+        self.status.staged = live.sequence;
         self.say()?;
         Ok(Some(set))
     }
 
     /// One version, verified; `None` if its file is not there.
-    fn read(&self, live: &Live, place: usize) -> Result<Option<Snapshot>> {
-        let (model, spec) = (self.wanted[place], &self.models[place]);
+    fn read(&self, live: &Live, index: usize) -> Result<Option<Snapshot>> {
+        let (model, spec) = (self.wanted[index], &self.models[index]);
         let LiveVersion { version, digest } = live.versions[model];
         let path = self.stay.dir.join(live.file_name(model, version));
-        let damaged = |expected: String, got: String| Trouble::Damaged {
+        let damaged = |expected: String, got: String| FilesError::Damaged {
             file: path.display().to_string(),
             expected,
             got,
@@ -175,14 +175,14 @@ impl FileReceiver {
     /// Passes a publication over that cannot be read, and says so.
     fn give_up<T>(&mut self, sequence: u64, error: Error) -> Result<T> {
         self.seen = sequence;
-        self.said.refused = Some((sequence, error.to_string()));
+        self.status.refused = Some((sequence, error.to_string()));
         self.say()?;
         Err(error)
     }
 
     fn say(&self) -> Result<()> {
-        let said = place::encoded(&self.said)?;
-        match place::put(&self.own.join("said"), &said, false) {
+        let status = storage::encoded(&self.status)?;
+        match storage::put(&self.own.join("status"), &status, false) {
             // It needs no telling any more.
             Err(_) if self.sender.life() != Life::Here => Ok(()),
             told => told,
@@ -203,7 +203,7 @@ fn announce(dir: &Path, joining: &Joining) -> Result<(PathBuf, Presence)> {
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let own = format!("workers/{}.{}.{count}", about.worker.0, about.pid);
     let own = dir.join(own);
-    place::make_dir(&own)?;
+    storage::make_dir(&own)?;
     let presence = Presence::announce(&own.join("alive"), &about)?;
     Ok((own, presence))
 }
@@ -262,16 +262,16 @@ impl ReceiverTransport for FileReceiver {
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
         let versions = set.members().iter();
-        self.said.versions = versions.map(|one| one.snapshot.version()).collect();
-        self.said.applied = set.sequence();
+        self.status.versions = versions.map(|one| one.snapshot.version()).collect();
+        self.status.applied = set.sequence();
         self.say()
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
         let reason = reason[..reason.floor_char_boundary(MAX_REASON)].to_owned();
         match set {
-            Some(set) => self.said.refused = Some((set.sequence(), reason)),
-            None => self.said.rejected = Some(reason),
+            Some(set) => self.status.refused = Some((set.sequence(), reason)),
+            None => self.status.rejected = Some(reason),
         }
         self.say()
     }

@@ -15,8 +15,8 @@ use weightsync_engine::{
     WorkerStatus,
 };
 
-use super::place::{self, Life, PAUSE, Peer, Presence, Stay, failed};
-use super::{AboutSender, AboutWorker, Live, LiveVersion, Said, passed};
+use super::storage::{self, Life, PAUSE, Peer, Presence, Stay, failed};
+use super::{AboutSender, AboutWorker, Live, LiveVersion, Status, passed};
 
 #[derive(Debug)]
 pub struct FileSender {
@@ -33,10 +33,10 @@ pub struct FileSender {
 impl FileSender {
     pub fn open(root: &Path, opening: &Opening<'_>) -> Result<Self> {
         fs::create_dir_all(root).map_err(failed("making", root))?;
-        place::sweep_all(root);
+        storage::sweep_all(root);
         let mut stay = Stay::settle(Path::new(opening.at.address()))?;
         let workers = stay.dir.join("workers");
-        place::make_dir(&workers)?;
+        storage::make_dir(&workers)?;
         let models = opening.models.to_vec();
         let about = AboutSender {
             pid: std::process::id(),
@@ -78,13 +78,13 @@ impl FileSender {
 impl SenderTransport for FileSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
         let workers = self.registry().look_for_all();
-        let rooms = models.iter().map(|model| Room {
+        let members = models.iter().map(|model| StagedModel {
             model: *model,
             version: self.version(*model).next(),
             image: Image::zeros(&self.models[*model].layout),
         });
-        Ok(Box::new(Rooms {
-            rooms: rooms.collect(),
+        Ok(Box::new(StagedSet {
+            members: members.collect(),
             workers,
             sender: self,
             waits_for_late: false,
@@ -154,33 +154,33 @@ impl SenderTransport for FileSender {
 
 /// Room for the next version of some models, in this process's own memory.
 #[derive(Debug)]
-struct Rooms<'a> {
+struct StagedSet<'a> {
     sender: &'a mut FileSender,
     /// Those that were there when the send began: one that dies before it is
     /// live has a line all the same.
     workers: Vec<Arc<Worker>>,
-    rooms: Vec<Room>,
+    members: Vec<StagedModel>,
     waits_for_late: bool,
 }
 
 #[derive(Debug)]
-struct Room {
+struct StagedModel {
     model: usize,
     version: Version,
     image: Image,
 }
 
-impl Rooms<'_> {
-    fn room(&mut self, model: usize) -> &mut Room {
-        let mut rooms = self.rooms.iter_mut();
-        let found = rooms.find(|room| room.model == model);
+impl StagedSet<'_> {
+    fn member(&mut self, model: usize) -> &mut StagedModel {
+        let mut members = self.members.iter_mut();
+        let found = members.find(|member| member.model == model);
         found.unwrap_or_else(|| panic!("model {model} was not staged"))
     }
 }
 
-impl Staging for Rooms<'_> {
+impl Staging for StagedSet<'_> {
     fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
-        self.room(model).image.tensors_mut()
+        self.member(model).image.tensors_mut()
     }
 
     fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
@@ -188,7 +188,7 @@ impl Staging for Rooms<'_> {
     }
 
     fn write(&mut self, model: usize, sources: &[Source<'_>], _: CopyOptions) -> Result<()> {
-        self.room(model).image.write(sources)
+        self.member(model).image.write(sources)
     }
 
     fn number(&mut self, model: usize, version: Version) -> Result<()> {
@@ -199,7 +199,7 @@ impl Staging for Rooms<'_> {
                 got: version,
             });
         }
-        self.room(model).version = version;
+        self.member(model).version = version;
         Ok(())
     }
 
@@ -210,7 +210,7 @@ impl Staging for Rooms<'_> {
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
         let Self {
             sender,
-            rooms,
+            members,
             mut workers,
             waits_for_late,
         } = *self;
@@ -222,17 +222,17 @@ impl Staging for Rooms<'_> {
         }
         let mut live = sender.live.clone();
         live.sequence += 1;
-        for Room {
+        for StagedModel {
             model,
             version,
             image,
-        } in &rooms
+        } in &members
         {
             let digest = Digest::of(image.layout(), image.bytes());
             let digest = digest.unwrap_or_else(|_| unreachable!("an image has its layout's bytes"));
             let version = *version;
             let path = sender.stay.dir.join(live.file_name(*model, version));
-            place::put(&path, image.bytes(), true)?;
+            storage::put(&path, image.bytes(), true)?;
             live.versions[*model] = LiveVersion { version, digest };
         }
         // Before the swap: nobody who gets it has no line.
@@ -240,14 +240,14 @@ impl Staging for Rooms<'_> {
         joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
         workers.append(&mut joined);
         let path = sender.stay.dir.join("live");
-        place::put(&path, &place::sealed(&live)?, true)?;
+        storage::put(&path, &storage::sealed(&live)?, true)?;
 
         let before = std::mem::replace(&mut sender.live, live);
         sender.remove_but(&before);
         let mut versions = Vec::new();
-        for room in rooms {
-            versions.push((room.model, room.version));
-            sender.keep(room)?;
+        for member in members {
+            versions.push((member.model, member.version));
+            sender.keep(member)?;
         }
         let concerned = workers.into_iter().filter(|worker| {
             let mut wanted = worker.peer.about.wanted.iter();
@@ -272,7 +272,7 @@ impl FileSender {
             versions.any(|(model, one)| path.ends_with(live.file_name(model, one.version)))
         };
         let epoch = format!("{}-", self.live.run.epoch.0);
-        for path in place::entries(&self.stay.dir) {
+        for path in storage::entries(&self.stay.dir) {
             let name = path.file_name().and_then(|name| name.to_str());
             let is_version = name.is_some_and(|name| name.starts_with(&epoch));
             if is_version && !named(before, &path) && !named(&self.live, &path) {
@@ -281,11 +281,11 @@ impl FileSender {
         }
     }
 
-    fn keep(&mut self, room: Room) -> Result<()> {
-        let LiveVersion { version, digest } = self.live.versions[room.model];
-        let spec = &self.models[room.model];
-        let snapshot = Snapshot::received(spec, self.live.run, version, room.image)?;
-        let kept = &mut self.kept[room.model];
+    fn keep(&mut self, member: StagedModel) -> Result<()> {
+        let LiveVersion { version, digest } = self.live.versions[member.model];
+        let spec = &self.models[member.model];
+        let snapshot = Snapshot::received(spec, self.live.run, version, member.image)?;
+        let kept = &mut self.kept[member.model];
         kept.push_back(snapshot.with_digest(digest));
         while kept.len() > self.history + 1 {
             kept.pop_front();
@@ -337,9 +337,9 @@ impl Outstanding for Published {
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         for (line, worker) in lines.zip(&self.workers) {
             if !line.outcome.is_final(wait_of(level)) {
-                let (_, said) = worker.look();
+                let (_, status) = worker.look();
                 let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
-                late.note(self.sequence, self.at, said);
+                late.note(self.sequence, self.at, status);
             }
         }
         Ok(())
@@ -348,37 +348,37 @@ impl Outstanding for Published {
 
 impl Published {
     fn line(&self, worker: &Worker, level: Level) -> WorkerReport {
-        let (life, said) = worker.look();
-        let refused = said.refused.as_ref();
+        let (life, status) = worker.look();
+        let refused = status.refused.as_ref();
         let refused = refused.filter(|(sequence, _)| *sequence >= self.sequence);
-        let outcome = if said.applied >= self.sequence {
+        let outcome = if status.applied >= self.sequence {
             Outcome::Applied
-        } else if let Some(reason) = said.rejected.as_ref().or(refused.map(|(_, why)| why)) {
+        } else if let Some(reason) = status.rejected.as_ref().or(refused.map(|(_, why)| why)) {
             let reason = reason.clone();
             match life {
-                Life::Left | Life::Dead if said.rejected.is_some() => Outcome::Failed { reason },
+                Life::Left | Life::Dead if status.rejected.is_some() => Outcome::Failed { reason },
                 _ => Outcome::Refused { reason },
             }
-        } else if level == Level::Staged && said.staged >= self.sequence {
+        } else if level == Level::Staged && status.staged >= self.sequence {
             Outcome::Staged
         } else {
             match life {
                 Life::Left => Outcome::Left,
                 Life::Dead => Outcome::Died,
-                Life::Here if said.staged >= self.sequence => Outcome::Staged,
+                Life::Here if status.staged >= self.sequence => Outcome::Staged,
                 Life::Here => Outcome::Late,
             }
         };
         let late = match outcome {
             Outcome::Late if !self.waits_for_late => {
                 let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
-                late.since(self.sequence, || said.clone())
+                late.since(self.sequence, || status.clone())
             }
             _ => None,
         };
         let about = &worker.peer.about;
         let mut sent = self.versions.iter();
-        let runs = |model: &usize| about.version(&said, *model);
+        let runs = |model: &usize| about.version(&status, *model);
         WorkerReport {
             worker: about.worker,
             pid: about.pid,
@@ -420,22 +420,22 @@ impl Registry {
     fn look(&mut self) -> Vec<Arc<Worker>> {
         self.look_for_all();
         let there = self.known.values().filter(|worker| {
-            let (_, said) = worker.look();
-            said.rejected.is_none()
+            let (_, status) = worker.look();
+            status.rejected.is_none()
         });
         there.cloned().collect()
     }
 
     /// The same, with those that can use nothing, and those that are missing.
     fn look_for_all(&mut self) -> Vec<Arc<Worker>> {
-        for dir in place::entries(&self.dir) {
+        for dir in storage::entries(&self.dir) {
             // One that is still making its files comes next time.
             if !self.known.contains_key(&dir)
                 && let Ok(Some(peer)) = Peer::at(&dir.join("alive"))
             {
                 self.joined += 1;
                 let worker = Worker {
-                    said: Mutex::default(),
+                    status: Mutex::default(),
                     late: Mutex::default(),
                     dir: dir.clone(),
                     joined: self.joined,
@@ -447,9 +447,9 @@ impl Registry {
         }
         let mut went = Vec::new();
         self.known.retain(|dir, worker| {
-            let (life, said) = worker.look();
+            let (life, status) = worker.look();
             let number = worker.peer.about.worker;
-            if let Some(reason) = said.rejected.clone() {
+            if let Some(reason) = status.rejected.clone() {
                 let rejected = (number, reason);
                 if !self.rejected.contains(&rejected) {
                     self.rejected.push(rejected);
@@ -457,19 +457,19 @@ impl Registry {
             }
             if life != Life::Here {
                 let _ = fs::remove_dir_all(dir);
-                went.push((worker.clone(), life, said));
+                went.push((worker.clone(), life, status));
             }
             life == Life::Here
         });
-        for (worker, life, said) in went {
+        for (worker, life, status) in went {
             let number = worker.peer.about.worker;
-            let how = match (said.rejected, life) {
+            let how = match (status.rejected, life) {
                 (Some(reason), _) => Outcome::Failed { reason },
                 (None, Life::Left) => Outcome::Left,
                 (None, _) => Outcome::Died,
             };
             let others = self.known.values().map(|other| other.peer.about.worker);
-            let had_something = said.versions.iter().any(|version| !version.is_none());
+            let had_something = status.versions.iter().any(|version| !version.is_none());
             if how != Outcome::Left && had_something && !others.clone().any(|other| other == number)
             {
                 self.missing.insert(number, worker.clone());
@@ -506,38 +506,38 @@ struct Worker {
     joined: u64,
     peer: Peer<AboutWorker>,
     /// What it said last.
-    said: Mutex<Said>,
+    status: Mutex<Status>,
     /// What it had said when it was late for a publication.
-    late: Mutex<Lateness<Said>>,
+    late: Mutex<Lateness<Status>>,
 }
 
 impl Worker {
-    fn look(&self) -> (Life, Said) {
+    fn look(&self) -> (Life, Status) {
         // Before its words: its last ones are then not missed.
         let life = self.peer.life();
-        let mut last = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(Some(said)) = place::value::<Said>(&self.dir.join("said")) {
-            *last = said;
+        let mut last = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Ok(Some(status)) = storage::value::<Status>(&self.dir.join("status")) {
+            *last = status;
         }
         (life, last.clone())
     }
 
     fn status(&self, models: usize) -> WorkerStatus {
         let about = &self.peer.about;
-        let (_, said) = self.look();
+        let (_, reported) = self.look();
         let mut status = WorkerStatus::new(about.worker, about.pid, models);
         status.device = about.device.clone();
         let all = 0..models;
-        status.versions = all.map(|model| about.version(&said, model)).collect();
+        status.versions = all.map(|model| about.version(&reported, model)).collect();
         status
     }
 }
 
 impl AboutWorker {
     /// The version it has loaded of one of the sender's models.
-    fn version(&self, said: &Said, model: usize) -> Version {
-        let place = self.wanted.iter().position(|wanted| *wanted == model);
-        let found = place.and_then(|place| said.versions.get(place));
+    fn version(&self, status: &Status, model: usize) -> Version {
+        let at = self.wanted.iter().position(|wanted| *wanted == model);
+        let found = at.and_then(|at| status.versions.get(at));
         found.copied().unwrap_or(Version::NONE)
     }
 }

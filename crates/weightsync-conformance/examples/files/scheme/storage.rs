@@ -11,7 +11,7 @@ use serde::de::{DeserializeOwned, IgnoredAny};
 use weightsync_engine::transport::interrupt;
 use weightsync_engine::{Error, Result};
 
-use super::Trouble;
+use super::FilesError;
 
 /// How often an end looks whether there is something new.
 pub const PAUSE: Duration = Duration::from_millis(2);
@@ -40,14 +40,14 @@ pub fn name(address: &str) -> String {
 /// Puts a file in its place in one step, whole. `synced`, it is on the disk, or
 /// at the server, before it has its name.
 pub fn put(path: &Path, bytes: &[u8], synced: bool) -> Result<()> {
-    let beside = path.with_extension("new");
+    let unfinished = path.with_extension("new");
     let put = || {
-        let mut file = File::create(&beside)?;
+        let mut file = File::create(&unfinished)?;
         file.write_all(bytes)?;
         if synced {
             file.sync_all()?;
         }
-        fs::rename(&beside, path)
+        fs::rename(&unfinished, path)
     };
     put().map_err(failed("writing", path))
 }
@@ -69,7 +69,7 @@ pub fn sealed_value<T: DeserializeOwned>(path: &Path) -> Result<Option<T>> {
     let (seal, value) = bytes.split_at(bytes.len().min(SEAL_BYTES));
     let expected = seal_of(value);
     if seal != expected.as_bytes() {
-        return Err(Error::from(Trouble::Damaged {
+        return Err(Error::from(FilesError::Damaged {
             file: path.display().to_string(),
             expected: format!("seal {expected}"),
             got: format!("seal {}", String::from_utf8_lossy(seal)),
@@ -109,12 +109,12 @@ impl Presence {
     /// Puts the file in its place, already locked.
     pub fn announce(path: &Path, about: &impl Serialize) -> Result<Self> {
         let bytes = encoded(about)?;
-        let beside = path.with_extension("new");
+        let unfinished = path.with_extension("new");
         let announce = || {
-            let mut file = File::create(&beside)?;
+            let mut file = File::create(&unfinished)?;
             file.lock()?; // at once: nobody else knows the file yet
             file.write_all(&bytes)?;
-            fs::rename(&beside, path)?;
+            fs::rename(&unfinished, path)?;
             Ok(Self(file))
         };
         announce().map_err(failed("writing", path))
@@ -189,7 +189,7 @@ impl Stay {
             options.write(true).create(true).truncate(false);
             match try_lock(dir, &options) {
                 Ok(Some(lock)) => break lock,
-                Ok(None) if late => return Err(Trouble::InUse(dir.display().to_string()).into()),
+                Ok(None) if late => return Err(FilesError::InUse(dir.display().to_string()).into()),
                 Ok(None) => {}
                 Err(error) if error.kind() == ErrorKind::NotFound && !late => {}
                 Err(error) => return Err(failed("locking", dir)(error)),
