@@ -5,6 +5,9 @@
 //! tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
 //! `target`, `met`); with `--plot` it also draws.
 
+use std::path::Path;
+use std::process::Command;
+
 use crate::data;
 use crate::error::Error;
 use crate::places::Places;
@@ -33,6 +36,14 @@ const GROUPS: &[Group] = &[
                 in Rust",
         measured: Measured::InPython {
             program: "bench/python",
+        },
+    },
+    Group {
+        name: "engines",
+        about: "updates of a vLLM engine, compared with vLLM's own load; extraction from sharded \
+                trainers, compared with full_tensor()",
+        measured: Measured::WithVllm {
+            program: "bench/engines",
         },
     },
     Group {
@@ -73,6 +84,10 @@ enum Measured {
         /// `--json`, and the command line for the figures in Rust.
         program: &'static str,
     },
+    WithVllm {
+        /// What Python runs, in vLLM's environment with the package installed. It takes `--json`.
+        program: &'static str,
+    },
     OverNetwork {
         /// The subcommand with the cases over loopback. It takes `--json`, and the Python of the
         /// peers' own environment.
@@ -93,6 +108,7 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     match group.measured {
         Measured::InRust { own, peers } => in_rust(places, own, peers, &flags),
         Measured::InPython { program } => in_python(places, group.name, program, &flags),
+        Measured::WithVllm { program } => with_vllm(places, group.name, program, &flags),
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
             over_network(places, own, hosts, &flags)
@@ -131,12 +147,27 @@ fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Resu
     build.args("build --release --package weightsync-cli --bin weightsync".split(' '));
     step::run("build", &mut build)?;
 
-    let mut command = python::command(places, &python);
-    command.arg(program).arg("--weightsync");
+    let mut command = program_of(places, &python, program, flags);
+    command.arg("--weightsync");
     command.arg(places.target().join("release/weightsync"));
-    command.args(flags.iter().filter(|flag| **flag == "--json"));
-    command.env("PYTHONDONTWRITEBYTECODE", "1");
     step::run_last(&format!("bench {name}"), &mut command)
+}
+
+fn with_vllm(places: &Places, name: &str, program: &str, flags: &[&str]) -> Result<(), Error> {
+    no_picture(name, flags)?;
+    let python = pytest::installed_for_vllm(places)?;
+    let mut command = program_of(places, &python, program, flags);
+    step::run_last(&format!("bench {name}"), &mut command)
+}
+
+/// A group's program. It finds the modules that the groups in Python share.
+fn program_of(places: &Places, python: &Path, program: &str, flags: &[&str]) -> Command {
+    let mut command = python::command(places, python);
+    command.arg(program);
+    command.args(flags.iter().filter(|flag| **flag == "--json"));
+    command.env("PYTHONPATH", places.root().join("bench/common"));
+    command.env("PYTHONDONTWRITEBYTECODE", "1");
+    command
 }
 
 /// One that cannot be measured is named, with the reason, and fails the run at its end. So does an
@@ -235,7 +266,7 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
-        for name in ["python", "delta"] {
+        for name in ["python", "delta", "engines"] {
             let (group, flags) = parse(&["--json", name]).expect("a known group");
             assert_eq!((group.name, flags), (name, vec!["--json"]));
         }

@@ -92,9 +92,7 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
             step::run_last("the oldest torch", pytest(places, &own).args(chosen))
         }
         ["--vllm", rest @ ..] => {
-            let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
-            let vllm = python::VLLM.provide(places)?;
-            let own = wheel::install_over(places, &vllm, "vllm", &wheel)?;
+            let own = installed_for_vllm(places)?;
             let chosen = if rest.is_empty() { &[WITH_VLLM] } else { rest };
             step::run_last("vLLM", pytest(places, &own).args(chosen))
         }
@@ -110,6 +108,12 @@ pub fn installed(places: &Places) -> Result<PathBuf, Error> {
     let python = python::TESTS.provide(places)?;
     let wheel = wheel::build(places, &python)?;
     wheel::install_over(places, &python, "tests", &wheel)
+}
+
+/// The Python that sees the package, just built, and vLLM.
+pub fn installed_for_vllm(places: &Places) -> Result<PathBuf, Error> {
+    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
+    wheel::install_over(places, &python::VLLM.provide(places)?, "vllm", &wheel)
 }
 
 /// Holds the stubs against the module. What it reads is configured in pyproject.toml.
