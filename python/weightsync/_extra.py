@@ -67,6 +67,12 @@ def _whole(value: Any, within: str, tensor_of: Any) -> Any:
     return value
 
 
+def prefix_of(name: str) -> str:
+    """The module whose extra state, or a part of it, has this name."""
+    parts = name.split(".")
+    return ".".join(parts[: -2 if parts[-2:-1] == [TENSORS] else -1])
+
+
 def is_extra(name: str) -> bool:
     """Whether a tensor of that name is (part of) an extra state."""
     parts = name.split(".")

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
+from weightsync._checks import one_model, only_version
 from weightsync._native import InitInfo, Session
-from weightsync.errors import LifecycleError, ModelError
+from weightsync.errors import LifecycleError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -53,8 +54,7 @@ class Receiving(_ends.AsyncWith):
         Raises:
             ModelError: if the worker receives several models, which :attr:`versions` has.
         """
-        self._only("version", "versions")
-        return next(iter(self.versions.values()), 0)
+        return only_version(self.versions)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -113,11 +113,7 @@ class Receiving(_ends.AsyncWith):
 
     def _only(self, call: str, instead: str) -> None:
         """Refuses a call for one model where the worker receives several."""
-        if len(self._models) > 1:
-            raise ModelError(
-                f"{call} is for one model, and this worker receives {', '.join(self._models)}: "
-                f"use {instead}"
-            )
+        one_model(call, self._models, instead)
 
     def _asked(self, model: str | None, version: int | None, at_least: int | None) -> str:
         """The model whose version a pull names."""

@@ -322,11 +322,9 @@ def _is_buffer(value: Any) -> bool:
 
 
 def _spec(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    if _dtypes.is_tensor(tensor):
-        if tensor.device.type == "meta":
-            raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
-        return _dtypes.of_tensor(name, tensor)
-    return _dtypes.of_array(name, tensor)
+    if _dtypes.is_tensor(tensor) and tensor.device.type == "meta":
+        raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
+    return _dtypes.of(name, tensor)
 
 
 def _may_be_odd(tensor: Any) -> bool:

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 from weightsync import _ends
+from weightsync._checks import only_version
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
-from weightsync._target import ModuleTarget, Target
-from weightsync.errors import ModelError
+from weightsync._targets import ModuleTarget, Target
 
 
 class Background:
@@ -67,12 +67,7 @@ class Background:
         Raises:
             ModelError: if the worker runs several models, which :attr:`versions` has.
         """
-        versions = self.versions
-        if len(versions) > 1:
-            raise ModelError(
-                f"version is for one model, and this worker runs {', '.join(versions)}: use versions"
-            )
-        return next(iter(versions.values()), 0)
+        return only_version(self.versions)
 
     @property
     def versions(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping as Names, Sequence
 from typing import Any, TypeAlias
 
-from weightsync import _dtypes
+from weightsync import _dtypes, _extra
 from weightsync._native import DryRun, Layout
 from weightsync._native import Mapping as Native
 from weightsync._source import module_tensors, tree
@@ -140,7 +140,7 @@ def layout_of(weights: Any) -> Layout:
         return weights._native.whole_layout
     if _dtypes.is_module(weights):
         found = [
-            (f"{prefix}.{key}" if prefix else key, tensor)
+            (_extra.joined(prefix, key), tensor)
             for prefix, _, _, key, tensor, _ in module_tensors(weights, "state_dict")
         ]
     else:

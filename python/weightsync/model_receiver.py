@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from weightsync import _ends, _paths
+from weightsync._checks import choice
 from weightsync._native import InitInfo, MappedTarget, Session
 from weightsync._receiving import Receiving, read
-from weightsync._target import Target, target_of
+from weightsync._targets import Target, target_of
 from weightsync.background import Background
-from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.errors import LifecycleError, ModelError
 from weightsync.mapping import PerModel, by_model
 
 #: Whether a module's larger parameters lie in the version itself, or are copied.
@@ -136,10 +137,7 @@ class ModelReceiver(Receiving):
         only (``"declared"``): the choice for workers that train. Code that reads parameters
         outside any forward does so inside ``with receiver.frozen():``.
         """
-        if safe_points not in ("implied", "declared"):
-            raise SettingError(
-                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
-            )
+        choice("safe_points", safe_points, "implied", "declared")
         session = self._own("start_background")
         native = session.start_background(self._loaders, safe_points == "declared")
         self._background = Background(native, self._targets)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _dtypes, _ends, _paths
+from weightsync._checks import choice, only_version
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
 from weightsync._source import Source
@@ -81,8 +82,7 @@ class Sender(_ends.AsyncWith):
         pending: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        if strategy not in ("state_dict", "tensordict"):
-            raise SettingError(f'strategy: expected "state_dict" or "tensordict", got {strategy!r}')
+        choice("strategy", strategy, "state_dict", "tensordict")
         self._context = context
         self._models = _named(model, name, models, context)
         self._strategy = strategy
@@ -315,12 +315,7 @@ class Sender(_ends.AsyncWith):
         Raises:
             ModelError: if there are several models, whose versions :attr:`versions` has.
         """
-        if len(self._models) > 1:
-            raise ModelError(
-                f"version is for one model, and this sender sends {', '.join(self._models)}: use "
-                "versions"
-            )
-        return next(iter(self.versions.values()))
+        return only_version(self.versions)
 
     def snapshot(self, model: str | None = None, version: int | None = None) -> Snapshot:
         """The version sent to all workers last, or an older one that is still kept."""

@@ -9,7 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import View, arrays_of, target_of
+from weightsync._targets import target_of
+from weightsync._view import View, arrays_of
 from weightsync.errors import MissingTensorError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from weightsync import _paths
 from weightsync._guard import hide_from_compiler
 from weightsync._source import tree
 from weightsync.errors import MissingModelError, ModelError, WrongWeightsError
+from weightsync.torchrl._given import by_worker
 
 
 def is_single(context: Any) -> bool:
@@ -157,11 +158,9 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
             "update them one by one"
         )
     for name, weights in wanted.items():
-        if name in first._group._each or (
-            isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
-        ):
+        if name in first._group._each or by_worker(weights):
             raise ModelError(
-                f"each worker has weights of its own of {name!r}: update it alone"
+                f"{name!r} has other weights for each worker: update this model alone"
             )
     given = {
         name: None if weights is None else schemes[name]._extracted(weights)

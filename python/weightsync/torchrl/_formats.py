@@ -6,8 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from tensordict import TensorDict
+from torchrl.weight_update import WeightStrategy
 
 from weightsync import _extra
+
+_EXTRACT, _APPLY = WeightStrategy.extract_weights, WeightStrategy.apply_weights
+
+
+def extracts(strategy: Any) -> bool:
+    """Whether a strategy overrides how weights are extracted."""
+    return type(strategy).extract_weights is not _EXTRACT
+
+
+def applies(strategy: Any) -> bool:
+    """Whether a strategy overrides how weights are applied."""
+    return type(strategy).apply_weights is not _APPLY
 
 
 def formatted(weights: dict[str, Any], strategy: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,8 +41,7 @@ def check(
     too_much = [name for name, value in also.items() if value is not None]
     source = sources[given[0]]
     if given[0] == "params_map":
-        by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)
-        if not by_number or not source:
+        if not by_worker(source):
             raise SettingError("params_map: expected a dict of weights by worker number, not empty")
         if too_much or num_workers is not None:
             raise SettingError(
@@ -92,6 +91,18 @@ def is_on(own: Any, device: torch.device) -> bool:
     own = torch.device("cpu" if own is None else own)
     same = own.type == device.type
     return same and (device.index is None or (own.index or 0) == device.index)
+
+
+def by_worker(weights: Any) -> bool:
+    """Whether these are weights by worker number, ``{0: …, 1: …}``."""
+    return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
+
+
+def unknown_worker(worker: int, known: Iterable[int]) -> SettingError:
+    """The error for a worker that does not exist."""
+    return SettingError(
+        f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
+    )
 
 
 def never(name: str) -> Callable[[], Any]:

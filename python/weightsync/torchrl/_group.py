@@ -21,7 +21,9 @@ from weightsync import _ends
 from weightsync._guard import loading
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, not_inferring, target_of, weights_of
+from weightsync._targets import Target, target_of
+from weightsync._targets.base import not_inferring
+from weightsync._view import weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, MissingModelError
 from weightsync.scheme import Scheme
@@ -184,13 +186,12 @@ class Group:
         timeout: float | None = None,
     ) -> Any:
         """Sends the weights of some models, or of one for each worker."""
-        if self.sender is None or self._pid != os.getpid():
-            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        sender = self._own_sender()
         given = {
             name: self._weights[name]() if value is None else value
             for name, value in weights.items()
         }
-        return self.sender.send(
+        return sender.send(
             weights_dict=given, worker_ids=worker_ids, wait=wait, timeout=timeout
         )
 
@@ -198,9 +199,12 @@ class Group:
         self, name: str, weights: dict[int, Any], wait: str, timeout: float | None = None
     ) -> Any:
         """Sends one model's weights, other ones to each worker."""
+        return self._own_sender().send_each(weights, model=name, wait=wait, timeout=timeout)
+
+    def _own_sender(self) -> Sender:
         if self.sender is None or self._pid != os.getpid():
             raise LifecycleError("there is no sender here: connect first, in the trainer's process")
-        return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
+        return self.sender
 
     def _wait_for_workers(self, sender: Sender, context: Any) -> None:
         """Waits in parts, so that workers that have ended are not waited for."""

@@ -12,21 +12,18 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.weight_update import WeightStrategy
 
 from weightsync import _ends, _paths
+from weightsync._checks import choice
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import weights_of
+from weightsync._view import weights_of
 from weightsync.errors import LifecycleError, ModelError, SettingError, WrongTypeError
 from weightsync.scheme import Scheme, SharedMem
-from weightsync.torchrl import _collector, _given
+from weightsync.torchrl import _collector, _given, _older
 from weightsync.torchrl._base import WeightSyncScheme
-from weightsync.torchrl._formats import formatted
+from weightsync.torchrl._formats import applies, extracts, formatted
 from weightsync.torchrl._group import Group, WorkerModel
-
-# A custom strategy extracts the weights on its own.
-_UPSTREAM_EXTRACT = WeightStrategy.extract_weights
-_UPSTREAM_APPLY = WeightStrategy.apply_weights
+from weightsync.torchrl._transports import SchemeTransport
 
 
 class NativeScheme(WeightSyncScheme):
@@ -50,12 +47,8 @@ class NativeScheme(WeightSyncScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy)
-        if mode not in ("bind", "copy"):
-            raise SettingError(f'mode: expected "bind" or "copy", got {mode!r}')
-        if safe_points not in ("implied", "declared"):
-            raise SettingError(
-                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
-            )
+        choice("mode", mode, "bind", "copy")
+        choice("safe_points", safe_points, "implied", "declared")
         self.sync = sync
         self._mode = mode
         self._safe_points = safe_points
@@ -213,27 +206,24 @@ class NativeScheme(WeightSyncScheme):
             return _collector.apply_here(self.context, self._model_id, given, self._strategy)
         group = self._connected("send")
         name, wait = self._model_id or "policy", self._wait()
-        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
-            chosen = self._workers(worker_ids)
+        chosen = self._workers(worker_ids)
+        each = None
+        if _given.by_worker(weights):
             each = {
                 self._known(worker): self._extracted(one)
                 for worker, one in weights.items()
                 if chosen is None or worker in chosen
             }
-            return group.send_each(name, each, wait, timeout) if each else None
-        if weights is None and name in group._each:
-            each = group._each[name]()
-            chosen = self._workers(worker_ids)
-            if chosen is not None:
-                each = {worker: one for worker, one in each.items() if worker in chosen}
-            return group.send_each(name, each, wait, timeout) if each else None
-        if self._map is not None:
-            chosen = self._workers(worker_ids)
-            chosen = group.worker_ids if chosen is None else chosen
-            each = self._mapped(self._extracted(weights), chosen)
+        elif weights is None and name in group._each:
+            own = group._each[name]()
+            each = own if chosen is None else {one: own[one] for one in own if one in chosen}
+        elif self._map is not None:
+            workers = group.worker_ids if chosen is None else chosen
+            each = self._mapped(self._extracted(weights), workers)
+        if each is not None:
             return group.send_each(name, each, wait, timeout) if each else None
         given = None if weights is None else self._extracted(weights)
-        return group.send({name: given}, self._workers(worker_ids), wait, timeout)
+        return group.send({name: given}, chosen, wait, timeout)
 
     def _mapped(self, weights: Any, workers: list[int]) -> dict[int, Any]:
         """Each worker's weights, by the function that was given at init."""
@@ -269,9 +259,7 @@ class NativeScheme(WeightSyncScheme):
         assert self._group is not None
         known = self._group.worker_ids
         if worker not in known:
-            raise SettingError(
-                f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
-            )
+            raise _given.unknown_worker(worker, known)
         return worker
 
     def _extracted(self, source: Any) -> Any:
@@ -284,9 +272,8 @@ class NativeScheme(WeightSyncScheme):
             raise ModelError(
                 f"there are no weights of {self._model_id!r} in this process: pass them to send"
             )
-        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
         merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
-        if own or merges:
+        if merges or extracts(self._strategy):
             return self._strategy.extract_weights(source)
         return source
 
@@ -460,12 +447,11 @@ class NativeScheme(WeightSyncScheme):
 
     def _takes_formats(self) -> bool:
         """Whether what it sends passes through functions of one's own first."""
-        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
-        return own or self._map is not None
+        return extracts(self._strategy) or self._map is not None
 
     def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
         """Leaves the applying to a strategy of one's own, if this is one."""
-        if type(self._strategy).apply_weights is _UPSTREAM_APPLY or self.model is None:
+        if not applies(self._strategy) or self.model is None:
             return False
         self._strategy.apply_weights(self.model, self._formatted(weights_of(snapshot)))
         return True
@@ -505,8 +491,6 @@ class NativeScheme(WeightSyncScheme):
         """A transport for each worker, by its number; on the sender."""
         if self._group is None or not self.initialized_on_sender:
             return None
-        from weightsync.torchrl._transports import SchemeTransport
-
         return {worker: SchemeTransport(self, worker) for worker in self._group.worker_ids}
 
     @property
@@ -514,26 +498,18 @@ class NativeScheme(WeightSyncScheme):
         """The worker's own transport."""
         if self._group is None or not self.initialized_on_receiver:
             return None
-        from weightsync.torchrl._transports import SchemeTransport
-
         return SchemeTransport(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
         """A transport of this scheme's, by TorchRL's protocol."""
-        from weightsync.torchrl._transports import SchemeTransport
-
         return SchemeTransport(self)
 
     def create_sender(self) -> Any:
         """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`."""
-        from weightsync.torchrl import _older
-
         return _older.WeightSender(self, self.auto_register)
 
     def create_receiver(self) -> Any:
         """The receiving half of the older calls."""
-        from weightsync.torchrl import _older
-
         return _older.WeightReceiver(self)
 
     @property

@@ -12,21 +12,18 @@ import queue
 import time
 from typing import Any
 
-from torchrl.weight_update import WeightStrategy
-
 from weightsync import _ends
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, target_of, weights_of
-from weightsync.errors import DeadlineError, LifecycleError, SettingError
+from weightsync._targets import Target, target_of
+from weightsync._view import weights_of
+from weightsync.errors import DeadlineError, LifecycleError
 from weightsync.scheme import MultiProcess, Scheme, SharedMem
 from weightsync.sender import Sender
-from weightsync.torchrl._formats import formatted
+from weightsync.torchrl._formats import applies, formatted
+from weightsync.torchrl._given import by_worker, unknown_worker
 
 _MODEL = "policy"
-
-# A custom strategy applies the weights on its own.
-_UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
 class SchemeTransport:
@@ -183,8 +180,7 @@ class _QueueTransport:
         """
         worker = 0 if worker_idx is None else worker_idx
         if worker not in self._queues:
-            known = ", ".join(map(str, self._queues))
-            raise LifecycleError(f"there is no worker {worker} here; there is {known or 'none'}")
+            raise unknown_worker(worker, self._queues)
         self._worker = worker
         received = self._join(worker, self.timeout, model, strategy)
         if received is None:
@@ -331,10 +327,10 @@ class SharedMemTransport(_QueueTransport):
         if self._sender is None:
             self.setup_connection_and_weights_on_sender()
         assert self._sender is not None
-        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+        if by_worker(weights):
             unknown = [worker for worker in weights if worker not in self._queues]
             if unknown:
-                raise SettingError(f"there is no worker {unknown[0]}; there are {list(self._queues)}")
+                raise unknown_worker(unknown[0], self._queues)
             return self._sender.send_each(weights, timeout=self.timeout)
         return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
 
@@ -360,7 +356,7 @@ class _Applied(Target):
         self.received = formatted(weights_of(snapshot), "tensordict")
         if self._model is None:
             return
-        if strategy is not None and type(strategy).apply_weights is not _UPSTREAM_APPLY:
+        if strategy is not None and applies(strategy):
             strategy.apply_weights(self._model, self.received)
         else:
             snapshot.load_into(target_of(self._model, "copy"))

@@ -9,8 +9,8 @@ from torch import nn
 from torchrl.collectors import MultiProcessedWeightUpdater as _MultiProcessed
 from torchrl.collectors import VanillaWeightUpdater as _Vanilla
 
-from weightsync.errors import ModelError
 from weightsync.torchrl._collector import compare
+from weightsync.torchrl._given import unknown_worker
 
 
 class _Checked:
@@ -31,7 +31,7 @@ class _Checked:
             wanted = worker_ids if isinstance(worker_ids, (list, tuple)) else [worker_ids]
             unknown = [one for one in wanted if known is not None and one not in known]
             if unknown:
-                raise ModelError(f"there is no worker {unknown[0]}; there are {known}")
+                raise unknown_worker(unknown[0], known)
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         mapped = _as_tensordict(self._maybe_map_weights(weights))
         if mapped is None:
