@@ -1,4 +1,4 @@
-"""What both receivers share: joining the sender, what they are, and leaving."""
+"""The base of both receivers: joining a sender and leaving it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Receiving(_ends.AsyncWith):
-    """A worker's end. Subclasses say what a version becomes here."""
+    """A worker's end. Subclasses return versions or load them."""
 
     def __init__(
         self, info: InitInfo, worker: int, models: Sequence[str] | None, device: object
@@ -74,9 +74,9 @@ class Receiving(_ends.AsyncWith):
     def shutdown(self) -> None:
         """Tells the sender that this worker leaves in order. Any number of times.
 
-        What the worker has stays valid. A worker that ends without this call has failed,
-        unless its program ends without an exception: the sender's reports say so until the
-        worker is back, or forgotten.
+        The worker's weights stay valid. A worker that ends without this call has failed,
+        unless its program ends without an exception. The sender's reports have a line for a
+        failed worker until the worker is back, or forgotten.
         """
         self._end(_ends.why)
 

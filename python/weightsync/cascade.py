@@ -58,7 +58,7 @@ class Cascade(_ends.AsyncWith):
 
     @property
     def init_info(self) -> InitInfo:
-        """What the sub-workers need to join."""
+        """The init info by which sub-workers join."""
         return self._native.init_info
 
     def connect(self, workers: int | Iterable[int] = 1, *, timeout: float | None = 60.0) -> None:

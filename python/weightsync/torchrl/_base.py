@@ -1,4 +1,4 @@
-"""What all schemes share: TorchRL's own base, with states that are this process's alone."""
+"""The base of all schemes: TorchRL's own, with a state for each process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from weightsync.errors import SettingError, UnsupportedError
 
 
 class WeightSyncScheme(_TorchRLScheme):
-    """TorchRL's scheme, as a base for schemes over transports of one's own.
+    """TorchRL's scheme, as a base for schemes over custom transports.
 
     ``from_backend`` makes the schemes of this package.
     """
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """The scheme of a backend, and what it is to be made with.
+        """The scheme of a backend, made with the given arguments.
 
-        ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, and TorchRL's aliases
-        ``direct``, ``thread`` and ``multiprocessing``.
+        Args:
+            backend: ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, or one of
+                TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
 
         Raises:
             UnsupportedError: for ``ray``, which is not here yet.
@@ -52,7 +53,7 @@ class WeightSyncScheme(_TorchRLScheme):
 
     @property
     def initialized_on_sender(self) -> bool:
-        # A forked child is not the sender its parent is.
+        # A forked child is not its parent's sender.
         return self._is_own() and getattr(self, "_initialized_on_sender", False)
 
     @property
@@ -86,7 +87,7 @@ class WeightSyncScheme(_TorchRLScheme):
         super().init_on_receiver(model_id=model_id, context=context, **kwargs)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """As TorchRL's; nothing within the timeout is None, never an exception."""
+        """As TorchRL's, but a timeout gives None and never an exception."""
         try:
             return super().receive(timeout)
         except (queue.Empty, TimeoutError):

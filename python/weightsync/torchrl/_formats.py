@@ -1,4 +1,4 @@
-"""Weights in the forms that TorchRL's strategies have them."""
+"""TorchRL's strategies, and the forms in which they have weights."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def applies(strategy: Any) -> bool:
 
 
 def formatted(weights: dict[str, Any], strategy: str) -> Any:
-    """Weights by dotted names, as a strategy of TorchRL's would have extracted them.
+    """Weights by dotted names in the form that a strategy of TorchRL would have extracted.
 
-    A state dict has extra states under torch's names. A TensorDict has that of the model itself,
-    and of no module in it.
+    A state dict has extra states under torch's names. A TensorDict has the extra state of the
+    model itself alone.
     """
     tensors, states = {}, {}
     for name, value in weights.items():

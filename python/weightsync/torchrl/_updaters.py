@@ -1,4 +1,4 @@
-"""TorchRL's older weight updaters on one host: push to chosen workers, pull, map, hooks."""
+"""TorchRL's older weight updaters on one host, which push weights to workers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from weightsync.torchrl._given import unknown_worker
 
 
 class _Checked:
-    """What both do: a mapping hook between server and worker, and whole updates only."""
+    """The base of both updaters: a mapping hook between server and worker, and whole updates."""
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """The hook between the server's weights and the workers'; as they are by default."""
+        """The hook from the server's weights to the workers'; by default they are the same."""
         return _as_tensordict(server_weights)
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """Pushes weights to the workers, or to some of them.
 
-        Without weights they are pulled from the server. Workers and tensors are checked
-        before anything changes.
+        Weights that are not given are pulled from the server. Workers and tensors are
+        checked before any weights change.
         """
         wanted = known = self.all_worker_ids()
         if worker_ids is not None:
@@ -36,7 +36,7 @@ class _Checked:
         mapped = _as_tensordict(self._maybe_map_weights(weights))
         if mapped is None:
             return
-        # Vanilla has no workers: its policy is here.
+        # The vanilla updater has no workers: its policy is in this process.
         wanted = [None] if wanted is None else [one for one in wanted if not self._skip_update(one)]
         for worker in wanted:
             compare(self._place(worker), mapped, "the policy")
