@@ -23,6 +23,14 @@ def one_model(call: str, models: Iterable[str], instead: str) -> None:
         )
 
 
+def numbers(worker_ids: int | Iterable[int]) -> list[int]:
+    """The numbers of one worker or of several."""
+    if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str):
+        return list(worker_ids)
+    # The native module refuses a value that is no number.
+    return [worker_ids]  # type: ignore[list-item]
+
+
 def only_version(versions: Mapping[str, int]) -> int:
     """The version of the only model; 0 where there is none."""
     one_model("version", versions, "versions")

@@ -61,7 +61,7 @@ def closed(end: Any) -> None:
 
 
 class AsyncWith:
-    """``async with`` for an end: as ``with``, but a thread closes the end while the loop goes on."""
+    """``async with`` for an end, which a thread closes while the event loop goes on."""
 
     async def __aenter__(self) -> Self:
         return self

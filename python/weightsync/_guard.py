@@ -18,10 +18,10 @@ logger = logging.getLogger("weightsync")
 
 
 # Seconds for which another thread may keep the interpreter's lock while a version is loaded.
-_SHORT_TURN = 20e-6
+_SHORT_INTERVAL = 20e-6
 
 
-class _Turns:
+class _SwitchInterval:
     """Short turns at the interpreter's lock while any thread loads.
 
     A load calls torch a few times for each tensor, and each call releases the lock. To get it
@@ -42,7 +42,7 @@ class _Turns:
         with self._lock:
             if not self._loads:
                 self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, _SHORT_TURN))
+                sys.setswitchinterval(min(self._usual, _SHORT_INTERVAL))
                 self._short = sys.getswitchinterval()
             self._loads.add(threading.get_ident())
 
@@ -63,7 +63,7 @@ class _Turns:
             self.restore()
 
 
-_turns = _Turns()
+_switch_interval = _SwitchInterval()
 
 
 class _Loading(threading.local):
@@ -73,19 +73,19 @@ class _Loading(threading.local):
 
     def __enter__(self) -> None:
         if self.depth == 0:
-            _turns.shorten()
+            _switch_interval.shorten()
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if self.depth == 0:
-            _turns.restore()
+            _switch_interval.restore()
 
 
 loading = _Loading()
 
 
-class _Entered(threading.local):
+class _HoldingCalls(threading.local):
     """This thread's calls that hold the models: the module, its frame, and the permit taken."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class Hold:
     def __init__(self, take_permit: Callable[[], Any]) -> None:
         # None once the models do not change any more.
         self._take_permit: Callable[[], Any] | None = take_permit
-        self._entered = _Entered()
-        self._parents: _Entered | None = None
+        self._entered = _HoldingCalls()
+        self._parents: _HoldingCalls | None = None
         _holds.add(self)
 
     def enter(self, module: Any = None, frame: Any = None) -> None:
@@ -278,17 +278,17 @@ def _inlined() -> None:
             "a guarded forward was compiled into a larger function, which is not guarded: "
             "call that function inside `with receiver.frozen():`"
         )
-    elif _entry not in caller["self"].enter_exit_hooks:
+    elif _enter_holds not in caller["self"].enter_exit_hooks:
         # Later calls, and the current one.
-        caller["self"].enter_exit_hooks.append(_entry)
-        caller["cleanups"].append(_entry())
+        caller["self"].enter_exit_hooks.append(_enter_holds)
+        caller["cleanups"].append(_enter_holds())
 
 
 def _live() -> list[Hold]:
     return [hold for hold in list(_holds) if hold._take_permit is not None]
 
 
-def _entry() -> Callable[[], None]:
+def _enter_holds() -> Callable[[], None]:
     """Enters every hold there is at a compiled call, and returns the function that leaves them."""
     entered = _live()
     for hold in entered:
@@ -320,11 +320,11 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    _turns.in_child()
+    _switch_interval.in_child()
     # A forked child cannot use its parent's receivers, and must not release their permits.
     for hold in list(_holds):
         hold.end()
-        hold._parents, hold._entered = hold._entered, _Entered()
+        hold._parents, hold._entered = hold._entered, _HoldingCalls()
 
 
 os.register_at_fork(after_in_child=_in_child)

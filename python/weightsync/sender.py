@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _dtypes, _ends, _paths
-from weightsync._checks import choice, only_version
+from weightsync._checks import choice, numbers, only_version
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
 from weightsync._source import Source
@@ -214,7 +214,7 @@ class Sender(_ends.AsyncWith):
             WrongWeightsError: naming each tensor that differs from the setup.
             DeadlineError: naming the workers that hold every slot.
         """
-        workers = _workers(worker_ids)
+        workers = None if worker_ids is None else numbers(worker_ids)
         with self._sending:
             if isinstance(weights, Snapshot):
                 if model not in (None, weights.model) or weights_dict is not None:
@@ -249,7 +249,7 @@ class Sender(_ends.AsyncWith):
         """
         with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
-            workers = _workers(worker_ids)
+            workers = None if worker_ids is None else numbers(worker_ids)
             options = (model, workers, wait, timeout, partial, version, wait_late)
             return self._session.send_async(given, options)
 
@@ -285,18 +285,18 @@ class Sender(_ends.AsyncWith):
 
     def hold(self, worker_ids: int | Iterable[int]) -> None:
         """Holds workers at the versions they have; sends pass them over."""
-        self._session.hold(_workers(worker_ids) or [], True)
+        self._session.hold(numbers(worker_ids), True)
 
     def release(self, worker_ids: int | Iterable[int]) -> None:
         """Lets held workers go on, with the newest version at once."""
-        self._session.hold(_workers(worker_ids) or [], False)
+        self._session.hold(numbers(worker_ids), False)
 
     def forget(self, worker_ids: int | Iterable[int]) -> None:
         """Removes workers that failed, died or were lost from the reports, for good.
 
         Until then, or until such a worker is back, each report has its line.
         """
-        self._session.forget(_workers(worker_ids) or [])
+        self._session.forget(numbers(worker_ids))
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -444,14 +444,6 @@ def _named(
         raise ModelError("paths of models need the context that they start at: context=…")
     return {path: _Path(path) for path in models}
 
-
-def _workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
-    if worker_ids is None:
-        return None
-    if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str):
-        return list(worker_ids)
-    # The native module refuses a value that is no number.
-    return [worker_ids]
 
 
 def _log(report: Report) -> None:

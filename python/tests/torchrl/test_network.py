@@ -158,7 +158,7 @@ def test_two_models_are_one_group_at_one_port(scheme, chosen):
     def join():
         for name in names:
             own = _group.WorkerModel(name, "copy")
-            own.put(models[name])
+            own.replace(models[name])
             theirs.join(name, 0, own, declared=False)
 
     worker = threading.Thread(target=join)

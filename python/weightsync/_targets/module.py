@@ -46,7 +46,7 @@ class ModuleTarget(Target):
 
     def layout(self) -> Layout:
         with self._lock:
-            self._the_module()
+            self._live_module()
             if self._layout is None or not self._holds():
                 self._look()
             assert self._layout is not None
@@ -120,7 +120,7 @@ class ModuleTarget(Target):
 
     def _look(self) -> None:
         """Finds the module's tensors, and guards parts that are new."""
-        module, sent = self._the_module(), self._sent
+        module, sent = self._live_module(), self._sent
         parts = list(module.named_modules(remove_duplicate=False))
         self._entries = []
         specs: list[tuple[str, str, tuple[int, ...]]] = []
@@ -181,7 +181,7 @@ class ModuleTarget(Target):
         """Gives lazy and meta tensors the sender's shapes, and memory; whether any was lazy."""
         import torch
 
-        module, sent, took = self._the_module(), self._sent or {}, False
+        module, sent, took = self._live_module(), self._sent or {}, False
         made: dict[int, Any] = {}
         with torch.no_grad():
             for prefix, _, inside, key, tensor, is_buffer in list(
@@ -210,7 +210,7 @@ class ModuleTarget(Target):
                 inside[key] = made[id(tensor)]
         return took
 
-    def _the_module(self) -> Any:
+    def _live_module(self) -> Any:
         module = self._module()
         if module is None:
             raise LifecycleError(

@@ -128,8 +128,8 @@ def _together(base: type) -> type:
     return Together
 
 
-def that_connects(scheme: Any) -> Any:
-    """The collector that is calling ``connect`` of a scheme, if the scheme was initialised first."""
+def connecting_collector(scheme: Any) -> Any:
+    """The collector that is calling a scheme's ``connect``, if that was initialised before."""
     frame = sys._getframe(1)
     for _ in range(8):
         frame = frame.f_back

@@ -95,7 +95,8 @@ def is_on(own: Any, device: torch.device) -> bool:
 
 def by_worker(weights: Any) -> bool:
     """Whether these are weights by worker number, ``{0: …, 1: …}``."""
-    return isinstance(weights, dict) and bool(weights) and all(isinstance(key, int) for key in weights)
+    is_dict = isinstance(weights, dict) and bool(weights)
+    return is_dict and all(isinstance(key, int) for key in weights)
 
 
 def unknown_worker(worker: int, known: Iterable[int]) -> SettingError:
@@ -105,7 +106,7 @@ def unknown_worker(worker: int, known: Iterable[int]) -> SettingError:
     )
 
 
-def never(name: str) -> Callable[[], Any]:
+def refusing(name: str) -> Callable[[], Any]:
     """A source that refuses: this process does not have the model."""
     def current() -> Any:
         raise ModelError(
@@ -115,7 +116,7 @@ def never(name: str) -> Callable[[], Any]:
     return current
 
 
-def once(first: Any, name: str) -> Callable[[], Any]:
+def initial_only(first: Any, name: str) -> Callable[[], Any]:
     """A source of a factory's initial weights, which refuses once they have been sent."""
     held = [first]
 

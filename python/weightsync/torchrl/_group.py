@@ -31,13 +31,13 @@ from weightsync.sender import Sender
 logger = logging.getLogger("weightsync")
 
 # The seconds that a sender waits for its workers before it checks that they are still alive.
-_LOOK = 0.2
+_CHECK_INTERVAL = 0.2
 
 # The version that `connect` publishes, for all workers alike.
 _FIRST = 1
 
 # The seconds that workers which are alive may take to start.
-_ALIVE = 300.0
+_START_LIMIT = 300.0
 
 
 class Group:
@@ -210,14 +210,14 @@ class Group:
         since = time.monotonic()
         # A collector's processes are watched, so the longer limit is for living workers only.
         watched = bool(getattr(context, "procs", None))
-        limit = max(_ALIVE, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
+        limit = max(_START_LIMIT, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
         workers = self.worker_ids
         while True:
             try:
-                sender.wait_for(workers, timeout=_LOOK)
+                sender.wait_for(workers, timeout=_CHECK_INTERVAL)
                 return
             except DeadlineError:
-                there = _there(sender)
+                there = _joined_workers(sender)
             if time.monotonic() - since >= limit:
                 missing = ", ".join(str(one) for one in workers if one not in there)
                 raise DeadlineError(
@@ -227,7 +227,7 @@ class Group:
                 )
             ended = _ended_workers(context, there)
             # A worker that has joined meanwhile writes to its collector's pipe, too.
-            if ended and not _there(sender).issuperset(workers):
+            if ended and not _joined_workers(sender).issuperset(workers):
                 # The collector gets the worker's exception, and raises it.
                 logger.warning("%s ended before it had its weights", ended)
                 return
@@ -239,12 +239,8 @@ class Group:
         """Whether a model has connected, so that no other can be added."""
         return self._connected
 
-    @property
-    def knows_sender(self) -> bool:
-        """Whether the group has an init info, so that a worker can join."""
-        return self._info is not None
 
-    def here(self) -> Group:
+    def in_this_process(self) -> Group:
         """This group, without its parent's ends in a forked child."""
         if self._pid != os.getpid():
             self.__setstate__(self.__getstate__())
@@ -385,13 +381,13 @@ class WorkerModel(Target):
         self._sent: Layout | None = None
         self._last: NativeSnapshot | None = None
         self._background: Background | None = None
-        # Called after each load: a cascade passes the weights on.
+        # Called after each load, such as to pass the weights on.
         self.loaded: Callable[[NativeSnapshot], None] | None = None
         # Called in place of a load; it returns False to leave the load to the target.
         self.apply: Callable[[NativeSnapshot], bool] | None = None
         self.count = 0
 
-    def put(self, model: Any) -> None:
+    def replace(self, model: Any) -> None:
         """Replaces the model; the new one gets the weights of the old one."""
         if not isinstance(model, nn.Module):
             return
@@ -435,9 +431,9 @@ class WorkerModel(Target):
 
     def load(self, snapshot: NativeSnapshot) -> None:
         with loading, not_inferring():
-            self._load_and_tell(snapshot)
+            self._load_and_notify(snapshot)
 
-    def _load_and_tell(self, snapshot: NativeSnapshot) -> None:
+    def _load_and_notify(self, snapshot: NativeSnapshot) -> None:
         self._load(snapshot)
         last = self._last
         same_run = last is not None and last.run == snapshot.run
@@ -479,7 +475,7 @@ class WorkerModel(Target):
         return None if last is None else weights_of(last)
 
 
-def _there(sender: Sender) -> set[int]:
+def _joined_workers(sender: Sender) -> set[int]:
     """The workers that have loaded a version; or all that have joined, before the first send."""
     is_sent = any(sender.versions.values())
     return {one.worker for one in sender.workers if any(one.versions) or not is_sent}

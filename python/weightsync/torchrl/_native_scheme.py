@@ -100,7 +100,7 @@ class NativeScheme(WeightSyncScheme):
         if params_map is not None:
             workers = sorted(params_map)
             values = list(params_map.values())
-            current = _given.never(name)
+            current = _given.refusing(name)
             if all(one is values[0] for one in values):
                 current = lambda: values[0]  # noqa: E731
             else:
@@ -152,10 +152,10 @@ class NativeScheme(WeightSyncScheme):
         if model is None and name == "policy":
             factories = list(getattr(context, "policy_factory", None) or [])
             if factories and all(one is factories[0] for one in factories):
-                return _given.once(factories[0](), name), None
+                return _given.initial_only(factories[0](), name), None
             if any(factories):
                 policies = {at: make() for at, make in enumerate(factories) if make is not None}
-                return _given.never(name), _given.once(policies, name)
+                return _given.refusing(name), _given.initial_only(policies, name)
         if not isinstance(model, nn.Module):
             raise WrongTypeError(
                 f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
@@ -182,7 +182,7 @@ class NativeScheme(WeightSyncScheme):
         context = self.context
         if context is None:
             # The scheme was initialised before its collector was made.
-            context = _collector.that_connects(self)
+            context = _collector.connecting_collector(self)
             if context is not None:
                 _collector.flip_together(context)
         self._group.connect(self._model_id or "policy", weights, context)
@@ -296,7 +296,7 @@ class NativeScheme(WeightSyncScheme):
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._group is None or not self._group.here().knows_sender:
+        if self._group is None or self._group.in_this_process().info is None:
             raise LifecycleError(
                 "this scheme knows no sender: call init_on_sender in the trainer, and then pass "
                 "the scheme to the worker"
@@ -333,7 +333,7 @@ class NativeScheme(WeightSyncScheme):
         except TypeError:
             return
         if self._worker_model is not None and model is not before:
-            self._worker_model.put(model)
+            self._worker_model.replace(model)
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
@@ -347,9 +347,9 @@ class NativeScheme(WeightSyncScheme):
         declared = self._safe_points == "declared"
         self._group.join(self._model_id or "policy", worker_idx, self._worker_model, declared)
         self._seen = self._worker_model.count
-        self._pass_first_on()
+        self._pass_on_first()
 
-    def _pass_first_on(self) -> None:
+    def _pass_on_first(self) -> None:
         """Sends this worker's first weights to sub-workers that have joined before it did."""
         schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
         own = schemes.get(self._model_id)
@@ -365,7 +365,7 @@ class NativeScheme(WeightSyncScheme):
     def context(self, context: Any) -> None:
         self._context_ref = None if context is None else weakref.ref(context)
         if self.initialized_on_receiver and self.synchronized_on_receiver:
-            self._pass_first_on()
+            self._pass_on_first()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The weights that were applied since the last call, or None.
@@ -405,7 +405,7 @@ class NativeScheme(WeightSyncScheme):
             self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def _loaded(self, snapshot: NativeSnapshot) -> None:
-        """Called after each load: passes the version on to sub-workers, and stamps frames with it."""
+        """Called after each load: passes the version on, and stamps frames with it."""
         if self.context is None or self._worker_model is None or self._worker_model.count <= 1:
             return
         if not self._pass_on():

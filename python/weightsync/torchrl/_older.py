@@ -16,7 +16,7 @@ from weightsync import _ends, _paths
 from weightsync._native import InitInfo, Report, Session
 from weightsync.errors import LifecycleError, SenderClosedError
 from weightsync.sender import Sender
-from weightsync.torchrl._transports import _MODEL, _Applied
+from weightsync.torchrl._transports import _MODEL, _Applied, opened
 
 logger = logging.getLogger("weightsync")
 
@@ -49,16 +49,14 @@ class WeightSender:
     def register_model(self, weights: Any) -> None:
         """Registers the model; workers begin with these weights."""
         if self._sender is None:
-            self._sender = Sender(
+            scheme = self._scheme
+            self._sender = opened(
+                self,
                 weights,
-                name=_MODEL,
-                scheme=self._scheme._scheme,
-                run_dir=self._scheme._run_dir,
-                strategy=self._scheme.strategy_str,
-                pending=8,
+                scheme=scheme._scheme,
+                run_dir=scheme._run_dir,
+                strategy=scheme.strategy_str,
             )
-            self._sender.connect(0)
-            _ends.opened(self)
         self._invite()
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:

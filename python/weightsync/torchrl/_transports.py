@@ -99,6 +99,14 @@ class SchemeTransport:
         return self._worker_idx if worker_ids is None else worker_ids
 
 
+def opened(owner: Any, weights: Any, **how: Any) -> Sender:
+    """A sender of one model, which the owner shuts down, before any worker has joined."""
+    sender = Sender(weights, name=_MODEL, pending=8, **how)
+    sender.connect(0)
+    _ends.opened(owner)
+    return sender
+
+
 class _QueueTransport:
     """The base of transports without a scheme: workers get the init info through queues."""
 
@@ -124,11 +132,7 @@ class _QueueTransport:
         """Makes the sender and sends every worker the init info; False if there is a sender."""
         if self._sender is not None:
             return False
-        self._sender = Sender(
-            weights, name=_MODEL, scheme=self._scheme, strategy="tensordict", pending=8
-        )
-        self._sender.connect(0)
-        _ends.opened(self)
+        self._sender = opened(self, weights, scheme=self._scheme, strategy="tensordict")
         for waiting in self._queues.values():
             waiting.put(self._sender.init_info.to_json())
         return True

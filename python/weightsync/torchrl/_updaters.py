@@ -43,6 +43,9 @@ class _Checked:
         for worker in wanted:
             self._sync_weights_with_worker(worker_id=worker, server_weights=mapped)
 
+    def _sync_weights_with_worker(self, worker_id: Any = None, server_weights: Any = None) -> None:
+        self._place(worker_id).data.update_(server_weights.data)
+
 
 class VanillaWeightUpdater(_Checked, _Vanilla):
     """Updates a policy in this process; TorchRL's, with checks."""
@@ -50,18 +53,12 @@ class VanillaWeightUpdater(_Checked, _Vanilla):
     def _place(self, worker: Any) -> Any:
         return self.policy_weights
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        self.policy_weights.data.update_(server_weights.data)
-
 
 class MultiProcessedWeightUpdater(_Checked, _MultiProcessed):
     """Updates the weights of each device's workers; TorchRL's, with checks."""
 
     def _place(self, worker: Any) -> Any:
         return self._policy_weights[worker]
-
-    def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> None:
-        self._policy_weights[worker_id].data.update_(server_weights.data)
 
 
 def _as_tensordict(weights: Any) -> Any:
