@@ -82,7 +82,7 @@ CASES = {
     "no pidfd": (fails("pidfd"), ("note", "kernel", "groups of worker processes", "5.3")),
     "no peer pidfd": (fails("peer pidfd"), ("note", "kernel", "hang-up", "6.5")),
     "no populate": (fails("populate"), ("note", "kernel", "first touched", "5.14")),
-    "no pagemap scan": (fails("pagemap scan"), ("note", "kernel", "takes longer", "6.7")),
+    "no pagemap scan": (fails("pagemap scan"), ("note", "kernel", "take longer", "6.7")),
     "no descriptors left": (
         {"files_soft": 75, "files_hard": 75},
         ("problem", "descriptors", "0 workers", "hard limit"),
@@ -106,7 +106,7 @@ CASES = {
     ),
     "little memory": (
         {"memory_available": 512 << 20},
-        ("note", "memory", "a model of 256 MiB", "end what else runs"),
+        ("note", "memory", "a model of 256 MiB", "end other programs"),
     ),
     "a small container": (
         {"memory_limit": 768 << 20},

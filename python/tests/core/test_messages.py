@@ -222,6 +222,7 @@ def test_every_error_is_one_of_ours():
             (lambda: sender.send(wait="aplied"), ValueError),
             (lambda: sender.send_each({}), ValueError),
             (lambda: receiver.pull(1, at_least=2), ValueError),
+            (lambda: sender.send(model="nothing"), KeyError),
             (lambda: snapshot["nothing"], KeyError),
             (lambda: snapshot.load_into([1]), TypeError),
             (lambda: sender.send({3: torch.ones(1)}), TypeError),

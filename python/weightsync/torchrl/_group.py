@@ -269,11 +269,8 @@ class Group:
         """
         with self._join_lock:
             self._declared = self._declared or declared
-            if self._info is None:
-                raise LifecycleError(
-                    f"{name!r} knows no sender: call init_on_sender in the trainer, and hand the "
-                    "scheme to the worker after that"
-                )
+            # `init_on_receiver` has checked that there is an init info.
+            assert self._info is not None
             if name not in self._names:
                 raise MissingModelError.among(name, self._names)
             session, is_first = self._session, self._session is None
