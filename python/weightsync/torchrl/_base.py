@@ -11,6 +11,14 @@ from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 from weightsync.errors import SettingError, UnsupportedError
 
 
+def _own_flag(name: str) -> property:
+    """A flag of this process alone: a forked child is not its parent's sender."""
+    return property(
+        lambda self: self._is_own() and getattr(self, name, False),
+        lambda self, value: setattr(self, name, value),
+    )
+
+
 class WeightSyncScheme(_TorchRLScheme):
     """TorchRL's scheme, as a base for schemes over custom transports.
 
@@ -51,30 +59,10 @@ class WeightSyncScheme(_TorchRLScheme):
             )
         return kinds[backend](**kwargs)
 
-    @property
-    def initialized_on_sender(self) -> bool:
-        # A forked child is not its parent's sender.
-        return self._is_own() and getattr(self, "_initialized_on_sender", False)
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        return self._is_own() and getattr(self, "_initialized_on_receiver", False)
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        return self._is_own() and getattr(self, "_synchronized_on_sender", False)
-
-    @synchronized_on_sender.setter
-    def synchronized_on_sender(self, value: bool) -> None:
-        self._synchronized_on_sender = value
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        return self._is_own() and getattr(self, "_synchronized_on_receiver", False)
-
-    @synchronized_on_receiver.setter
-    def synchronized_on_receiver(self, value: bool) -> None:
-        self._synchronized_on_receiver = value
+    initialized_on_sender = _own_flag("_initialized_on_sender")
+    initialized_on_receiver = _own_flag("_initialized_on_receiver")
+    synchronized_on_sender = _own_flag("_synchronized_on_sender")
+    synchronized_on_receiver = _own_flag("_synchronized_on_receiver")
 
     def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
         self._pid = os.getpid()

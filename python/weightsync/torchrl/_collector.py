@@ -28,13 +28,12 @@ def is_single(context: Any) -> bool:
 def apply_here(context: Any, model_id: str | None, weights: Any, strategy: WeightStrategy) -> None:
     """Applies weights to a model of a collector in this process: all tensors, or none."""
     name = model_id or "policy"
-    models = [getattr(context, name, None)] if name == "policy" else []
     if name == "policy":
-        models.append(getattr(context, "_policy_w_state_dict", None))
+        models = [getattr(context, own, None) for own in ("policy", "_policy_w_state_dict")]
         if weights is None:
             weights = getattr(context, "_orig_policy", None)
     else:
-        models.append(_paths.resolve(context, name))
+        models = [_paths.resolve(context, name)]
     for model in {id(one): one for one in models if isinstance(one, nn.Module)}.values():
         if weights is not None and weights is not model:
             extracted = strategy.extract_weights(weights)
