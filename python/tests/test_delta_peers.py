@@ -51,7 +51,7 @@ def versions(places, width):
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", PEERS.WAYS.values())
-def test_what_was_coded_comes_back(way, case, width):
+def test_codecs_return_the_bytes_they_were_given(way, case, width):
     old, new = versions(CASES[case], width)
     image = old.copy()
     way.apply(way.encode(old, new), image)

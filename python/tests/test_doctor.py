@@ -82,7 +82,7 @@ CASES = {
     "no pidfd": (fails("pidfd"), ("note", "kernel", "groups of worker processes", "5.3")),
     "no peer pidfd": (fails("peer pidfd"), ("note", "kernel", "hang-up", "6.5")),
     "no populate": (fails("populate"), ("note", "kernel", "first touched", "5.14")),
-    "no pagemap scan": (fails("pagemap scan"), ("note", "kernel", "takes longer", "6.7")),
+    "no pagemap scan": (fails("pagemap scan"), ("note", "kernel", "take longer", "6.7")),
     "no descriptors left": (
         {"files_soft": 75, "files_hard": 75},
         ("problem", "descriptors", "0 workers", "hard limit"),
@@ -106,7 +106,7 @@ CASES = {
     ),
     "little memory": (
         {"memory_available": 512 << 20},
-        ("note", "memory", "a model of 256 MiB", "end what else runs"),
+        ("note", "memory", "a model of 256 MiB", "end other programs"),
     ),
     "a small container": (
         {"memory_limit": 768 << 20},
@@ -141,7 +141,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("changes", "expected"), CASES.values(), ids=CASES)
-def test_what_a_machine_lacks_is_said_with_what_to_do(changes, expected):
+def test_findings_name_the_lack_and_the_remedy(changes, expected):
     findings = doctor.judge(dataclasses.replace(FINE, **changes))
     level, topic, says, fix = expected
     [found] = [finding for finding in findings if finding.level != "ok"]
@@ -187,7 +187,7 @@ def test_every_attempt_is_judged():
         ({"packages": {"torchrl": "0.14.3"}}, "torchrl", "0.14.3 (tested with 0.14.1)"),
     ],
 )
-def test_what_a_fine_machine_has_is_said(changes, topic, says):
+def test_findings_of_a_fine_machine_are_all_ok(changes, topic, says):
     findings = doctor.judge(dataclasses.replace(FINE, **changes))
     assert [finding for finding in findings if finding.level != "ok"] == []
     [found] = [finding for finding in findings if finding.topic == topic]
@@ -362,7 +362,7 @@ def limited(which, soft):
         (limited(resource.RLIMIT_FSIZE, 1024), "shared memory", "memory files cannot be made"),
     ],
 )
-def test_what_is_found_by_trying_ends_in_exit_status_1(limit, topic, says):
+def test_doctor_exits_with_1_if_an_attempt_fails(limit, topic, says):
     done = run("doctor", "--json", preexec_fn=limit)
     assert done.returncode == 1, done.stdout + done.stderr
     problems = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "problem"]
@@ -377,7 +377,7 @@ def test_the_doctor_does_not_load_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_what_is_no_command_is_refused():
+def test_unknown_command_is_refused():
     for arguments in ([], ["heal"], ["doctor", "--yaml"]):
         done = run(*arguments)
         assert done.returncode == 2, arguments

@@ -19,10 +19,9 @@ def main() -> int:
     # is not looked at while Rust runs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The command prints what it has to say. Warnings would come in one heap at its end.
+    # The command prints its own messages. The logger could print only after the command's end.
     logging.getLogger("weightsync").disabled = True
-    # A worker of `bench` finds this package where this process found it, whatever lies in the
-    # current directory.
+    # A worker of `bench` must import this package, and not another in the current directory.
     isolated = "-I" if sys.flags.isolated else "-P"
     itself = [sys.executable, isolated, "-m", "weightsync"]
     return _native.command(arguments, itself)
@@ -31,8 +30,8 @@ def main() -> int:
 def _doctor(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="weightsync doctor",
-        description="Says what this machine can do and what to change. The exit status is 0 if "
-        "the schemes for one machine work here, else 1.",
+        description="Reports whether the schemes for one machine work here, their limits, and "
+        "what to change. The exit status is 0 if they work, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     chosen = parser.parse_args(arguments)

@@ -55,7 +55,7 @@ def _to_torch() -> dict[str, torch.dtype]:
 
 
 def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """The dtype's name and the shape of a tensor, both as safetensors has them."""
+    """The dtype's name and the shape of a tensor, both as in safetensors."""
     import torch
 
     if is_lazy(tensor):
@@ -83,7 +83,7 @@ def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name of safetensors'."""
+    """torch's dtype for a name of safetensors."""
     try:
         return _to_torch()[name]
     except KeyError:
@@ -91,14 +91,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape torch has for it."""
+    """torch's shape for a shape of safetensors."""
     if name == PACKED and shape:
         return (*shape[:-1], shape[-1] // 2)
     return shape
 
 
 def is_lazy(tensor: Any) -> bool:
-    """Whether it is a torch tensor of a lazy module, that has no shape yet."""
+    """Whether it is a torch tensor of a lazy module, which has no shape yet."""
     from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
     return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
@@ -118,7 +118,7 @@ def of_array(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """numpy's dtype of a name of safetensors'; ml_dtypes' where numpy has none."""
+    """The dtype for a name of safetensors: numpy's, or ml_dtypes' where numpy has none."""
     import numpy as np
 
     try:
@@ -140,17 +140,17 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def of(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """The dtype's name and the shape of a tensor of torch's or an array of numpy's."""
+    """The dtype's name and the shape of a torch tensor or a numpy array."""
     return of_tensor(name, tensor) if is_tensor(tensor) else of_array(name, tensor)
 
 
 def name_of(dtype: Any) -> str:
-    """safetensors' name of a dtype: torch's, numpy's, or the name in any of these."""
+    """safetensors' name of a dtype of torch or numpy, or of such a dtype's name."""
     torch = sys.modules.get("torch")
     if isinstance(dtype, str) or (torch is not None and isinstance(dtype, torch.dtype)):
         word = str(dtype).removeprefix("torch.")
     else:
-        # numpy's own, and its scalar types: np.dtype("float32"), np.float32.
+        # numpy's dtypes and scalar types: np.dtype("float32"), np.float32.
         word = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", ""))
     if word in _NAMES:
         return word
@@ -158,7 +158,7 @@ def name_of(dtype: Any) -> str:
         if known == word:
             return name
     raise WrongTypeError(
-        f'there is no dtype {dtype!r} here: give torch\'s or numpy\'s, or a name, such as '
+        f"there is no dtype {dtype!r} here: pass a dtype of torch or numpy, or a name such as "
         '"bfloat16" or "BF16"'
     )
 

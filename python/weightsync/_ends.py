@@ -1,4 +1,4 @@
-"""Ends that are open, so that a program that ends leaves none."""
+"""Open senders and receivers, which a program closes as it ends."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ logger = logging.getLogger("weightsync")
 _open: weakref.WeakSet[Any] = weakref.WeakSet()
 _pid = os.getpid()
 
-#: What a sender is told of a receiver that is collected: an exception may have unwound the
-#: frames that had it.
+#: The reason in a sender's reports for a receiver that was garbage-collected: an exception may
+#: have unwound the frames that held it.
 DROPPED = "its receiver was dropped without shutdown()"
 
-#: Why the program ends, while it does so by an exception: what its ends tell their senders.
+#: The reason that open ends give their senders while the program ends by an exception.
 why: str | None = None
 
 
 def reason_of(error: BaseException | None) -> str | None:
-    """What a sender is told of a worker that ends by this; None if it leaves in order."""
+    """The reason in a sender's reports for a worker that ends by this; None for an orderly end."""
     if error is None or isinstance(error, (SenderClosedError, GeneratorExit)):
         return None
     if isinstance(error, SystemExit) and error.code in (None, 0):
@@ -44,7 +44,7 @@ def reason_of(error: BaseException | None) -> str | None:
 
 
 def _uncaught() -> BaseException | None:
-    """The exception that ended this program. A prompt notes the last one too, and goes on."""
+    """The exception that ended this program; None at a prompt, which goes on after exceptions."""
     if hasattr(sys, "ps1"):
         return None
     return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -56,12 +56,12 @@ def opened(end: Any) -> None:
 
 
 def closed(end: Any) -> None:
-    """Forgets it."""
+    """Forgets an end that has shut down."""
     _open.discard(end)
 
 
 class AsyncWith:
-    """An end as ``async with``: leaving it is what leaving ``with`` is, on a thread of its own."""
+    """``async with`` for an end, which a thread closes while the event loop goes on."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -78,7 +78,7 @@ class AsyncWith:
 
 @atexit.register
 def _close_all() -> None:
-    # A forked child has no ends of its parent's.
+    # A forked child cannot use its parent's ends.
     if os.getpid() != _pid:
         return
     global why

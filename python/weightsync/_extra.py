@@ -1,7 +1,7 @@
-"""Extra state: what modules keep in addition to their tensors.
+"""Extra state: data that modules keep in addition to their tensors.
 
-Plain data travels as it is; tensors inside it travel as tensors, and leave a mark
-where they were.
+Plain data travels as it is. Tensors in it travel as tensors, and a mark takes the place of
+each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from weightsync import _dtypes
 
-# The last part of the names under which they travel.
+# The last part of an extra state's name, and the part before the number of each of its tensors.
 NAME = "__extra_state__"
 TENSORS = "__extra_tensors__"
 
-# torch's own word in state dicts.
+# The last part of an extra state's name in torch's state dicts.
 TORCH_NAME = "_extra_state"
 
 _MARK = "__tensor__"
@@ -27,13 +27,13 @@ def joined(prefix: str, name: str) -> str:
 
 
 def split(prefix: str, state: Any) -> tuple[Any, dict[str, Any]]:
-    """The plain part of a state, and its tensors by the names they travel under."""
+    """The plain part of a state, and its tensors by the names under which they travel."""
     tensors: dict[str, Any] = {}
     return _plain(state, joined(prefix, TENSORS), tensors), tensors
 
 
-# Not functions within functions: one that calls itself is a circle, and holds what it saw
-# (a version, a model's tensors) until the garbage collector comes by.
+# Not nested functions: a nested function that calls itself is a reference cycle, which would
+# keep a version or a model's tensors until the garbage collector runs.
 
 
 def _plain(value: Any, within: str, tensors: dict[str, Any]) -> Any:
@@ -51,7 +51,7 @@ def _plain(value: Any, within: str, tensors: dict[str, Any]) -> Any:
 
 
 def join(prefix: str, state: Any, tensor_of: Any) -> Any:
-    """The state again; ``tensor_of(name, kind)`` gives each tensor of its own."""
+    """The whole state again; ``tensor_of(name, kind)`` returns each tensor in it."""
     return _whole(state, joined(prefix, TENSORS), tensor_of)
 
 
@@ -65,6 +65,12 @@ def _whole(value: Any, within: str, tensor_of: Any) -> Any:
     if isinstance(value, list):
         return [_whole(item, within, tensor_of) for item in value]
     return value
+
+
+def prefix_of(name: str) -> str:
+    """The module whose extra state, or a part of it, has this name."""
+    parts = name.split(".")
+    return ".".join(parts[: -2 if parts[-2:-1] == [TENSORS] else -1])
 
 
 def is_extra(name: str) -> bool:

@@ -1,8 +1,7 @@
-"""What keeps a worker's models as they are: holds, and the guards that take them automatically.
+"""Holds, which keep a worker's models unchanged, and guards, which take holds automatically.
 
-A hold belongs to a thread. A guard takes one for the time of a forward, of the module or of
-any part of it, through hooks. torch.compile does not see them: no graph has them in it, and
-none breaks on them.
+A hold belongs to a thread. A guard takes a hold for each forward of the module, or of any part
+of it, through hooks. torch.compile does not see the hooks: they are in no graph and break none.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ logger = logging.getLogger("weightsync")
 
 
 # Seconds for which another thread may keep the interpreter's lock while a version is loaded.
-_SHORT_TURN = 20e-6
+_SHORT_INTERVAL = 20e-6
 
 
-class _Turns:
+class _SwitchInterval:
     """Short turns at the interpreter's lock while any thread loads.
 
     A load calls torch a few times for each tensor, and each call releases the lock. To get it
@@ -34,23 +33,23 @@ class _Turns:
     def __init__(self) -> None:
         # A signal's handler may load in the middle of this.
         self._lock = threading.RLock()
-        # By thread, not counted: Ctrl-C may end a load before it has said that it began.
+        # The threads, not their number: Ctrl-C may end a load before it was added.
         self._loads: set[int] = set()
-        # The interval of before, and the short one as the interpreter rounds it.
+        # The usual interval, and the short one as the interpreter rounds it.
         self._usual = self._short = 0.0
 
     def shorten(self) -> None:
         with self._lock:
             if not self._loads:
                 self._usual = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._usual, _SHORT_TURN))
+                sys.setswitchinterval(min(self._usual, _SHORT_INTERVAL))
                 self._short = sys.getswitchinterval()
             self._loads.add(threading.get_ident())
 
     def restore(self) -> None:
         with self._lock:
             self._loads.discard(threading.get_ident())
-            # The worker may have set another one during the load.
+            # The worker may have set another interval during the load.
             if not self._loads and sys.getswitchinterval() == self._short:
                 sys.setswitchinterval(self._usual)
 
@@ -64,30 +63,30 @@ class _Turns:
             self.restore()
 
 
-_turns = _Turns()
+_switch_interval = _SwitchInterval()
 
 
 class _Loading(threading.local):
-    """Whether this thread is loading: it is alone with the models then."""
+    """Whether this thread is loading. No other thread uses the models then."""
 
     depth = 0
 
     def __enter__(self) -> None:
         if self.depth == 0:
-            _turns.shorten()
+            _switch_interval.shorten()
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
         self.depth -= 1
         if self.depth == 0:
-            _turns.restore()
+            _switch_interval.restore()
 
 
 loading = _Loading()
 
 
-class _Entered(threading.local):
-    """The calls of this thread that hold the models: module, frame, and the permit it took."""
+class _HoldingCalls(threading.local):
+    """This thread's calls that hold the models: the module, its frame, and the permit taken."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any, Any]] = []
@@ -96,20 +95,20 @@ class _Entered(threading.local):
 class Hold:
     """Keeps the models of one background receiver as they are, for the thread that enters."""
 
-    def __init__(self, take_seat: Callable[[], Any]) -> None:
+    def __init__(self, take_permit: Callable[[], Any]) -> None:
         # None once the models do not change any more.
-        self._take_seat: Callable[[], Any] | None = take_seat
-        self._entered = _Entered()
-        self._parents: _Entered | None = None
+        self._take_permit: Callable[[], Any] | None = take_permit
+        self._entered = _HoldingCalls()
+        self._parents: _HoldingCalls | None = None
         _holds.add(self)
 
     def enter(self, module: Any = None, frame: Any = None) -> None:
-        """From here on nothing changes: in a block, or while a module's forward is in `frame`."""
+        """Keeps the models unchanged: for a block, or for a module's forward in `frame`."""
         calls = self._entered.calls
         if not calls:
             # The outermost call has the permit. A thread that loads is alone with the models.
-            take_seat = None if loading.depth else self._take_seat
-            calls.append((module, frame, None if take_seat is None else take_seat()))
+            take_permit = None if loading.depth else self._take_permit
+            calls.append((module, frame, None if take_permit is None else take_permit()))
             return
         around = calls[-1][1]
         if around is not None:
@@ -117,27 +116,27 @@ class Hold:
             while here is not around:
                 here = here.f_back
                 if here is None:
-                    # Ctrl-C ended that forward: it has not told, nor released what it held.
+                    # Ctrl-C ended that forward before its hook could release the permit.
                     self._release(calls.pop())
                     return self.enter(module, frame)
         calls.append((module, frame, None))
 
     def leave(self, module: Any = None) -> None:
-        """The block, or the forward of this module, has ended."""
+        """Ends the block, or the forward of this module."""
         calls = self._entered.calls
         at = len(calls) - 1
         while at >= 0 and calls[at][0] is not module:
             at -= 1
         if at < 0:
-            # The guard was put on while that forward ran.
+            # The guard was added while that forward ran.
             return
-        # Inner ones that Ctrl-C ended go with it.
+        # Inner calls that Ctrl-C ended are dropped too.
         while len(calls) > at:
             self._release(calls.pop())
 
     def end(self) -> None:
-        """The models do not change any more: nothing has to be held from here on."""
-        self._take_seat = None
+        """Makes the hold do nothing from here on: the models do not change any more."""
+        self._take_permit = None
 
     @staticmethod
     def _release(call: tuple[Any, Any, Any]) -> None:
@@ -146,7 +145,7 @@ class Hold:
 
 
 class Guard:
-    """Has a forward of a module, or of a part of it, hold the models while it runs."""
+    """Holds the models while a forward of a module, or of a part of it, runs."""
 
     def __init__(self, hold: Hold, module: Any) -> None:
         hide_from_compiler(_Hook.before, _Hook.after, Hold.enter, Hold.leave, Hold._release)
@@ -159,7 +158,7 @@ class Guard:
         self.cover()
 
     def cover(self) -> None:
-        """Guards parts that are new in the module, too."""
+        """Guards the parts that the module has gained."""
         module = self._module()
         if module is None:
             return
@@ -173,7 +172,7 @@ class Guard:
                 ]
 
     def remove(self) -> None:
-        """Takes the hooks off again."""
+        """Removes the hooks."""
         self._hook._hold = None
         for handle in self._handles:
             handle.remove()
@@ -181,7 +180,7 @@ class Guard:
 
 
 def cover(module: Any) -> None:
-    """Guards what is new in a module, if it is guarded."""
+    """Guards new parts of a module, if the module is guarded."""
     for guard in list(_guards):
         if guard._module() is module:
             guard.cover()
@@ -199,10 +198,10 @@ def _parts(module: Any) -> list[Any]:
         seen.add(id(part))
         reads = next(part.parameters(), None) is not None or next(part.buffers(), None) is not None
         if isinstance(part, torch.jit.ScriptModule):
-            # It takes no such hooks.
+            # A scripted module takes no such hooks.
             continue
         if part is not module:
-            # torch computes an encoder layer another way, more slowly, if it has hooks.
+            # torch leaves the fast path of an encoder layer that has hooks.
             if not reads or isinstance(part, torch.nn.TransformerEncoderLayer):
                 continue
         found.append(part)
@@ -211,7 +210,7 @@ def _parts(module: Any) -> list[Any]:
 
 
 class _Hook:
-    """The two ends of a forward. A copy of the module has copies that do nothing."""
+    """The hooks at both ends of a forward. In a copy of the module they do nothing."""
 
     def __init__(self, hold: Hold | None = None) -> None:
         self._hold = hold
@@ -219,7 +218,7 @@ class _Hook:
     def before(self, module: Any, args: Any) -> None:
         if _is_compiling():
             _inlined()
-        # Another thread may take the guard off meanwhile.
+        # Another thread may remove the guard meanwhile.
         elif (hold := self._hold) is not None:
             hold.enter(module, sys._getframe(1))
 
@@ -234,9 +233,9 @@ class _Hook:
         return _Hook, ()
 
 
-# What torch.compile makes of hooks. It calls those of a compiled module's root outside of the
-# graph, and would compile them too: their code is excepted. Of parts that it compiles into one
-# graph it traces the hooks, which do nothing there. What was compiled holds the models then.
+# torch.compile and the hooks. It calls the hooks of a compiled module's root outside the graph,
+# and would compile them too: their code is excepted. It traces the hooks of parts that it
+# compiles into one graph, where they do nothing. The compiled function holds the models then.
 
 
 # torch's own function, once there is a guard.
@@ -244,15 +243,15 @@ _is_compiling: Callable[[], bool] = bool
 
 
 def hide_from_compiler(*functions: Any) -> None:
-    """Has torch.compile leave functions of hooks alone that run outside of what it compiles.
+    """Makes torch.compile skip functions of hooks that run outside its graphs.
 
-    By the C functions, since ``torch.compiler.disable`` imports all of the compiler, which
-    takes seconds, and breaks a graph.
+    Calls torch's C functions, since ``torch.compiler.disable`` imports the whole compiler,
+    which takes seconds, and breaks graphs.
     """
     import torch
 
     global _is_compiling
-    # Not is_compiling, which is true in all threads while one of them compiles.
+    # Not is_compiling, which is true in all threads while one thread compiles.
     _is_compiling = torch.compiler.is_dynamo_compiling
     frames = torch._C._dynamo.eval_frame
     for function in functions:
@@ -266,7 +265,7 @@ def hide_from_compiler(*functions: Any) -> None:
 
 
 def _inlined() -> None:
-    """Called once as a guarded forward is compiled into a larger graph, for what calls that."""
+    """Guards the compiled function around a guarded forward; torch calls this as it traces."""
     import torch
 
     if getattr(torch.compiler, "is_exporting", bool)():
@@ -276,22 +275,21 @@ def _inlined() -> None:
         return
     if caller is None:
         logger.warning(
-            "a forward that is guarded was compiled into a larger function, which is not: "
-            "call that inside `with receiver.frozen():`"
+            "a guarded forward was compiled into a larger function, which is not guarded: "
+            "call that function inside `with receiver.frozen():`"
         )
-    elif _entry not in caller["self"].enter_exit_hooks:
-        # The calls to come, and the one that is on.
-        caller["self"].enter_exit_hooks.append(_entry)
-        caller["cleanups"].append(_entry())
+    elif _enter_holds not in caller["self"].enter_exit_hooks:
+        # Later calls, and the current one.
+        caller["self"].enter_exit_hooks.append(_enter_holds)
+        caller["cleanups"].append(_enter_holds())
 
 
 def _live() -> list[Hold]:
-    return [hold for hold in list(_holds) if hold._take_seat is not None]
+    return [hold for hold in list(_holds) if hold._take_permit is not None]
 
 
-def _entry() -> Callable[[], None]:
-    """Enters every receiver's hold, also of receivers that came after the compiling; what it
-    returns leaves them."""
+def _enter_holds() -> Callable[[], None]:
+    """Enters every hold there is at a compiled call, and returns the function that leaves them."""
     entered = _live()
     for hold in entered:
         hold.enter()
@@ -304,17 +302,17 @@ def _entry() -> Callable[[], None]:
 
 
 def _compiled_call() -> dict[str, Any] | None:
-    """The variables of the outermost call of something compiled, in this thread."""
+    """The local variables of this thread's outermost call of a compiled function."""
     found, frame = None, sys._getframe(1)
     while frame is not None:
-        # The second is its name up to torch 2.8.
+        # `_fn` is the wrapper's name up to torch 2.8.
         if frame.f_code.co_name in ("compile_wrapper", "_fn") and "cleanups" in frame.f_locals:
             found = frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
     return found if hasattr((found or {}).get("self"), "enter_exit_hooks") else None
 
 
-# torch's own mark of a function to call as it compiles, and not to trace.
+# By this mark torch calls the function as it compiles, and does not trace it.
 _inlined._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
@@ -322,11 +320,11 @@ _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 
 
 def _in_child() -> None:
-    _turns.in_child()
-    # A forked child has no receivers of its parent's, and must not release what that holds.
+    _switch_interval.in_child()
+    # A forked child cannot use its parent's receivers, and must not release their permits.
     for hold in list(_holds):
         hold.end()
-        hold._parents, hold._entered = hold._entered, _Entered()
+        hold._parents, hold._entered = hold._entered, _HoldingCalls()
 
 
 os.register_at_fork(after_in_child=_in_child)

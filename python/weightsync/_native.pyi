@@ -156,23 +156,23 @@ class Mapping:
 
 @final
 class DryRun:
-    """What a mapping would do. The lists are complete."""
+    """The effect that a mapping would have. The lists are complete."""
 
     @property
     def tensors(self) -> list[Fate]:
-        """What happens to each tensor of the source, in its order."""
+        """The fate of each tensor of the source, in its order."""
     @property
     def unmatched(self) -> list[str]:
-        """What would be made and has no place in the target."""
+        """Names of mapped tensors that have no place in the target."""
     @property
     def missing(self) -> list[str]:
-        """What the target has room for and would not get."""
+        """Names of the target that would get no tensor."""
     @property
     def shapes(self) -> list[tuple[str, list[int], list[int]]]:
-        """``(name, expected, got)`` of what would have another shape."""
+        """``(name, expected, got)`` of tensors whose shape would differ."""
     @property
     def dtypes(self) -> list[tuple[str, str, str]]:
-        """``(name, expected, got)`` of what would have another dtype."""
+        """``(name, expected, got)`` of tensors whose dtype would differ."""
     @property
     def problems(self) -> list[str]:
         """Rules that do not fit the tensors they match, in words."""
@@ -181,13 +181,13 @@ class DryRun:
         """Rules that match no tensor: their numbers, from 1, and words."""
     @property
     def is_complete(self) -> bool:
-        """Whether each tensor that is made has its place, and each place its tensor."""
+        """Whether each mapped tensor has a place in the target, and each place a tensor."""
     def __eq__(self, other: object, /) -> bool: ...
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
 class Fate:
-    """What happens to one tensor of the source."""
+    """The effect of a mapping on one tensor of the source."""
 
     @property
     def name(self) -> str: ...
@@ -405,7 +405,7 @@ class Session:
 
 @final
 class Background:
-    def take_seat(self) -> Permit: ...
+    def take_permit(self) -> Permit: ...
     def safe_point(self) -> dict[str, int] | None: ...
     def state(self) -> tuple[_State, str, str | None]: ...
     def versions(self) -> dict[str, int]: ...

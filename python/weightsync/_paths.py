@@ -14,7 +14,7 @@ def resolve(root: Any, path: str) -> Any:
     """The object at a path, from ``root`` on. Nothing is evaluated.
 
     Raises:
-        ModelError: naming the part that does not exist, and what is there instead.
+        ModelError: naming the part that does not exist, and the names that do.
     """
     here, done, at = root, "", 0
     while at < len(path):
@@ -39,7 +39,7 @@ def resolve(root: Any, path: str) -> Any:
 
 
 def _names(value: Any) -> str:
-    """Some of the names there are."""
+    """Some of the names that exist in a value."""
     if hasattr(value, "keys"):
         names = [repr(key) for key in value.keys()]
     elif isinstance(value, (list, tuple)):

@@ -1,5 +1,4 @@
-"""What this machine has and allows, found by trying. Nothing is judged here, and nothing is left
-behind."""
+"""The facts about a machine, found by trying, which leaves no trace. :mod:`doctor` judges them."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Facts:
     memory_total: int | None
     memory_available: int | None
     memory_limit: int | None
-    #: What is left of that limit.
+    #: The unused part of that limit.
     memory_left: int | None
     #: The kernel's choice for memory files, such as ``never``.
     huge_pages: str | None
@@ -65,19 +64,19 @@ class Facts:
     cores: int
     #: Cores' worth of time that a control group allows; ``None`` for no limit.
     core_quota: float | None
-    #: Who runs this container, as far as it shows; ``None`` outside of one.
+    #: The program that runs this container, as far as it can be seen; ``None`` outside of one.
     container: str | None
     #: Whether process 1 is in another network namespace; ``None`` if that cannot be seen.
     own_network: bool | None
     gpus: tuple[str, ...]
-    #: Whether torch can use them; ``None`` without torch, or without any.
+    #: Whether torch can use the GPUs; ``None`` without torch, or without GPUs.
     torch_uses_gpus: bool | None
-    #: The versions of those of :data:`PACKAGES` that are installed.
+    #: The versions of the :data:`PACKAGES` that are installed.
     packages: dict[str, str]
 
 
 def probe() -> Facts:
-    """Looks at the machine this runs on; at most seconds, and nothing is left behind."""
+    """Collects the facts about this machine, within seconds."""
     packages = dict(_packages())
     gpus = _gpus()
     files_soft, files_hard = _limits(resource.RLIMIT_NOFILE)
@@ -111,7 +110,7 @@ def probe() -> Facts:
     )
 
 
-# What is tried. An attempt that returns has worked.
+# Attempts. An attempt that returns has worked.
 
 
 def _native() -> None:
@@ -200,13 +199,13 @@ def _populate() -> None:
 def _pagemap_scan() -> None:
     fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        # Its own size, then eleven values of which all are nothing: no page is looked at.
+        # The argument's size, then eleven zeros: no page is scanned.
         fcntl.ioctl(fd, _PAGEMAP_SCAN, struct.pack("12Q", 96, *[0] * 11))
     finally:
         os.close(fd)
 
 
-#: What is tried, by the name it has in :attr:`Facts.tried`.
+#: The attempts, by their names in :attr:`Facts.tried`.
 ATTEMPTS: dict[str, Callable[[], None]] = {
     "memfd": _memfd,
     "seals": _seals,
@@ -222,18 +221,18 @@ ATTEMPTS: dict[str, Callable[[], None]] = {
 def _outcome(attempt: Callable[[], None]) -> str | None:
     try:
         attempt()
-    # What this Python was built without counts as what the machine lacks, and whatever a native
-    # module says while it loads is what its user wants to read.
+    # A feature that this Python was built without counts as one that the machine lacks. And a
+    # native module may raise any exception as it loads, whose text helps the user.
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-# What is read.
+# Facts that are read.
 
 
 def _read(path: str | Path) -> str:
-    """A file's text, empty where there is none or it may not be read."""
+    """A file's text; empty if there is no such file or it cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:
@@ -248,7 +247,7 @@ def _packages() -> Iterator[tuple[str, str]]:
 
 def _files_open() -> int:
     try:
-        # Listing them takes one more.
+        # The listing itself opens one more.
         return len(os.listdir("/proc/self/fd")) - 1
     except OSError:
         return 0
@@ -275,7 +274,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _group_files(name: str, old_controller: str, old_name: str) -> Iterator[str]:
-    """The texts of a control group's file, and of those above it: the least of them holds."""
+    """The texts of a file of this process's control group and of the groups above it."""
     for line in _read("/proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, own = rest.partition(":")
@@ -298,7 +297,7 @@ def _memory_limit() -> int | None:
 
 
 def _memory_left() -> int | None:
-    """The least that a group and those above it have left; cached files can be dropped."""
+    """The memory left under the limits of this control group and those above it, with caches."""
     limits = _group_files("memory.max", "memory", "memory.limit_in_bytes")
     used = _group_files("memory.current", "memory", "memory.usage_in_bytes")
     statistics = _group_files("memory.stat", "memory", "memory.stat")
@@ -362,7 +361,7 @@ def _own_network() -> bool | None:
 
 
 def _gpus() -> tuple[str, ...]:
-    """What NVIDIA's own tool lists, without the identifiers."""
+    """The GPUs that NVIDIA's tool lists, without their identifiers."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()

@@ -1,4 +1,4 @@
-"""Processes that are to become workers: one that has failed is not waited for."""
+"""Processes that are to become workers: a wait ends as soon as one of them has failed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from weightsync.errors import PeerError, WrongTypeError
 
 
 class Watched:
-    """Processes of :mod:`multiprocessing` or :mod:`subprocess`, looked at during a wait."""
+    """Processes of :mod:`multiprocessing` or :mod:`subprocess`, checked during a wait."""
 
     def __init__(self, processes: Iterable[Any]) -> None:
         self._processes = list(processes)
         for process in self._processes:
             if not hasattr(process, "exitcode") and not hasattr(process, "poll"):
                 raise WrongTypeError(
-                    "processes: expected those of multiprocessing or subprocess, got "
+                    "processes: expected processes of multiprocessing or subprocess, got "
                     f"{process!r}"
                 )
 
-    def look(self) -> None:
-        """Looks at all of them.
+    def check(self) -> None:
+        """Checks all processes.
 
         Raises:
-            PeerError: naming those that have failed, or that all have ended.
+            PeerError: if some have failed, naming them, or if all have ended.
         """
         ended = [(process, _code(process)) for process in self._processes]
         failed = [_named(process, code) for process, code in ended if code]
@@ -43,7 +43,7 @@ class Watched:
 
 
 def _code(process: Any) -> int | None:
-    """How it ended: 0 in order, more by a failure, less by a signal; None while it runs."""
+    """The exit code: 0 for an orderly end, below 0 for a signal; None while the process runs."""
     code: int | None = process.exitcode if hasattr(process, "exitcode") else process.poll()
     return code
 

@@ -1,4 +1,4 @@
-"""What both receivers share: joining the sender, what they are, and leaving."""
+"""The base of both receivers: joining a sender and leaving it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
+from weightsync._checks import one_model, only_version
 from weightsync._native import InitInfo, Session
-from weightsync.errors import LifecycleError, ModelError
+from weightsync.errors import LifecycleError
 
 if TYPE_CHECKING:
     from typing import Self
 
 
 class Receiving(_ends.AsyncWith):
-    """A worker's end. Subclasses say what a version becomes here."""
+    """A worker's end. Subclasses return versions or load them."""
 
     def __init__(
         self, info: InitInfo, worker: int, models: Sequence[str] | None, device: object
@@ -53,8 +54,7 @@ class Receiving(_ends.AsyncWith):
         Raises:
             ModelError: if the worker receives several models, which :attr:`versions` has.
         """
-        self._only("version", "versions")
-        return next(iter(self.versions.values()), 0)
+        return only_version(self.versions)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -74,9 +74,9 @@ class Receiving(_ends.AsyncWith):
     def shutdown(self) -> None:
         """Tells the sender that this worker leaves in order. Any number of times.
 
-        What the worker has stays valid. A worker that ends without this call has failed,
-        unless its program ends without an exception: the sender's reports say so until the
-        worker is back, or forgotten.
+        The worker's weights stay valid. A worker that ends without this call has failed,
+        unless its program ends without an exception. The sender's reports have a line for a
+        failed worker until the worker is back, or forgotten.
         """
         self._end(_ends.why)
 
@@ -113,11 +113,7 @@ class Receiving(_ends.AsyncWith):
 
     def _only(self, call: str, instead: str) -> None:
         """Refuses a call for one model where the worker receives several."""
-        if len(self._models) > 1:
-            raise ModelError(
-                f"{call} is for one model, and this worker receives {', '.join(self._models)}: "
-                f"use {instead}"
-            )
+        one_model(call, self._models, instead)
 
     def _asked(self, model: str | None, version: int | None, at_least: int | None) -> str:
         """The model whose version a pull names."""

@@ -1,7 +1,7 @@
-"""What the trainer sends from: modules, state dicts, nested dicts, TensorDicts, numpy.
+"""The weights a trainer sends: modules, state dicts, nested dicts, TensorDicts, numpy arrays.
 
-A source is read again for each send, so that a replaced parameter is what is
-sent; what was found out about names, dtypes and shapes is kept as long as it holds.
+Each send reads a source again, so that it sends a replaced parameter. Names, dtypes and
+shapes are kept as long as they hold.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
 from weightsync.errors import SendError, WrongTypeError, WrongWeightsError
 
-# Bytes of a tensor from which on a send takes so long that the memory of all is held.
+# A send of a tensor of this many bytes takes so long that the memory of all tensors is held.
 _LARGE = 1 << 16
 
 # A tensor by its name, and whether it is a buffer.
@@ -35,23 +35,23 @@ class Source:
         self._native: NativeSource | None = None
         self._names: list[str] = []
         self._specs: list[tuple[str, str, tuple[int, ...]]] = []
-        # What was placed twice in a row, and all its tensors as one, if they are of torch's
-        # alone. What comes once, such as weights gathered for one send, is not kept.
+        # The weights that were placed twice in a row, and their tensors if all are torch's.
+        # Weights that come once, such as weights gathered for one send, are not kept.
         self._of: Any = None
         self._tensors: Tensors | None = None
-        # What came last, without keeping it: its id, and its tensors.
+        # The weights that came last, by id and weak references, since they are not kept.
         self._last: tuple[int, list[weakref.ref[Any]]] | None = None
-        # What must stay as long as the native source: slices, copies from a device.
+        # Tensors that must live as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
-        # The tensors whose memory is held, and that: another thread may exchange a parameter's
-        # while others are read. Small ones alone are read too soon for that to matter.
+        # The tensors whose memory is held, and the memory: another thread may exchange a
+        # parameter's memory while others are read. Small tensors are read too quickly for that.
         self._held: list[Any] = []
         self._memory: list[Any] = []
         # The dtypes and shapes of the tensors in each extra state, as they were first.
         self._extra_tensors: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
 
     def place(self, weights: Any) -> NativeSource:
-        """The source of a send. It lives as long as this source is not placed again."""
+        """The native source of a send. It is valid until this is called again."""
         native, tensors = self._native, self._tensors
         if native is not None and tensors is not None and self._of is weights:
             self._hold_memory()
@@ -63,8 +63,8 @@ class Source:
             found, extras = module_weights(weights, self._strategy, places)
         else:
             found, extras = tree(weights, places)
-        native = self._place_anew(weights, found, extras)
-        # Extra states are made again by each call.
+        native = self._place_found(weights, found, extras)
+        # A module makes its extra states again at each call.
         if self._is_again(weights, found) and not extras:
             self._of, self._tensors = weights, places.tensors()
         return native
@@ -75,7 +75,7 @@ class Source:
             return False
         return all(before() is one for before, (_, one, _) in zip(last[1], found, strict=True))
 
-    def _place_anew(
+    def _place_found(
         self, weights: Any, found: list[Found], extras: dict[str, Any]
     ) -> NativeSource:
         states: list[tuple[str, Any]] = []
@@ -101,12 +101,12 @@ class Source:
         odd = any(_may_be_odd(tensor) for tensor in tensors)
         addresses, strides = _addresses(tensors, self._kept, odd)
         self._native.place(addresses, strides, states)
-        # Tensors that exist for this send alone, such as slices, must outlive it.
+        # Tensors that exist for this send alone, such as slices, must outlive the send.
         self._kept.extend(tensors)
         return self._native
 
     def _compare_extra(self, prefix: str, tensors: dict[str, Any]) -> None:
-        """Refuses an extra state whose tensors are not as they were: room is made for them once."""
+        """Refuses an extra state whose tensors have changed: the layout has room for the first."""
         now = [_dtypes.of(name, tensor) for name, tensor in tensors.items()]
         before = self._extra_tensors.setdefault(prefix, now)
         if now == before:
@@ -122,7 +122,7 @@ class Source:
         )
 
     def release(self) -> None:
-        """Releases what was held for a send."""
+        """Releases tensors and memory that were held for a send."""
         self._memory = []
         self._kept = []
         if self._tensors is None:
@@ -133,7 +133,7 @@ class Source:
 
 
 class Places:
-    """Where tensors lie, so that they need not be looked for again while they lie there."""
+    """The dicts and keys where tensors are, so that the next send need not search for them."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[dict[str, Any], str]] = []
@@ -142,11 +142,11 @@ class Places:
         self._known = True
 
     def tensor(self, place: dict[str, Any], key: str) -> None:
-        """One that is wanted."""
+        """Adds a tensor."""
         self._tensors.append((place, key))
 
     def all_of(self, module: Any) -> None:
-        """A module's dicts: what else is in them must stay as it is."""
+        """Adds a module's dicts, of which the other entries must not change."""
         for part in (module._parameters, module._buffers):
             if not isinstance(part, dict):
                 # Of a scripted module.
@@ -158,7 +158,7 @@ class Places:
         self._others.extend((module._modules, key) for key in module._modules)
 
     def inside(self, part: Any) -> dict[str, Any]:
-        """The dict in which the entries of a dict or a TensorDict are."""
+        """The dict that has the entries of a dict or a TensorDict."""
         found = part
         if _dtypes.is_tensordict(part):
             own = getattr(part, "__dict__", {})
@@ -172,7 +172,7 @@ class Places:
         return found
 
     def entry(self, inside: dict[str, Any], key: Any, value: Any) -> None:
-        """One of them: a tensor, or what else must stay as it is."""
+        """Adds an entry: a tensor, or another value that must not change."""
         if not isinstance(key, str) or inside.get(key) is not value:
             self._known = False
         elif _dtypes.is_tensor(value):
@@ -181,7 +181,7 @@ class Places:
             self._others.append((inside, key))
 
     def tensors(self) -> Tensors | None:
-        """All of them as one; None if they must be looked for each time."""
+        """All tensors as one native value; None if each send must search for them."""
         torch = sys.modules.get("torch")
         if torch is None or not self._known:
             return None
@@ -189,23 +189,23 @@ class Places:
 
 
 def _check_whole(weights: Any, found: list[Found], extras: dict[str, Any]) -> None:
-    """Refuses a model of which something, or all, would be missing in what is sent."""
+    """Refuses a model if a part of its state, or all of it, would not be sent."""
     missing = _unsent(weights, found, extras) if _dtypes.is_module(weights) else []
     if missing:
         shown = ", ".join(map(repr, missing[:8])) + (", …" if len(missing) > 8 else "")
         raise SendError(
             f"the state dict of {type(weights).__name__} has {shown}, which are neither "
             "parameters nor buffers nor extra state, and would not be sent. Register the tensors "
-            "as buffers, or send `model.state_dict()` if all in it is tensors, and give what a "
-            "worker receives to its `load_state_dict`"
+            "as buffers; or, if the state dict has tensors only, send `model.state_dict()` and "
+            "pass the received tensors to the worker's `load_state_dict`"
         )
     if not extras and not any(tensor.nbytes for _, tensor, _ in found):
-        what = f"a {type(weights).__name__} without" if found == [] else "nothing but empty"
-        raise SendError(f"there is nothing to send: the weights are {what} tensors")
+        kind = f"a {type(weights).__name__} without" if found == [] else "nothing but empty"
+        raise SendError(f"there is nothing to send: the weights are {kind} tensors")
 
 
 def _unsent(module: Any, found: list[Found], extras: dict[str, Any]) -> list[str]:
-    """What the state dict of a module has in addition to what is sent, if it makes it in its own way."""
+    """The names that only a module's state dict has, if the module overrides how it is made."""
     import torch
 
     plain = torch.nn.Module
@@ -217,7 +217,7 @@ def _unsent(module: Any, found: list[Found], extras: dict[str, Any]) -> list[str
     ):
         return []
     names = {name for name, *_ in found}
-    # Under another name it is the same tensor.
+    # A sent tensor may be in the state dict under another name.
     places = {tensor.data_ptr() for _, tensor, _ in found if _has_memory(tensor)}
     missing = []
     for name, value in module.state_dict().items():
@@ -265,7 +265,7 @@ def module_tensors(
 ) -> Iterator[tuple[str, Any, dict[str, Any], str, Any, bool]]:
     """Every tensor of a module: prefix, owner, the dict it is in, key, tensor, is a buffer.
 
-    A state dict leaves buffers out that are not persistent; a tensordict has them.
+    A state dict leaves out buffers that are not persistent; a tensordict has them.
     """
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for key, tensor in owner._parameters.items():
@@ -322,18 +322,16 @@ def _is_buffer(value: Any) -> bool:
 
 
 def _spec(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
-    if _dtypes.is_tensor(tensor):
-        if tensor.device.type == "meta":
-            raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
-        return _dtypes.of_tensor(name, tensor)
-    return _dtypes.of_array(name, tensor)
+    if _dtypes.is_tensor(tensor) and tensor.device.type == "meta":
+        raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
+    return _dtypes.of(name, tensor)
 
 
 def _may_be_odd(tensor: Any) -> bool:
-    """Whether what lies in memory may be the conjugate, or the negative, of its values.
+    """Whether a tensor's memory may have the conjugate, or the negative, of its values.
 
-    Those can be contiguous, and asking each tensor again at each send would cost more
-    than all else that is asked.
+    Such a tensor can be contiguous. To ask each tensor at each send would cost more than all
+    other checks.
     """
     return _dtypes.is_tensor(tensor) and (tensor.is_complex() or tensor.is_neg())
 
@@ -341,12 +339,12 @@ def _may_be_odd(tensor: Any) -> bool:
 def _addresses(
     tensors: list[Any], kept: list[Any], odd: bool
 ) -> tuple[list[int], dict[int, list[int]] | None]:
-    """Where tensors are now, with the strides of those that are not row-major.
+    """The current addresses of tensors, and the strides of tensors that are not row-major.
 
-    One on a device is copied to the host first; the copies are put into ``kept``.
+    A tensor on a device is copied to the host first, and the copy is put into ``kept``.
     """
     try:
-        # The usual case, and with very many tensors the one that counts.
+        # The usual case, which must be quick also with very many tensors.
         if not odd and all([tensor.is_cpu and tensor.is_contiguous() for tensor in tensors]):
             return [tensor.data_ptr() for tensor in tensors], None
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Receiving in a thread of its own, while the worker's loop goes on as it is."""
+"""Receiving in a thread of its own, while the worker's loop runs unchanged."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 from typing import Any
 
 from weightsync import _ends
+from weightsync._checks import only_version
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
-from weightsync._target import ModuleTarget, Target
-from weightsync.errors import ModelError
+from weightsync._targets import ModuleTarget, Target
 
 
 class Background:
-    """What :meth:`ModelReceiver.start_background` returns.
+    """A background receiver, as :meth:`ModelReceiver.start_background` starts it.
 
-    A module does not change while its forward, or that of a part of it, runs, nor inside
-    ``with background:``. In between it changes, by whole versions. Several models flip
+    A module does not change while a forward of it, or of a part of it, runs, nor inside
+    ``with background:``. At other times it changes, by whole versions. Several models flip
     together.
     """
 
@@ -25,14 +25,14 @@ class Background:
         self._pid = os.getpid()
         self._native = native
         self._targets = targets
-        self._hold = Hold(native.take_seat)
+        self._hold = Hold(native.take_permit)
         self._guards: list[Guard] = []
         for target in targets.values():
             if isinstance(target, ModuleTarget) and (module := target._module()) is not None:
                 self.guard(module)
 
     def guard(self, module: Any) -> None:
-        """Keeps the models as they are while this module's forward, or a part's, runs, too."""
+        """Also keeps the models unchanged while a forward of this module, or of its parts, runs."""
         self._guards.append(Guard(self._hold, module))
 
     def safe_point(self) -> dict[str, int] | None:
@@ -67,12 +67,7 @@ class Background:
         Raises:
             ModelError: if the worker runs several models, which :attr:`versions` has.
         """
-        versions = self.versions
-        if len(versions) > 1:
-            raise ModelError(
-                f"version is for one model, and this worker runs {', '.join(versions)}: use versions"
-            )
-        return next(iter(versions.values()), 0)
+        return only_version(self.versions)
 
     @property
     def versions(self) -> dict[str, int]:
@@ -86,7 +81,7 @@ class Background:
 
     @property
     def state(self) -> str:
-        """What the receiver does: "following", "searching", "closed", "died" or "failed".
+        """The receiver's state: "following", "searching", "closed", "died" or "failed".
 
         After the death of a sender with a run directory the receiver searches. Once such
         a sender has shut down the state is "closed", and the receiver still follows the
@@ -96,7 +91,7 @@ class Background:
 
     @property
     def failure(self) -> str | None:
-        """Why the newest version could not be applied, or None."""
+        """The reason why the newest version could not be applied, or None."""
         return self._native.state()[2]
 
     def shutdown(self) -> None:
@@ -104,7 +99,7 @@ class Background:
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:
-        # Modules are guarded until nothing loads any more.
+        # Modules stay guarded until the thread that loads has ended.
         self._native.shutdown(reason)
         self._hold.end()
         for guard in self._guards:
@@ -120,7 +115,7 @@ class Background:
             self._end(_ends.DROPPED)
 
     def __enter__(self) -> Background:
-        """Keeps the models as they are, in this thread, until ``with`` ends."""
+        """Keeps the models unchanged, in this thread, until the ``with`` block ends."""
         self._hold.enter()
         return self
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from weightsync import _ends
+from weightsync._checks import numbers
 from weightsync._native import Cascade as Native
 from weightsync._native import InitInfo, Report
 from weightsync._receiving import read
@@ -58,7 +59,7 @@ class Cascade(_ends.AsyncWith):
 
     @property
     def init_info(self) -> InitInfo:
-        """What the sub-workers need to join."""
+        """The init info by which sub-workers join."""
         return self._native.init_info
 
     def connect(self, workers: int | Iterable[int] = 1, *, timeout: float | None = 60.0) -> None:
@@ -80,8 +81,7 @@ class Cascade(_ends.AsyncWith):
 
     def forget(self, worker_ids: int | Iterable[int]) -> None:
         """Removes sub-workers that failed, died or were lost from the reports, for good."""
-        gone = [worker_ids] if isinstance(worker_ids, int) else list(worker_ids)
-        self._native.forget(gone)
+        self._native.forget(numbers(worker_ids))
 
     def shutdown(self) -> None:
         """Leaves the trainer in order and disconnects the sub-workers. Any number of times."""

@@ -1,7 +1,7 @@
-"""What this machine can do for weightsync, and what to change: ``python -m weightsync doctor``.
+"""Reports whether weightsync works on this machine: ``python -m weightsync doctor``.
 
-:func:`examine` looks at the machine, :func:`judge` says what that means. The judging is a pure
-function of what was found, so a machine that is not at hand can be judged too.
+:func:`examine` collects the facts, :func:`judge` draws the conclusions. Judging is a pure
+function, so the facts of another machine can be judged too.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ TESTED = {
     "ml_dtypes": "0.6.0",
 }
 
-#: Descriptors that a sender has open for one worker: its socket, and what tells of its death.
+#: Descriptors that a sender has open for one worker: of its socket and of its process.
 FILES_PER_WORKER = 2
 
 #: Descriptors left for everything else a trainer opens.
 FILES_SPARED = 64
 
-#: The most workers that one sender lets in.
+#: The most workers that one sender accepts.
 MOST_WORKERS = 4096
 
-#: What a page of a slot takes in the page tables of each process that maps it, at most.
+#: A page of a slot, and the most that it takes in the page tables of each process.
 _PAGE_BYTES = 4096
 _ENTRY_BYTES = 8
 
-#: Fewer workers than this can be run into by accident.
+#: A program can reach a limit below this without knowing.
 _FEW_WORKERS = 256
 
-#: Since this Linux a slot gets huge pages whatever ``shmem_enabled`` says, but for ``deny``.
+#: From this Linux on a slot gets huge pages unless ``shmem_enabled`` is ``deny``.
 _COLLAPSES = (6, 1)
 
-#: What 1 GiB in small pages takes longer to make than in huge ones.
+#: The extra time to make 1 GiB of small pages, compared with huge ones.
 _SMALL_SECONDS = 0.5
 
 _MIB = 1 << 20
@@ -57,24 +57,24 @@ class Finding:
     """One line of the report."""
 
     #: ``problem``: the schemes for one machine do not work here. ``note``: they do, but with a
-    #: limit or a cost that one should know. ``ok``: nothing to do.
+    #: limit or a cost. ``ok``: nothing to do.
     level: Level
     topic: str
     says: str
-    #: What to do about it, where something can be done.
+    #: The remedy, if there is one.
     fix: str | None = None
 
 
 def examine() -> list[Finding]:
-    """Looks at this machine and judges it; at most seconds, and nothing is left behind."""
+    """Examines this machine, within seconds, and leaves no trace."""
     return judge(probe())
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What the facts mean, topic by topic."""
+    """The findings of some facts, topic by topic."""
     if facts.system != "Linux":
         what = f"{facts.system} {facts.kernel} on {facts.machine}"
-        fix = "run trainer and workers on Linux: shared memory here is made of what only it has"
+        fix = "run trainer and workers on Linux: shared memory needs features that only Linux has"
         return [Finding("problem", "system", what, fix)]
     return [finding for topic in _TOPICS for finding in topic(facts)]
 
@@ -153,7 +153,7 @@ def _python(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "python", what)
 
 
-#: What must work, and what it means if it does not.
+#: Features that the schemes need: the effect of a failure, and the remedy.
 _NEEDED = {
     "memfd": (
         "memory files cannot be made",
@@ -188,16 +188,16 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "shared memory", what)
 
 
-#: What is nice to have: since when Linux has it, and what is so without it.
+#: Optional features: the first Linux that has each, and the effect of its absence.
 _WELCOME = {
     "pidfd": (
         "5.3",
         "groups of worker processes that the Rust library starts do not; those of "
         "multiprocessing work",
     ),
-    "peer pidfd": ("6.5", "the death of a peer is told by its socket's hang-up alone"),
+    "peer pidfd": ("6.5", "a peer's death is noticed by its socket's hang-up alone"),
     "populate": ("5.14", "pages are mapped when they are first touched, not beforehand"),
-    "pagemap scan": ("6.7", "what a worker wrote into bound tensors takes longer to find"),
+    "pagemap scan": ("6.7", "a worker's writes to bound tensors take longer to find"),
 }
 
 
@@ -214,7 +214,7 @@ def _kernel(facts: Facts) -> Iterator[Finding]:
 
 def _descriptors(facts: Facts) -> Iterator[Finding]:
     soft, hard = facts.files_soft, facts.files_hard
-    # A sender raises its own limit as far as it may, when it comes near it.
+    # A sender raises its process's soft limit to the hard one when it needs to.
     workers = _workers(facts, hard)
     limit = "no limit" if hard is None else f"at most {hard} in a process"
     if soft is not None and soft != hard:
@@ -249,14 +249,14 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     what = f"{_size(total)}, of which {_size(free)} can be had"
     if limit is not None and limit < total:
         what += f" (a control group allows {_size(limit)}, memory files included)"
-    # A sender has two slots of a model in addition to the model, and says so if they do not fit.
+    # A sender has two slots of a model in addition to the model, and reports if they do not fit.
     what += f": enough for the two slots of a model of {_size(model)}, with their page tables"
     largest = facts.file_size_limit
     if largest is not None and largest < model:
         what += f", but a file may have {_size(largest)} only, and a slot is a file"
         yield Finding("note", "memory", what, "`ulimit -f unlimited` before the trainer starts")
     elif free < _GIB:
-        fix = "end what else runs here, or raise the container's memory limit"
+        fix = "end other programs, or raise the container's memory limit"
         yield Finding("note", "memory", what, fix)
     else:
         yield Finding("ok", "memory", what)
@@ -275,7 +275,7 @@ def _huge_pages(facts: Facts) -> Iterator[Finding]:
     elif setting in ("always", "force", "within_size", "advise"):
         yield Finding("ok", "huge pages", f"used for memory files ({setting})")
     elif setting != "deny" and _kernel_version(facts) >= _COLLAPSES:
-        what = f"used for memory files (shmem_enabled is {setting}, which does not matter to slots)"
+        what = f"used for memory files (shmem_enabled is {setting}, which slots do not need)"
         yield Finding("ok", "huge pages", what)
     else:
         what = f"not used for memory files (shmem_enabled is {setting}): {costs}"

@@ -1,8 +1,8 @@
-"""What can go wrong: one class for each kind of failure.
+"""The package's exceptions: one class for each kind of failure.
 
-Every error says what was expected, what came, and what to do. ``remedy`` names the last:
-``"retry"`` (the same call may succeed later), ``"reconnect"`` (open this end again from the
-init info; weights already held stay valid) or ``"give up"`` (change something first).
+A message says what happened, what was expected, and what to do. ``remedy`` is the last in a
+word: ``"retry"`` (the same call may succeed later), ``"reconnect"`` (open this end again from
+the init info; weights already held stay valid) or ``"give up"`` (change something first).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from weightsync._native import Report
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "DeadlineError",
     "LifecycleError",
     "LoadError",
+    "MissingModelError",
     "MissingTensorError",
     "ModelError",
     "NotAppliedError",
@@ -42,7 +45,7 @@ class WeightsyncError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        # A KeyError would put it in quotation marks.
+        # KeyError would put the message in quotation marks.
         return Exception.__str__(self)
 
     def __reduce__(self) -> tuple[type, tuple[str, str]]:
@@ -70,11 +73,20 @@ class WrongTypeError(WeightsyncError, TypeError):
 
 
 class LoadError(WeightsyncError, RuntimeError):
-    """The worker's model raised an error while it loaded; ``__cause__`` is that error."""
+    """A worker's model raised an error as a version was loaded; ``__cause__`` is that error."""
 
 
 class ModelError(WeightsyncError, LookupError):
     """There is no such model or version, or the call does not say which model."""
+
+
+class MissingModelError(ModelError, KeyError):
+    """There is no model of that name."""
+
+    @classmethod
+    def among(cls, name: str, known: Iterable[str]) -> MissingModelError:
+        """The error for a name that is not among the known ones."""
+        return cls(f"there is no model {name!r}; there is {', '.join(known) or 'none'}")
 
 
 class MissingTensorError(ModelError, KeyError):
@@ -92,7 +104,7 @@ class NotAppliedError(WeightsyncError, RuntimeError):
 
 
 class LifecycleError(WeightsyncError, RuntimeError):
-    """A call that does not fit the state of its end, or is made by the wrong half."""
+    """A call that does not fit the state of its end, or is made by the wrong end."""
 
 
 class UnsupportedError(WeightsyncError, NotImplementedError):
@@ -104,7 +116,7 @@ class SettingError(WeightsyncError, ValueError):
 
 
 class CorruptError(WeightsyncError, RuntimeError):
-    """Bytes that differ from what was sent. The version before serves."""
+    """Bytes that differ from those sent. The worker keeps the version before."""
 
 
 class OperatingSystemError(WeightsyncError, OSError):

@@ -1,15 +1,15 @@
-"""Rules between two forms of a model, on either side of the journey."""
+"""Rules between two forms of a model, for a sender or a receiver."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping as Names, Sequence
 from typing import Any, TypeAlias
 
-from weightsync import _dtypes
+from weightsync import _dtypes, _extra
 from weightsync._native import DryRun, Layout
 from weightsync._native import Mapping as Native
 from weightsync._source import module_tensors, tree
-from weightsync.errors import ModelError, WrongTypeError
+from weightsync.errors import MissingModelError, WrongTypeError
 from weightsync.snapshot import Snapshot
 
 __all__ = ["Mapping", "PerModel"]
@@ -18,8 +18,8 @@ __all__ = ["Mapping", "PerModel"]
 class Mapping:
     """Rules that rename, cast, transpose, fuse, split and drop tensors.
 
-    Rules are applied in order, each to what the one before it left; a tensor that no
-    rule matches stays as it is. In a name one ``*`` stands for any text, dots included::
+    Rules are applied in order, each to the result of the rule before it. A tensor that no
+    rule matches stays the same. In a name one ``*`` stands for any text, dots included::
 
         mapping = (
             weightsync.Mapping()
@@ -48,33 +48,33 @@ class Mapping:
         self._native = Native()
 
     def rename(self, old: str, new: str) -> Mapping:
-        """Another name: ``a`` to ``b``, ``actor.*`` to ``policy.actor.*``."""
+        """Renames tensors: ``a`` to ``b``, ``actor.*`` to ``policy.actor.*``."""
         return _of(self._native.rename(old, new))
 
     def cast(self, tensors: str, dtype: Any) -> Mapping:
-        """Another floating-point dtype: ``torch.bfloat16``, ``"bfloat16"`` or ``"BF16"``.
+        """Casts to a floating-point dtype: ``torch.bfloat16``, ``"bfloat16"`` or ``"BF16"``.
 
-        Under a star, tensors that are not floating-point stay as they are.
+        Under a star, tensors that are not floating-point stay the same.
         """
         return _of(self._native.cast(tensors, _dtypes.name_of(dtype)))
 
     def transpose(self, tensors: str, order: Sequence[int] = (1, 0)) -> Mapping:
-        """The dimensions in another order: for each, the one that it was."""
+        """Reorders the dimensions: ``order`` lists the old dimension of each new one."""
         return _of(self._native.transpose(tensors, list(order)))
 
     def fuse(self, parts: Sequence[str], into: str, dim: int = 0) -> Mapping:
-        """Several tensors behind each other along a dimension, as one."""
+        """Concatenates several tensors along a dimension into one."""
         return _of(self._native.fuse(list(parts), into, dim))
 
     def split(
         self, tensor: str, into: Names[str, int] | Iterable[tuple[str, int]], dim: int = 0
     ) -> Mapping:
-        """One tensor as several: the name and the length along ``dim`` of each, in order."""
+        """Splits one tensor into several: the name and the length along ``dim`` of each."""
         parts = into.items() if isinstance(into, Names) else into
         return _of(self._native.split(tensor, list(parts), dim))
 
     def drop(self, tensors: str) -> Mapping:
-        """No such tensor."""
+        """Leaves tensors out."""
         return _of(self._native.drop(tensors))
 
     @property
@@ -83,18 +83,18 @@ class Mapping:
         return self._native.rules
 
     def dry_run(self, source: Any, target: Any) -> DryRun:
-        """What would happen to each tensor of ``source``, without doing it.
+        """Reports the effect on each tensor of ``source``, without applying the rules.
 
         Args:
-            source: the trainer's model: what a :class:`Sender` takes, or a
+            source: the trainer's model: anything that a :class:`Sender` takes, or a
                 :class:`Snapshot`. It may be on the meta device.
             target: the worker's model, likewise.
 
         Returns:
-            Every name that has no place in ``target`` (``unmatched``), every one of
-            ``target`` that would get nothing (``missing``), what would have another shape
-            or dtype, and rules that match nothing. Print it to read it. Extra state is not
-            looked at.
+            The names without a place in ``target`` (``unmatched``), the names of
+            ``target`` that would get no tensor (``missing``), tensors whose shape or dtype
+            would differ, and rules that match no tensor. Print it to read it. Extra state
+            is left out.
         """
         return self._native.dry_run(layout_of(source), layout_of(target))
 
@@ -111,7 +111,7 @@ class Mapping:
         return repr(self._native)
 
 
-#: One mapping for every model, or one for each of some models, by name.
+#: One mapping for every model, or mappings by model name.
 PerModel: TypeAlias = Mapping | Names[str, Mapping]
 
 
@@ -130,19 +130,17 @@ def by_model(
             f"mapping: expected a weightsync.Mapping, or a dict of them by model, got {mapping!r}"
         )
     if unknown := [name for name in named if name not in models]:
-        raise ModelError(
-            f"the mapping is for a model {unknown[0]!r}; there is {', '.join(models) or 'none'}"
-        )
+        raise MissingModelError.among(unknown[0], models)
     return {name: one._native for name, one in named.items()}
 
 
 def layout_of(weights: Any) -> Layout:
-    """Names, dtypes and shapes of a model, extra state aside."""
+    """Names, dtypes and shapes of a model, without extra state."""
     if isinstance(weights, Snapshot):
         return weights._native.whole_layout
     if _dtypes.is_module(weights):
         found = [
-            (f"{prefix}.{key}" if prefix else key, tensor)
+            (_extra.joined(prefix, key), tensor)
             for prefix, _, _, key, tensor, _ in module_tensors(weights, "state_dict")
         ]
     else:

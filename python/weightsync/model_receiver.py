@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from weightsync import _ends, _paths
+from weightsync._checks import choice
 from weightsync._native import InitInfo, MappedTarget, Session
 from weightsync._receiving import Receiving, read
-from weightsync._target import Target, target_of
+from weightsync._targets import Target, target_of
 from weightsync.background import Background
-from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.errors import LifecycleError, ModelError
 from weightsync.mapping import PerModel, by_model
 
 #: Whether a module's larger parameters lie in the version itself, or are copied.
@@ -19,7 +20,7 @@ Mode = Literal["bind", "copy"]
 
 
 class ModelReceiver(Receiving):
-    """A worker's end: loads what the sender of an init info sends into models.
+    """A worker's end that loads a sender's versions into models.
 
     The constructor communicates nothing; :meth:`connect` is the rendez-vous and loads the
     initial weights. Versions are loaded inside the calls of this class only, unless
@@ -36,11 +37,11 @@ class ModelReceiver(Receiving):
             paths.
         context: where paths begin.
         mode: ``"bind"``: a module's parameters of 64 KiB and more lie in the version
-            itself, without a copy; what the worker writes into them is its own and is
-            gone with the next version. ``"copy"``: everything is copied.
-        mapping: rules that make the worker's model of what is sent, in memory of this
-            process; parameters are then copied, whatever the mode. A dict of them by
-            name for several models.
+            itself, without a copy; the worker's own writes to them last until the next
+            version. ``"copy"``: everything is copied.
+        mapping: rules from the sender's weights to this worker's. Mapped weights lie in
+            memory of this process and are copied from there, whatever the mode. Several
+            models take a dict of mappings by name.
         device: where this worker runs its models, for the sender's information.
     """
 
@@ -58,17 +59,17 @@ class ModelReceiver(Receiving):
     ) -> None:
         info = read(info)
         if mapping is not None and mode == "bind":
-            # What a mapping makes is this process's own: there is nothing to bind to.
+            # Mapped weights do not lie in the version, so parameters cannot be bound to it.
             mode = "copy"
         self._background: Background | None = None
         self._targets = _targets(info, model, models, context, mode)
         mappings = by_model(mapping, self._targets)
-        # What the library loads into: the targets, some behind a mapping.
+        # The library loads into these: the targets, some behind a mapping.
         self._loaders: list[tuple[str, Any]] = [
             (name, MappedTarget(mappings[name], name, target) if name in mappings else target)
             for name, target in self._targets.items()
         ]
-        # What is loaded into must live as long as this.
+        # The models must live as long as this receiver.
         self._kept = (model, models, context)
         super().__init__(info, worker, list(self._targets), device)
 
@@ -87,8 +88,8 @@ class ModelReceiver(Receiving):
 
         Raises:
             SenderClosedError: the sender has shut down: the usual end of the loop.
-            PeerError: it died. With a run directory the next call waits for its successor.
-            LoadError: the model could not take it, and has the version it had.
+            PeerError: the sender died. With a run directory the next call waits for a new one.
+            LoadError: loading failed, and the model has the version before again.
             ModelError: this worker receives several models: see :meth:`receive_set`.
         """
         self._only("receive", "receive_set")
@@ -105,7 +106,7 @@ class ModelReceiver(Receiving):
         at_least: int | None = None,
         timeout: float | None = None,
     ) -> int | None:
-        """Asks for the newest version, for exactly one, or for at least one, and loads it.
+        """Asks for the newest version, a given one, or one at least as new, and loads it.
 
         Returns:
             As :meth:`receive`.
@@ -124,22 +125,20 @@ class ModelReceiver(Receiving):
         """As :meth:`pull`, for any number of models: the versions of the set, by name.
 
         Args:
-            model: the model whose version is asked for; of several one must be named.
+            model: the model that ``version`` or ``at_least`` is a version of; required for
+                them if there are several models.
         """
         return self._pulled("pull_set", version, at_least, model, timeout)
 
     def start_background(self, safe_points: Literal["implied", "declared"] = "implied") -> Background:
-        """Hands receiving to a thread of its own; the loop need not ask any more.
+        """Starts a thread that receives and loads from now on, in place of :meth:`receive`.
 
         A module changes whenever no forward of it, or of a part of it, is running
         (``"implied"``), or inside :meth:`Background.safe_point` and :meth:`Background.wait`
         only (``"declared"``): the choice for workers that train. Code that reads parameters
         outside any forward does so inside ``with receiver.frozen():``.
         """
-        if safe_points not in ("implied", "declared"):
-            raise SettingError(
-                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
-            )
+        choice("safe_points", safe_points, "implied", "declared")
         session = self._own("start_background")
         native = session.start_background(self._loaders, safe_points == "declared")
         self._background = Background(native, self._targets)
@@ -147,10 +146,10 @@ class ModelReceiver(Receiving):
         return self._background
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps the models as they are inside ``with receiver.frozen():``, in this thread.
+        """Keeps the models unchanged inside ``with receiver.frozen():``, in this thread.
 
-        For code that reads them outside any forward. Without a
-        background receiver nothing changes outside the calls of this class anyway.
+        Code that reads weights outside any forward needs it. Without a background receiver
+        the models change inside calls of this class only.
         """
         return contextlib.nullcontext() if self._background is None else self._background
 
@@ -179,9 +178,9 @@ class ModelReceiver(Receiving):
         """The session, unless a background receiver has it."""
         if self._background is not None:
             raise LifecycleError(
-                f"{call} cannot be called after start_background: its thread receives now; call "
-                "wait or safe_point of what start_background returned, or shut this down and make "
-                "a new receiver from the init info"
+                f"{call} cannot be called after start_background, whose thread receives now: call "
+                "wait or safe_point of the Background that it returned, or shut this receiver "
+                "down and make a new one from the init info"
             )
         return self._session
 
@@ -218,7 +217,7 @@ def _targets(
     if models is None:
         if len(info.models) != 1:
             raise ModelError(
-                f"the sender feeds {', '.join(info.models)}: say which with models={{name: model}}"
+                f"the sender sends {', '.join(info.models)}: choose with models={{name: model}}"
             )
         return {info.models[0]: target_of(model, mode)}
     if isinstance(models, Mapping):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Receiver(Receiving):
-    """A worker's end: receives what the sender of an init info sends, as snapshots.
+    """A worker's end that receives a sender's versions as snapshots.
 
     The constructor communicates nothing; :meth:`connect` is the rendez-vous and brings the
     initial weights. :class:`ModelReceiver` loads versions into models instead.
@@ -50,7 +50,7 @@ class Receiver(Receiving):
 
         Raises:
             SenderClosedError: the sender has shut down: the usual end of the loop.
-            PeerError: it died. With a run directory the next call waits for its successor.
+            PeerError: the sender died. With a run directory the next call waits for a new one.
             ModelError: this worker receives several models: see :meth:`receive_set`.
         """
         self._only("receive", "receive_set")
@@ -67,7 +67,7 @@ class Receiver(Receiving):
         at_least: int | None = None,
         timeout: float | None = None,
     ) -> Snapshot | None:
-        """Asks for the newest version, for exactly one, or for at least one.
+        """Asks for the newest version, a given one, or one at least as new.
 
         Returns:
             As :meth:`receive`.
@@ -86,7 +86,8 @@ class Receiver(Receiving):
         """As :meth:`pull`, for any number of models: the whole set, by name.
 
         Args:
-            model: the model whose version is asked for; of several one must be named.
+            model: the model that ``version`` or ``at_least`` is a version of; required for
+                them if there are several models.
         """
         return _by_name(self._pulled(version, at_least, model, timeout))
 
@@ -117,7 +118,7 @@ def _by_name(native: SetSnapshot | None) -> dict[str, Snapshot] | None:
 
 
 def _check(models: object, unknown: Iterable[str]) -> None:
-    """Refuses what a model receiver is made with, and other arguments that do not exist."""
+    """Refuses arguments of a model receiver, and unknown arguments."""
     for name in unknown:
         if name in ("model", "context", "mode", "mapping"):
             raise WrongTypeError(

@@ -1,6 +1,6 @@
 """Schemes as values: how weights travel, with their settings.
 
-A value says the same as its text: ``str(MultiProcess(every=4))`` is
+A value and its text mean the same: ``str(MultiProcess(every=4))`` is
 ``"multi-process:every=4"``, and a :class:`Sender` takes either.
 """
 
@@ -27,7 +27,7 @@ class Scheme:
     _name: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        # Rust alone knows which settings there are and what they may be.
+        # Settings and their values are checked in Rust alone.
         Session(str(self))
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class MultiProcess(Scheme):
     """A queue to each worker process on this machine.
 
     Args:
-        every: every version in order, with at most so many (1 to 32) in a worker's queue;
-            None: the newest.
+        every: deliver every version in order, with at most this many (1 to 32) in a
+            worker's queue; None: the newest version only.
         own_copy: each version is copied into the worker's own memory, so that a worker
             that holds one keeps no slot.
     """
@@ -85,17 +85,17 @@ class Distributed(Scheme):
         listen: where the trainer listens, as ``"host:port"``; loopback without it, which
             workers of other hosts cannot reach. Other addresses need a token
             (``WEIGHTSYNC_TOKEN_FILE``).
-        advertise: how workers reach the trainer, if that is another address.
-        insecure_plaintext: links may leave this machine, although they are not encrypted.
-        every: every version in order, with at most so many (1 to 32) in a worker's queue;
-            None: the newest.
+        advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        insecure_plaintext: allow unencrypted connections to other machines.
+        every: deliver every version in order, with at most this many (1 to 32) in a
+            worker's queue; None: the newest version only.
         pull: workers take a version only when they ask for one.
         own_copy: each version is copied into the worker's own memory.
         share: ``"all"``: workers read the trainer's memory on its host, and that of their
             host's relay elsewhere; ``"relay"``: only the relay's; ``"none"``: each worker
             fetches a copy of its own.
-        deltas: whether hosts with an older version get only what changed: ``"auto"`` where
-            that is quicker, ``"always"`` where it takes fewer bytes, ``"never"``.
+        deltas: whether hosts with an older version get the changes alone: ``"auto"`` if
+            that is quicker, ``"always"`` if it takes fewer bytes, ``"never"``.
         arity: how many hosts fetch from each host, 1 to 64; 1 is a chain.
         connections: the number of connections by which a host fetches, 1 to 8.
     """
@@ -123,8 +123,8 @@ class Rpc(Scheme):
             with the rendez-vous.
         listen: where the trainer listens, as ``"host:port"``; loopback without it. Other
             addresses need a token (``WEIGHTSYNC_TOKEN_FILE``) on every host.
-        advertise: how workers reach the trainer, if that is another address.
-        insecure_plaintext: links may leave this machine, although they are not encrypted.
+        advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        insecure_plaintext: allow unencrypted connections to other machines.
     """
 
     _name: ClassVar[str] = "rpc"
@@ -137,6 +137,6 @@ class Rpc(Scheme):
 
 @dataclass(frozen=True, kw_only=True)
 class NoSync(Scheme):
-    """No weights travel: the model never changes, or the program measures itself."""
+    """Sends no weights: for a model that never changes, or to measure a program without syncs."""
 
     _name: ClassVar[str] = "none"

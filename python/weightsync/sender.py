@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _dtypes, _ends, _paths
+from weightsync._checks import choice, numbers, only_version
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
 from weightsync._source import Source
-from weightsync.errors import LifecycleError, ModelError, SendError, SettingError
+from weightsync.errors import LifecycleError, MissingModelError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
 from weightsync.snapshot import Snapshot
@@ -39,7 +40,7 @@ class Sender(_ends.AsyncWith):
     Args:
         model: the weights: a torch module, a state dict, a nested dict of tensors or
             numpy arrays, or a TensorDict. The sender keeps it, and ``send()`` sends it.
-        name: what the model is called.
+        name: the model's name.
         models: several models by name, in place of ``model``; or, with ``context``,
             their paths, such as ``["policy", "env.value_net", "transforms[0]"]``.
         context: where paths begin. Each send looks them up again.
@@ -49,8 +50,8 @@ class Sender(_ends.AsyncWith):
         strategy: ``"state_dict"`` leaves out buffers that are not persistent,
             ``"tensordict"`` sends them too. Workers take either.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
-        mapping: rules from the weights that are given to those that are sent; a dict of
-            mappings by name for several models.
+        mapping: rules from the trainer's weights to those that are sent; several models
+            take a dict of mappings by name.
         cast: a dtype (``torch.bfloat16``, ``"bfloat16"``) for floating-point tensors.
         slots: the smallest and the largest number of versions that have room.
         history: how many older versions are kept.
@@ -81,8 +82,7 @@ class Sender(_ends.AsyncWith):
         pending: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        if strategy not in ("state_dict", "tensordict"):
-            raise SettingError(f'strategy: expected "state_dict" or "tensordict", got {strategy!r}')
+        choice("strategy", strategy, "state_dict", "tensordict")
         self._context = context
         self._models = _named(model, name, models, context)
         self._strategy = strategy
@@ -109,7 +109,7 @@ class Sender(_ends.AsyncWith):
 
     @property
     def init_info(self) -> InitInfo:
-        """What a worker needs to join; a value that pickles, and is JSON by ``to_json()``."""
+        """The init info by which workers join. It pickles, and ``to_json()`` makes text of it."""
         return self._info
 
     @property
@@ -153,23 +153,23 @@ class Sender(_ends.AsyncWith):
             timeout: in seconds.
 
         Raises:
-            DeadlineError: naming the workers that were not there in time. Those that have
+            DeadlineError: naming the workers that were not there in time. Workers that have
                 joined stay: ``connect`` can be called again, and goes on waiting. The
-                first version stays what was published the first time.
+                first version remains the one that the first call published.
             PeerError: naming the processes that have failed.
-            WrongWeightsError: if a worker's model is another.
+            WrongWeightsError: if the weights do not fit a worker's model.
         """
         with self._sending:
             given = self._given(weights, None, weights_dict, whole=True)
-            watch = None if processes is None else Watched(processes).look
-            # Workers may have joined also if it fails.
+            watch = None if processes is None else Watched(processes).check
+            # Workers may have joined even if this call fails.
             _ends.opened(self)
             self._session.connect_sender(given, workers, timeout, watch)
             self._connected = True
         logger.info("connected: %r", self)
 
     def wait_for(self, workers: int | Iterable[int], *, timeout: float | None = 60.0) -> None:
-        """Waits until these workers, too, are there and have loaded what was sent.
+        """Waits until these workers have joined and have loaded the version sent last.
 
         Raises:
             DeadlineError: naming the workers that were not there in time.
@@ -192,29 +192,29 @@ class Sender(_ends.AsyncWith):
         """Publishes the next version, and waits until every worker has its line.
 
         Args:
-            weights: what to send, as for the constructor; the model's path; a
+            weights: the weights to send, as for the constructor; the model's path; a
                 :class:`Snapshot` to go back to; or None: the models themselves.
             model: which model the weights are of, where there are several.
             weights_dict: several models at once: on each worker all flip, or none.
             worker_ids: these workers alone; the others stay as they are.
-            wait: how far: ``"sent"``, ``"staged"`` or ``"applied"``.
+            wait: how far the send waits: ``"sent"``, ``"staged"`` or ``"applied"``.
             timeout: in seconds; None: the sender's own.
-            partial: whether these are some of the model's tensors only.
+            partial: whether the weights are some of the model's tensors only.
             version: the version's number, such as a training step; it must grow.
             wait_late: wait also for workers that were late for an earlier send and have
                 not moved since; without it the send passes them over.
 
         Returns:
             A report with a line per worker. A worker that died, refused or was late is a
-            line, and costs the others nothing. ``send().ensure_applied()`` raises unless
+            line, and the others have the version. ``send().ensure_applied()`` raises unless
             at least one worker is there and every worker has the version. So does
             ``assert send().all_applied``, but ``python -O`` removes the assert and the send.
 
         Raises:
             WrongWeightsError: naming each tensor that differs from the setup.
-            DeadlineError: naming the workers that hold all the room there is.
+            DeadlineError: naming the workers that hold every slot.
         """
-        workers = _workers(worker_ids)
+        workers = None if worker_ids is None else numbers(worker_ids)
         with self._sending:
             if isinstance(weights, Snapshot):
                 if model not in (None, weights.model) or weights_dict is not None:
@@ -243,13 +243,13 @@ class Sender(_ends.AsyncWith):
         version: int | None = None,
         wait_late: bool = False,
     ) -> PendingSend:
-        """As :meth:`send`, but returns once the weights were read, and may change.
+        """As :meth:`send`, but returns once the weights were read, so that they may change.
 
         ``wait()`` of the returned value waits for the report; so does ``await``.
         """
         with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
-            workers = _workers(worker_ids)
+            workers = None if worker_ids is None else numbers(worker_ids)
             options = (model, workers, wait, timeout, partial, version, wait_late)
             return self._session.send_async(given, options)
 
@@ -285,18 +285,18 @@ class Sender(_ends.AsyncWith):
 
     def hold(self, worker_ids: int | Iterable[int]) -> None:
         """Holds workers at the versions they have; sends pass them over."""
-        self._session.hold(_workers(worker_ids) or [], True)
+        self._session.hold(numbers(worker_ids), True)
 
     def release(self, worker_ids: int | Iterable[int]) -> None:
         """Lets held workers go on, with the newest version at once."""
-        self._session.hold(_workers(worker_ids) or [], False)
+        self._session.hold(numbers(worker_ids), False)
 
     def forget(self, worker_ids: int | Iterable[int]) -> None:
         """Removes workers that failed, died or were lost from the reports, for good.
 
         Until then, or until such a worker is back, each report has its line.
         """
-        self._session.forget(_workers(worker_ids) or [])
+        self._session.forget(numbers(worker_ids))
 
     @property
     def workers(self) -> list[WorkerStatus]:
@@ -315,19 +315,14 @@ class Sender(_ends.AsyncWith):
         Raises:
             ModelError: if there are several models, whose versions :attr:`versions` has.
         """
-        if len(self._models) > 1:
-            raise ModelError(
-                f"version is for one model, and this sender sends {', '.join(self._models)}: use "
-                "versions"
-            )
-        return next(iter(self.versions.values()))
+        return only_version(self.versions)
 
     def snapshot(self, model: str | None = None, version: int | None = None) -> Snapshot:
         """The version sent to all workers last, or an older one that is still kept."""
         return Snapshot(self._session.sent(self._only(model), version))
 
     def digest(self, model: str | None = None) -> str:
-        """The identity of the version sent to all workers last; workers find it too."""
+        """The digest of the version last sent to all workers; workers compute the same."""
         return self._session.digest(self._only(model))
 
     def shutdown(self) -> None:
@@ -358,15 +353,13 @@ class Sender(_ends.AsyncWith):
         whole: bool = False,
         partial: bool = False,
     ) -> list[tuple[str | None, Any]]:
-        """What is sent, by model, each with its tensors' places as they are now."""
+        """The weights to send by model, with the current addresses of their tensors."""
         if weights_dict is not None:
             if weights is not None or model is not None:
                 raise ModelError("give weights (of a model) or weights_dict, not both")
             unknown = [name for name in weights_dict if name not in self._models]
             if unknown:
-                raise ModelError(
-                    f"there is no model {unknown[0]!r}; there is {', '.join(self._models)}"
-                )
+                raise MissingModelError.among(unknown[0], self._models)
             named = dict(weights_dict)
             if whole:
                 named = {name: named.get(name) for name in self._models}
@@ -399,7 +392,7 @@ class Sender(_ends.AsyncWith):
     def _only(self, model: str | None) -> str:
         if model is not None:
             if model not in self._models:
-                raise ModelError(f"there is no model {model!r}; there is {', '.join(self._models)}")
+                raise MissingModelError.among(model, self._models)
             return model
         if len(self._models) != 1:
             raise ModelError(
@@ -409,7 +402,7 @@ class Sender(_ends.AsyncWith):
 
 
 class _Sending:
-    """One send at a time. What it held is released after it: slices, copies from a device."""
+    """Allows one send at a time, and releases its slices and copies from a device after it."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = sources
@@ -451,14 +444,6 @@ def _named(
         raise ModelError("paths of models need the context that they start at: context=…")
     return {path: _Path(path) for path in models}
 
-
-def _workers(worker_ids: int | Iterable[int] | None) -> list[int] | None:
-    if worker_ids is None:
-        return None
-    if isinstance(worker_ids, Iterable) and not isinstance(worker_ids, str):
-        return list(worker_ids)
-    # What is no number is refused where it is read.
-    return [worker_ids]
 
 
 def _log(report: Report) -> None:

@@ -1,4 +1,4 @@
-"""What a worker holds: one whole version."""
+"""A snapshot: a read-only view of one whole version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import View, arrays_of, target_of
+from weightsync._targets import target_of
+from weightsync._view import View, arrays_of
 from weightsync.errors import MissingTensorError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,13 +24,13 @@ class Snapshot(abc.Mapping[str, Any]):
 
     A snapshot does not change while the worker holds it, or a tensor of it, whatever the
     sender does, and also after the sender's death. Each snapshot that is held costs the
-    sender room for one version; a :meth:`copy` does not. Nobody else sees what a worker
-    writes into a snapshot's tensors, and it is gone with the version.
+    sender room for one version; a :meth:`copy` does not. A worker's writes to a snapshot's
+    tensors are seen by this process alone, and are dropped with the version.
     """
 
     def __init__(self, native: NativeSnapshot) -> None:
         self._native = native
-        # In order; a dict, to be asked whether one is there.
+        # A dict, because it keeps the order and finds a name quickly.
         self._names: dict[str, None] | None = None
         self._view: View | None = None
         self._seen: dict[str, Any] = {}
@@ -63,12 +64,12 @@ class Snapshot(abc.Mapping[str, Any]):
         """Copies the version into a module, a TensorDict, or a dict of tensors or arrays.
 
         Raises:
-            WrongWeightsError: naming each tensor that does not fit; nothing was copied.
+            WrongWeightsError: naming each tensor that does not fit. No tensor was copied.
         """
         self._native.load_into(target_of(model, "copy"))
 
     def mapped(self, mapping: Mapping) -> Snapshot:
-        """The same version as a :class:`Mapping` makes it, in this process's own memory.
+        """The version after the rules of a :class:`Mapping`, in this process's own memory.
 
         Raises:
             WrongWeightsError: naming each rule that does not fit.
@@ -80,7 +81,7 @@ class Snapshot(abc.Mapping[str, Any]):
         return Snapshot(self._native.to_owned_copy())
 
     def digest(self) -> str:
-        """The identity of the version's bytes, as this process sees them: one pass over them."""
+        """The digest of the version's bytes as this process sees them; reads them all."""
         return self._native.digest()
 
     @property
@@ -92,7 +93,7 @@ class Snapshot(abc.Mapping[str, Any]):
         """Compares the bytes with the sender's checksums; False if the sender made none.
 
         Raises:
-            CorruptError: naming what differs.
+            CorruptError: naming the mismatch.
         """
         return self._native.verify_checksums()
 

@@ -117,7 +117,7 @@ class Slow(Net):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_changes_while_a_forward_runs(mode):
+def test_weights_stay_the_same_while_a_forward_runs(mode):
     trainer, worker = Net(1.0), Slow()
     with pair(trainer, worker, mode=mode) as (sender, receiver):
         background = receiver.start_background()

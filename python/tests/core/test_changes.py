@@ -81,7 +81,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__[1:])
-def test_what_a_module_has_become_is_sent(change):
+def test_send_follows_changes_of_a_module(change):
     policy = Policy()
     with pair(policy) as (sender, receiver):
         # Before it, after it, and when nothing has changed again.
@@ -121,7 +121,7 @@ def _moved(tree):
 @pytest.mark.parametrize(
     "change", [_entry, _nested_entry, _nested, _written, _moved], ids=lambda one: one.__name__[1:]
 )
-def test_what_a_tree_has_become_is_sent(change, make):
+def test_send_follows_changes_of_a_tree(change, make):
     tree = make(_tree())
     with pair(tree) as (sender, receiver):
         for step in (_written, change, _written, _written):
@@ -176,7 +176,7 @@ def _gone(policy):
     ],
     ids=lambda one: getattr(one, "__name__", "")[1:],
 )
-def test_what_does_not_fit_any_more_is_named(change, named):
+def test_send_names_tensors_that_no_longer_fit(change, named):
     policy = Policy()
     with pair(policy) as (sender, receiver):
         pass_on(sender, receiver)

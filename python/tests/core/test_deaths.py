@@ -137,7 +137,7 @@ def test_killed_worker_is_a_line_and_delays_no_other(actor, scheme, start):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_killed_worker_held_is_free(actor, mode):
+def test_slots_of_a_killed_worker_are_free(actor, mode):
     trainer = Net(1.0)
     with weightsync.Sender(trainer, slots=(2, 2)) as sender:
         holder = actor(Worker, sender.init_info, 3, mode)

@@ -172,7 +172,7 @@ def test_worker_sees_the_end_and_joins_the_next():
 
 
 @pytest.mark.parametrize("scheme", PUSHING)
-def test_what_was_sent_comes_before_the_end(scheme):
+def test_receiver_gets_sent_versions_before_the_end(scheme):
     trainer, worker = Net(1.0), Net()
     with pair(trainer, worker, setup={"scheme": scheme}) as (sender, receiver):
         trainer.fill(2.0)
@@ -273,7 +273,7 @@ def test_words_are_readable():
         del values, value, pending
 
 
-def test_only_failures_are_logged(caplog):
+def test_sends_are_logged_only_if_they_fail(caplog):
     with caplog.at_level(logging.INFO, "weightsync"):
         with pair(Net(1.0), Net()) as (sender, receiver):
             # Who joins is said; a send that goes right is not.
@@ -334,7 +334,7 @@ def test_arguments_that_cannot_be_are_refused():
         weightsync.Receiver(sender.init_info, -1)
 
 
-def test_each_receiver_names_the_other_when_it_is_meant():
+def test_receivers_name_each_other_in_errors():
     with weightsync.Sender(Net(1.0)) as sender:
         info = sender.init_info
         for how in ({"model": Net()}, {"mode": "copy"}, {"context": 1}, {"models": {"policy": Net()}}):

@@ -270,7 +270,7 @@ def test_a_mapping_is_of_one_model_of_several():
             assert torch.equal(own["critic"].weight, models["critic"].weight)
 
 
-def test_what_is_no_mapping_is_refused():
+def test_mapping_of_another_type_is_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(weightsync.WrongTypeError, match="weightsync.Mapping.*'weight'"):
         weightsync.Sender(model, mapping={"weight": "w"})

@@ -328,7 +328,7 @@ def _renaming(module, state, prefix, _):
 
 
 @pytest.mark.parametrize("strategy", ["state_dict", "tensordict"])
-def test_what_only_a_state_dict_has_is_refused_by_name(strategy):
+def test_sender_refuses_unsent_state_dict_entries(strategy):
     with pytest.raises(weightsync.SendError, match=r"state dict of Added has 'scale'"):
         weightsync.Sender(Added(), strategy=strategy)
     with pytest.raises(weightsync.SendError, match=r"'0\.scale'"):

@@ -95,7 +95,7 @@ def test_worker_writes_are_private_to_the_version(scheme, caplog):
         assert "into its own memory" in warned[0]
 
 
-def test_what_is_not_written_is_not_warned_of(caplog):
+def test_unwritten_tensors_cause_no_warning(caplog):
     with caplog.at_level(logging.WARNING, "weightsync"):
         trainer, worker = Net(1.0), Net()
         with pair(trainer, worker) as (sender, receiver):
@@ -311,7 +311,7 @@ def _use_copy_in_child(copy, pipe):
         pipe.send(error)
 
 
-def test_nothing_is_seen_before_it_is_sent():
+def test_worker_sees_no_change_before_a_send():
     trainer, worker = Net(1.0), Net()
     optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)
     with pair(trainer, worker) as (sender, receiver):

@@ -349,7 +349,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_sent_is_refused_by_name(what):
+def test_sender_refuses_unsupported_values_by_name(what):
     make, said = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match="'body.odd'") as refused:
         weightsync.Sender({"body": {"odd": make(), "fine": torch.ones(2)}})
@@ -357,7 +357,7 @@ def test_what_cannot_be_sent_is_refused_by_name(what):
 
 
 @pytest.mark.parametrize("what", [3, "text", None, [torch.ones(2)], torch.ones(2)])
-def test_what_is_no_model_is_refused(what):
+def test_sender_refuses_values_that_are_no_model(what):
     with pytest.raises((TypeError, weightsync.ModelError, weightsync.WeightsyncError)):
         weightsync.Sender(what)
 
@@ -440,7 +440,7 @@ def test_models_by_path():
             weightsync.Sender(models=[path], context=trainer)
 
 
-def test_what_was_sent_is_not_kept():
+def test_sender_keeps_no_weights_after_a_send():
     with pair({"a": torch.zeros(1 << 20)}) as (sender, _):
         for failing in (False, True):
             kept = torch.full((1 << 20,), 1.0)

@@ -117,7 +117,7 @@ def test_where_workers_find_the_trainer():
         ("[::1]:7070", "::1", 7070),
     ],
 )
-def test_what_is_advertised_is_a_host_and_a_port(advertise, host, port):
+def test_store_info_has_the_advertised_host_and_port(advertise, host, port):
     scheme = DistributedWeightSyncScheme(advertise=advertise)
     scheme.init_on_sender(model_id="policy", model=policy(1.0), devices=["cpu"])
     info = scheme.get_store_info()
@@ -158,7 +158,7 @@ def test_two_models_are_one_group_at_one_port(scheme, chosen):
     def join():
         for name in names:
             own = _group.WorkerModel(name, "copy")
-            own.put(models[name])
+            own.replace(models[name])
             theirs.join(name, 0, own, declared=False)
 
     worker = threading.Thread(target=join)

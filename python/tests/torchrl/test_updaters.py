@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 import weightsync.torchrl as ours
-from weightsync import ModelError, WrongWeightsError
+from weightsync import SettingError, WrongWeightsError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -75,9 +75,9 @@ def test_multi_processed_updates_chosen_workers_alone():
         (lambda: TensorDict.from_module(Probe(1.0, numel=5)).data, None, "should be"),
     ],
 )
-def test_nothing_changes_before_all_is_checked(given, workers, said):
+def test_updaters_check_all_weights_before_a_change(given, workers, said):
     places = {0: weights(0.0), 1: weights(0.0)}
     updater = ours.MultiProcessedWeightUpdater(get_server_weights=None, policy_weights=places)
-    with pytest.raises((ModelError, WrongWeightsError), match=said):
+    with pytest.raises((SettingError, WrongWeightsError), match=said):
         updater.push_weights(given(), worker_ids=workers)
     assert (values(places[0]), values(places[1])) == ({0.0}, {0.0})

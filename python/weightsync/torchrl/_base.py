@@ -1,4 +1,4 @@
-"""What all schemes share: TorchRL's own base, with states that are this process's alone."""
+"""The base of all schemes: TorchRL's own, with a state for each process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,27 @@ from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 from weightsync.errors import SettingError, UnsupportedError
 
 
+def _own_flag(name: str) -> property:
+    """A flag of this process alone: a forked child is not its parent's sender."""
+    return property(
+        lambda self: self._is_own() and getattr(self, name, False),
+        lambda self, value: setattr(self, name, value),
+    )
+
+
 class WeightSyncScheme(_TorchRLScheme):
-    """TorchRL's scheme, as a base for schemes over transports of one's own.
+    """TorchRL's scheme, as a base for schemes over custom transports.
 
     ``from_backend`` makes the schemes of this package.
     """
 
     @classmethod
     def from_backend(cls, backend: str, **kwargs: Any) -> WeightSyncScheme:
-        """The scheme of a backend, and what it is to be made with.
+        """The scheme of a backend, made with the given arguments.
 
-        ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, and TorchRL's aliases
-        ``direct``, ``thread`` and ``multiprocessing``.
+        Args:
+            backend: ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, or one of
+                TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
 
         Raises:
             UnsupportedError: for ``ray``, which is not here yet.
@@ -50,30 +59,10 @@ class WeightSyncScheme(_TorchRLScheme):
             )
         return kinds[backend](**kwargs)
 
-    @property
-    def initialized_on_sender(self) -> bool:
-        # A forked child is not the sender its parent is.
-        return self._is_own() and getattr(self, "_initialized_on_sender", False)
-
-    @property
-    def initialized_on_receiver(self) -> bool:
-        return self._is_own() and getattr(self, "_initialized_on_receiver", False)
-
-    @property
-    def synchronized_on_sender(self) -> bool:
-        return self._is_own() and getattr(self, "_synchronized_on_sender", False)
-
-    @synchronized_on_sender.setter
-    def synchronized_on_sender(self, value: bool) -> None:
-        self._synchronized_on_sender = value
-
-    @property
-    def synchronized_on_receiver(self) -> bool:
-        return self._is_own() and getattr(self, "_synchronized_on_receiver", False)
-
-    @synchronized_on_receiver.setter
-    def synchronized_on_receiver(self, value: bool) -> None:
-        self._synchronized_on_receiver = value
+    initialized_on_sender = _own_flag("_initialized_on_sender")
+    initialized_on_receiver = _own_flag("_initialized_on_receiver")
+    synchronized_on_sender = _own_flag("_synchronized_on_sender")
+    synchronized_on_receiver = _own_flag("_synchronized_on_receiver")
 
     def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
         self._pid = os.getpid()
@@ -86,7 +75,7 @@ class WeightSyncScheme(_TorchRLScheme):
         super().init_on_receiver(model_id=model_id, context=context, **kwargs)
 
     def receive(self, timeout: float | None = None) -> Any:
-        """As TorchRL's; nothing within the timeout is None, never an exception."""
+        """As TorchRL's, but a timeout gives None and never an exception."""
         try:
             return super().receive(timeout)
         except (queue.Empty, TimeoutError):

@@ -1,4 +1,4 @@
-"""What schemes need of TorchRL's collectors, and the little they change about them."""
+"""TorchRL's collectors: their models, and the few calls of theirs that schemes replace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torchrl.weight_update import WeightStrategy
 from weightsync import _paths
 from weightsync._guard import hide_from_compiler
 from weightsync._source import tree
-from weightsync.errors import ModelError, WrongWeightsError
+from weightsync.errors import MissingModelError, ModelError, WrongWeightsError
+from weightsync.torchrl._given import by_worker
 
 
 def is_single(context: Any) -> bool:
@@ -25,15 +26,14 @@ def is_single(context: Any) -> bool:
 
 
 def apply_here(context: Any, model_id: str | None, weights: Any, strategy: WeightStrategy) -> None:
-    """Gives weights to a model of a collector in this process, inline: all or none."""
+    """Applies weights to a model of a collector in this process: all tensors, or none."""
     name = model_id or "policy"
-    models = [getattr(context, name, None)] if name == "policy" else []
     if name == "policy":
-        models.append(getattr(context, "_policy_w_state_dict", None))
+        models = [getattr(context, own, None) for own in ("policy", "_policy_w_state_dict")]
         if weights is None:
             weights = getattr(context, "_orig_policy", None)
     else:
-        models.append(_paths.resolve(context, name))
+        models = [_paths.resolve(context, name)]
     for model in {id(one): one for one in models if isinstance(one, nn.Module)}.values():
         if weights is not None and weights is not model:
             extracted = strategy.extract_weights(weights)
@@ -42,7 +42,7 @@ def apply_here(context: Any, model_id: str | None, weights: Any, strategy: Weigh
 
 
 def compare(own: Any, came: Any, name: str) -> None:
-    """Finds what does not fit, before anything changes.
+    """Refuses weights that do not fit, before any tensor changes.
 
     Raises:
         WrongWeightsError: naming the tensors.
@@ -56,7 +56,7 @@ def compare(own: Any, came: Any, name: str) -> None:
     wrong = [f"{one} is missing" for one in expected if one not in got]
     wrong += [f"{one} is unknown" for one in got if one not in expected]
     wrong += [
-        f"{one} is {list(got[one])}, and should be {list(shape)}"
+        f"{one} has shape {list(got[one])}, expected {list(shape)}"
         for one, shape in expected.items()
         if one in got and got[one] != shape
     ]
@@ -66,18 +66,18 @@ def compare(own: Any, came: Any, name: str) -> None:
 
 
 def flip_together(collector: Any) -> None:
-    """Lets a collector send several models' weights as one update, and check them first.
+    """Makes a collector send several models' weights as one update, and check their names first.
 
-    TorchRL sends them one after the other, so that a worker runs two of them that do not
-    belong together, and an unknown name is found after others were sent; and it leaves its
-    schemes open when it shuts down. This one collector's class becomes one that does not.
+    TorchRL sends the models one by one: a worker runs a pair that does not belong together,
+    and an unknown name is found after other models were sent. It also leaves its schemes open
+    when it shuts down. This collector object gets a subclass of its class that does neither.
     """
     collector.__class__ = _together(type(collector))
 
 
 @cache
 def _together(base: type) -> type:
-    """A collector's class, whose models flip together and whose schemes end with it."""
+    """A subclass of a collector's class: models flip together, and schemes end with it."""
     if hasattr(base, "_weightsync"):
         return base
 
@@ -109,10 +109,7 @@ def _together(base: type) -> type:
             wanted = wanted if weights_dict is None else weights_dict
             unknown = [name for name in wanted if name not in schemes]
             if unknown:
-                raise KeyError(
-                    f"there is no model {unknown[0]!r} among the weight sync schemes; there is "
-                    f"{', '.join(schemes)}"
-                )
+                raise MissingModelError.among(unknown[0], schemes)
             return send_set(schemes, wanted, worker_ids) if wanted else None
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +127,8 @@ def _together(base: type) -> type:
     return Together
 
 
-def that_connects(scheme: Any) -> Any:
-    """The collector that calls the ``connect`` of a scheme it was given already initialised."""
+def connecting_collector(scheme: Any) -> Any:
+    """The collector that is calling a scheme's ``connect``, if that was initialised before."""
     frame = sys._getframe(1)
     for _ in range(8):
         frame = frame.f_back
@@ -145,7 +142,7 @@ def that_connects(scheme: Any) -> Any:
 
 
 def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -> Any:
-    """Sends weights of several models so that each worker runs all of them or none."""
+    """Sends weights of several models; each worker changes all of the models, or none."""
     from weightsync.torchrl._native_scheme import NativeScheme
 
     if len(wanted) == 1:
@@ -160,11 +157,9 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
             "update them one by one"
         )
     for name, weights in wanted.items():
-        if name in first._group._each or (
-            isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights)
-        ):
+        if name in first._group._each or by_worker(weights):
             raise ModelError(
-                f"each worker has weights of its own of {name!r}: update it alone"
+                f"{name!r} has other weights for each worker: update this model alone"
             )
     given = {
         name: None if weights is None else schemes[name]._extracted(weights)
@@ -175,10 +170,10 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
 
 
 def bump_at_next_forward(collector: Any, module: Any, version: int) -> None:
-    """Counts the policy's version up before its next forward.
+    """Increments the policy's version before its next forward.
 
-    A step that is under way belongs to the weights before: its frame is stamped so. A
-    version that is gone back from before that does not count.
+    The frame of a step that is running is of the weights before. A version that the worker
+    goes back from before the next forward does not count.
     """
     if not isinstance(module, nn.Module):
         collector.increment_version()
@@ -200,25 +195,25 @@ class _Bumps:
         self._handle: Any = None
 
     def follow(self, module: Any) -> None:
-        """The policy is this module from here on."""
+        """Moves the hook to this module, which is the policy from here on."""
         if self._module is not None and self._module() is module:
             return
         if self._handle is not None:
             self._handle.remove()
         self._module = weakref.ref(module)
-        # After the hook that keeps the weights as they are: what was applied until then counts.
+        # After the guard's hook: every version that was applied until then counts.
         self._handle = module.register_forward_pre_hook(self.before)
         hide_from_compiler(_Bumps.before)
 
     def applied(self, version: int) -> None:
-        """One more; it takes the place of those it goes back from."""
+        """Adds a version; a lower one replaces those that are newer."""
         if self._versions and version < self._versions[-1]:
             self._versions = [one for one in self._versions if one <= version]
         else:
             self._versions.append(version)
 
     def before(self, module: Any, args: Any) -> None:
-        """The policy's forward begins."""
+        """The hook: reports the versions to the collector as the policy's forward begins."""
         if torch.compiler.is_compiling():
             return
         collector = self._collector and self._collector()

@@ -1,8 +1,8 @@
-"""What a scheme is given to send: TorchRL's forms of saying so, and what a collector has."""
+"""The sources of a scheme: the arguments in which TorchRL passes them, and collectors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ def check(
     device_map_fn: Any,
     num_workers: int | None,
 ) -> None:
-    """What ``init_on_sender`` was given: one of TorchRL's forms, and no mixture of them.
+    """Checks that ``init_on_sender`` was called in one of TorchRL's forms, and no mixture.
 
     Args:
-        scheme: what the scheme is called, for errors.
-        sources: ``params_map``, ``context``, ``model`` and ``weights``: one of them is given.
+        scheme: the scheme's name, for errors.
+        sources: ``params_map``, ``context``, ``model`` and ``weights``, one of which is given.
 
     Raises:
-        ValueError: what is missing, or too much.
-        TypeError: what is sent is no torch module.
+        SettingError: naming the arguments that are missing, or too many.
+        WrongTypeError: if the model is no torch module.
     """
     given = [name for name, value in sources.items() if value is not None]
     if len(given) != 1:
@@ -41,8 +41,7 @@ def check(
     too_much = [name for name, value in also.items() if value is not None]
     source = sources[given[0]]
     if given[0] == "params_map":
-        by_number = isinstance(source, dict) and all(isinstance(key, int) for key in source)
-        if not by_number or not source:
+        if not by_worker(source):
             raise SettingError("params_map: expected a dict of weights by worker number, not empty")
         if too_much or num_workers is not None:
             raise SettingError(
@@ -60,11 +59,11 @@ def check(
     elif device_map_fn is not None and num_workers is None:
         raise SettingError("device_map_fn needs num_workers")
     elif not too_much and num_workers is None:
-        raise SettingError("say how many workers there are: devices or num_workers")
+        raise SettingError("the number of workers is unknown: pass devices or num_workers")
 
 
 def model_of(context: Any, name: str) -> Any:
-    """A model of a collector's (or of any context), or None for a policy there is not."""
+    """A model of a collector or another context; None if there is no policy."""
     if name == "policy" and not hasattr(context, "policy") and hasattr(context, "get_model"):
         return context.get_model(name)
     if name == "policy":
@@ -88,24 +87,37 @@ def devices_of(context: Any) -> list[Any]:
 
 
 def is_on(own: Any, device: torch.device) -> bool:
-    """Whether a worker of a device is meant by another: a type without an index is any of it."""
+    """Whether a worker's device matches another, which may have no index and match them all."""
     own = torch.device("cpu" if own is None else own)
     same = own.type == device.type
     return same and (device.index is None or (own.index or 0) == device.index)
 
 
-def never(name: str) -> Callable[[], Any]:
-    """The weights of a model that this process does not have."""
+def by_worker(weights: Any) -> bool:
+    """Whether these are weights by worker number, ``{0: …, 1: …}``."""
+    is_dict = isinstance(weights, dict) and bool(weights)
+    return is_dict and all(isinstance(key, int) for key in weights)
+
+
+def unknown_worker(worker: int, known: Iterable[int]) -> SettingError:
+    """The error for a worker that does not exist."""
+    return SettingError(
+        f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
+    )
+
+
+def refusing(name: str) -> Callable[[], Any]:
+    """A source that refuses: this process does not have the model."""
     def current() -> Any:
         raise ModelError(
-            f"each worker has weights of its own of {name!r}: pass the weights, or a dict by worker"
+            f"{name!r} has other weights for each worker: pass the weights, or a dict by worker"
         )
 
     return current
 
 
-def once(first: Any, name: str) -> Callable[[], Any]:
-    """The weights that a factory's policies begin with; there is nothing to send later."""
+def initial_only(first: Any, name: str) -> Callable[[], Any]:
+    """A source of a factory's initial weights, which refuses once they have been sent."""
     held = [first]
 
     def current() -> Any:

@@ -1,8 +1,7 @@
-"""The models that one sender feeds, as TorchRL's schemes share it.
+"""Groups: the schemes that share one sender.
 
-TorchRL has a scheme for each model. The schemes of one collector that travel alike
-are one group here: one sender, one connection for each worker, and sets of models
-that flip together.
+TorchRL has a scheme for each model. The schemes of one collector with the same settings are
+one group: one sender, one connection for each worker, and sets of models that flip together.
 """
 
 from __future__ import annotations
@@ -21,33 +20,35 @@ from weightsync import _ends
 from weightsync._guard import loading
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, not_inferring, target_of, weights_of
+from weightsync._targets import Target, target_of
+from weightsync._targets.base import not_inferring
+from weightsync._view import weights_of
 from weightsync.background import Background
-from weightsync.errors import DeadlineError, LifecycleError, ModelError
+from weightsync.errors import DeadlineError, LifecycleError, MissingModelError
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
 
 logger = logging.getLogger("weightsync")
 
-# How long a sender waits for its workers before it looks whether they are still alive.
-_LOOK = 0.2
+# The seconds that a sender waits for its workers before it checks that they are still alive.
+_CHECK_INTERVAL = 0.2
 
 # The version that `connect` publishes, for all workers alike.
 _FIRST = 1
 
-# How long workers that are alive may take to start, in seconds.
-_ALIVE = 300.0
+# The seconds that workers which are alive may take to start.
+_START_LIMIT = 300.0
 
 
 class Group:
-    """One end's models. It crosses to workers as an init info and nothing else."""
+    """One end's models. A group is pickled for workers as an init info."""
 
     def __init__(self, scheme: Scheme, mode: str, run_dir: str | None = None) -> None:
         self.scheme = scheme
         self.mode = mode
         self._run_dir = run_dir
         self._pid = os.getpid()
-        # Each half has its own: in one process the sender waits while the worker joins.
+        # Two locks, because in one process the sender may wait while the worker joins.
         self._lock = threading.RLock()
         self._join_lock = threading.RLock()
         # The trainer's half: each model's source, in order.
@@ -55,7 +56,7 @@ class Group:
         self._strategies: dict[str, str] = {}
         self._each: dict[str, Callable[[], dict[int, Any]]] = {}
         self._unconnected: set[str] = set()
-        # What a model had when it was added, and what it is to begin with.
+        # A model's weights when it was added, and the first weights passed to `connect`.
         self._initial: dict[str, Any] = {}
         self._firsts: dict[str, Any] = {}
         self._left_sender: set[str] = set()
@@ -63,10 +64,10 @@ class Group:
         self._connected = False
         self._published = False
         self.sender: Sender | None = None
-        # What crosses.
+        # Pickled for the worker.
         self._info: str | None = None
         self._names: list[str] = []
-        # The workers with weights of their own of a model.
+        # By model, the workers that have weights of their own.
         self._own_weights: dict[str, list[int]] = {}
         # A worker's half.
         self._session: Session | None = None
@@ -77,7 +78,7 @@ class Group:
         self.background: Background | None = None
 
     def kind(self) -> tuple[Scheme, str, str | None]:
-        """What schemes have in common that share a group."""
+        """The settings that the schemes of a group share."""
         return self.scheme, self.mode, self._run_dir
 
     # The trainer's half.
@@ -90,7 +91,7 @@ class Group:
         weights: Callable[[], Any],
         each: Callable[[], dict[int, Any]] | None = None,
     ) -> None:
-        """One more model: how to get its weights, and those of each worker's own."""
+        """Adds a model, with functions that return its weights, or each worker's own."""
         with self._lock:
             if self._connected:
                 raise LifecycleError(
@@ -112,9 +113,9 @@ class Group:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Sets a sender up for the models there are by now, and says how to join it.
+        """Makes a sender, and its init info, for the models added so far.
 
-        Not when the scheme is pickled: a collector's policy has no values then.
+        Too late would be when the scheme is pickled: a collector's policy has no values then.
         """
         strategies = set(self._strategies.values())
         if self.sender is not None:
@@ -135,11 +136,11 @@ class Group:
 
     @property
     def info(self) -> str | None:
-        """What a worker needs to join, as text; nothing before the trainer is set up."""
+        """The init info as text; None before the trainer is set up."""
         return self._info
 
     def connect(self, name: str, weights: Any, context: Any) -> None:
-        """The rendez-vous: the last model's waits until every worker has them all."""
+        """The rendez-vous. The call for the last model waits until every worker has all models."""
         with self._lock:
             sender = self.sender
             assert sender is not None
@@ -155,7 +156,7 @@ class Group:
         self._wait_for_workers(sender, context)
 
     def _publish(self, sender: Sender) -> None:
-        """The first version, and what each worker begins with instead, if it has its own."""
+        """Publishes the first version, and then the weights that are each worker's own."""
         each = {one: make() for one, make in self._each.items()}
         first = {
             one: self._firsts[one]
@@ -173,7 +174,7 @@ class Group:
         self._published = True
         self._firsts, self._initial = {}, {}
         for current in (*self._weights.values(), *self._each.values()):
-            # What workers begin with was sent: a factory has nothing to send again.
+            # The initial weights were sent, and a factory has no others.
             getattr(current, "spent", lambda: None)()
 
     def send(
@@ -183,39 +184,40 @@ class Group:
         wait: str,
         timeout: float | None = None,
     ) -> Any:
-        """Sends the weights of some models, or of one for each worker."""
-        if self.sender is None or self._pid != os.getpid():
-            raise LifecycleError("there is no sender here: connect first, in the trainer's process")
+        """Sends the weights of some models to workers."""
+        sender = self._own_sender()
         given = {
             name: self._weights[name]() if value is None else value
             for name, value in weights.items()
         }
-        return self.sender.send(
+        return sender.send(
             weights_dict=given, worker_ids=worker_ids, wait=wait, timeout=timeout
         )
 
     def send_each(
         self, name: str, weights: dict[int, Any], wait: str, timeout: float | None = None
     ) -> Any:
-        """Sends one model's weights, other ones to each worker."""
+        """Sends one model's weights, which differ by worker."""
+        return self._own_sender().send_each(weights, model=name, wait=wait, timeout=timeout)
+
+    def _own_sender(self) -> Sender:
         if self.sender is None or self._pid != os.getpid():
             raise LifecycleError("there is no sender here: connect first, in the trainer's process")
-        return self.sender.send_each(weights, model=name, wait=wait, timeout=timeout)
+        return self.sender
 
     def _wait_for_workers(self, sender: Sender, context: Any) -> None:
-        """Waits in parts, so that workers that have ended are not waited for."""
+        """Waits for the workers, but not for workers whose processes have ended."""
         since = time.monotonic()
-        # The processes of a collector are watched: only one that is alive and silent is
-        # waited for so long.
+        # A collector's processes are watched, so the longer limit is for living workers only.
         watched = bool(getattr(context, "procs", None))
-        limit = max(_ALIVE, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
+        limit = max(_START_LIMIT, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
         workers = self.worker_ids
         while True:
             try:
-                sender.wait_for(workers, timeout=_LOOK)
+                sender.wait_for(workers, timeout=_CHECK_INTERVAL)
                 return
             except DeadlineError:
-                there = _there(sender)
+                there = _joined_workers(sender)
             if time.monotonic() - since >= limit:
                 missing = ", ".join(str(one) for one in workers if one not in there)
                 raise DeadlineError(
@@ -224,26 +226,22 @@ class Group:
                     "retry",
                 )
             ended = _ended_workers(context, there)
-            # One that has joined meanwhile tells its collector so, too.
-            if ended and not _there(sender).issuperset(workers):
-                # The collector knows the worker's own words, and raises them.
+            # A worker that has joined meanwhile writes to its collector's pipe, too.
+            if ended and not _joined_workers(sender).issuperset(workers):
+                # The collector gets the worker's exception, and raises it.
                 logger.warning("%s ended before it had its weights", ended)
                 return
 
-    # What crosses.
+    # What is pickled for workers.
 
     @property
     def is_connected(self) -> bool:
-        """Whether it is too late for another model."""
+        """Whether a model has connected, so that no other can be added."""
         return self._connected
 
-    @property
-    def knows_sender(self) -> bool:
-        """Whether a worker could join."""
-        return self._info is not None
 
-    def here(self) -> Group:
-        """This group, fit for this process: a forked child has no ends of its parent's."""
+    def in_this_process(self) -> Group:
+        """This group, without its parent's ends in a forked child."""
         if self._pid != os.getpid():
             self.__setstate__(self.__getstate__())
         return self
@@ -265,21 +263,16 @@ class Group:
     # A worker's half.
 
     def join(self, name: str, worker: int, own: WorkerModel, declared: bool) -> None:
-        """The rendez-vous of one model of a worker's: its initial weights are loaded.
+        """The rendez-vous of one of a worker's models, which loads its initial weights.
 
-        Models change at declared safe points only if one of them asks for that.
+        If one model asks for declared safe points, all models have them.
         """
         with self._join_lock:
             self._declared = self._declared or declared
-            if self._info is None:
-                raise LifecycleError(
-                    f"{name!r} knows no sender: call init_on_sender in the trainer, and hand the "
-                    "scheme to the worker after that"
-                )
+            # `init_on_receiver` has checked that there is an init info.
+            assert self._info is not None
             if name not in self._names:
-                raise ModelError(
-                    f"there is no model {name!r}; the sender feeds {', '.join(self._names)}"
-                )
+                raise MissingModelError.among(name, self._names)
             session, is_first = self._session, self._session is None
             if session is None:
                 info = InitInfo.from_json(self._info)
@@ -292,7 +285,7 @@ class Group:
                 self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
             self._load_first(session, name, worker, own)
         except BaseException:
-            # The next call joins again; models that were here before it still are.
+            # The next call joins again, with the models that were added before this one.
             with self._join_lock:
                 others = {one: self.models[one] for one in self.models if one != name}
                 self._leave_sender()
@@ -302,8 +295,8 @@ class Group:
     def _load_first(self, session: Session, name: str, worker: int, own: WorkerModel) -> None:
         self.models[name] = own
         if len(self.models) < len(self._names):
-            # The worker goes on with these while its other models are made.
-            # There are none where the first weights come with the first send.
+            # The worker uses this model before it adds the others. A scheme whose first weights
+            # come with the first send has none yet.
             members = [] if self._first_set is None else self._first_set.members()
             for snapshot, _ in members:
                 if snapshot.model == name:
@@ -319,9 +312,10 @@ class Group:
             one.follow(self.background)
 
     def _receive_own(self, session: Session, worker: int, models: list[Any]) -> None:
-        """The first version is the same for all: a worker's own comes next, if it has any.
+        """Receives the weights that are this worker's own, if it has any.
 
-        It is there already for a worker that joins after it was sent.
+        The first version is the same for all workers; the own weights follow, and have
+        arrived already if the worker joins late.
         """
         until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
         own = [name for name, workers in self._own_weights.items() if worker in workers]
@@ -335,7 +329,7 @@ class Group:
                 )
 
     def leave(self, name: str, *, sender: bool) -> None:
-        """One model's scheme shuts down; the last of a half ends that half."""
+        """Notes that one model's scheme shuts down; the last one ends the sender, or the worker."""
         if self._pid != os.getpid():
             return
         if sender:
@@ -350,7 +344,7 @@ class Group:
                 self._leave_sender()
 
     def shutdown(self) -> None:
-        """Ends whatever this process has of it. Any number of times."""
+        """Ends the ends that this process has. Any number of times."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -375,7 +369,7 @@ class Group:
 
 
 class WorkerModel(Target):
-    """A worker's model, which may be exchanged for another."""
+    """A worker's model, which may be replaced by another."""
 
     def __init__(self, name: str, mode: str) -> None:
         self.name = name
@@ -384,14 +378,14 @@ class WorkerModel(Target):
         self._sent: Layout | None = None
         self._last: NativeSnapshot | None = None
         self._background: Background | None = None
-        # What else happens when weights were loaded: a cascade, say.
+        # Called after each load, such as to pass the weights on.
         self.loaded: Callable[[NativeSnapshot], None] | None = None
-        # Another way to load: True if it took the snapshot.
+        # Called in place of a load; it returns False to leave the load to the target.
         self.apply: Callable[[NativeSnapshot], bool] | None = None
         self.count = 0
 
-    def put(self, model: Any) -> None:
-        """Takes another model: it gets what the one before had."""
+    def replace(self, model: Any) -> None:
+        """Replaces the model; the new one gets the weights of the old one."""
         if not isinstance(model, nn.Module):
             return
         background = self._background
@@ -416,7 +410,7 @@ class WorkerModel(Target):
             before.release()
 
     def follow(self, background: Background) -> None:
-        """The models change in the background from here on, while no forward runs."""
+        """From here on the background receiver changes the model, while no forward runs."""
         self._background = background
         module = getattr(self._target, "_module", lambda: None)()
         if module is not None:
@@ -434,15 +428,15 @@ class WorkerModel(Target):
 
     def load(self, snapshot: NativeSnapshot) -> None:
         with loading, not_inferring():
-            self._load_and_tell(snapshot)
+            self._load_and_notify(snapshot)
 
-    def _load_and_tell(self, snapshot: NativeSnapshot) -> None:
+    def _load_and_notify(self, snapshot: NativeSnapshot) -> None:
         self._load(snapshot)
         last = self._last
         same_run = last is not None and last.run == snapshot.run
         is_new = not same_run or last.version != snapshot.version
         if is_new:
-            # Before the version: a thread that has seen that has seen this.
+            # Before the version: a thread that has seen the version has seen the count, too.
             self.count += 1
         self._last = snapshot
         if not is_new or self.loaded is None:
@@ -452,8 +446,8 @@ class WorkerModel(Target):
         except Exception:
             if not same_run or last.version < snapshot.version:
                 raise
-            # The model goes back to the version before, because this failed with the next.
-            logger.warning("passing v%d of %s on again failed", snapshot.version, self.name)
+            # The model goes back to this version, because passing on the next one failed.
+            logger.warning("v%d of %s could not be passed on again", snapshot.version, self.name)
 
     def _load(self, snapshot: NativeSnapshot) -> None:
         if self._target is None or (self.apply is not None and self.apply(snapshot)):
@@ -473,19 +467,19 @@ class WorkerModel(Target):
         return 0 if last is None else last.version
 
     def weights(self) -> dict[str, Any] | None:
-        """The weights that were loaded last, by dotted names; they do not change."""
+        """The weights that were loaded last, by dotted names, unaffected by later loads."""
         last = self._last
         return None if last is None else weights_of(last)
 
 
-def _there(sender: Sender) -> set[int]:
-    """The workers that have loaded something; those that are there, before anything is sent."""
+def _joined_workers(sender: Sender) -> set[int]:
+    """The workers that have loaded a version; or all that have joined, before the first send."""
     is_sent = any(sender.versions.values())
     return {one.worker for one in sender.workers if any(one.versions) or not is_sent}
 
 
 def _ended_workers(context: Any, there: set[int]) -> str:
-    """A worker of a collector that has ended, or has failed, before it connected."""
+    """The first worker of a collector that ended, or failed, before it connected."""
     processes = getattr(context, "procs", None) or []
     pipes = getattr(context, "pipes", None) or []
     for worker, process in enumerate(processes):

@@ -1,4 +1,4 @@
-"""What TorchRL's schemes share over every transport: the trainer's half, and a worker's."""
+"""The base of the schemes of all transports: the trainer's half, and a worker's."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from typing import Any, Literal
 import torch
 from tensordict import TensorDict
 from torch import nn
-from torchrl.weight_update import WeightStrategy
 
 from weightsync import _ends, _paths
+from weightsync._checks import choice
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import weights_of
+from weightsync._view import weights_of
 from weightsync.errors import LifecycleError, ModelError, SettingError, WrongTypeError
 from weightsync.scheme import Scheme, SharedMem
-from weightsync.torchrl import _collector, _given
+from weightsync.torchrl import _collector, _given, _older
 from weightsync.torchrl._base import WeightSyncScheme
-from weightsync.torchrl._formats import formatted
+from weightsync.torchrl._formats import applies, extracts, formatted
 from weightsync.torchrl._group import Group, WorkerModel
-
-# A custom strategy extracts the weights on its own.
-_UPSTREAM_EXTRACT = WeightStrategy.extract_weights
-_UPSTREAM_APPLY = WeightStrategy.apply_weights
+from weightsync.torchrl._transports import SchemeTransport
 
 
 class NativeScheme(WeightSyncScheme):
     """A scheme of this package's engine. Workers follow it in a thread of their own.
 
     The weights of a worker's model change while its forward is not running. A send
-    reports on every worker; one that has died or refuses is a line of it, and a
-    warning of the logger ``weightsync``.
+    returns a report with a line for every worker. A worker that has died or refuses is
+    also a warning of the logger ``weightsync``.
     """
 
-    # How its weights travel.
+    # The engine's scheme.
     _scheme: Scheme = SharedMem()
 
     def __init__(
@@ -50,12 +47,8 @@ class NativeScheme(WeightSyncScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy)
-        if mode not in ("bind", "copy"):
-            raise SettingError(f'mode: expected "bind" or "copy", got {mode!r}')
-        if safe_points not in ("implied", "declared"):
-            raise SettingError(
-                f'safe_points: expected "implied" or "declared", got {safe_points!r}'
-            )
+        choice("mode", mode, "bind", "copy")
+        choice("safe_points", safe_points, "implied", "declared")
         self.sync = sync
         self._mode = mode
         self._safe_points = safe_points
@@ -65,7 +58,7 @@ class NativeScheme(WeightSyncScheme):
         self._group: Group | None = None
         self._worker_model: WorkerModel | None = None
         self._seen = 0
-        # What its transports have sent and not waited for, by worker.
+        # Sends that its transports have not waited for, by worker.
         self._pending: dict[int | None, Any] = {}
         self._devices: list[Any] | None = None
         self._map: Callable[[int, Any], Any] | None = None
@@ -107,7 +100,7 @@ class NativeScheme(WeightSyncScheme):
         if params_map is not None:
             workers = sorted(params_map)
             values = list(params_map.values())
-            current = _given.never(name)
+            current = _given.refusing(name)
             if all(one is values[0] for one in values):
                 current = lambda: values[0]  # noqa: E731
             else:
@@ -136,7 +129,7 @@ class NativeScheme(WeightSyncScheme):
             _collector.flip_together(context)
 
     def _group_in(self, context: Any) -> Group:
-        """The group of a collector's schemes that travel as this one does."""
+        """The group of the collector's schemes with the same settings, or a new one."""
         if context is None:
             return Group(*self._kind())
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
@@ -159,16 +152,16 @@ class NativeScheme(WeightSyncScheme):
         if model is None and name == "policy":
             factories = list(getattr(context, "policy_factory", None) or [])
             if factories and all(one is factories[0] for one in factories):
-                return _given.once(factories[0](), name), None
+                return _given.initial_only(factories[0](), name), None
             if any(factories):
                 policies = {at: make() for at, make in enumerate(factories) if make is not None}
-                return _given.never(name), _given.once(policies, name)
+                return _given.refusing(name), _given.initial_only(policies, name)
         if not isinstance(model, nn.Module):
             raise WrongTypeError(
                 f"{type(self).__name__} sends torch modules, and the collector's {name!r} is "
                 f"{type(model).__name__}: a policy without weights needs no scheme"
             )
-        # Neither is kept: what nobody uses any more is to go at once.
+        # Weak references: unused collectors and schemes are freed at once.
         found, own = weakref.ref(context), weakref.ref(self)
 
         def current() -> Any:
@@ -188,8 +181,8 @@ class NativeScheme(WeightSyncScheme):
         _ends.opened(self)
         context = self.context
         if context is None:
-            # One that was initialised before its collector was made.
-            context = _collector.that_connects(self)
+            # The scheme was initialised before its collector was made.
+            context = _collector.connecting_collector(self)
             if context is not None:
                 _collector.flip_together(context)
         self._group.connect(self._model_id or "policy", weights, context)
@@ -203,40 +196,37 @@ class NativeScheme(WeightSyncScheme):
         """Sends weights, and returns a :class:`weightsync.Report`.
 
         Args:
-            timeout: how long it waits at most, in seconds; TorchRL's own limit without.
             weights: None for the registered model; a module, TensorDict, state dict or
-                nested dict; a path of a model; or such by worker, ``{0: …, 1: …}``.
-            worker_ids: these workers alone, by number or by device; no other changes.
+                nested dict; a path of a model; or any of these by worker, ``{0: …, 1: …}``.
+            worker_ids: the only workers that change, by number or by device.
+            timeout: how long the send waits at most, in seconds; without it TorchRL's limit.
         """
         if self._local and self.initialized_on_sender:
             given = None if weights is None else self._extracted(weights)
             return _collector.apply_here(self.context, self._model_id, given, self._strategy)
         group = self._connected("send")
         name, wait = self._model_id or "policy", self._wait()
-        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
-            chosen = self._workers(worker_ids)
+        chosen = self._workers(worker_ids)
+        each = None
+        if _given.by_worker(weights):
             each = {
                 self._known(worker): self._extracted(one)
                 for worker, one in weights.items()
                 if chosen is None or worker in chosen
             }
-            return group.send_each(name, each, wait, timeout) if each else None
-        if weights is None and name in group._each:
-            each = group._each[name]()
-            chosen = self._workers(worker_ids)
-            if chosen is not None:
-                each = {worker: one for worker, one in each.items() if worker in chosen}
-            return group.send_each(name, each, wait, timeout) if each else None
-        if self._map is not None:
-            chosen = self._workers(worker_ids)
-            chosen = group.worker_ids if chosen is None else chosen
-            each = self._mapped(self._extracted(weights), chosen)
+        elif weights is None and name in group._each:
+            own = group._each[name]()
+            each = own if chosen is None else {one: own[one] for one in own if one in chosen}
+        elif self._map is not None:
+            workers = group.worker_ids if chosen is None else chosen
+            each = self._mapped(self._extracted(weights), workers)
+        if each is not None:
             return group.send_each(name, each, wait, timeout) if each else None
         given = None if weights is None else self._extracted(weights)
-        return group.send({name: given}, self._workers(worker_ids), wait, timeout)
+        return group.send({name: given}, chosen, wait, timeout)
 
     def _mapped(self, weights: Any, workers: list[int]) -> dict[int, Any]:
-        """Each worker's weights, by the function that was given at init."""
+        """Each worker's weights, as ``device_map_fn`` makes them."""
         assert self._map is not None
         if isinstance(weights, nn.Module):
             weights = TensorDict.from_module(weights).data
@@ -269,13 +259,11 @@ class NativeScheme(WeightSyncScheme):
         assert self._group is not None
         known = self._group.worker_ids
         if worker not in known:
-            raise SettingError(
-                f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
-            )
+            raise _given.unknown_worker(worker, known)
         return worker
 
     def _extracted(self, source: Any) -> Any:
-        """What is sent of a source. A module is read in place, by its strategy."""
+        """The weights of a source. A module is read in place, unless its strategy extracts."""
         if isinstance(source, str):
             if self.context is None:
                 raise ModelError(f"the path {source!r} needs a context to start at")
@@ -284,16 +272,15 @@ class NativeScheme(WeightSyncScheme):
             raise ModelError(
                 f"there are no weights of {self._model_id!r} in this process: pass them to send"
             )
-        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
         merges = self.strategy_str == "state_dict" and hasattr(source, "merge_and_unload")
-        if own or merges:
+        if merges or extracts(self._strategy):
             return self._strategy.extract_weights(source)
         return source
 
     def prepare_weights(
         self, weights: Any, model_id: str, strategy: Any, context: Any = None
     ) -> Any:
-        """What would be sent: the weights themselves, or the registered model's."""
+        """The weights that a send would send: the given ones, or the registered model's."""
         if weights is None and self._group is not None and model_id in self._group._weights:
             return strategy.extract_weights(self._group._weights[model_id]())
         return super().prepare_weights(weights, model_id, strategy, context)
@@ -309,10 +296,10 @@ class NativeScheme(WeightSyncScheme):
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._group is None or not self._group.here().knows_sender:
+        if self._group is None or self._group.in_this_process().info is None:
             raise LifecycleError(
-                "this scheme knows no sender: call init_on_sender in the trainer, and hand the "
-                "scheme to the worker after that"
+                "this scheme knows no sender: call init_on_sender in the trainer, and then pass "
+                "the scheme to the worker"
             )
         if context is not None:
             worker_idx = getattr(context, "worker_idx", worker_idx)
@@ -322,7 +309,7 @@ class NativeScheme(WeightSyncScheme):
         self._model_id, self._model_ref = model_id, None
         self._worker_model = WorkerModel(model_id, self._mode)
         self._worker_model.loaded = self._loaded
-        # Looked up at each load: a strategy may be exchanged.
+        # This looks the strategy up at each load, since it may be replaced.
         self._worker_model.apply = self._applied_by_strategy
         if context is not None:
             self.context = context
@@ -332,7 +319,7 @@ class NativeScheme(WeightSyncScheme):
 
     @property
     def model(self) -> Any:
-        """The worker's model. Another one in its place gets the weights it has."""
+        """The worker's model. A new model in its place gets its weights."""
         return super().model
 
     @model.setter
@@ -346,7 +333,7 @@ class NativeScheme(WeightSyncScheme):
         except TypeError:
             return
         if self._worker_model is not None and model is not before:
-            self._worker_model.put(model)
+            self._worker_model.replace(model)
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
@@ -360,10 +347,10 @@ class NativeScheme(WeightSyncScheme):
         declared = self._safe_points == "declared"
         self._group.join(self._model_id or "policy", worker_idx, self._worker_model, declared)
         self._seen = self._worker_model.count
-        self._pass_first_on()
+        self._pass_on_first()
 
-    def _pass_first_on(self) -> None:
-        """Sub-workers that are there already begin with what this worker begins with."""
+    def _pass_on_first(self) -> None:
+        """Sends this worker's first weights to sub-workers that have joined before it did."""
         schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
         own = schemes.get(self._model_id)
         if isinstance(own, NativeScheme) and own.synchronized_on_sender:
@@ -371,21 +358,22 @@ class NativeScheme(WeightSyncScheme):
 
     @property
     def context(self) -> Any:
-        """The collector (or whatever has the models), or None."""
+        """The collector, or another object that has the models, or None."""
         return super().context
 
     @context.setter
     def context(self, context: Any) -> None:
         self._context_ref = None if context is None else weakref.ref(context)
         if self.initialized_on_receiver and self.synchronized_on_receiver:
-            self._pass_first_on()
+            self._pass_on_first()
 
     def receive(self, timeout: float | None = None) -> Any:
         """The weights that were applied since the last call, or None.
 
-        Weights are applied without it; it only waits. With ``timeout=None`` it waits
-        for the next, until the sender ends; with shared memory it looks once. With
-        ``safe_points="declared"`` it is such a safe point, and applies them itself.
+        The background receiver applies weights; this call only waits for them. With
+        ``timeout=None`` it waits for the next version, until the sender ends; with shared
+        memory it returns at once. With ``safe_points="declared"`` it is a safe point, and
+        weights are applied in it.
         """
         if not self.initialized_on_receiver or not self.synchronized_on_receiver:
             raise LifecycleError("receive: call init_on_receiver and connect first")
@@ -393,7 +381,7 @@ class NativeScheme(WeightSyncScheme):
         model, background = self._worker_model, self._group.background
         if self._safe_points == "declared" and background is not None:
             background.safe_point()
-        # One that comes meanwhile is a newer one.
+        # Before the count: a version that arrives in between is newer than this.
         version = model.version
         if model.count == self._seen and timeout != 0 and background is not None:
             if timeout is not None or not isinstance(self._scheme, SharedMem):
@@ -404,11 +392,9 @@ class NativeScheme(WeightSyncScheme):
         return self._formatted(model.weights())
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Applies weights of one's own to the worker's model, until the next version."""
+        """Applies the given weights to the worker's model, until the next version."""
         if not self.initialized_on_receiver:
-            raise LifecycleError(
-                "apply_weights is the worker's: call init_on_receiver there"
-            )
+            raise LifecycleError("apply_weights is a worker's call: call init_on_receiver there")
         if self.model is None:
             raise LifecycleError("there is no model to apply weights to")
         background = self._group.background if self._group is not None else None
@@ -419,7 +405,7 @@ class NativeScheme(WeightSyncScheme):
             self._strategy.apply_weights(self.model, weights, inplace=inplace)
 
     def _loaded(self, snapshot: NativeSnapshot) -> None:
-        """A version is in the model: sub-workers get it, and frames are stamped by it."""
+        """Called after each load: passes the version on, and stamps frames with it."""
         if self.context is None or self._worker_model is None or self._worker_model.count <= 1:
             return
         if not self._pass_on():
@@ -434,11 +420,11 @@ class NativeScheme(WeightSyncScheme):
                 )
 
     def _pass_on(self) -> bool:
-        """Sends what the model has to sub-workers, where the context has some.
+        """Sends the model's weights to sub-workers, if the context has some.
 
         Raises:
-            RuntimeError: with the report, if not all of them have applied it: then the
-                trainer's report says so, too.
+            NotAppliedError: if a sub-worker has not applied it. The trainer's report then
+                gives this error as the reason.
         """
         context = self.context
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
@@ -449,23 +435,22 @@ class NativeScheme(WeightSyncScheme):
         if isinstance(scheme, NativeScheme):
             if scheme._takes_formats():
                 weights = scheme._formatted(weights)
-            # Otherwise by dotted names: extra state of any module has a name there.
+            # Otherwise dotted names, which can name the extra state of any module.
             report = _collector.send_set(schemes, {self._model_id: weights}, None)
-            if report is not None and report.workers and not report.all_applied:
-                raise RuntimeError(f"not all sub-workers have it: {report}")
+            if report is not None and report.workers:
+                report.ensure_applied()
         else:
             weights = self._formatted(weights)
             context.update_policy_weights_(model_id=self._model_id, policy_or_weights=weights)
         return True
 
     def _takes_formats(self) -> bool:
-        """Whether what it sends passes through functions of one's own first."""
-        own = type(self._strategy).extract_weights is not _UPSTREAM_EXTRACT
-        return own or self._map is not None
+        """Whether weights pass through functions of the user before they are sent."""
+        return extracts(self._strategy) or self._map is not None
 
     def _applied_by_strategy(self, snapshot: NativeSnapshot) -> bool:
-        """Leaves the applying to a strategy of one's own, if this is one."""
-        if type(self._strategy).apply_weights is _UPSTREAM_APPLY or self.model is None:
+        """Applies a version by the strategy if that overrides it; returns whether it did."""
+        if not applies(self._strategy) or self.model is None:
             return False
         self._strategy.apply_weights(self.model, self._formatted(weights_of(snapshot)))
         return True
@@ -477,7 +462,7 @@ class NativeScheme(WeightSyncScheme):
 
     @property
     def weights(self) -> Any:
-        """The weights that would be sent, or, on a worker, those it runs; None without any."""
+        """The weights that a send would send, or, on a worker, its model's; or None."""
         if self.initialized_on_sender and self._group is not None:
             current = self._group._weights.get(self._model_id or "policy")
             try:
@@ -489,13 +474,13 @@ class NativeScheme(WeightSyncScheme):
 
     @property
     def background(self) -> Any:
-        """On a worker, what changes its model; None before ``connect``."""
+        """A worker's :class:`weightsync.Background`; None before ``connect``."""
         return None if self._group is None else self._group.background
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps a worker's model as it is inside ``with scheme.frozen():``, in this thread.
+        """Keeps a worker's model unchanged inside ``with scheme.frozen():``, in this thread.
 
-        For code that reads it in another way than by a forward of it.
+        Code that reads weights outside any forward needs it.
         """
         background = self.background
         return contextlib.nullcontext() if background is None else background
@@ -505,8 +490,6 @@ class NativeScheme(WeightSyncScheme):
         """A transport for each worker, by its number; on the sender."""
         if self._group is None or not self.initialized_on_sender:
             return None
-        from weightsync.torchrl._transports import SchemeTransport
-
         return {worker: SchemeTransport(self, worker) for worker in self._group.worker_ids}
 
     @property
@@ -514,31 +497,23 @@ class NativeScheme(WeightSyncScheme):
         """The worker's own transport."""
         if self._group is None or not self.initialized_on_receiver:
             return None
-        from weightsync.torchrl._transports import SchemeTransport
-
         return SchemeTransport(self)
 
     def create_transport(self, **kwargs: Any) -> Any:
-        """A transport of this scheme's, by TorchRL's protocol."""
-        from weightsync.torchrl._transports import SchemeTransport
-
+        """A transport of this scheme, by TorchRL's protocol."""
         return SchemeTransport(self)
 
     def create_sender(self) -> Any:
         """The sending half of the older calls; see :class:`weightsync.torchrl.WeightSender`."""
-        from weightsync.torchrl import _older
-
         return _older.WeightSender(self, self.auto_register)
 
     def create_receiver(self) -> Any:
         """The receiving half of the older calls."""
-        from weightsync.torchrl import _older
-
         return _older.WeightReceiver(self)
 
     @property
     def version(self) -> int:
-        """The version sent last, or, on a worker, the one it runs."""
+        """The version sent last, or, on a worker, the version that it runs."""
         group = self._group
         if group is None:
             return 0
@@ -554,7 +529,7 @@ class NativeScheme(WeightSyncScheme):
         return self._connected("workers").sender.workers
 
     def shutdown(self) -> None:
-        """Ends this process's end of it. Any number of times."""
+        """Shuts down this process's end. Any number of times."""
         group = getattr(self, "_group", None)
         if group is not None and self._is_own():
             name = self._model_id or "policy"
@@ -564,7 +539,7 @@ class NativeScheme(WeightSyncScheme):
                 group.leave(name, sender=False)
         _ends.closed(self)
         super().shutdown()
-        # It can be initialised again.
+        # The scheme can be initialised again.
         self._initialized_on_sender = self._initialized_on_receiver = False
         self._synchronized_on_sender = self._synchronized_on_receiver = False
 

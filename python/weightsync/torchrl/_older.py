@@ -1,6 +1,6 @@
 """The calls of TorchRL before schemes had two phases: ``create_sender``, ``create_receiver``.
 
-A worker is registered with a pipe; what passes through it is how to join.
+A worker is registered with a pipe, through which it gets the init info.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from weightsync import _ends, _paths
 from weightsync._native import InitInfo, Report, Session
 from weightsync.errors import LifecycleError, SenderClosedError
 from weightsync.sender import Sender
-from weightsync.torchrl._transports import _MODEL, _Applied
+from weightsync.torchrl._transports import _MODEL, _Applied, opened
 
 logger = logging.getLogger("weightsync")
 
-# What crosses a pipe is a pair: this word, and how to join.
+# The second part of the pair that is sent through a pipe; the first has the init info.
 _WORD = "weightsync"
 
 
 class WeightSender:
     """Sends one model's weights to the workers that were registered.
 
-    The first :meth:`update_weights` (or :meth:`register_model`, where the scheme
-    registers automatically) says what the model is.
+    The model is registered by :meth:`register_model`, or by the first
+    :meth:`update_weights` if ``auto_register`` is on.
     """
 
     def __init__(self, scheme: Any, auto_register: bool = True) -> None:
@@ -37,41 +37,39 @@ class WeightSender:
         self._model_id = _MODEL
         self._context: Any = None
         self._pipes: dict[int, Any] = {}
-        self._told: set[int] = set()
+        self._invited: set[int] = set()
         self._joined: set[int] = set()
         self._sender: Sender | None = None
         self._pending: Any = None
 
     def set_context(self, context: Any, model_id: str = _MODEL) -> None:
-        """Where a model is looked up that ``update_weights(None)`` sends."""
+        """Sets where ``update_weights(None)`` looks the model up."""
         self._context, self._model_id = context, model_id
 
     def register_model(self, weights: Any) -> None:
-        """Says what the model is: its weights are what workers begin with."""
+        """Registers the model; workers begin with these weights."""
         if self._sender is None:
-            self._sender = Sender(
+            scheme = self._scheme
+            self._sender = opened(
+                self,
                 weights,
-                name=_MODEL,
-                scheme=self._scheme._scheme,
-                run_dir=self._scheme._run_dir,
-                strategy=self._scheme.strategy_str,
-                pending=8,
+                scheme=scheme._scheme,
+                run_dir=scheme._run_dir,
+                strategy=scheme.strategy_str,
             )
-            self._sender.connect(0)
-            _ends.opened(self)
-        self._tell()
+        self._invite()
 
     def register_worker(self, worker_idx: int, pipe_or_context: Any) -> None:
-        """Takes a worker in, by its end of a pipe, or by a collector that has the pipes."""
+        """Adds a worker by the trainer's end of its pipe, or by a collector that has the pipes."""
         pipes = getattr(pipe_or_context, "pipes", None)
         pipe = pipe_or_context if pipes is None else pipes[worker_idx]
         if pipe is not self._pipes.get(worker_idx):
-            # One in the place of another joins again.
-            self._told.discard(worker_idx)
+            # A new worker in the place of another must join.
+            self._invited.discard(worker_idx)
             self._joined.discard(worker_idx)
         self._pipes[worker_idx] = pipe
         if self._sender is not None:
-            self._tell()
+            self._invite()
 
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, timeout: float | None = 60.0
@@ -86,7 +84,7 @@ class WeightSender:
             if not self._auto_register:
                 raise LifecycleError("auto_register is off: register_model comes first")
             self.register_model(weights)
-        self._tell()
+        self._invite()
         assert self._sender is not None
         self._wait_for_first(worker_ids, timeout)
         if first:
@@ -94,16 +92,16 @@ class WeightSender:
         return self._sender.send(weights, worker_ids=worker_ids, timeout=timeout)
 
     def update_weights_async(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """As ``update_weights``, but returns once the weights were read."""
+        """As :meth:`update_weights`, but returns once the weights were read."""
         weights = self._found(weights)
         if self._sender is None:
             self.register_model(weights)
             return
-        self._tell()
+        self._invite()
         self._pending = self._sender.send_async(weights, worker_ids=worker_ids)
 
     def wait_async(self, timeout: float | None = 60.0) -> Report | None:
-        """Waits for what was sent last; the report."""
+        """Waits for the last send, and returns its report."""
         if self._pending is None:
             if self._sender is not None:
                 self._wait_for_first(None, timeout)
@@ -111,7 +109,7 @@ class WeightSender:
         return self._pending.wait(timeout)
 
     def shutdown(self) -> None:
-        """Ends it. Any number of times."""
+        """Shuts it down. Any number of times."""
         if self._sender is not None:
             self._sender.shutdown()
         _ends.closed(self)
@@ -123,11 +121,11 @@ class WeightSender:
             raise LifecycleError("update_weights() without weights: call set_context first")
         return _paths.resolve(self._context, self._model_id)
 
-    def _tell(self) -> None:
-        """Tells each worker that was not told yet how to join; a departed worker is skipped."""
+    def _invite(self) -> None:
+        """Sends the init info to each new worker; a departed worker is skipped."""
         assert self._sender is not None
-        for worker in self._pipes.keys() - self._told:
-            self._told.add(worker)
+        for worker in self._pipes.keys() - self._invited:
+            self._invited.add(worker)
             try:
                 self._pipes[worker].send(((worker, self._sender.init_info.to_json()), _WORD))
             except OSError as error:
@@ -135,7 +133,7 @@ class WeightSender:
                 self._joined.add(worker)
 
     def _wait_for_first(self, worker_ids: Any, timeout: float | None) -> None:
-        """Waits for those that have never joined; who has, and died, is a line of a report."""
+        """Waits for workers that have never joined; a report has a line for those that died."""
         assert self._sender is not None
         wanted = list(self._pipes) if worker_ids is None else worker_ids
         wanted = [wanted] if isinstance(wanted, int) else list(wanted)
@@ -146,7 +144,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """Receives one model's weights through what a pipe said."""
+    """Receives one model's weights; it gets the init info through a pipe."""
 
     def __init__(self, scheme: Any) -> None:
         self._scheme = scheme
@@ -163,18 +161,18 @@ class WeightReceiver:
         self._context = context
 
     def register_model(self, model_ref: Any) -> None:
-        """The worker's model, or its path in the context."""
+        """Registers the worker's model, or its path in the context."""
         if isinstance(model_ref, str):
             self._path = model_ref
         else:
             self._model = model_ref
 
     def register_worker_transport(self, pipe: Any) -> None:
-        """The worker's end of the pipe."""
+        """Registers the worker's end of the pipe."""
         self._pipe = pipe
 
     def receive(self, timeout: float | None = 0.001) -> bool:
-        """Takes what was sent and applies it; whether there was anything in time."""
+        """Receives weights and applies them; False if none came in time."""
         if self._pipe is None:
             raise LifecycleError("call register_worker_transport before receive")
         with self._lock:
@@ -197,7 +195,7 @@ class WeightReceiver:
         self._scheme.strategy.apply_weights(self._the_model(), weights)
 
     def shutdown(self) -> None:
-        """Ends it. Any number of times."""
+        """Shuts it down. Any number of times."""
         if self._session is not None:
             self._session.shutdown()
         _ends.closed(self)
@@ -210,11 +208,12 @@ class WeightReceiver:
                 return False
             message, word = self._pipe.recv()
         except (EOFError, ConnectionError):
-            # The sender is gone, as one that has closed.
+            # The sender is gone: the same as a sender that has closed.
             return False
         if word != _WORD:
             raise LifecycleError(
-                f"the pipe said {word!r}: it is for weights alone until the worker has joined"
+                f"expected an init info from the pipe, got {word!r}: use the pipe for nothing "
+                "else until the worker has joined"
             )
         worker, text = message
         session = Session.prepare_receiver(InitInfo.from_json(text), worker, None, "cpu")

@@ -19,16 +19,16 @@ from weightsync.torchrl._native_scheme import NativeScheme
 class SharedMemWeightSyncScheme(NativeScheme):
     """Weights through shared memory: one copy, whatever the number of workers.
 
-    A drop-in for TorchRL's. Workers read a whole version in place; what the trainer
-    does to its own weights is seen by nobody before it is sent.
+    A drop-in for TorchRL's. Workers read a whole version in place. They do not see the
+    trainer's changes to its weights before it sends them.
 
     Args:
         strategy: "tensordict" or "state_dict".
         sync: whether ``send`` returns once every worker has applied the version, or as
             soon as it is live.
-        per_worker_weights: accepted as TorchRL has it; any worker can have its own.
-        auto_register: of the older calls: whether the first ``update_weights`` of
-            ``create_sender()`` says what the model is.
+        per_worker_weights: accepted for TorchRL's sake; any worker can have its own.
+        auto_register: for the older calls: whether the first ``update_weights`` of
+            ``create_sender()`` registers the model.
         mode: "bind": a worker's parameters from 64 KiB on lie in the version itself, at
             another address each time; "copy": everything is copied, and they stay where
             they are.
@@ -55,8 +55,8 @@ class SharedMemWeightSyncScheme(NativeScheme):
 class MultiProcessWeightSyncScheme(NativeScheme):
     """Weights through a queue to each worker.
 
-    A drop-in for TorchRL's; the arguments are its own. A queue carries the number of the
-    version, and workers read the weights where they lie.
+    A drop-in for TorchRL's, with the same arguments. A queue carries the version's number,
+    and workers read the weights in place.
 
     Args:
         strategy: "tensordict" or "state_dict".
@@ -106,12 +106,12 @@ class NoWeightSyncScheme(NativeScheme):
             super()._init_on_receiver_impl(model_id=model_id, **kwargs)
 
     def _setup_connection_and_weights_on_receiver_impl(self, **kwargs: Any) -> None:
-        # It stays until the sender closes: that is when every worker has its weights.
+        # The worker stays until the sender closes, which is when every worker has its weights.
         if self._group is not None:
             super()._setup_connection_and_weights_on_receiver_impl(**kwargs)
 
     def receive(self, timeout: float | None = None) -> None:
-        """Returns None: nothing comes."""
+        """Returns None, since no weights are sent."""
         return None
 
 
@@ -126,20 +126,20 @@ class DistributedWeightSyncScheme(NativeScheme):
     The scheme reaches a worker of another host pickled, once ``init_on_sender`` has been
     called; or the worker joins by the init info of :meth:`get_store_info`.
 
-    There is no ``pull`` here: TorchRL's workers follow what is sent. Workers that ask are
-    a :class:`weightsync.ModelReceiver` of a :class:`weightsync.Sender` with
-    ``scheme=Distributed(pull=True)``.
+    There is no ``pull`` here: TorchRL's workers follow each send. For workers that ask for
+    versions use a :class:`weightsync.Sender` with ``scheme=Distributed(pull=True)`` and
+    :class:`weightsync.ModelReceiver`.
 
     Args:
         backend: "gloo" (or "tcp"): over TCP. There is no "nccl", "mpi" or "ucc" here.
         sync: whether ``send`` returns once every worker has applied the version, or as
             soon as it is live.
-        timeout: as TorchRL has it; waits here have timeouts of their own.
+        timeout: accepted for TorchRL's sake; each wait here has its own timeout.
         strategy: "tensordict" or "state_dict".
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
         listen, advertise, insecure_plaintext, share, arity, connections, deltas, every,
             own_copy: as of :class:`weightsync.Distributed`.
-        run_dir: a directory of the trainer's own: a restarted trainer is found again.
+        run_dir: a directory of this user; with it, workers find a restarted trainer.
 
     Raises:
         UnsupportedError: for a backend that is not here.
@@ -187,8 +187,10 @@ class DistributedWeightSyncScheme(NativeScheme):
         )
 
     def get_store_info(self) -> dict[str, Any]:
-        """Where workers find the trainer, once it is set up: its host and port, and the
-        init info as text, with which a :class:`weightsync.ModelReceiver` joins."""
+        """The trainer's host and port, and the init info as text, once the trainer is set up.
+
+        A :class:`weightsync.ModelReceiver` joins by the init info.
+        """
         info = self._group.info if self._group is not None else None
         if info is None:
             raise LifecycleError("call init_on_sender first: it decides where workers connect")
@@ -208,10 +210,10 @@ class RPCWeightSyncScheme(NativeScheme):
         sync: whether ``send`` waits until every worker has applied the version.
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
         initial: "send": the first weights come with the first send, as TorchRL has it;
-            "connect": with the rendez-vous. Without it, "connect" in a collector, whose
-            workers begin to act before anything is sent, and otherwise "send".
+            "connect": with the rendez-vous. The default is "connect" in a collector, whose
+            workers begin to act before the first send, and otherwise "send".
         listen, advertise, insecure_plaintext: as of :class:`weightsync.Rpc`.
-        run_dir: a directory of the trainer's own: a restarted trainer is found again.
+        run_dir: a directory of this user; with it, workers find a restarted trainer.
     """
 
     def __init__(
@@ -248,5 +250,5 @@ def _host_and_port(address: str) -> dict[str, Any]:
     return {"host": host.removeprefix("[").removesuffix("]"), "port": int(port)}
 
 
-# What TorchRL calls its backend over TCP, and what it is.
+# TorchRL's name for its backend over TCP, and the protocol's.
 _OVER_TCP = ("gloo", "tcp")

@@ -1,8 +1,8 @@
-"""Transports by TorchRL's protocol: no state of a model's, keyword arguments.
+"""Transports by TorchRL's protocol, which pass the model as an argument.
 
-Those of a scheme's are handed out by it. :class:`SharedMemTransport` and
-:class:`MPTransport` also work alone, constructed as TorchRL's are; what passes
-through the queues they are given is how to join, and nothing else.
+A scheme returns its own transports. :class:`SharedMemTransport` and :class:`MPTransport`
+also work alone, with TorchRL's constructors. Through the queues that they are given they send
+an init info, and no weights.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ import queue
 import time
 from typing import Any
 
-from torchrl.weight_update import WeightStrategy
-
 from weightsync import _ends
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
-from weightsync._target import Target, target_of, weights_of
-from weightsync.errors import DeadlineError, LifecycleError, SettingError
+from weightsync._targets import Target, target_of
+from weightsync._view import weights_of
+from weightsync.errors import DeadlineError, LifecycleError
 from weightsync.scheme import MultiProcess, Scheme, SharedMem
 from weightsync.sender import Sender
-from weightsync.torchrl._formats import formatted
+from weightsync.torchrl._formats import applies, formatted
+from weightsync.torchrl._given import by_worker, unknown_worker
 
 _MODEL = "policy"
-
-# A custom strategy applies the weights on its own.
-_UPSTREAM_APPLY = WeightStrategy.apply_weights
 
 
 class SchemeTransport:
@@ -37,11 +34,11 @@ class SchemeTransport:
         self._worker_idx = worker_idx
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
-        """Sends weights, and waits until they are applied; the report."""
+        """Sends weights, waits until they are applied, and returns the report."""
         return self._scheme.send(weights, self._chosen(worker_ids))
 
     def send_weights_async(self, weights: Any, model_id: str | None = None) -> None:
-        """Sends weights, and returns once they were read; :meth:`wait_ack` waits."""
+        """Sends weights, and returns once they were read; :meth:`wait_ack` waits for the rest."""
         group = self._scheme._connected("send_weights_async")
         self._scheme._pending[self._worker_idx] = group.sender.send_async(
             self._scheme._extracted(weights),
@@ -50,7 +47,7 @@ class SchemeTransport:
         )
 
     def wait_ack(self, timeout: float | None = None) -> Any:
-        """Waits until what was sent last is applied; the report."""
+        """Waits until the last send is applied, and returns its report."""
         pending = self._scheme._pending.get(self._worker_idx)
         return None if pending is None else pending.wait(timeout)
 
@@ -69,7 +66,7 @@ class SchemeTransport:
         return received
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """The rendez-vous of the sender."""
+        """Connects the sender."""
         if not self._scheme.synchronized_on_sender:
             self._scheme.connect()
 
@@ -81,16 +78,16 @@ class SchemeTransport:
         model: Any = None,
         strategy: Any = None,
     ) -> Any:
-        """The rendez-vous of a worker; its initial weights."""
+        """Connects a worker, and returns its initial weights."""
         if not self._scheme.synchronized_on_receiver:
             self._scheme.connect(worker_idx=worker_idx)
         return self._scheme._formatted(self._scheme._worker_model.weights())
 
     def send_ack(self, message: str = "updated") -> None:
-        """Nothing: that weights are applied is told when they are."""
+        """Does nothing: a worker reports automatically that it has applied weights."""
 
     def check_connection(self) -> bool:
-        """Whether the other end is there."""
+        """Whether the other end is connected."""
         scheme = self._scheme
         if scheme.initialized_on_receiver:
             background = scheme._group.background
@@ -102,10 +99,18 @@ class SchemeTransport:
         return self._worker_idx if worker_ids is None else worker_ids
 
 
-class _QueueTransport:
-    """What transports that stand alone share: queues that say how to join."""
+def opened(owner: Any, weights: Any, **how: Any) -> Sender:
+    """A sender of one model, which the owner shuts down, before any worker has joined."""
+    sender = Sender(weights, name=_MODEL, pending=8, **how)
+    sender.connect(0)
+    _ends.opened(owner)
+    return sender
 
-    # How the weights travel.
+
+class _QueueTransport:
+    """The base of transports without a scheme: workers get the init info through queues."""
+
+    # The engine's scheme.
     _scheme: Scheme = SharedMem()
 
     def __init__(self, queues: dict[int, Any], timeout: float | None) -> None:
@@ -117,40 +122,36 @@ class _QueueTransport:
         self._pid = os.getpid()
         self._sent: Layout | None = None
         self._joined = False
-        # A worker's number, and how to join, once its queue has said so.
+        # A worker's number, and the init info that came through its queue.
         self._worker: int | None = None
-        self._told: str | None = None
+        self._info: str | None = None
 
     # The sender's half.
 
     def _open(self, weights: Any) -> bool:
-        """Makes the sender, and tells every worker how to join; False if there is one."""
+        """Makes the sender and sends every worker the init info; False if there is a sender."""
         if self._sender is not None:
             return False
-        self._sender = Sender(
-            weights, name=_MODEL, scheme=self._scheme, strategy="tensordict", pending=8
-        )
-        self._sender.connect(0)
-        _ends.opened(self)
+        self._sender = opened(self, weights, scheme=self._scheme, strategy="tensordict")
         for waiting in self._queues.values():
             waiting.put(self._sender.init_info.to_json())
         return True
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
-        """Sends weights, and waits until the workers that are there have them."""
+        """Sends weights, and waits until the workers that have joined have applied them."""
         if self._open(weights):
             return None
         assert self._sender is not None
         return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
 
     def send_weights_async(self, weights: Any, model_id: str = _MODEL) -> None:
-        """Sends weights, and returns once they were read."""
+        """Sends weights, and returns once they were read; :meth:`wait_ack` waits for the rest."""
         if not self._open(weights):
             assert self._sender is not None
             self._pending = self._sender.send_async(weights)
 
     def wait_ack(self, timeout: float | None = None) -> Any:
-        """Waits until what was sent last is applied; the report.
+        """Waits until the last send is applied, and returns its report.
 
         Raises:
             DeadlineError: if, after the first send, the workers are not there in time.
@@ -164,7 +165,7 @@ class _QueueTransport:
         return None
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Nothing: the first weights that are sent are the initial ones."""
+        """Does nothing: the first send brings the initial weights."""
 
     # A worker's half.
 
@@ -183,8 +184,7 @@ class _QueueTransport:
         """
         worker = 0 if worker_idx is None else worker_idx
         if worker not in self._queues:
-            known = ", ".join(map(str, self._queues))
-            raise LifecycleError(f"there is no worker {worker} here; there is {known or 'none'}")
+            raise unknown_worker(worker, self._queues)
         self._worker = worker
         received = self._join(worker, self.timeout, model, strategy)
         if received is None:
@@ -212,25 +212,25 @@ class _QueueTransport:
         return None if versions is None else target.received
 
     def send_ack(self, message: str = "updated") -> None:
-        """Nothing: that weights are applied is told when they are."""
+        """Does nothing: a worker reports automatically that it has applied weights."""
 
     def _join(self, worker: int, timeout: float | None, model: Any, strategy: Any) -> Any:
         until = None if timeout is None else time.monotonic() + timeout
         try:
-            # What was told before holds, unless another sender is there by now.
-            known = self._told is not None
-            self._told = self._queues[worker].get(not known, None if known else timeout)
+            # A newer init info in the queue is that of a new sender.
+            known = self._info is not None
+            self._info = self._queues[worker].get(not known, None if known else timeout)
         except queue.Empty:
-            if self._told is None:
+            if self._info is None:
                 return None
         self._pid = os.getpid()
-        session = Session.prepare_receiver(InitInfo.from_json(self._told), worker, None, "cpu")
+        session = Session.prepare_receiver(InitInfo.from_json(self._info), worker, None, "cpu")
         target = self._target(model, strategy)
         left = None if until is None else max(until - time.monotonic(), 0.0)
         try:
             session.connect_receiver([(_MODEL, target)], left)
         except DeadlineError:
-            # The next call joins by what this one was told.
+            # The next call joins by the same init info.
             session.shutdown()
             return None
         self._session, self._sent = session, target.sent
@@ -238,21 +238,21 @@ class _QueueTransport:
         return target.received
 
     def _own_number(self) -> int:
-        """The worker this process is."""
+        """The number of this process's worker."""
         if self._worker is not None:
             return self._worker
         if len(self._queues) == 1:
             return next(iter(self._queues))
         raise LifecycleError(
-            "there are several workers: setup_connection_and_weights_on_receiver(worker_idx=…) "
-            "says which this is"
+            "there are several workers, and this process has no number: call "
+            "setup_connection_and_weights_on_receiver(worker_idx=…) first"
         )
 
     def _target(self, model: Any, strategy: Any) -> _Applied:
         return _Applied(model, strategy, self._sent)
 
     def shutdown(self) -> None:
-        """Ends what this process has of it. Any number of times."""
+        """Shuts down the ends that this process has. Any number of times."""
         if self._pid == os.getpid():
             if self._sender is not None:
                 self._sender.shutdown()
@@ -268,12 +268,12 @@ class _QueueTransport:
 
 
 class MPTransport(_QueueTransport):
-    """To one worker, through a queue of weightsync's. Constructed as TorchRL's.
+    """A transport to one worker, with TorchRL's constructor.
 
     Args:
-        weight_queue: a multiprocessing queue; the worker learns from it how to join.
-        ack_queue: accepted as TorchRL has it; workers answer on their own.
-        timeout: how long calls without one wait, in seconds.
+        weight_queue: a multiprocessing queue; the worker gets the init info from it.
+        ack_queue: accepted for TorchRL's sake; workers report automatically.
+        timeout: the timeout of calls that have none, in seconds.
     """
 
     _scheme = MultiProcess()
@@ -289,7 +289,7 @@ class MPTransport(_QueueTransport):
 
 
 class SharedMemTransport(_QueueTransport):
-    """To several workers, through shared memory. Constructed as TorchRL's."""
+    """A transport to several workers through shared memory, with TorchRL's constructor."""
 
     def __init__(self) -> None:
         super().__init__({}, 60.0)
@@ -298,21 +298,21 @@ class SharedMemTransport(_QueueTransport):
     def register_weights(
         self, params_map: dict[int, Any], init_queues: dict[int, Any], per_worker: bool = False
     ) -> None:
-        """Says which worker begins with which weights, and the queue each learns from.
+        """Registers each worker's initial weights, and its queue for the init info.
 
-        ``per_worker`` is accepted as TorchRL has it: the map says it already.
+        ``per_worker`` is accepted for TorchRL's sake: the map shows it already.
         """
         self._params_map, self._queues = params_map, dict(init_queues)
 
     @property
     def unique_weights(self) -> list[Any]:
-        """The distinct weights workers begin with."""
+        """The distinct initial weights."""
         return list({id(one): one for one in self._params_map.values()}.values())
 
     def setup_connection_and_weights_on_sender(self) -> None:
-        """Publishes the initial weights, and tells every worker how to join."""
+        """Publishes the initial weights, and sends every worker the init info."""
         if not self._queues:
-            raise LifecycleError("register_weights comes first: there are no workers to tell")
+            raise LifecycleError("there are no workers: call register_weights first")
         unique = self.unique_weights
         if len(unique) == 1:
             self._open(unique[0])
@@ -327,20 +327,20 @@ class SharedMemTransport(_QueueTransport):
                 waiting.put(self._sender.init_info.to_json())
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
-        """Sends weights to all workers, to some, or, by number, other ones to each."""
+        """Sends weights to all workers or some; a dict by worker number has each worker's own."""
         if self._sender is None:
             self.setup_connection_and_weights_on_sender()
         assert self._sender is not None
-        if isinstance(weights, dict) and weights and all(isinstance(key, int) for key in weights):
+        if by_worker(weights):
             unknown = [worker for worker in weights if worker not in self._queues]
             if unknown:
-                raise SettingError(f"there is no worker {unknown[0]}; there are {list(self._queues)}")
+                raise unknown_worker(unknown[0], self._queues)
             return self._sender.send_each(weights, timeout=self.timeout)
         return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
 
 
 class _Applied(Target):
-    """Applies weights by a strategy, and keeps them to be returned."""
+    """Applies weights by a strategy, and keeps them for the caller."""
 
     def __init__(self, model: Any, strategy: Any, sent: Layout | None) -> None:
         self._model, self._strategy = model, strategy
@@ -360,7 +360,7 @@ class _Applied(Target):
         self.received = formatted(weights_of(snapshot), "tensordict")
         if self._model is None:
             return
-        if strategy is not None and type(strategy).apply_weights is not _UPSTREAM_APPLY:
+        if strategy is not None and applies(strategy):
             strategy.apply_weights(self._model, self.received)
         else:
             snapshot.load_into(target_of(self._model, "copy"))

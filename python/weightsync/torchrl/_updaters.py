@@ -1,4 +1,4 @@
-"""TorchRL's older weight updaters on one host: push to chosen workers, pull, map, hooks."""
+"""TorchRL's older weight updaters on one host, which push weights to workers."""
 
 from __future__ import annotations
 
@@ -9,39 +9,42 @@ from torch import nn
 from torchrl.collectors import MultiProcessedWeightUpdater as _MultiProcessed
 from torchrl.collectors import VanillaWeightUpdater as _Vanilla
 
-from weightsync.errors import ModelError
 from weightsync.torchrl._collector import compare
+from weightsync.torchrl._given import unknown_worker
 
 
 class _Checked:
-    """What both do: a mapping hook between server and worker, and whole updates only."""
+    """The base of both updaters: a mapping hook between server and worker, and whole updates."""
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
-        """The hook between the server's weights and the workers'; as they are by default."""
+        """The hook from the server's weights to the workers'; by default they are the same."""
         return _as_tensordict(server_weights)
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
         """Pushes weights to the workers, or to some of them.
 
-        Without weights they are pulled from the server. Workers and tensors are checked
-        before anything changes.
+        Weights that are not given are pulled from the server. Workers and tensors are
+        checked before any weights change.
         """
         wanted = known = self.all_worker_ids()
         if worker_ids is not None:
             wanted = worker_ids if isinstance(worker_ids, (list, tuple)) else [worker_ids]
             unknown = [one for one in wanted if known is not None and one not in known]
             if unknown:
-                raise ModelError(f"there is no worker {unknown[0]}; there are {known}")
+                raise unknown_worker(unknown[0], known)
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         mapped = _as_tensordict(self._maybe_map_weights(weights))
         if mapped is None:
             return
-        # Vanilla has no workers: its policy is here.
+        # The vanilla updater has no workers: its policy is in this process.
         wanted = [None] if wanted is None else [one for one in wanted if not self._skip_update(one)]
         for worker in wanted:
             compare(self._place(worker), mapped, "the policy")
         for worker in wanted:
             self._sync_weights_with_worker(worker_id=worker, server_weights=mapped)
+
+    def _sync_weights_with_worker(self, worker_id: Any = None, server_weights: Any = None) -> None:
+        self._place(worker_id).data.update_(server_weights.data)
 
 
 class VanillaWeightUpdater(_Checked, _Vanilla):
@@ -50,18 +53,12 @@ class VanillaWeightUpdater(_Checked, _Vanilla):
     def _place(self, worker: Any) -> Any:
         return self.policy_weights
 
-    def _sync_weights_with_worker(self, *, worker_id: Any = None, server_weights: Any) -> None:
-        self.policy_weights.data.update_(server_weights.data)
-
 
 class MultiProcessedWeightUpdater(_Checked, _MultiProcessed):
     """Updates the weights of each device's workers; TorchRL's, with checks."""
 
     def _place(self, worker: Any) -> Any:
         return self._policy_weights[worker]
-
-    def _sync_weights_with_worker(self, worker_id: Any, server_weights: Any) -> None:
-        self._policy_weights[worker_id].data.update_(server_weights.data)
 
 
 def _as_tensordict(weights: Any) -> Any:

@@ -1,0 +1,120 @@
+"""The interface of a target, and the functions that its two kinds share."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import sys
+from typing import Any
+
+from weightsync import _dtypes
+from weightsync._native import Layout, Snapshot
+from weightsync.errors import WrongWeightsError
+
+
+class Target(abc.ABC):
+    """A model that versions are loaded into.
+
+    The native module calls ``layout``, ``shape`` and ``load``. It calls ``load`` at safe
+    points only, and again with the version before if another model of a set fails to load.
+    """
+
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """The names, dtypes and shapes that the model has room for."""
+
+    @abc.abstractmethod
+    def shape(self, layout: Layout) -> bool:
+        """Learns the sender's names, dtypes and shapes; returns whether the model took them."""
+
+    @abc.abstractmethod
+    def load(self, snapshot: Snapshot) -> None:
+        """Loads a whole version."""
+
+    def release(self) -> None:
+        """Releases the sender's memory; the model keeps the weights that it has."""
+
+
+class Tied:
+    """Tensors of the model that have several names, and that the sender may send as several."""
+
+    def __init__(self, places: list[tuple[str, str, list[int], int, int]]) -> None:
+        # The places of a snapshot.
+        self._places = places
+        self._first: dict[Any, tuple[str, str]] = {}
+        self._differ: list[tuple[str, str, str, str]] = []
+
+    def add(self, identity: Any, name: str, sent: str) -> bool:
+        """Notes a tensor: its identity, its name here, and the name it was sent by.
+
+        Returns:
+            Whether this is the first tensor of that identity.
+        """
+        first = self._first.setdefault(identity, (name, sent))
+        # A tensor without memory has no values to compare.
+        if identity is None or first[0] == name:
+            return True
+        if first[1] != sent:
+            self._differ.append((*first, name, sent))
+        return False
+
+    def check(self, snapshot: Snapshot) -> None:
+        """Refuses different values for tensors that are one tensor here.
+
+        Raises:
+            WrongWeightsError: naming the two tensors.
+        """
+        if not self._differ:
+            return
+        places = {name: (offset, length) for name, _, _, offset, length in self._places}
+        for one, sent, other, also in self._differ:
+            (start, length), (begin, size) = places[sent], places[also]
+            # Released before the raise: an exception that a program keeps would keep the version.
+            with memoryview(snapshot.view()) as view:
+                same = length == size and _same(
+                    view[start : start + length], view[begin : begin + size]
+                )
+            if not same:
+                raise WrongWeightsError(
+                    f"{one!r} and {other!r} are tied here: one tensor has both names. They were "
+                    f"sent as {sent!r} and {also!r}, with different values: tie them in the "
+                    "trainer too, or untie them here"
+                )
+
+
+def _same(one: memoryview, other: memoryview) -> bool:
+    """Whether two views of one length are equal. Parts become bytes, which compare quickly."""
+    part = 1 << 20
+    return all(
+        bytes(one[at : at + part]) == bytes(other[at : at + part])
+        for at in range(0, len(one), part)
+    )
+
+
+def memory_of(tensor: Any) -> tuple[int, int] | None:
+    """The address and the size of a tensor's or an array's memory; None if it has none."""
+    if not tensor.nbytes:
+        return None
+    if _dtypes.is_array(tensor):
+        return tensor.__array_interface__["data"][0], tensor.nbytes
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def copy_values(tensor: Any, source: Any) -> None:
+    """Copies values as torch does, whatever the memory of either tensor is."""
+    import torch
+
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        tensor.copy_(source)
+
+
+def is_plain(tensor: Any) -> bool:
+    """Whether a tensor's values lie row-major in the host's memory, as a version has them."""
+    odd = tensor.is_conj() or tensor.is_neg()
+    return bool(tensor.is_cpu and tensor.is_contiguous() and not odd)
+
+
+def not_inferring() -> contextlib.AbstractContextManager[Any]:
+    """Makes tensors that can be trained, also if the worker calls from inference mode."""
+    torch = sys.modules.get("torch")
+    return contextlib.nullcontext() if torch is None else torch.inference_mode(False)

@@ -1,0 +1,333 @@
+"""Loading into a torch module."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+from weightsync import _dtypes, _extra, _guard
+from weightsync._guard import loading
+from weightsync._native import Copies, Layout, Snapshot, Tensors
+from weightsync._source import Places, has_extra_state, module_tensors
+from weightsync._targets.base import Target, Tied, copy_values, is_plain, memory_of, not_inferring
+from weightsync._view import View
+from weightsync.errors import LifecycleError, LoadError, WrongWeightsError
+
+# Smaller parameters are copied: to copy them is quicker than to bind them.
+BIND_FROM = 64 * 1024
+
+
+class ModuleTarget(Target):
+    """A torch module. In ``bind`` mode its larger parameters lie in the version itself.
+
+    ``Parameter`` objects stay the same, so optimizers and other holders see the new
+    values. Buffers are copied, because workers write them.
+    """
+
+    def __init__(self, module: Any, mode: str = "bind") -> None:
+        self._module = weakref.ref(module)
+        self._mode = mode
+        # The sender's tensors, once they are known: a buffer that is not persistent is
+        # received only if it is sent, and extra state gets the room that the sender gave it.
+        self._sent: dict[str, tuple[str, tuple[int, ...]]] | None = None
+        self._entries: list[_Entry] = []
+        self._stateful: dict[str, Any] = {}
+        self._layout: Layout | None = None
+        self._tensors: Tensors | None = None
+        self._planned: _Plan | None = None
+        # Whether `layout` has just looked at the module: the library calls it before `load`.
+        self._fresh = False
+        self._bound: list[Any] = []
+        # One thread may fork, which unbinds the module, while another loads.
+        self._lock = threading.RLock()
+        _targets.add(self)
+
+    def layout(self) -> Layout:
+        with self._lock:
+            self._live_module()
+            if self._layout is None or not self._holds():
+                self._look()
+            assert self._layout is not None
+            self._fresh = True
+            return self._layout
+
+    def shape(self, layout: Layout) -> bool:
+        with self._lock, not_inferring():
+            self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
+            self._layout, self._fresh = None, False
+            return self._materialise()
+
+    def load(self, snapshot: Snapshot) -> None:
+        with loading, self._lock, not_inferring():
+            if not self._fresh:
+                self.layout()
+            self._fresh = False
+            if not self._bind(snapshot, self._plan(snapshot)):
+                # A tensor was replaced after `layout` had looked at the module.
+                self._look()
+                if not self._bind(snapshot, self._plan(snapshot)):
+                    raise LoadError(
+                        "another thread replaces the module's tensors while a version is loaded: "
+                        "let it do so inside `with receiver.frozen():`"
+                    )
+            if snapshot.extra_states:
+                for prefix, state in View(snapshot).extra_states():
+                    self._stateful[prefix].set_extra_state(state)
+
+    def release(self) -> None:
+        with self._lock, not_inferring():
+            _exchange([(tensor, tensor.detach().clone()) for tensor in self._bound])
+            self._bound = []
+
+    def _bind(self, snapshot: Snapshot, plan: _Plan) -> bool:
+        """Brings a version into the module; False if a tensor differs from the plan."""
+        import torch
+
+        plan.tied.check(snapshot)
+        # Another thread may exchange a parameter's memory while this one writes there.
+        memory = [tensor.detach() for tensor in plan.held]
+        view = snapshot.view() if plan.bound or plan.others else None
+        made: list[tuple[Any, Any]] = []
+        for tensor, dtype, shape, offset, count in (*plan.bound, *plan.others):
+            flat = torch.frombuffer(view, dtype=dtype, count=count, offset=offset)
+            made.append((tensor, flat if shape is None else flat.view(shape)))
+        if plan.copies is not None:
+            if not snapshot.copy_into(plan.copies):
+                return False
+        elif plan.copied:
+            snapshot.copy_to(
+                [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
+            )
+        bound = made[: len(plan.bound)]
+        _exchange(bound)
+        self._bound = [tensor for tensor, _ in bound]
+        for tensor, source in made[len(bound) :]:
+            copy_values(tensor, source)
+        del memory
+        if plan.changed:
+            # Autograd then refuses a backward over values that it has saved of them.
+            torch.autograd.graph.increment_version(plan.changed)
+        return True
+
+    def _plan(self, snapshot: Snapshot) -> _Plan:
+        """Which tensor of the snapshot goes where, and how."""
+        plan = self._planned
+        if plan is None or plan.layout != snapshot.layout:
+            self._planned = plan = _Plan(self._entries, self._tensors, snapshot, self._mode)
+        return plan
+
+    def _look(self) -> None:
+        """Finds the module's tensors, and guards parts that are new."""
+        module, sent = self._live_module(), self._sent
+        parts = list(module.named_modules(remove_duplicate=False))
+        self._entries = []
+        specs: list[tuple[str, str, tuple[int, ...]]] = []
+        for prefix, owner, inside, key, tensor, is_buffer in module_tensors(module, "tensordict"):
+            name = _extra.joined(prefix, key)
+            is_sent = sent is not None and name in sent
+            if is_buffer and not is_sent and key in owner._non_persistent_buffers_set:
+                continue
+            self._entries.append(_Entry(name, inside, key, tensor, is_buffer))
+            specs.append((name, *_dtypes.of_tensor(name, tensor)))
+        self._stateful = {prefix: part for prefix, part in parts if has_extra_state(part)}
+        for name, spec in (sent or {}).items():
+            if _extra.is_extra(name) and _extra.prefix_of(name) in self._stateful:
+                specs.append((name, *spec))
+        self._kinds = self._kinds_now()
+        self._counts = [
+            (place, len(place)) for _, part in parts for place in (part._parameters, part._buffers)
+        ]
+        self._children = [(part._modules, list(part._modules.values())) for _, part in parts]
+        self._layout = Layout(specs)
+        self._planned = None
+        places = Places()
+        for entry in self._entries:
+            places.tensor(entry.inside, entry.key)
+        for _, part in parts:
+            places.all_of(part)
+        self._tensors = places.tensors()
+        _guard.cover(module)
+
+    def _holds(self) -> bool:
+        """Whether all is as `_look` found it."""
+        if self._tensors is not None:
+            return self._tensors.hold()
+        if any(len(place) != count for place, count in self._counts):
+            return False
+        # A part that was replaced keeps its own tensors where they are.
+        if any(list(place.values()) != children for place, children in self._children):
+            return False
+        # A scripted module's are no dicts, and have no `get`.
+        if not all([
+            entry.key in entry.inside and entry.inside[entry.key] is entry.tensor
+            for entry in self._entries
+        ]):
+            return False
+        return self._kinds_now() == self._kinds
+
+    def _kinds_now(self) -> tuple[list[Any], ...]:
+        """The properties that ``tensor.data = …`` and ``module.to(…)`` change in place."""
+        tensors = [entry.tensor for entry in self._entries]
+        return (
+            [tensor.shape for tensor in tensors],
+            [tensor.dtype for tensor in tensors],
+            [tensor.is_cpu for tensor in tensors],
+            [tensor.is_contiguous() for tensor in tensors],
+        )
+
+    def _materialise(self) -> bool:
+        """Gives lazy and meta tensors the sender's shapes, and memory; whether any was lazy."""
+        import torch
+
+        module, sent, took = self._live_module(), self._sent or {}, False
+        made: dict[int, Any] = {}
+        with torch.no_grad():
+            for prefix, _, inside, key, tensor, is_buffer in list(
+                module_tensors(module, "tensordict")
+            ):
+                name = _extra.joined(prefix, key)
+                lazy = _dtypes.is_lazy(tensor)
+                if not lazy and tensor.device.type != "meta":
+                    continue
+                known = sent.get(name)
+                if known is None and is_buffer and not lazy:
+                    raise WrongWeightsError(
+                        f"buffer {name!r} has no values here, and is not persistent, so a state "
+                        'dict does not have it: send with strategy="tensordict"'
+                    )
+                if known is None:
+                    continue
+                if lazy:
+                    shape = _dtypes.torch_shape(*known)
+                    tensor.materialize(shape, dtype=_dtypes.torch_dtype(known[0]))
+                    took = True
+                    continue
+                if id(tensor) not in made:
+                    room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+                    made[id(tensor)] = _alike(tensor, room)
+                inside[key] = made[id(tensor)]
+        return took
+
+    def _live_module(self) -> Any:
+        module = self._module()
+        if module is None:
+            raise LifecycleError(
+                "the worker's module was freed: keep a reference to it while its receiver lives"
+            )
+        return module
+
+
+class _Entry(NamedTuple):
+    """One tensor of a module, and the dict and key where the module has it."""
+
+    name: str
+    inside: dict[str, Any]
+    key: str
+    tensor: Any
+    is_buffer: bool
+
+
+# A tensor, its dtype, its shape unless it has one dimension, its offset and element count.
+_Place = tuple[Any, Any, tuple[int, ...] | None, int, int]
+
+
+class _Plan:
+    """How the tensors of one layout reach those of a module: bound, or copied."""
+
+    def __init__(
+        self, entries: list[_Entry], tensors: Tensors | None, snapshot: Snapshot, mode: str
+    ) -> None:
+        self.layout = snapshot.layout
+        self.bound: list[_Place] = []
+        # Copied by torch, because their memory is no row-major memory of the host.
+        self.others: list[_Place] = []
+        # Copied by the library: the index among the entries, that in the snapshot, the tensor.
+        self.copied: list[tuple[int, int, Any]] = []
+        listed = snapshot.places()
+        places = {place[0]: (at, *place[1:]) for at, place in enumerate(listed)}
+        ties = dict(snapshot.ties)
+        self.tied = Tied(listed)
+        for own, entry in enumerate(entries):
+            tensor, sent = entry.tensor, ties.get(entry.name, entry.name)
+            at, name, sizes, offset, length = places[sent]
+            if not self.tied.add(id(tensor), entry.name, sent) or not length:
+                continue
+            dtype = _dtypes.torch_dtype(name)
+            shape = _dtypes.torch_shape(name, tuple(sizes))
+            count = length // dtype.itemsize
+            place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
+            may_bind = mode == "bind" and not entry.is_buffer and not tensor.is_inference()
+            if not is_plain(tensor):
+                self.others.append(place)
+            elif may_bind and length >= BIND_FROM:
+                self.bound.append(place)
+            else:
+                self.copied.append((own, at, tensor))
+                # Two parameters may share memory as well as be one.
+                self.tied.add(memory_of(tensor), entry.name, sent)
+        self.copies: Copies | None = None
+        if tensors is not None and self.copied:
+            self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
+        copied = [tensor for _, _, tensor in self.copied]
+        # While a large tensor is copied, another thread has time to exchange the next one.
+        self.held = copied if any(tensor.nbytes >= BIND_FROM for tensor in copied) else []
+        written = copied + [tensor for tensor, *_ in self.bound]
+        # Inference tensors count no versions: autograd saves none of them.
+        self.changed = [one for one in written if one.requires_grad and not one.is_inference()]
+
+
+def _alike(tensor: Any, room: Any) -> Any:
+    """Memory as the kind of tensor that had none."""
+    import torch
+
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(room, requires_grad=tensor.requires_grad)
+    if type(tensor).__name__ == "Buffer":
+        return type(tensor)(room)
+    return room
+
+
+def _exchange(pairs: list[tuple[Any, Any]]) -> None:
+    """Gives each first tensor the memory of the second.
+
+    ``tensor.data = other`` would do the same, but it keeps the interpreter's lock while it
+    waits for a lock of autograd's. A thread that uses a parameter with gradients takes
+    autograd's lock first and then the interpreter's: each would wait for the other. This
+    operator releases the interpreter's lock.
+    """
+    import torch
+
+    set_data = torch.ops.aten.set_data.default
+    # Another thread may be about to add a reference to the memory that is replaced.
+    before = [tensor.detach() for tensor, _ in pairs]
+    for tensor, other in pairs:
+        set_data(tensor, other)
+    del before
+
+
+# A forked child does not have the memory that modules are bound to. So modules get memory of
+# their own before a fork, until the next version. No thread loads while the process forks.
+_targets: weakref.WeakSet[ModuleTarget] = weakref.WeakSet()
+_forking = threading.RLock()
+_held: list[ModuleTarget] = []
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    for target in list(_targets):
+        target._lock.acquire()
+        _held.append(target)
+        target.release()
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop()._lock.release()
+    _forking.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+)
