@@ -176,7 +176,7 @@ def test_every_attempt_is_judged():
         ({"memory_limit": 8 << 30}, "memory", "a model of 4.0 GiB"),
         ({"memory_limit": 8 << 30, "memory_left": 6 << 30}, "memory", "a model of 3.0 GiB"),
         ({"huge_pages": "within_size"}, "huge pages", "used for memory files"),
-        ({"huge_pages": "never", "kernel": "6.1.0"}, "huge pages", "does not matter to slots"),
+        ({"huge_pages": "never", "kernel": "6.1.0"}, "huge pages", "slots do not need"),
         ({}, "processor", "copies with AVX2, checksums with carry-less"),
         ({"cpu_features": ("avx2", "avx512f")}, "processor", "copies with AVX-512, casts with"),
         ({"cpu_features": ()}, "processor", "copies with SSE2; 2 cores"),

@@ -134,5 +134,5 @@ def test_async_cascade_leaves_its_trainer(reason):
         sender.connect(0)
         with contextlib.suppress(RuntimeError):
             asyncio.run(run(sender))
-        reasons = [line.reason for line in sender.send(timeout=LONG).workers]
+        reasons = [line.reason for line in sender.send(timeout=LONG).failed]
         assert reasons == ([] if reason is None else [f"RuntimeError: {reason}"])

@@ -72,7 +72,7 @@ def test_multi_processed_updates_chosen_workers_alone():
     [
         (lambda: weights(1.0), [0, 7], "no worker 7"),
         (lambda: weights(1.0).exclude(("layers", "1")), None, "missing"),
-        (lambda: TensorDict.from_module(Probe(1.0, numel=5)).data, None, "should be"),
+        (lambda: TensorDict.from_module(Probe(1.0, numel=5)).data, None, "expected"),
     ],
 )
 def test_updaters_check_all_weights_before_a_change(given, workers, said):
