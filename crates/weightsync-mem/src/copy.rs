@@ -40,7 +40,7 @@ pub struct CopyOptions {
     /// Threads that copy, this one included; 0 for as many as pay, by the bytes
     /// there are to copy and the processor's cores.
     pub threads: usize,
-    /// Whether to make chunk checksums in the same pass.
+    /// Whether to make block checksums in the same pass.
     pub checksums: bool,
 }
 

@@ -213,7 +213,7 @@ pub enum Error {
     #[error(
         "publishing this version of model {model} would leave none of {slots} slots for the next"
     )]
-    Crowded {
+    SlotsExhausted {
         /// The model's index.
         model: usize,
         /// How many slots it has.
@@ -265,12 +265,12 @@ pub enum Error {
         what: &'static str,
     },
     /// A version whose bytes differ from its checksums.
-    #[error("chunk {chunk} of {version} does not match its checksum")]
+    #[error("block {block} of {version} does not match its checksum")]
     ChecksumMismatch {
         /// The version.
         version: Version,
-        /// The chunk, counted in checksum blocks from 0.
-        chunk: usize,
+        /// The block, counted in checksum blocks from 0.
+        block: usize,
     },
     /// The other end broke the protocol.
     #[error("expected {expected} from the other end, got {got}")]

@@ -49,7 +49,7 @@ enum Making {
 
 /// Why there is no slot to lend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Short {
+pub(crate) enum Shortage {
     /// One is being made.
     Making,
     /// One is made at this time, unless one comes free before.
@@ -113,7 +113,7 @@ pub(crate) fn lend(
     parts: &mut Vec<Part>,
     max_slots: u8,
     deadline: Deadline,
-) -> Result<Option<Short>, Error> {
+) -> Result<Option<Shortage>, Error> {
     let mut state = shared.state();
     // Heads and records before data pins, again after each change of a mailbox.
     let mut records = shared.observe(&mut state);
@@ -136,7 +136,7 @@ pub(crate) fn lend(
                 continue;
             }
             Lend::Grow { needed } => shared.grow(&mut state, model, needed, deadline)?,
-            Lend::Wait => Short::Pinned,
+            Lend::Wait => Shortage::Pinned,
         };
         // Room in a queue gives slots back, later.
         shared.deliver(&mut state);
@@ -146,7 +146,7 @@ pub(crate) fn lend(
         records = shared.observe(&mut state);
     }
     let has_record = state.plan.has_record(records);
-    Ok((!has_record).then_some(Short::Records))
+    Ok((!has_record).then_some(Shortage::Records))
 }
 
 impl Shared {
@@ -157,7 +157,7 @@ impl Shared {
         model: usize,
         needed: bool,
         deadline: Deadline,
-    ) -> Result<Short, Error> {
+    ) -> Result<Shortage, Error> {
         let growth = &mut state.growth[model];
         if let Some(error) = growth.failed.take() {
             if needed {
@@ -165,20 +165,20 @@ impl Shared {
             }
             // A worker may still give one back; it is tried again until then.
             growth.due = Some(Instant::now() + growth.took.max(AGAIN));
-            return Ok(Short::Pinned);
+            return Ok(Shortage::Pinned);
         }
         if growth.making == Making::Nothing {
             let now = Instant::now();
             let due = *growth.due.get_or_insert(now + growth.took);
             let due = deadline.map_or(due, |deadline| deadline.min(due));
             if !needed && now < due {
-                return Ok(Short::Until(due));
+                return Ok(Shortage::Until(due));
             }
             growth.making = Making::Asked;
             self.asked.notify_one();
         }
         growth.wanted = true;
-        Ok(Short::Making)
+        Ok(Shortage::Making)
     }
 
     /// Has the slots made that the options ask for, of models of which one is

@@ -29,7 +29,7 @@ const SPOILED: u8 = 3;
 /// as this lives. Dropped before it is committed, it leaves everything as it was.
 ///
 /// The slot may hold an older version from before: a piece that nobody has written in
-/// has the bytes of [that version](ChunkWrite::base) until it is written.
+/// has the bytes of [that version](BlockWrite::base) until it is written.
 pub struct PartialSlot {
     shared: Arc<Shared>,
     model: usize,
@@ -49,7 +49,7 @@ pub struct PartialSlot {
 /// One piece of a [`PartialSlot`], or several that follow each other, to be written by the thread
 /// that took it. Dropped without [`keep`](Self::keep), it is missing again.
 #[derive(Debug)]
-pub struct ChunkWrite {
+pub struct BlockWrite {
     room: Arc<PartialSlot>,
     indices: Range<usize>,
     kept: bool,
@@ -147,18 +147,18 @@ impl PartialSlot {
 
     /// Takes a piece that is missing, to write it; `None` if it is not, or there
     /// is no such piece.
-    pub fn take(self: &Arc<Self>, index: usize) -> Option<ChunkWrite> {
+    pub fn take(self: &Arc<Self>, index: usize) -> Option<BlockWrite> {
         self.take_all(index..index.checked_add(1)?)
     }
 
     /// Takes pieces that follow each other, to write them as one; `None` if one of
     /// them is not missing, or there are no such pieces.
-    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<ChunkWrite> {
+    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<BlockWrite> {
         let states = self.pieces.get(indices.clone())?;
         if states.is_empty() {
             return None;
         }
-        let mut taken = ChunkWrite {
+        let mut taken = BlockWrite {
             room: self.clone(),
             indices: indices.start..indices.start,
             kept: false,
@@ -281,7 +281,7 @@ impl fmt::Debug for PartialSlot {
     }
 }
 
-impl ChunkWrite {
+impl BlockWrite {
     /// Their numbers.
     pub fn indices(&self) -> Range<usize> {
         self.indices.clone()
@@ -311,7 +311,7 @@ impl ChunkWrite {
     }
 }
 
-impl Deref for ChunkWrite {
+impl Deref for BlockWrite {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -324,7 +324,7 @@ impl Deref for ChunkWrite {
     }
 }
 
-impl DerefMut for ChunkWrite {
+impl DerefMut for BlockWrite {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.written = true;
         let range = self.range();
@@ -335,7 +335,7 @@ impl DerefMut for ChunkWrite {
     }
 }
 
-impl Drop for ChunkWrite {
+impl Drop for BlockWrite {
     fn drop(&mut self) {
         if !self.kept {
             let left = match self.untouched && !self.written {

@@ -11,7 +11,7 @@ use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::pins::{Home, Pin, PinBook};
+use crate::pins::{Pin, PinBook, PinOwner};
 use crate::private::{PrivateView, SweepsOf};
 use crate::slot::{Slot, Written};
 use crate::spans::CHECKSUM_BLOCK;
@@ -179,22 +179,22 @@ impl Snapshot {
         Some(digester.finish().expect("every part was fed once"))
     }
 
-    /// Compares the bytes with the chunk checksums the sender made in its copy
+    /// Compares the bytes with the block checksums the sender made in its copy
     /// pass. False if it was not asked to make any.
     ///
     /// # Errors
     ///
-    /// [`Error::ChecksumMismatch`] names the first chunk that differs,
+    /// [`Error::ChecksumMismatch`] names the first block that differs,
     /// [`Error::CorruptCommit`] says that the checksums themselves do.
     pub fn verify_checksums(&self) -> Result<bool, Error> {
         let Some(sums) = self.sums()? else {
             return Ok(false);
         };
-        for (chunk, (bytes, sum)) in self.bytes().chunks(CHECKSUM_BLOCK).zip(sums).enumerate() {
+        for (block, (bytes, sum)) in self.bytes().chunks(CHECKSUM_BLOCK).zip(sums).enumerate() {
             if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
                 return Err(Error::ChecksumMismatch {
                     version: self.version(),
-                    chunk,
+                    block,
                 });
             }
         }
@@ -260,7 +260,8 @@ impl Snapshot {
     /// this is not a snapshot the sender took of its own: nobody else writes
     /// the model's page, and no forked child of the sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
-        let own = matches!(self.pin.book.home, Home::Sender(_)) && self.slot.map.usable().is_ok();
+        let own =
+            matches!(self.pin.book.owner, PinOwner::Sender(_)) && self.slot.map.usable().is_ok();
         if own {
             let page = self.model.page();
             page.write_digest(self.pin.slot, self.version(), digest);

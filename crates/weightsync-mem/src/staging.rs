@@ -179,7 +179,7 @@ impl<'a> Staging<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Crowded`] if no slot would be left for what comes next; nothing
+    /// [`Error::SlotsExhausted`] if no slot would be left for what comes next; nothing
     /// has happened then. [`Error::Forked`] in a forked child.
     pub fn publish(mut self, targets: &Targets) -> Result<Publication, Error> {
         let shared = self.writer.shared.clone();
@@ -232,7 +232,7 @@ impl<'a> Staging<'a> {
             Err(crowded) => {
                 let slots = state.plan.slots(crowded.model);
                 drop(state);
-                Err(Error::Crowded {
+                Err(Error::SlotsExhausted {
                     model: crowded.model,
                     slots,
                 })

@@ -138,12 +138,12 @@ impl AsFd for Doorbell {
 /// making it blocking, is felt by anybody else. The sender closes its descriptor as soon as
 /// it has handed the bell out: the kernel watches it for as long as the reader has it.
 #[derive(Debug)]
-pub(crate) struct Bells {
+pub(crate) struct Doorbells {
     edges: OwnedFd,
     own: Arc<Doorbell>,
 }
 
-impl Bells {
+impl Doorbells {
     pub(crate) fn new() -> Result<Self, Error> {
         let edges = epoll::create(CreateFlags::CLOEXEC).map_err(os("making an epoll"))?;
         let own = Arc::new(Doorbell::new()?);
@@ -189,7 +189,7 @@ impl Bells {
     }
 }
 
-impl AsFd for Bells {
+impl AsFd for Doorbells {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.edges.as_fd()
     }
@@ -220,7 +220,7 @@ impl Watchers {
     pub(crate) fn wait<T>(
         &self,
         sleep: &SleepWord,
-        bells: &Bells,
+        bells: &Doorbells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
@@ -281,7 +281,7 @@ struct Lead<'a> {
 impl Lead<'_> {
     fn wait<T>(
         &self,
-        bells: &Bells,
+        bells: &Doorbells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {

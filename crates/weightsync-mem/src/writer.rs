@@ -7,7 +7,7 @@ use std::time::Instant;
 use weightsync_core::{Run, Version, WorkerId};
 
 use crate::error::Error;
-use crate::grow::{self, Short};
+use crate::grow::{self, Shortage};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
 use crate::plan::{Key, Targets};
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
@@ -185,10 +185,10 @@ impl Writer {
         loop {
             let until = match why {
                 // That wait ends without help.
-                Short::Making => None,
-                Short::Until(at) => Some(at),
-                Short::Pinned | Short::Records if passed(deadline) => break,
-                Short::Pinned | Short::Records => deadline,
+                Shortage::Making => None,
+                Shortage::Until(at) => Some(at),
+                Shortage::Pinned | Shortage::Records if passed(deadline) => break,
+                Shortage::Pinned | Shortage::Records => deadline,
             };
             let changed = shared.wait_until(until, || {
                 let short = look()?;

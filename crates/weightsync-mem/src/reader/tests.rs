@@ -184,7 +184,7 @@ fn a_reader_that_dies_gives_its_queue_back() {
 }
 
 #[test]
-fn a_head_that_lies_harms_nobody() {
+fn false_queue_head_harms_no_other_reader() {
     for lie in [u64::MAX, 1 << 40, 7, 0] {
         let (mut writer, mut reader) = pair(Delivery::Every { bound: 2 });
         publish(&mut writer);

@@ -116,12 +116,12 @@ fn every_byte_is_under_a_checksum() {
             let error = snapshot.verify_checksums().unwrap_err();
             let Error::ChecksumMismatch {
                 version: Version(1),
-                chunk,
+                block,
             } = error
             else {
                 panic!("{error}")
             };
-            assert_eq!(chunk, at / CHECKSUM_BLOCK, "byte {at}");
+            assert_eq!(block, at / CHECKSUM_BLOCK, "byte {at}");
             spoil(&writer, slot, at);
         }
     }

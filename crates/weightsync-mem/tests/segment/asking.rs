@@ -253,7 +253,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
 }
 
 #[test]
-fn a_question_that_is_withdrawn_is_answered_to_nobody() {
+fn withdrawn_question_gets_no_answer() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut asks = joins(&address, 0, Delivery::Asked);
@@ -306,7 +306,7 @@ fn asking_out_of_turn_is_refused() {
 }
 
 #[test]
-fn what_was_asked_for_makes_room_once_it_is_not_held() {
+fn answered_set_makes_room_once_released() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut asks = joins(&address, 0, Delivery::Asked);

@@ -113,7 +113,7 @@ fn full_queue_is_a_report_line_and_delays_no_other() {
 }
 
 #[test]
-fn a_worker_that_has_failed_for_good_stops_nobody() {
+fn failed_worker_stops_no_other() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 3));
     let mut fails = joins(&address, 0, Delivery::Every { bound: 2 });
@@ -238,7 +238,7 @@ fn a_sender_that_waits_fills_the_queue_as_it_empties() {
 }
 
 #[test]
-fn only_what_a_worker_has_is_said_to_be_applied() {
+fn outcome_is_applied_only_for_loaded_versions() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
     let options = AttachOptions {

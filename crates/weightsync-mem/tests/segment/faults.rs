@@ -248,7 +248,7 @@ fn options_out_of_range_are_named() {
 }
 
 #[test]
-fn nothing_is_left_behind() {
+fn closed_segment_leaves_nothing_behind() {
     let round = || {
         let address = address();
         let mut writer = small(&address, 2, slots(2, 3));

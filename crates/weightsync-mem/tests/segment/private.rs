@@ -112,7 +112,7 @@ fn the_sender_can_write_in_a_snapshot_of_its_own() {
 /// A process may lock its memory: then nothing that is mapped is dropped, or
 /// every page is a copy from the start.
 #[test]
-fn what_the_kernel_will_not_drop_is_not_lent_again() {
+fn slot_is_not_lent_again_while_private_pages_remain() {
     let [model, _] = models();
     let (mut writer, [mut reader, _]) = pair(&model);
     for version in 1..=5 {

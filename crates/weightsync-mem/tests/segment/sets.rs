@@ -92,7 +92,7 @@ fn a_set_is_never_split() {
 }
 
 #[test]
-fn a_model_that_nobody_wants_costs_nobody_anything() {
+fn unwanted_model_costs_readers_nothing() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
     let mut reader = joins(&address, 0, &[0]);
@@ -108,7 +108,7 @@ fn a_model_that_nobody_wants_costs_nobody_anything() {
 }
 
 #[test]
-fn what_goes_to_some_changes_nobody_else() {
+fn set_for_some_workers_changes_no_other() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut readers: Vec<_> = (0..3).map(|worker| joins(&address, worker, &[0])).collect();
@@ -196,7 +196,7 @@ fn more_versions_than_slots_can_be_are_refused() {
     assert!(
         matches!(
             error,
-            Error::Crowded {
+            Error::SlotsExhausted {
                 model: 0,
                 slots: 64
             }

@@ -319,7 +319,7 @@ fn background_receiver_joining_a_successor_ends() {
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
     let (_runtime, _, seen) = drones(at.address(), at.secret(), long_welcome());
-    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     drop(background);
     assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
@@ -341,7 +341,7 @@ fn failed_attempt_does_not_end_the_route_search() {
             .find_again(&Handoff::default(), &ends, Waits::default())
     });
     for _ in 0..3 {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }

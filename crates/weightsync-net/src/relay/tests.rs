@@ -211,7 +211,7 @@ fn an_agent_fetches_only_where_it_may() {
 }
 
 #[test]
-fn nothing_is_fetched_that_can_be_read_on_this_host() {
+fn agent_does_not_start_on_the_senders_host() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let own = format!("weightsync/test/nearer/{}", std::process::id());
@@ -259,7 +259,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
 /// What a sender that is none hears of who comes.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Seen {
-    Came,
+    Accepted,
     Left,
 }
 
@@ -284,7 +284,7 @@ pub(crate) fn drones(
             link.send(word);
         }
         let sees = sees.clone();
-        let _ = sees.send(Seen::Came);
+        let _ = sees.send(Seen::Accepted);
         tokio::spawn(async move {
             loop {
                 tokio::select! {
@@ -343,7 +343,7 @@ fn joining(root: &str) -> AgentOptions {
 fn join_ends_at_its_deadline_and_when_cancelled() {
     let (_runtime, root, seen) = drones("127.0.0.1:0", &[5; 16], long_welcome());
     let came_and_left = || {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     };
@@ -366,7 +366,7 @@ fn a_relay_that_joins_stops_at_once() {
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
     let running = thread::spawn(move || relay.run(|event| panic!("{event}")));
-    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     stop.stop();
     running.join().unwrap().unwrap();
@@ -413,7 +413,7 @@ fn relay_searches_for_its_sender_after_any_failure() {
         (events, ran)
     });
     for _ in 0..3 {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }

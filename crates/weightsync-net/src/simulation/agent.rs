@@ -1,4 +1,4 @@
-//! A simulated agent: its state, and how it handles messages, as in the engine.
+//! A simulated agent: its state, and how it handles messages, as in the driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ pub(super) struct Agent {
     /// Attempts in a row to reach the sender.
     pub(super) dials: u32,
     pub(super) parent: Option<Parent>,
-    /// Chunks that came, from the first on.
+    /// Blocks that came, from the first on.
     pub(super) coming: BTreeMap<Item, u32>,
     pub(super) whole: BTreeSet<Item>,
     /// The transfers under way.
@@ -189,7 +189,7 @@ impl World {
                     self.clock.after(200 * MS, again);
                 }
             }
-            FromRoot::Tell {
+            FromRoot::Notify {
                 sequence,
                 set,
                 workers,

@@ -1,4 +1,4 @@
-//! Transfers: chunk after chunk over one connection each, and each chunk is passed on as soon
+//! Transfers: block after block over one connection each, and each block is passed on as soon
 //! as it has arrived.
 
 use super::agent::{Fetching, Parent, ROOT};
@@ -6,12 +6,12 @@ use super::clock::{MS, SECOND, Time};
 use super::network::{Arrival, Health, Network, Node};
 use super::perform::FetchEnd;
 use super::{Event, World};
-use crate::bulk::Came;
+use crate::bulk::Transferred;
 use crate::relay::Item;
 use crate::relay::plan::Input;
 
 /// As large as one on the wire.
-pub(super) const CHUNK: u64 = 1 << 20;
+pub(super) const BLOCK: u64 = 1 << 20;
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Time = 30 * SECOND;
@@ -32,9 +32,9 @@ pub(super) struct Transfer {
     pub(super) instead: bool,
     /// It was not the newest any more, and somebody takes every version.
     late: bool,
-    /// The next chunk to come.
+    /// The next block to come.
     next: u32,
-    chunks: u32,
+    blocks: u32,
     pub(super) child_open: bool,
     /// Whether the parent serves it: it was asked, and has not ended it.
     pub(super) parent_open: bool,
@@ -42,16 +42,16 @@ pub(super) struct Transfer {
     /// The parent has begun with it.
     pub(super) found: bool,
     pub(super) revoked: bool,
-    /// A chunk is on its way.
+    /// A block is on its way.
     pub(super) sending: Option<Arrival>,
-    /// What has come is held up: a chunk, or the word that there is none.
+    /// What has come is held up: a block, or the word that there is none.
     pub(super) held: bool,
     pub(super) gone: bool,
     /// Its first byte is there, and the last is not.
     coming: bool,
     bytes: u64,
     /// What had come by the link before it began.
-    before: Came,
+    before: Transferred,
 }
 
 impl Transfer {
@@ -94,7 +94,7 @@ impl World {
             instead,
             late: self.options.every && item.version.0 < self.sender.versions[item.model],
             next,
-            chunks: self.chunks(item),
+            blocks: self.blocks(item),
             child_open: true,
             parent_open: false,
             asked: false,
@@ -124,8 +124,8 @@ impl World {
         }
     }
 
-    fn chunks(&self, item: Item) -> u32 {
-        self.sender.sizes[item.model].div_ceil(CHUNK) as u32
+    fn blocks(&self, item: Item) -> u32 {
+        self.sender.sizes[item.model].div_ceil(BLOCK) as u32
     }
 
     /// A fetch arrives where it is asked.
@@ -157,7 +157,7 @@ impl World {
         self.pump(number);
     }
 
-    /// Sends the next chunk, if it is there.
+    /// Sends the next block, if it is there.
     fn pump(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get(&number) else {
             return;
@@ -191,7 +191,7 @@ impl World {
             self.gone(number);
             return;
         };
-        let bytes = CHUNK.min(self.sender.sizes[item.model] - u64::from(next) * CHUNK);
+        let bytes = BLOCK.min(self.sender.sizes[item.model] - u64::from(next) * BLOCK);
         let now = self.clock.now();
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -203,7 +203,7 @@ impl World {
             let begins = arrival.whole - arrival.busy;
             self.clock.after(begins - now, Event::Begins { number });
             self.clock
-                .after(arrival.whole - now, Event::Chunk { number });
+                .after(arrival.whole - now, Event::Block { number });
             if parent.node == 0 {
                 let beyond = transfer.instead || transfer.late;
                 self.note_served((item, to), bytes, beyond);
@@ -219,7 +219,7 @@ impl World {
         })
     }
 
-    /// The first byte of a chunk has come.
+    /// The first byte of a block has come.
     pub(super) fn begins(&mut self, number: u64) {
         if let Some(transfer) = self.transfers.get_mut(&number)
             && transfer.child_open
@@ -230,8 +230,8 @@ impl World {
         }
     }
 
-    /// A chunk has come.
-    pub(super) fn chunk(&mut self, number: u64) {
+    /// A block has come.
+    pub(super) fn block(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
         };
@@ -245,8 +245,8 @@ impl World {
             return;
         }
         transfer.sending = None;
-        let before = u64::from(transfer.next) * CHUNK;
-        let bytes = CHUNK.min(self.sender.sizes[item.model] - before);
+        let before = u64::from(transfer.next) * BLOCK;
+        let bytes = BLOCK.min(self.sender.sizes[item.model] - before);
         transfer.next += 1;
         transfer.bytes += bytes;
         transfer.coming = false;
@@ -255,7 +255,7 @@ impl World {
         gauge.end();
         let came = gauge.came().share(transfer.before, transfer.bytes);
         let next = transfer.next;
-        let whole = next == transfer.chunks;
+        let whole = next == transfer.blocks;
         let served = transfer.parent_open;
         let agent = self.agent_of(node);
         agent.coming.insert(item, next);

@@ -46,7 +46,7 @@ impl World {
             })
             .collect();
         for number in ended {
-            // After the chunk that is on its way.
+            // After the block that is on its way.
             if !self
                 .transfers
                 .get(&number)
@@ -83,7 +83,7 @@ impl World {
                     if std::mem::take(&mut transfer.held) {
                         let event = match transfer.gone {
                             true => Event::NotThere { number },
-                            false => Event::Chunk { number },
+                            false => Event::Block { number },
                         };
                         self.clock.after(latency, event);
                     }

@@ -3,12 +3,12 @@
 //! These parts are real: the decisions ([`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
 //! [`Membership`](crate::root::membership::Membership)) and the messages of control links.
-//! These parts are simulated: the code around the decisions in an agent's engine and in the
+//! These parts are simulated: the code around the decisions in an agent's driver and in the
 //! sender's coordinator; the sender's mailboxes and queues; machines with one agent and up to
 //! three workers each; links with a rate and a latency that are cut, fall silent, and come
-//! back; and transfers in chunks that are passed on as they arrive.
+//! back; and transfers in blocks that are passed on as they arrive.
 //!
-//! These parts are absent: TCP (a chunk takes its bytes at the slower end's rate; a machine's
+//! These parts are absent: TCP (a block takes its bytes at the slower end's rate; a machine's
 //! link sends and receives in order; a slow receiver holds up nobody else); several connections
 //! of one fetch; the machine itself (memory, slots, threads, clocks that differ); handshakes
 //! and their limits; wrong bytes; questions of workers; a sender that dies; and several agents
@@ -65,10 +65,10 @@ enum Event {
     Again,
     /// A fetch reaches the one that is asked.
     Asked { number: u64 },
-    /// The first byte of a chunk has come.
+    /// The first byte of a block has come.
     Begins { number: u64 },
-    /// A chunk has come.
-    Chunk { number: u64 },
+    /// A block has come.
+    Block { number: u64 },
     /// A child hears that its parent has not what it asked for.
     NotThere { number: u64 },
     /// A child's connection has ended.
@@ -160,7 +160,7 @@ impl World {
             Event::Again => self.again(),
             Event::Asked { number } => self.asked(number),
             Event::Begins { number } => self.begins(number),
-            Event::Chunk { number } => self.chunk(number),
+            Event::Block { number } => self.block(number),
             Event::NotThere { number } => self.not_there(number),
             Event::Broken { number } => self.broken(number),
             Event::Doubt { number, since } => self.doubt(number, since),

@@ -38,7 +38,7 @@ struct End {
     free: Time,
     /// To whom that goes which was given to it last.
     last: Node,
-    /// When each chunk that is on its way to it has come.
+    /// When each block that is on its way to it has come.
     coming: Vec<Time>,
     health: (Health, Time),
 }

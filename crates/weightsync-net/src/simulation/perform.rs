@@ -4,7 +4,7 @@ use super::agent::{Parent, ROOT};
 use super::clock::{MS, Time};
 use super::network::Node;
 use super::{Event, World};
-use crate::bulk::Came;
+use crate::bulk::Transferred;
 use crate::relay::Item;
 use crate::relay::plan::{Effect, Input};
 use crate::wire::message::ToRoot;
@@ -12,7 +12,7 @@ use crate::wire::message::ToRoot;
 /// How a transfer has ended for the one that fetched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FetchEnd {
-    Whole { came: Came },
+    Whole { came: Transferred },
     NotThere,
     Broken,
 }

@@ -7,7 +7,7 @@
 //!   conditions. First, nothing else happened from [`CALM`] before it until the next
 //!   publication: no fault, no arrival, no departure, no new parent. Second, the next
 //!   publication came no earlier than the time for all of this on the slowest link of the
-//!   worker's path from the sender: the bytes of three whole sets, a chunk more for each agent
+//!   worker's path from the sender: the bytes of three whole sets, a block more for each agent
 //!   on the path, two seconds, and the time to find out that a parent on it cannot be reached.
 //!   Three sets, because each agent may first finish a version that was replaced. Of two due
 //!   publications in a row, the worker must get one.
@@ -21,7 +21,7 @@
 //! * The sender itself serves no more than its publications, to as many agents as were its
 //!   children (the arity, while nothing breaks). In addition it may serve two whole sets for
 //!   each time that an agent became its child, versions that no parent had, old versions for
-//!   workers that take every one, and a chunk for each fetch that broke off.
+//!   workers that take every one, and a block for each fetch that broke off.
 //! * Agents with slow links that fetch anything stand behind those with fast links.
 
 use std::collections::BTreeMap;
@@ -29,7 +29,7 @@ use std::collections::BTreeMap;
 use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
-use super::bulk::{CHUNK, SUSPECT};
+use super::bulk::{BLOCK, SUSPECT};
 use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
@@ -52,8 +52,8 @@ pub(super) struct Facts {
     /// Bytes that the sender may serve, by what has happened.
     allowed: u64,
     pub(super) served: u64,
-    /// The same in chunks, by version and to whom.
-    chunks: BTreeMap<(Item, Node), u64>,
+    /// The same in blocks, by version and to whom.
+    blocks: BTreeMap<(Item, Node), u64>,
 }
 
 #[derive(Debug)]
@@ -84,7 +84,7 @@ pub(super) struct Counts {
     pub(super) pairs: u64,
     /// Stretches in which somebody had to be told something.
     pub(super) stretches: u64,
-    pub(super) chunks: u64,
+    pub(super) blocks: u64,
     pub(super) ordered: u64,
 }
 
@@ -102,7 +102,7 @@ impl Counts {
         self.denied += other.denied;
         self.pairs += other.pairs;
         self.stretches += other.stretches;
-        self.chunks += other.chunks;
+        self.blocks += other.blocks;
         self.ordered += other.ordered;
     }
 }
@@ -158,7 +158,7 @@ impl World {
         let rates = path.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
-        let bytes = 3 * set + path.len() as u64 * CHUNK;
+        let bytes = 3 * set + path.len() as u64 * BLOCK;
         // Tried again now and then, and silent: so long it takes to find out, once the
         // version under way is not replaced any more.
         let mut before = 0;
@@ -178,9 +178,9 @@ impl World {
     }
 
     pub(super) fn note_served(&mut self, (item, to): (Item, Node), bytes: u64, instead: bool) {
-        *self.facts.chunks.entry((item, to)).or_default() += 1;
+        *self.facts.blocks.entry((item, to)).or_default() += 1;
         self.facts.served += bytes;
-        self.counts.chunks += 1;
+        self.counts.blocks += 1;
         if instead {
             self.counts.instead += 1;
             self.facts.allowed += bytes;
@@ -241,12 +241,12 @@ impl World {
         self.check_pairs();
         self.check_progress();
         self.check_order();
-        let broken = self.counts.broken * CHUNK;
+        let broken = self.counts.broken * BLOCK;
         let (served, allowed) = (self.facts.served, self.facts.allowed + broken);
-        let chunks = &self.facts.chunks;
+        let blocks = &self.facts.blocks;
         assert!(
             served <= allowed,
-            "the sender served {served} bytes, not {allowed}: {chunks:?}"
+            "the sender served {served} bytes, not {allowed}: {blocks:?}"
         );
     }
 

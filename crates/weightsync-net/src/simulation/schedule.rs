@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use weightsync_core::WorkerId;
 use weightsync_mem::{Delivery, WorkerInstance};
 
-use super::bulk::CHUNK;
+use super::bulk::BLOCK;
 use super::clock::{Clock, Dice, MS, SECOND, Time};
 use super::network::{Health, Network, Node};
 use super::rules::{Counts, Facts};
@@ -190,9 +190,9 @@ impl World {
         let options = Options::random(&mut dice);
         let models = 1 + dice.below(3);
         let sizes = (0..models).map(|_| {
-            let chunks = 1 + dice.below(4);
-            // Enough to be measured, and not always whole chunks.
-            chunks * CHUNK + dice.below(2) * 1000
+            let blocks = 1 + dice.below(4);
+            // Enough to be measured, and not always whole blocks.
+            blocks * BLOCK + dice.below(2) * 1000
         });
         let sizes = sizes.collect();
         let mut world = Self::new(options, sizes, dice);

@@ -48,7 +48,7 @@ pub(super) struct Known {
     holds: BTreeSet<Item>,
 }
 
-/// What a worker asks for that is to have a seat.
+/// What a worker that asks for a membership wants.
 #[derive(Debug)]
 pub(super) struct Asks {
     ticket: u64,
@@ -72,7 +72,7 @@ pub(super) struct RemoteReader {
     /// has taken nothing yet.
     begins: u64,
     is_fresh: bool,
-    /// All that was put in its queue since it has this seat.
+    /// Everything put in its queue since it has this membership.
     pub(super) desired: Vec<u64>,
 }
 
@@ -420,7 +420,7 @@ impl World {
             }
         }
         for ((agent, sequence), (set, workers)) in tells {
-            let notify = FromRoot::Tell {
+            let notify = FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -452,7 +452,7 @@ impl World {
             if let Some((sequence, set)) = older.filter(|(at, _)| *at > remote_reader.begins) {
                 remote_reader.begins = sequence;
                 let workers = vec![worker];
-                let notify = FromRoot::Tell {
+                let notify = FromRoot::Notify {
                     sequence,
                     set,
                     workers,

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
-    ChunkRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
+    BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
     ToRoot, Want, WorkerProgress,
 };
 
@@ -211,7 +211,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 ticket: raw.n[0],
                 reason: raw.text,
             },
-            6 => FromRoot::Tell {
+            6 => FromRoot::Notify {
                 sequence,
                 set: raw.set,
                 workers: bytes.iter().map(|byte| WorkerId((*byte).into())).collect(),
@@ -259,7 +259,7 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
             let first = behind + gap;
             behind = first + count;
             let count = *count;
-            ChunkRange { first, count }
+            BlockRange { first, count }
         });
         ToParent::Fetch {
             run: raw.run(),

@@ -9,7 +9,7 @@
 //! |---|---|
 //! | stage, swap | the sender's segment: every worker is a remote reader of it |
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
-//! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
+//! | verify | `receiver::fetch`, block by block; then the digest, if there is one |
 //! | hand over | `receiver::inbox` |
 //! | report the outcome | `receiver`; `sender::workers` passes it on to the segment |
 //!

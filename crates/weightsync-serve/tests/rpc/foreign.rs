@@ -176,11 +176,11 @@ fn a_worker_can_be_written_by_the_description_alone() {
                 );
                 let (head, mut image) = ask(&address, &to_sender, &fetch, "");
                 let image = body(&head, &mut image);
-                let chunks: Vec<_> = image.chunks(1 << 20).map(crc64_nvme).collect();
+                let blocks: Vec<_> = image.chunks(1 << 20).map(crc64_nvme).collect();
                 let told = part["crc64"].as_array().expect("checksums").iter();
                 let told = told.map(|crc| crc.as_str().expect("digits"));
                 let told = told.map(|crc| u64::from_str_radix(crc, 16).expect("hexadecimal"));
-                assert_eq!(chunks, told.collect::<Vec<_>>());
+                assert_eq!(blocks, told.collect::<Vec<_>>());
                 assert_eq!(json!(image.len()), part["bytes"]);
                 let value = f32::from_le_bytes([image[0], image[1], image[2], image[3]]);
                 assert_eq!(

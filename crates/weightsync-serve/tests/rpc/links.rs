@@ -16,7 +16,7 @@ use super::foreign::{LINES, ask, bearer, say, serve};
 use super::proxy::{Answer, Harm, Proxy};
 use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
-/// A few megabytes, so that there are several chunks.
+/// A few megabytes, so that there are several blocks.
 const FLOATS: usize = 1 << 20;
 
 /// A sender that its worker reaches by a proxy.
@@ -41,7 +41,7 @@ fn staged() -> SendOptions {
 }
 
 #[test]
-fn what_is_damaged_or_broken_off_comes_again() {
+fn damaged_or_broken_fetch_is_repeated() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     for (value, harm) in [
@@ -65,7 +65,7 @@ fn what_is_damaged_or_broken_off_comes_again() {
 fn persistent_damage_is_refused_and_never_visible() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
-    // As often as a chunk is asked for.
+    // As often as a block is asked for.
     proxy.harm(&[Harm::Flip(700_000); 5]);
     let report = sender
         .send_with(&weights(FLOATS, 2.0), &staged())
@@ -75,7 +75,7 @@ fn persistent_damage_is_refused_and_never_visible() {
         panic!("{report}");
     };
     assert!(
-        reason.contains("chunk 0") && reason.contains("damaged"),
+        reason.contains("block 0") && reason.contains("damaged"),
         "{reason}"
     );
     assert_eq!(proxy.harmed(), 5);
@@ -156,13 +156,13 @@ fn impossible_pull_fails_at_once() {
     let (mut sender, mut receiver) = behind(&proxy);
     assert!(sends(&mut sender, 2.0));
     assert_eq!(receive(&mut receiver), 2.0);
-    // As often as a chunk is asked for.
+    // As often as a block is asked for.
     proxy.harm(&[Harm::Flip(700_000); 5]);
     let first = Pull::version(Version::FIRST);
     let error = receiver.pull(first.clone()).unwrap_err();
     let words = error.to_string();
     assert!(
-        words.contains("chunk 0") && words.contains("damaged"),
+        words.contains("block 0") && words.contains("damaged"),
         "{words}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);

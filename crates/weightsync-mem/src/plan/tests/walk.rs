@@ -134,7 +134,7 @@ struct Reader {
     /// What of that waits for room, by sequence number.
     waiting: VecDeque<(u64, Versions)>,
     wanted: Option<(usize, u64)>,
-    told: u64,
+    notified: u64,
     shut: bool,
     /// Its last question, and the last whose answer it needs no more.
     question: u64,
@@ -142,7 +142,7 @@ struct Reader {
     /// What its place for answers shows, and must show.
     answer: Option<(u64, Live)>,
     answered: Option<Versions>,
-    answer_told: u64,
+    answer_notified: u64,
     /// What the sender lets count of what it holds: all of it, as it keeps to the rules.
     claims: Claims,
 }
@@ -263,7 +263,7 @@ impl World {
     fn key(&self, worker: u32) -> Option<Key> {
         let mut of = self.readers.range(all_of(worker));
         of.next_back()
-            .filter(|(_, reader)| reader.told != u64::MAX)
+            .filter(|(_, reader)| reader.notified != u64::MAX)
             .map(|(key, _)| *key)
     }
 
@@ -285,13 +285,13 @@ impl Reader {
             expected: VecDeque::new(),
             waiting: VecDeque::new(),
             wanted: None,
-            told: 0,
+            notified: 0,
             shut: false,
             question: 0,
             through: 0,
             answer: None,
             answered: None,
-            answer_told: 0,
+            answer_notified: 0,
             claims: Claims::new(models),
         }
     }

@@ -74,7 +74,7 @@ fn hostile_page_does_not_affect_other_readers() {
 }
 
 #[test]
-fn who_holds_every_set_record_is_named() {
+fn send_names_the_holders_of_all_set_records() {
     let (mut writer, address) = segment(2, 64);
     let mut send = |at: usize, deadline| {
         let staging = writer.stage(&[at % 2], deadline)?;
@@ -255,7 +255,7 @@ fn scribble(
             continue;
         };
         let book = reader.book.clone();
-        let Home::Reader { control, .. } = &book.home else {
+        let PinOwner::Reader { control, .. } = &book.owner else {
             unreachable!("a reader's")
         };
         let page: &Words = control.map.table();

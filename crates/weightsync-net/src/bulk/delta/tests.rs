@@ -131,7 +131,7 @@ fn range_is_folded_when_that_is_faster_than_dense() {
 }
 
 #[test]
-fn what_is_spoiled_is_the_base_of_nothing() {
+fn spoiled_version_is_no_base() {
     let ring = Ring::default();
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(1, step(1, 5), 1 << 20);
@@ -230,7 +230,7 @@ fn parts_of_a_small_image_are_sampled_once_each_too() {
 }
 
 #[test]
-fn what_is_made_fits_the_link() {
+fn delta_codec_fits_the_link() {
     // (one element in so many changes, bytes a second, what each span begins with)
     let cases = [
         ("dense", 100, u64::MAX / 4, None),
@@ -266,7 +266,7 @@ fn what_is_made_fits_the_link() {
 }
 
 #[test]
-fn what_is_to_be_made_in_any_case_is() {
+fn delta_is_made_whenever_always_is_set() {
     let (_relay, [old, new]) = versions("any", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     delta.make((&old, &new), Rate::Any(None), || (), || false);
@@ -282,7 +282,7 @@ fn what_is_to_be_made_in_any_case_is() {
 }
 
 #[test]
-fn what_is_stopped_is_sent_whole() {
+fn stopped_delta_is_sent_dense() {
     let (_relay, [old, new]) = versions("stopped", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     let is_whole = |delta: &Delta| {
@@ -344,7 +344,7 @@ fn delta_base_is_kept_until_its_maker_releases_it() {
 }
 
 #[test]
-fn what_is_not_made_because_of_a_panic_is_sent_whole() {
+fn delta_is_sent_dense_after_a_panic() {
     let (_relay, [old, new]) = versions("panic", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     let (told, asked) = (AtomicUsize::new(0), AtomicUsize::new(0));

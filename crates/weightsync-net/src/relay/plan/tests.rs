@@ -409,7 +409,7 @@ fn transfer_from_the_sender_survives_the_parent() {
 }
 
 #[test]
-fn what_breaks_off_at_the_sender_waits_for_a_parent() {
+fn fetch_broken_at_the_sender_waits_for_a_parent() {
     // It is not tried again at once, and again, while nobody is reached.
     play(
         "join 1 newest, parent      >

@@ -18,10 +18,10 @@ use crate::relay::{Item, runtime};
 use crate::root::answer;
 use crate::scheme::Distributed;
 use crate::status::Status;
-use crate::wire::frame::CHUNK;
+use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    ChunkRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
+    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
 };
 
 /// Longer than anything here takes.
@@ -82,7 +82,7 @@ impl Fake {
         self.link.send(&agent(seen));
     }
 
-    /// It asks for a seat for worker 7.
+    /// Asks the sender to admit worker 7.
     fn send_join(&self, instance: u64) {
         self.link.send(&join(instance));
     }
@@ -194,8 +194,8 @@ fn restarted_worker_joins_once_its_host_is_silent() {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
         wait_for(&info, |status| {
-            let seated = status.relays.iter().any(|relay| !relay.workers.is_empty());
-            seated.then_some(())
+            let admitted = status.relays.iter().any(|relay| !relay.workers.is_empty());
+            admitted.then_some(())
         })
         .await;
         fake.send_join(101);
@@ -266,8 +266,7 @@ fn worker_moving_to_a_dead_agent_keeps_its_own() {
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
         let is_new = |item: &Item| item.version == Version(2);
-        let notified =
-            |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
+        let notified = |word: &FromRoot| matches!(word, FromRoot::Notify { set, .. } if set.iter().any(is_new));
         agents[0].receive_until(notified).await;
     });
 }
@@ -304,7 +303,7 @@ fn worker_with_a_number_in_use_is_refused() {
 
 /// It need not wait for the newest, which its agent may take long to fetch.
 #[test]
-fn a_worker_that_comes_begins_with_what_its_agent_has() {
+fn new_worker_begins_with_versions_of_its_agent() {
     let (mut sender, info) = sender();
     let mut weights = Tensors::new();
     let values = vec![2.0_f32; 256];
@@ -313,7 +312,7 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
         model: 0,
         version: Version(version),
     };
-    let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if *set == [item(version)]);
+    let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Notify { set, .. } if *set == [item(version)]);
     run(async {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
@@ -337,14 +336,14 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
                 fake.link.send(&holds);
             }
             fake.send_join(instance);
-            let FromRoot::Tell { sequence, .. } = fake.receive_until(notified(2)).await else {
+            let FromRoot::Notify { sequence, .. } = fake.receive_until(notified(2)).await else {
                 unreachable!()
             };
             if !has_it {
                 fake.link.send(&holds);
             }
             let older = fake.receive_until(notified(1)).await;
-            let FromRoot::Tell {
+            let FromRoot::Notify {
                 sequence: older,
                 workers,
                 ..
@@ -406,7 +405,7 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
 }
 
 #[test]
-fn what_an_agent_says_has_come_may_be_any_number() {
+fn received_bytes_may_be_any_number() {
     let (_sender, info) = sender();
     run(async {
         let fake = Fake::dial(&info).await;
@@ -431,7 +430,7 @@ fn what_an_agent_says_has_come_may_be_any_number() {
 }
 
 #[test]
-fn who_asks_while_many_do_waits_for_its_turn() {
+fn status_query_waits_its_turn_among_many() {
     run(async {
         let (events, mut on_event) = mpsc::channel(1);
         let asking = Arc::new(Semaphore::new(1));
@@ -453,7 +452,7 @@ fn who_asks_while_many_do_waits_for_its_turn() {
 }
 
 #[test]
-fn a_sender_that_has_said_goodbye_lets_nobody_in() {
+fn sender_admits_nobody_after_goodbye() {
     let (sender, info) = sender();
     run(async {
         let mut first = Fake::dial(&info).await;
@@ -485,14 +484,14 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
         model: 0,
         version: Version(version),
         base: None,
-        ranges: vec![ChunkRange {
+        ranges: vec![BlockRange {
             first: 0,
-            count: LARGE.div_ceil(CHUNK as usize) as u32,
+            count: LARGE.div_ceil(BLOCK as usize) as u32,
         }],
     };
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();
     let first = timeout(SOON, socket.read_u8()).await;
-    first.expect("in time").expect("a chunk");
+    first.expect("in time").expect("a block");
     socket
 }
 

@@ -70,7 +70,7 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
 
 /// What was fetched through a slow one was as slow.
 #[test]
-fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
+fn agent_behind_a_slow_one_is_not_taken_for_slow() {
     // (who is slow, in the order in which they came; the order they are to end in)
     let cases: [(&[AgentId], [AgentId; 5]); 4] = [
         (&[1], [2, 3, 4, 5, 1]),
@@ -167,7 +167,7 @@ fn host_slow_behind_a_dead_parent_is_measured_again() {
 }
 
 #[test]
-fn who_comes_stands_before_those_that_are_slow() {
+fn new_agent_stands_before_slow_ones() {
     let mut chain = with(1, 1..=3);
     for agent in 1..=3 {
         let bytes = if agent == 3 { 1 << 20 } else { 100 << 20 };

@@ -28,7 +28,7 @@ pub(super) enum WireWant {
 
 pub(super) fn items_to_wire(items: &[Item]) -> Vec<WireItem> {
     let items = items.iter();
-    // What is encoded has been checked.
+    // Encoding happens only after the checks, so the numbers fit.
     items
         .map(|item| (item.model as u8, item.version.0))
         .collect()

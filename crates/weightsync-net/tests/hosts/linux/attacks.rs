@@ -12,7 +12,7 @@ use weightsync_net::access::Key;
 use weightsync_net::status::Status;
 use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
-use weightsync_net::wire::message::{ChunkRange, FromRoot, Message, ToChild, ToParent, ToRoot};
+use weightsync_net::wire::message::{BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot};
 
 use super::roles::token;
 use super::scale::{Dice, PATIENCE};
@@ -35,7 +35,7 @@ pub(crate) enum Attack {
     /// After a handshake as it should be: frames that end in the middle, are too
     /// long, damaged, of another kind, or of nonsense.
     BadFrames,
-    /// Fetches of more chunks than there can be, by one who is in.
+    /// Fetches of more blocks than there can be, by one who is in.
     HugeFetches,
 }
 
@@ -156,7 +156,7 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
         let mut huge = whole.clone();
         huge[..4].copy_from_slice(&u32::MAX.to_le_bytes());
         let mut other = Vec::new();
-        frame::encode(Kind::Chunk, &[0; 40], &mut other)?;
+        frame::encode(Kind::Block, &[0; 40], &mut other)?;
         let random = dice.bytes(1000);
         let cut = whole[..100].to_vec();
         for bytes in [whole, damaged, huge, other, random, cut] {
@@ -182,7 +182,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
             // It is there, or was a moment ago.
             version: Version(status.models[0].version),
             base: None,
-            ranges: vec![ChunkRange {
+            ranges: vec![BlockRange {
                 first: 0,
                 count: u32::MAX,
             }],

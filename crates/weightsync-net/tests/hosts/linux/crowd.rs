@@ -150,7 +150,7 @@ impl Agent {
                 Some(FromRoot::Denied { reason, .. } | FromRoot::Refused { reason, .. }) => {
                     return Err(reason.into());
                 }
-                Some(FromRoot::Tell {
+                Some(FromRoot::Notify {
                     sequence,
                     set,
                     workers,

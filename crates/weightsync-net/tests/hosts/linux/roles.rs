@@ -217,7 +217,7 @@ impl Versions {
         let mut tensors = Tensors::new();
         let mut training = None;
         match content {
-            // Of several lengths, one of them of no whole chunks.
+            // Of several lengths, one of them of no whole blocks.
             Content::Words { .. } => {
                 let words = bytes / 8;
                 let first = words / 3 + 5;

@@ -180,7 +180,7 @@ impl World {
             *reader = Reader::new(Models(0), Delivery::Newest);
             reader.snapshots = snapshots;
             reader.claims = claims;
-            reader.told = u64::MAX;
+            reader.notified = u64::MAX;
         }
     }
 }
