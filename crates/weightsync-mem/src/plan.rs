@@ -220,10 +220,13 @@ impl Plan {
                 continue;
             };
             let set = self.desired.for_worker(*worker);
+            // Publications of other models meanwhile are no news for this reader.
             let news = set.only(mailbox.models) != was.only(mailbox.models);
             if !news {
                 continue;
             }
+            // The question is taken first, because `point` borrows the whole plan; it is answered
+            // last, so that the reader finds that the answer is also its newest set.
             let (pushed, question) = (
                 mailbox.delivery != Delivery::Asked,
                 mailbox.take_wanted(&set),
@@ -277,6 +280,7 @@ impl Plan {
                 .iter()
                 .find(|&slot| self.version_in(model, slot) == version)
         };
+        // A mailbox may still be on a version that its worker should no longer run.
         self.desired.find(model, version).or_else(notified)
     }
 

@@ -431,6 +431,7 @@ impl Delta {
             true => versions.cheapest(rate, &is_stopped, &mut scratch),
             false => Codec::Fast,
         };
+        // In order, because children request the spans in order.
         let next = AtomicUsize::new(0);
         let work = |scratch: &mut Scratch| {
             loop {

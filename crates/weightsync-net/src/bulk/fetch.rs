@@ -245,6 +245,7 @@ impl Shared {
         if let Some(socket) = idle {
             match self.fetch_by(socket, waiting) {
                 Err(error) if is_stale(&error) && !self.is_stopped() => {
+                    // Blocks that arrived before the connection broke are not requested again.
                     let missing = |index: &usize| self.room.read(*index).is_none();
                     let first = waiting.iter().position(missing).unwrap_or(waiting.len());
                     waiting = &waiting[first..];

@@ -350,6 +350,7 @@ impl Transfer {
         let (mut bytes, begun) = (0, Instant::now());
         let end = self.serve(socket, &mut bytes);
         self.serving.note_rate(agent, bytes, begun.elapsed());
+        // Between two turns the version stays held, so that the fetch can go on.
         if !matches!(end, Ok(End::Turn)) {
             self.since = None;
             if let Some(held) = self.held.take().filter(|_| end.is_err()) {
@@ -378,6 +379,8 @@ impl Transfer {
         };
         self.held = Some(held.clone());
         let Some(_going) = held.goes_by(socket)? else {
+            // Released before the child hears of it: a version that is held keeps a slot, and the
+            // child may read slowly.
             self.held = None;
             drop(held);
             send_gone(socket, REPLACED)?;
@@ -399,6 +402,7 @@ impl Transfer {
         let indices: Vec<usize> = indices.skip(self.done).collect();
         let delta = self.base().and_then(|base| {
             let deltas = serving.store.deltas();
+            // The sender may be comparing the version now: a short wait can save sending it whole.
             let known = || !deltas.is_announced();
             serving.store.wait_until(known, IDLE);
             deltas.find(item, base, serving.rates().get(agent).copied())
@@ -429,6 +433,7 @@ impl Transfer {
                         *sent += (head.frame().len() + bytes.len()) as u64;
                         self.went(span.len());
                         left = &left[span.len()..];
+                        // Folding the span has made the delta larger.
                         if delta.is_folded() {
                             serving.store.deltas().trim(item.model);
                         }

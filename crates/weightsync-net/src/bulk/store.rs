@@ -280,6 +280,7 @@ impl Store {
         }
         let known = state.held.get(&item).cloned();
         let known = known.or_else(|| state.served.get(&item)?.upgrade());
+        // A revoked version may be found again: a worker may have come to need it since.
         let usable = known.filter(|held| !held.is_revoked());
         if usable.is_some() {
             return usable;

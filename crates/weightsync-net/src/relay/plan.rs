@@ -179,6 +179,8 @@ impl Plan {
         for input in inputs {
             self.note(input, &mut effects);
         }
+        // In this order: a delivery moves mailboxes off versions, their release makes room, and a
+        // fetch takes it.
         self.deliver(&mut effects);
         self.release(&mut effects);
         self.fetch(&mut effects);
@@ -234,6 +236,7 @@ impl Plan {
                 self.has_parent = false;
                 let items = &self.items;
                 let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
+                // These go on: they come from the sender itself.
                 self.fetching.retain(from_sender);
             }
             Input::Whole { item } => {
@@ -399,6 +402,7 @@ impl Plan {
                 break;
             }
             let sender = self.items.get(&item) == Some(&State::FromSender);
+            // The sender can be reached without a parent, too.
             if (sender || self.has_parent) && self.fetching.insert(item) {
                 self.items.entry(item).or_insert(State::Begun);
                 effects.push(Effect::Fetch { item, sender });
@@ -456,6 +460,7 @@ impl Plan {
                 Delivery::Newest | Delivery::Asked => others.extend(worker.pending.front()),
             }
         }
+        // Sets that have begun come first, because a part of their bytes is here already.
         others.sort_by_key(|next| (!is_begun(&self.items, &next.set), next.sequence));
         let missing = |set: &[Item]| -> Vec<Item> {
             let missing = set.iter().filter(|item| !self.is_whole(item));
@@ -508,6 +513,7 @@ impl Plan {
             effects.push(Effect::Release { item });
         }
         self.drop_firsts(|item| item.model == model);
+        // Otherwise `needed` would go on naming versions that are gone.
         for worker in self.workers.values_mut() {
             worker.notified.retain(|item| item.model != model);
             worker.answered.retain(|item| item.model != model);
@@ -571,6 +577,8 @@ impl Worker {
             && let Some(front) = self.pending.front()
         {
             let (is_finished, is_begun) = comes(front);
+            // A set that has begun gives way to a newer one only once in a row: otherwise a host
+            // slower than the trainer's sends would never have a whole set.
             if is_finished || is_begun && self.missed {
                 // A set that is on its way is finished; the sets behind it are replaced.
                 self.pending.truncate(1);

@@ -198,6 +198,7 @@ impl Topology {
             return Vec::new();
         };
         self.rank(agent, gone.speed, None);
+        // Agent numbers are never used again, so nothing may be left under this one.
         for (parent, failed) in gone.failed {
             self.avoided.remove(&(failed.until, agent, parent));
         }
@@ -286,6 +287,7 @@ impl Topology {
             parent.is_some_and(|parent| parent.is_slow(fastest))
         });
         let rate = Transferred { bytes, busy }.rate();
+        // Behind a slow parent an agent looks as slow as its parent, whatever its own link is.
         let Some(measured) = rate.filter(|_| !slow) else {
             return Vec::new();
         };
@@ -428,6 +430,7 @@ impl Topology {
             }
             _ => true,
         };
+        // A new limit moves the agents whose speeds lie between it and the old one.
         moves || old != new && others(&self.speeds, old, new)
     }
 
@@ -482,6 +485,7 @@ impl Topology {
                 continue;
             };
             let Some(own) = one.endpoint else { continue };
+            // Skipped for good: with thousands of agents the search for a parent must stay short.
             while serving
                 .get(full)
                 .is_some_and(|(_, below, _)| *below >= self.arity)
