@@ -273,7 +273,8 @@ impl Distributed {
         self.access_with(token)
     }
 
-    /// The same for an end that only connects: an init info's secret is as good as a token.
+    /// The access settings of an end that only connects: an init info's secret is as good as a
+    /// token.
     pub(crate) fn access_to_dial(&self) -> Result<Access> {
         self.access_with(self.token.clone())
     }

@@ -36,7 +36,7 @@ pub struct Asked {
     /// As JSON
     #[arg(long)]
     json: bool,
-    /// Use links that leave this machine, although they are not encrypted
+    /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,
     /// Seconds of silence until it is given up

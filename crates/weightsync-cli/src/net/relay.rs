@@ -20,7 +20,7 @@ pub struct Args {
     join: Option<String>,
     #[command(flatten)]
     key: Key,
-    /// Use links that leave this machine, although they are not encrypted
+    /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,
     /// Connections by which versions are fetched

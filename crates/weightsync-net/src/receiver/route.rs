@@ -428,7 +428,7 @@ fn passing(error: Error) -> Result<String> {
         Some(true) => Ok(error.to_string()),
         Some(false) => Err(error),
         None => {
-            tracing::warn!("another one is where the sender was: {error}");
+            tracing::warn!("another sender has taken this sender's address: {error}");
             Err(Error::SenderDied { pid: None })
         }
     }

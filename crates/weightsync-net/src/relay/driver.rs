@@ -401,7 +401,7 @@ impl Driver {
                     who,
                     question,
                     want,
-                } => self.asks(who, question, want.into()),
+                } => self.asks(who, question, want),
                 mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
                 mem::Event::Gone { who, died } => {
                     // Progress is reported before a departure, as the sender forgets the worker

@@ -153,14 +153,13 @@ impl Relay {
         RelayStop(self.stop.clone())
     }
 
-    /// Runs until it is stopped; `tell` hears what happens.
+    /// Runs until it is stopped; `notify` is called for each event.
     ///
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync_engine::Error::Transport) if trying
-    /// again would not help: a wrong token or another program at an address where its
-    /// sender was never found, another relay on this host, an address that is
-    /// not to be used as links are.
+    /// again would not help: a wrong token, another program at an address where the relay never
+    /// found its sender, another relay on this host, or an address that the settings forbid.
     pub fn run(&self, mut notify: impl FnMut(RelayEvent)) -> Result<()> {
         let mut seen = Epoch::default();
         let (mut failures, mut reported) = (0, Vec::new());

@@ -328,7 +328,7 @@ impl Coordinator {
                         pid,
                         seen,
                         models: Models(models),
-                        delivery: delivery.into(),
+                        delivery,
                         device,
                     },
                 },

@@ -46,7 +46,7 @@ pub(super) enum Verdict {
     },
     /// The sender's own bytes, which have no digest from when they were published.
     Unknown,
-    /// One end no longer has the version.
+    /// One of the two ends no longer has the version.
     Replaced,
     /// The agent has gone.
     Gone,

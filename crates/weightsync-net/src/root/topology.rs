@@ -176,7 +176,7 @@ impl Topology {
     fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
         let one = self.agents.get_mut(&agent);
         let unannounced = one.filter(|one| one.parent != Some(0));
-        let told = unannounced.map(|one| {
+        let assigned = unannounced.map(|one| {
             one.parent = Some(0);
             Assigned {
                 agent,
@@ -184,7 +184,7 @@ impl Topology {
                 address: None,
             }
         });
-        told.into_iter().collect()
+        assigned.into_iter().collect()
     }
 
     /// Removes an agent.

@@ -10,16 +10,16 @@ use crate::bulk::Transferred;
 use crate::relay::Item;
 use crate::relay::plan::Input;
 
-/// As large as one on the wire.
+/// As large as a block on the wire.
 pub(super) const BLOCK: u64 = 1 << 20;
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Time = 30 * SECOND;
 
-/// How long a child waits for a parent that says nothing.
+/// How long a child waits for a silent parent.
 pub(super) const SUSPECT: Time = 2500 * MS;
 
-/// How long a parent waits for a child that takes nothing.
+/// How long a parent waits for a child that reads nothing.
 const STUCK: Time = 5 * SECOND;
 
 /// One fetch, as both of its ends see it.
@@ -28,34 +28,34 @@ pub(super) struct Transfer {
     pub(super) child: (Node, u64),
     pub(super) parent: Parent,
     pub(super) item: Item,
-    /// It comes from the sender although that is not the parent.
+    /// The fetch goes to the sender instead of the parent.
     pub(super) instead: bool,
-    /// It was not the newest any more, and somebody takes every version.
+    /// The version was not the newest when the fetch began, and some worker takes every version.
     late: bool,
-    /// The next block to come.
+    /// The next block to arrive.
     next: u32,
     blocks: u32,
     pub(super) child_open: bool,
-    /// Whether the parent serves it: it was asked, and has not ended it.
+    /// The parent serves the fetch: it was asked, and has not ended.
     pub(super) parent_open: bool,
     pub(super) asked: bool,
-    /// The parent has begun with it.
+    /// The parent has begun to serve it.
     pub(super) found: bool,
     pub(super) revoked: bool,
     /// A block is on its way.
     pub(super) sending: Option<Arrival>,
-    /// What has come is held up: a block, or the word that there is none.
+    /// An arrived block or reply is held up.
     pub(super) held: bool,
     pub(super) gone: bool,
-    /// Its first byte is there, and the last is not.
+    /// Its first byte has arrived, and its last has not.
     coming: bool,
     bytes: u64,
-    /// What had come by the link before it began.
+    /// The link's transferred bytes before it began.
     before: Transferred,
 }
 
 impl Transfer {
-    /// Its child has closed it.
+    /// The child has closed the fetch.
     fn close(&mut self, network: &mut Network) {
         self.child_open = false;
         if std::mem::take(&mut self.coming) {
@@ -110,7 +110,7 @@ impl World {
         self.trace(|| format!("fetch {number}: {child:?} {item:?} from {parent:?} {next}"));
         self.transfers.insert(number, transfer);
         self.counts.fetches += 1;
-        // A sender may also hang up on those that are too many.
+        // A sender may also hang up on children beyond its limit.
         let often = if instead { 10 } else { 1 };
         if parent.node == 0 && self.options.faults && self.dice.percent(often) {
             let pause = self.dice.span(MS / 10, SECOND);
@@ -128,7 +128,7 @@ impl World {
         self.sender.sizes[item.model].div_ceil(BLOCK) as u32
     }
 
-    /// A fetch arrives where it is asked.
+    /// A fetch reaches its parent.
     pub(super) fn asked(&mut self, number: u64) {
         let latency = self.network.latency;
         let Some(transfer) = self.transfers.get_mut(&number).filter(|one| one.child_open) else {
@@ -157,7 +157,7 @@ impl World {
         self.pump(number);
     }
 
-    /// Sends the next block, if it is there.
+    /// Sends the next block, if the parent has it.
     fn pump(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get(&number) else {
             return;
@@ -180,7 +180,7 @@ impl World {
                     let agent = self.agent_of(node);
                     let whole = agent.whole.contains(&item).then_some(u32::MAX);
                     match whole.or(agent.coming.get(&item).copied()) {
-                        // Until it is known here, or refused.
+                        // Waits until the version is known here, or refused.
                         None => return,
                         there => there,
                     }
@@ -219,7 +219,7 @@ impl World {
         })
     }
 
-    /// The first byte of a block has come.
+    /// The first byte of a block has arrived.
     pub(super) fn begins(&mut self, number: u64) {
         if let Some(transfer) = self.transfers.get_mut(&number)
             && transfer.child_open
@@ -230,7 +230,7 @@ impl World {
         }
     }
 
-    /// A block has come.
+    /// A block has arrived.
     pub(super) fn block(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// What has come goes on to whom it is wanted by.
+    /// Passes an arrived block on to waiting children.
     pub(super) fn pass_on(&mut self, node: Node, item: Item) {
         let below = self
             .transfers
@@ -286,14 +286,14 @@ impl World {
         }
     }
 
-    /// A parent has ended with one.
+    /// A parent has ended a fetch.
     fn served(&mut self, item: Item, parent: Parent) {
         if parent.node != 0 && self.agent(parent.node, parent.life).is_some() {
             self.step(parent.node, vec![Input::Unwanted { item }]);
         }
     }
 
-    /// The parent does not have it, and says so.
+    /// The parent does not have the version, and says so.
     pub(super) fn gone(&mut self, number: u64) {
         let latency = self.network.latency;
         let Some(transfer) = self.transfers.get_mut(&number) else {
@@ -306,7 +306,7 @@ impl World {
         self.served(item, parent);
     }
 
-    /// The child hears that.
+    /// The child learns that.
     pub(super) fn not_there(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -324,7 +324,7 @@ impl World {
         }
     }
 
-    /// It is asked above for long enough.
+    /// The parent has asked above for long enough.
     pub(super) fn patience(&mut self, number: u64) {
         let waits = |one: &&Transfer| one.parent_open && !one.found;
         if self.transfers.get(&number).filter(waits).is_some() {
@@ -332,7 +332,7 @@ impl World {
         }
     }
 
-    /// A child stops its fetch; its parent hears of it, sooner or later.
+    /// A child stops its fetch; its parent learns of it sooner or later.
     pub(super) fn stop_fetch(&mut self, node: Node, item: Item) {
         let latency = self.network.latency;
         let Some(agent) = self.hosts[node].agent.as_mut() else {
@@ -349,7 +349,7 @@ impl World {
         }
     }
 
-    /// The parent hears that the child has hung up.
+    /// The parent learns that the child has hung up.
     pub(super) fn hung_up(&mut self, number: u64) {
         if let Some(transfer) = self.transfers.get(&number)
             && !transfer.child_open
@@ -375,7 +375,7 @@ impl World {
         self.fetched(node, item, parent, FetchEnd::Broken);
     }
 
-    /// It has been silent since then.
+    /// The connection has been silent since then.
     pub(super) fn doubt(&mut self, number: u64, since: Time) {
         if let Some(transfer) = self.transfers.get(&number)
             && self.network.health(transfer.child.0, transfer.parent.node)

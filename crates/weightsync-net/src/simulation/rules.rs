@@ -36,23 +36,23 @@ use super::{Event, Worker};
 use crate::relay::Item;
 use crate::root::topology::{AgentId, Assigned};
 
-/// Longer than anything that lasts after what caused it is over.
+/// Longer than any effect lasts after its cause is over.
 const CALM: Time = 40 * SECOND;
 
 #[derive(Debug, Default)]
 pub(super) struct Facts {
     pub(super) instances: u64,
-    /// When anything happened but publications and transfers.
+    /// When anything happened except publications and transfers.
     disturbed: Vec<Time>,
     publications: Vec<Publication>,
-    /// What each life of a worker was told.
+    /// The notifications of each life of a worker.
     pub(super) notified: BTreeMap<WorkerInstance, Vec<u64>>,
-    /// And when.
+    /// The times of these notifications.
     pub(super) notified_at: BTreeMap<WorkerInstance, Vec<Time>>,
-    /// Bytes that the sender may serve, by what has happened.
+    /// How many bytes the sender may serve, given what has happened.
     allowed: u64,
     pub(super) served: u64,
-    /// The same in blocks, by version and to whom.
+    /// The blocks served, by version and receiver.
     blocks: BTreeMap<(Item, Node), u64>,
 }
 
@@ -60,13 +60,13 @@ pub(super) struct Facts {
 struct Publication {
     at: Time,
     sequence: u64,
-    /// So many times as long a worker may be told nothing.
+    /// A worker may go without a notification for this many times as long.
     patience: u64,
-    /// How long it may take to each worker that wants the newest.
+    /// How long a version may take to each worker that wants the newest.
     needs: BTreeMap<WorkerInstance, Time>,
 }
 
-/// What there was of it all.
+/// Counts of everything that happened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     pub(super) events: u64,
@@ -78,11 +78,11 @@ pub(super) struct Counts {
     pub(super) notified: u64,
     pub(super) died: usize,
     pub(super) lost: usize,
-    /// Workers that were not let in.
+    /// Workers that were not admitted.
     pub(super) denied: u64,
     /// Pairs of publications that were due.
     pub(super) pairs: u64,
-    /// Stretches in which somebody had to be told something.
+    /// Periods in which some worker had to be notified.
     pub(super) stretches: u64,
     pub(super) blocks: u64,
     pub(super) ordered: u64,
@@ -108,12 +108,12 @@ impl Counts {
 }
 
 impl World {
-    /// Something has happened that is not every day's.
+    /// Something unusual has happened.
     pub(super) fn disturb(&mut self) {
         self.facts.disturbed.push(self.clock.now());
     }
 
-    /// Versions of so many bytes are published.
+    /// Versions of this many bytes are published.
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
@@ -143,7 +143,7 @@ impl World {
         self.facts.allowed += children.max(arity) * bytes;
     }
 
-    /// How many fetch from an agent.
+    /// How many agents fetch from an agent.
     fn children(&self, parent: AgentId) -> u64 {
         let parents = self.sender.topology.parents();
         parents.filter(|(_, of)| *of == Some(parent)).count() as u64
@@ -199,7 +199,7 @@ impl World {
             delivery,
             ..
         } = worker;
-        // What it has from one agent it ignores where another is behind that.
+        // If another agent is behind, the worker ignores what it says.
         let before = std::mem::replace(told_by, by);
         if *delivery == Delivery::Newest && before == by {
             assert!(
@@ -233,7 +233,7 @@ impl World {
         self.clock.after(pause, Event::Taken { node, who });
     }
 
-    /// Nothing happens any more.
+    /// Checks the end, when nothing happens any more.
     pub(super) fn check_end(&mut self) {
         let left: Vec<_> = self.transfers.iter().collect();
         assert!(left.is_empty(), "transfers are left over: {left:?}");
@@ -330,7 +330,7 @@ impl World {
             .map(|agent| (agent, self.sender.agents[&agent].node))
             .collect();
         let rate = |node: Node| self.network.rate(node);
-        // One without workers fetches nothing while nobody is behind it.
+        // An agent without workers fetches nothing unless an agent below wants it.
         let fetches = |node: Node| !self.hosts[node].workers.is_empty();
         let slow = |(_, node): &(AgentId, Node)| rate(*node) < 1_000_000 && fetches(*node);
         if let Some(first) = order.iter().position(slow) {

@@ -30,6 +30,8 @@ pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerProgress};
 use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
 pub use crate::relay::Item;
+/// Which versions a worker gets, and the set that it asks for: the same as for a local reader.
+pub use weightsync_mem::{Delivery, Want};
 
 /// The number of the messages' format, their first byte.
 pub const FORMAT: u8 = 1;
@@ -110,41 +112,6 @@ pub trait Message: Sized {
         })?;
         Ok(bytes)
     }
-}
-
-/// Which versions a worker gets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delivery {
-    /// The newest. A version is skipped if a newer one replaces it before the worker takes it.
-    Newest,
-    /// Every one, in order.
-    Every {
-        /// How many versions may wait before a send waits for this worker; 1 to [`MAX_BOUND`].
-        bound: u8,
-    },
-    /// Only the versions that the worker asks for.
-    Asked,
-}
-
-/// The set that a worker asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Want {
-    /// The newest set that the worker is to run.
-    Newest,
-    /// The newest set that the worker is to run, once it has at least this version of this model.
-    AtLeast {
-        /// The model's index.
-        model: u8,
-        /// The oldest accepted version, from 1.
-        version: Version,
-    },
-    /// The set with exactly this version of this model.
-    Exactly {
-        /// The model's index.
-        model: u8,
-        /// The version, from 1.
-        version: Version,
-    },
 }
 
 /// The status or the result of a scrub, as JSON. A client of the role

@@ -140,10 +140,13 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 worker,
                 instance,
                 question,
-                want: match raw.choice % 3 {
-                    0 => Want::Newest,
-                    1 => Want::AtLeast { model, version },
-                    _ => Want::Exactly { model, version },
+                want: {
+                    let model = model.into();
+                    match raw.choice % 3 {
+                        0 => Want::Newest,
+                        1 => Want::AtLeast { model, version },
+                        _ => Want::Exactly { model, version },
+                    }
                 },
             },
             6 => ToRoot::Withdraw { worker, instance },

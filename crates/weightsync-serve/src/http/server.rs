@@ -78,7 +78,7 @@ pub(crate) struct Server {
     limits: Limits,
 }
 
-/// What connections share.
+/// The state that all connections share.
 #[derive(Debug)]
 struct Admission {
     bearer: Bearer,

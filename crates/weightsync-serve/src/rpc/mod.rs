@@ -48,7 +48,7 @@ const SILENCE: Duration = Duration::from_millis(800);
 /// system does not answer, the end is out of reach or off. If it does, the end is stopped.
 const PROBE: Duration = Duration::from_millis(250);
 
-/// The same where a version is on its way there, which may fill every queue.
+/// The same while a version is being sent there, which may fill every queue.
 const PROBE_BEHIND: Duration = Duration::from_millis(1500);
 const PROBE_AGAIN: Duration = Duration::from_secs(10);
 

@@ -115,7 +115,7 @@ pub(crate) struct Part {
     pub(crate) chunk_bytes: u64,
     /// CRC-64/NVME of each block, as 16 hexadecimal digits.
     pub(crate) crc64: Vec<Crc>,
-    /// Of the whole version, if the sender has made it.
+    /// The digest of the whole version, if the sender has computed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) digest: Option<Digest>,
 }
@@ -123,7 +123,7 @@ pub(crate) struct Part {
 /// A call to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
-    /// Of the worker's connection.
+    /// The name of the worker's connection.
     pub(crate) id: String,
     pub(crate) run: Run,
     pub(crate) sequence: u64,
@@ -151,7 +151,7 @@ pub(crate) enum Notified {
 /// The versions that a worker runs from here on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Applied {
-    /// Of the call, or of the answer; 0 for one in addition to the newest.
+    /// The sequence of the call or the answer; 0 for an answer other than the newest set.
     pub(crate) sequence: u64,
     pub(crate) versions: Vec<Runs>,
 }
@@ -203,7 +203,7 @@ pub(crate) enum WireWant {
 /// A set that was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Asked {
-    /// 0 for one in addition to the newest.
+    /// 0 for a set other than the newest.
     pub(crate) sequence: u64,
     pub(crate) models: Vec<Part>,
 }

@@ -132,7 +132,7 @@ impl Coordinator {
             match one.verdict {
                 Verdict::Differs { expected, got } => self.spoiled(one, expected, got),
                 Verdict::Replaced | Verdict::Gone => {
-                    tracing::debug!("what agent {agent} has of {item:?} is not compared");
+                    tracing::debug!("agent {agent}'s copy of {item:?} is not compared");
                 }
                 Verdict::Same | Verdict::Unknown => {}
             }

@@ -197,7 +197,7 @@ impl Coordinator {
         let Some(member) = self.membership.member_at(agent, worker, instance) else {
             return;
         };
-        match member.remote_reader.ask(question, want.into()) {
+        match member.remote_reader.ask(question, want) {
             Ok(()) => self.notify(BTreeSet::from([worker])),
             Err(Memory::NoSuchVersion {
                 model,

@@ -46,7 +46,7 @@ pub(super) enum Failure {
         expected: Digest,
         got: Digest,
     },
-    #[error("the sender's {version} of model {model} is none of this model's")]
+    #[error("the sender's {version} of model {model} does not match the layout of this model")]
     Foreign { model: usize, version: Version },
     #[error("{0}")]
     Fault(#[from] Fault),
@@ -60,7 +60,7 @@ impl From<Failure> for weightsync_engine::Error {
             Failure::Own(error) => error,
             failure => Self::Transport {
                 source: failure.into(),
-                // The next version may be whole.
+                // The next version may arrive undamaged.
                 remedy: Remedy::Retry,
             },
         }
@@ -176,7 +176,7 @@ impl<'a> Filling<'a> {
         let partial = match before {
             Some(same) if same.run == *run && same.version == part.version => same,
             before => {
-                // Its memory, at least.
+                // If the fetch of another version broke off, at least its memory is used again.
                 let spare = before.map(|partial| partial.image);
                 let spare = spare.or_else(|| inbox.spare(part.model));
                 let spare = spare.filter(|image| image.layout() == &spec.layout);
@@ -342,8 +342,8 @@ pub(super) async fn ask(
             // The sender's clock said so: this end's decides.
             Ok(None) => {}
             Err(Some(NoAnswer::Gone)) => {
-                // It may have given up a connection that broke, which this end finds out
-                // a little later.
+                // The sender may have given up a broken connection, which this end finds out a
+                // little later.
                 let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
                 let knows = || session.is_broken() || session.id() != id || has_ended(&inbox);
                 while !knows() {
@@ -378,7 +378,7 @@ async fn asked(
     question: &Question,
     left: Option<Duration>,
 ) -> Result<Option<Asked>, Option<NoAnswer>> {
-    // One that waits for ever ends with its connection.
+    // A question without a limit ends with its connection.
     const FOR_EVER: Duration = Duration::from_secs(1 << 32);
     let patience = left.map_or(FOR_EVER, |left| left.saturating_add(PATIENCE));
     let ask = session.question(question);

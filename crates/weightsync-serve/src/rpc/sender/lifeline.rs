@@ -239,7 +239,7 @@ fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
         && silent
         && let Some(Registration { worker, pid, .. }) = shared.registration(id)
     {
-        tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
+        tracing::warn!(%worker, pid, "the worker does not answer; it may be stopped");
     }
 }
 
