@@ -313,7 +313,7 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// Stops serving the versions of a model that are [replaced](replaced) when another follows
+    /// Stops serving the versions of a model that are [`replaced`] when another follows
     /// `newest`. Children that fetch them lose their connection. They ask again, for the versions
     /// that they are to run by then.
     pub(crate) fn keep_oldest(&self, model: usize, newest: Version) {
