@@ -92,7 +92,7 @@ fn record_serves_every_mailbox_of_the_same_set() {
                 .contains(&(*key, Disposition::Notified))
         );
     }
-    // One that joins now is put on the record that is there.
+    // A reader that joins now is put on the existing record.
     let (late, steps) = join(&mut plan, 9, ALL, Delivery::Newest);
     assert_eq!(steps.len(), 1);
     assert_eq!(shown(&plan, late, &steps), Some([1, 1]));
@@ -120,7 +120,7 @@ fn a_worker_comes_back_to_what_was_last_meant_for_it() {
     assert_eq!(shown(&plan, key, &steps), Some([2, 1]));
     let (other, steps) = join(&mut plan, 4, ALL, Delivery::Newest);
     assert_eq!(shown(&plan, other, &steps), Some([1, 1]));
-    // What goes to all replaces what was its own.
+    // A set for all workers replaces the worker's own.
     assert!(plan.leave(key).is_some());
     send(&mut plan, &[0], &Targets::All);
     let (key, steps) = join(&mut plan, 3, ALL, Delivery::Newest);
@@ -159,7 +159,7 @@ fn held_worker_keeps_its_version_until_released() {
 
 #[test]
 fn record_taken_off_a_mailbox_is_not_written_at_once() {
-    // Its reader may have pinned it after the pins were looked for.
+    // A reader may have pinned the record after the sender had looked for pins.
     let mut plan = Plan::new([2; 1], 0);
     let workers = [0, 1, 2].map(WorkerId);
     let keys = [0, 1, 2].map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0);
@@ -248,7 +248,7 @@ fn released_worker_gets_the_newest_with_a_full_queue() {
     plan.deliver(SlotSet::default(), &mut steps);
     assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
     assert!(!plan.anything_waits());
-    // What waits comes before it where there is room by then.
+    // A waiting set comes first if there is room by then.
     let (waits, _) = send(&mut plan, &[0], &Targets::All);
     plan.hold(&[WorkerId(0)]);
     send(&mut plan, &[0], &Targets::All);
@@ -264,7 +264,7 @@ fn waiting_sets_keep_slots_but_do_not_grow() {
     join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
     send(&mut plan, &[0], &Targets::All); // waits, and meant for all
-    // Those two are needed, and one to write.
+    // Two slots are needed, and one to write.
     let decided = plan.lend(0, SlotSet::default(), 2);
     assert_eq!(decided, Lend::Grow { needed: true });
     let written = [(0, lend(&mut plan, 0, 2))];
@@ -441,7 +441,7 @@ fn a_slot_stays_to_write_the_next_version_into() {
     assert_eq!(refused.0, SlotsExhausted { model: 0 });
     assert_eq!((sent, plan.slots(0)), (62, 64));
     plan.give_back(0, refused.1);
-    // What goes to all makes room again.
+    // A set for all workers makes room again.
     send(&mut plan, &[0], &Targets::All);
     send(&mut plan, &[0], &to(&[100]));
 }

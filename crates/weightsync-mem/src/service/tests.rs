@@ -1,4 +1,4 @@
-//! What the service thread does, one step at a time.
+//! The service thread, one step at a time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -124,7 +124,7 @@ fn reader_counts_as_left_after_giving_up_a_join() {
         let page: &Control = control.map.table();
         page.left.store(says_so.into(), Ordering::Release);
         drop(gives_up);
-        // Its next attempt may be what finds it gone.
+        // Perhaps only the next attempt finds it gone.
         let _next = again.then(|| knock(&address));
         let waiter = writer.waiter();
         let settle = |publication, level| waiter.settle(publication, level, soon()).unwrap();
@@ -154,7 +154,7 @@ fn a_reader_that_gives_up_joining_says_that_it_leaves() {
     let page = Mapping::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
     let control: &Control = page.table();
     assert_eq!(control.left.load(Ordering::Acquire), 0);
-    // Nobody answers.
+    // There is no answer.
     let error = joining.join().unwrap();
     assert!(matches!(error, Error::NoSender { .. }), "{error}");
     assert_eq!(control.left.load(Ordering::Acquire), 1);
@@ -207,7 +207,7 @@ fn a_worker_can_ring_and_nothing_else() {
     let ring = |bell: &OwnedFd, count: u64| assert_eq!(write(bell, &count.to_ne_bytes()), Ok(8));
     shared.bells.silence();
     assert!(!rings());
-    // What it rings is heard, also if it reads it away, and makes its bell one that waits.
+    // Its rings are heard, even if it reads its bell and makes it blocking.
     ring(&honest, 1);
     fcntl_setfl(&mean, OFlags::empty()).unwrap();
     ring(&mean, 1);
@@ -338,7 +338,7 @@ fn worker_number_is_checked_when_admitted() {
     assert!(reason.contains("already connected"), "{reason}");
     assert_eq!(shared.readers().len(), 1);
 
-    // Its mailbox is told as before.
+    // Its mailbox is notified as before.
     send(&mut writer);
     let told = remote_reader.notifications().unwrap();
     assert_eq!(told[0].members[0].version(), Version(1));
@@ -523,7 +523,7 @@ fn set_is_handed_out_after_its_slot_arrives() {
         assert_eq!(taken.members[0].snapshot.version(), Version(3));
         worker.applied(&taken).unwrap();
 
-        // What it did counts, also if it can use nothing from then on.
+        // Its earlier work counts, even if it can use nothing from then on.
         worker.refuse(None, "the device is gone").unwrap();
         while writer.take_rejected().is_empty() {
             thread::yield_now();

@@ -1,5 +1,5 @@
-//! What verification notices, and what the memory itself refuses. The sender's
-//! own mapping is used to spoil what no public call can.
+//! Damage that verification detects, and writes that the memory itself refuses. The sender's own
+//! mapping is used to damage bytes that no public call can.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -36,7 +36,7 @@ fn a_reader_that_left_is_a_line_once() {
             .map(|line| line.outcome.clone())
     };
     assert_eq!(outcome(1), Some(Outcome::Applied));
-    // Its going may have been noticed before or after the list was made.
+    // The departure may have been noticed before or after the list was made.
     assert!(
         matches!(outcome(0), None | Some(Outcome::Left)),
         "{lines:?}"

@@ -63,7 +63,7 @@ async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
     address
 }
 
-/// What fetches, and its segment.
+/// A fetching process, and its segment.
 struct Child {
     fetch: Fetch,
     ends: mpsc::Receiver<(FetchEnd, Transferred)>,

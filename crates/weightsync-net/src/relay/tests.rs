@@ -51,7 +51,7 @@ pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
     (stop, running)
 }
 
-/// What an error of this crate is, and what to do about it.
+/// The error of this crate inside, and its remedy.
 fn net_error(error: &Error) -> (&NetError, Remedy) {
     let Error::Transport { source, remedy } = error else {
         panic!("{error}");
@@ -169,7 +169,7 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
             agent: 9,
             address: Some("192.0.2.1:9".into()),
         });
-        // It stays until the test is over.
+        // The connection stays open until the test ends.
         tokio::spawn(async move {
             std::future::pending::<()>().await;
             drop(link);
@@ -246,7 +246,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     });
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
-    // Its tasks end, and the links. Who comes from here on is not answered.
+    // Ends the tasks and the links. Later connections get no answer.
     drop(runtime);
     listener.set_nonblocking(false).unwrap();
     let (_silent, _) = listener.accept().unwrap();
@@ -256,7 +256,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
-/// What a sender that is none hears of who comes.
+/// Connections that a false sender has seen.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Seen {
     Accepted,

@@ -28,7 +28,7 @@ fn every_setting_comes_back_from_its_text() {
         let scheme = Distributed::parse(&settings).unwrap();
         assert_eq!(BTreeMap::from_iter(scheme.settings()), settings);
     }
-    // What is so unless it is said is not said.
+    // Defaults do not appear in the text.
     for (key, value) in [("deltas", "auto"), ("share", "all"), ("arity", "1")] {
         let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
         assert_eq!(Distributed::parse(&settings).unwrap().settings(), []);

@@ -58,7 +58,7 @@ fn every_schedule_ends_with_all_workers_at_the_newest() {
             match catch_unwind(AssertUnwindSafe(run)) {
                 Ok(of_it) => counts.add(&of_it),
                 Err(_) => {
-                    // One is enough: the others end.
+                    // One failure is enough: the others end.
                     next.store(schedules, Ordering::Relaxed);
                     return Err(seed);
                 }
@@ -81,8 +81,8 @@ fn every_schedule_ends_with_all_workers_at_the_newest() {
     println!("{counts:#?}");
 }
 
-/// What is published at these times, to machines of these rates, each with two
-/// workers that want the newest.
+/// Publications at these times, to machines of these speeds, each with two workers that want the
+/// newest version.
 fn calm(
     arity: usize,
     rates: &[u64],
@@ -149,7 +149,7 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
     }
 }
 
-/// Its rate is not known to be low before somebody behind it has been before it.
+/// The agent is not known to be slow before an agent behind it stood before it.
 #[test]
 fn slow_first_host_delays_the_others_once() {
     let options = Options::calm(1, &[2_500_000, FAST, FAST]);
@@ -167,7 +167,7 @@ fn slow_first_host_delays_the_others_once() {
         let notified = world.facts.notified[&who]
             .iter()
             .zip(&world.facts.notified_at[&who]);
-        // Its first version took it nine seconds, as it did the slow one.
+        // The first version took this agent nine seconds, as it did the slow one.
         let late = notified.filter(|(sequence, at)| **at > (3 * **sequence - 1) * SECOND);
         let late: Vec<_> = late.collect();
         assert!(late.len() <= 3, "{who:?}: {late:?}");
@@ -188,7 +188,7 @@ fn slow_host_has_a_version_in_one_transfer_time() {
         (RATE / 2, &[0], 2 * transfer),
     ];
     for (rate, workers, takes) in cases {
-        // One that is quick is before it.
+        // A quick agent stands before it.
         let options = Options::calm(1, &[FAST, rate]);
         let mut world = World::new(options, vec![BYTES], Dice::new(1));
         world.add_plain_host(1);

@@ -9,7 +9,7 @@ use weightsync_net::wire::message::{
     ToRoot, Want, WorkerProgress,
 };
 
-/// What the fields of a message are made of.
+/// Raw values for the fields of a message.
 #[derive(Clone, Debug)]
 struct Raw {
     worker: WorkerId,

@@ -37,7 +37,7 @@ proptest! {
     ) {
         let version = Version(version);
         let mut head = BlockHead { model, version, index, bytes: 1, crc, image_bytes };
-        // Of any image that has this block.
+        // An image that has this block.
         let least = head.offset() + 1;
         head.image_bytes = least + image_bytes % (u64::MAX - least);
         let left = head.image_bytes - head.offset();
@@ -259,7 +259,7 @@ fn a_decoder_holds_what_came_and_no_more() {
     });
     assert!(claimed.bytes_max < 4000, "{claimed:?}");
 
-    // One that is too long.
+    // A length that is too long.
     header[2] = 0x10;
     header[0] = 1;
     let refused = allocation_counter::measure(|| {

@@ -1,4 +1,4 @@
-//! What was cut, damaged or made up is refused, without harm and without memory.
+//! Bytes that were cut, damaged or made up are refused, without harm and without large allocations.
 
 use std::fmt::Debug;
 
@@ -113,7 +113,7 @@ fn huge_lengths_are_refused_before_allocation() {
     const HUGE: [u8; 9] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let huge = |before: &[u8]| [&[FORMAT], before, &HUGE].concat();
     let host = [0; 16];
-    // What comes before the length: the variant, and the fields in front of it.
+    // The bytes before the length: the variant, and the fields before it.
     let to_root = [
         huge(&[0]),
         huge(&[&[0, 0][..], &host, &[0, 0, 0]].concat()),

@@ -1,4 +1,4 @@
-//! One value of everything that travels, the same in every run.
+//! One value of each wire type, the same in every run.
 
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
@@ -37,7 +37,7 @@ pub fn server() -> Server {
     Server::new(key(), Protocols::OURS, false, [0x5e; 32])
 }
 
-/// What passes in a handshake, in order.
+/// The bytes of a handshake, in order.
 pub fn handshake() -> [Vec<u8>; 4] {
     let ((mut client, hello), mut server) = (client(), server());
     let server_hello = server.feed(&mut &hello[..]).send;

@@ -183,7 +183,7 @@ fn there_are_only_so_many_children() {
         }
         let mut second = child(&serving, RUN, 1);
         let read = tokio::task::spawn_blocking(move || second.read(&mut [0]));
-        // It is disconnected without a message.
+        // The child is disconnected without a message.
         assert!(!matches!(read.await.unwrap(), Ok(1..)));
         drop(first);
     });
@@ -266,7 +266,7 @@ fn waiting_child_releases_a_withdrawn_version() {
     });
 }
 
-/// One that takes a little now and then would have its turn for ever.
+/// A child that reads a little now and then would otherwise keep its turn for ever.
 #[test]
 fn block_is_given_up_if_read_too_slowly() {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();

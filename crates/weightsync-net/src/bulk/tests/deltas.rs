@@ -8,7 +8,7 @@ use crate::bulk::delta::{Coded, Ring, Span};
 use crate::bulk::{Base, Delta};
 use crate::wire::frame::{DeltaHead, SPAN};
 
-/// One with exponents, by which a thin delta sees that it does not fit.
+/// A dtype with exponents, by which a thin delta notices a wrong base.
 const DTYPE: Dtype = Dtype::F8_E5M2;
 
 const BYTES: usize = BLOCKS as usize * BLOCK as usize;
@@ -35,7 +35,7 @@ fn changes(span: usize) -> Vec<u8> {
     changes_of([1, 3], span)
 }
 
-/// That from one version to another.
+/// The changes from one version to another.
 fn changes_of(versions: [u64; 2], span: usize) -> Vec<u8> {
     coded(Codec::Fast, versions, span)
 }
@@ -90,7 +90,7 @@ fn blocks(indices: std::ops::Range<usize>) -> Vec<u8> {
     all
 }
 
-/// What came of a fetch of version 3 by a process that has version 1.
+/// The outcome of a fetch of version 3 by a process that has version 1.
 struct Fetched {
     end: FetchEnd,
     room: Arc<PartialSlot>,
@@ -201,7 +201,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
     flipped[last] ^= 4;
     let mut broken = bytes.clone();
     broken.push(0);
-    // What begins a fast delta of bytes, and then a block that is none.
+    // The beginning of a fast delta of bytes, and then an invalid part.
     let none = [0x10, 0xff, 0xff];
     let cases = [
         // (name, what comes, spans that are there, whether what came is kept from others)
@@ -226,7 +226,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
         );
         assert!(came.base.bytes() == image(1), "{name}");
         assert_eq!(came.recorded.is_spoiled(), spoiled, "{name}");
-        // What is there is right.
+        // Every block that is there is right.
         let there = (0..BLOCKS as usize).filter_map(|index| Some((index, came.room.read(index)?)));
         let there: Vec<_> = there.collect();
         let single = usize::from(name == "after");
@@ -272,7 +272,7 @@ fn child_without_a_base_rejects_deltas() {
 #[test]
 fn small_change_is_applied_in_the_older_buffer() {
     let relay = relay("in-place", 2);
-    // What is left of the older version shows where it was used.
+    // The bytes that are left of the older version show where it was used.
     let marks = [3, SPAN as usize + 3];
     let marked = |version, marks: &[usize]| {
         let mut image = image(version);
@@ -371,7 +371,7 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     assert!(made == image(3));
 }
 
-/// One that has lost its connection comes again, and nobody else has the version by then.
+/// A child that has lost its connection comes back, and nobody else has the version by then.
 #[test]
 fn sender_keeps_a_version_briefly_for_a_lost_child() {
     for somebody_has_an_older_one in [false, true] {

@@ -36,7 +36,7 @@ async fn driver(name: &str) -> Around {
     let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
     let (events, inbox) = mpsc::channel(1 << 16);
     let root = |what| Event::Root { number: 0, what };
-    // It says that it is there.
+    // This sender only sends signs of life.
     let (said, words) = mpsc::channel(64);
     let sender = Link::<FromRoot>::start::<ToRoot, _>(other.unwrap().0, &said, |what| what);
     let name = format!("weightsync/test/driver/{name}/{}", std::process::id());

@@ -77,7 +77,7 @@ impl Fake {
         Self { link, on_event }
     }
 
-    /// Its first words.
+    /// Sends the agent's first message.
     fn send_agent(&self, seen: Epoch) {
         self.link.send(&agent(seen));
     }
@@ -87,7 +87,7 @@ impl Fake {
         self.link.send(&join(instance));
     }
 
-    /// What the sender says next; or how it has ended the link.
+    /// The sender's next message, or how it ended the link.
     async fn on_message(&mut self) -> Result<FromRoot, LinkEnd> {
         let on_event = timeout(SOON, self.on_event.recv()).await;
         on_event.expect("in time").expect("an end, at last")
@@ -154,7 +154,7 @@ fn fenced_agent_is_notified_and_disconnected() {
             panic!("it was not refused")
         };
         assert!(matches!(remedy, RefusalRemedy::Fenced { .. }), "{remedy:?}");
-        // It would go on saying that it is there.
+        // A live sender would go on sending signs of life.
         let end = fake.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp), "{end}");
     });
@@ -186,7 +186,7 @@ fn agent_that_claims_impossible_versions_is_dropped() {
 fn restarted_worker_joins_once_its_host_is_silent() {
     let (_sender, info) = sender();
     run(async {
-        // It says who is there, and nothing more.
+        // This agent introduces itself, and then sends nothing more.
         let mut silent = dial(&info).await;
         for words in [agent(Epoch(0)), join(100)] {
             silent.write_all(&words.frame().unwrap()).await.unwrap();
@@ -289,7 +289,7 @@ fn worker_with_a_number_in_use_is_refused() {
         };
         assert_eq!(ticket, 101);
         assert!(reason.contains("already connected"), "{reason}");
-        // That the first is there has cost it nothing.
+        // The first worker was found alive at no cost to it.
         first.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
@@ -301,7 +301,7 @@ fn worker_with_a_number_in_use_is_refused() {
     });
 }
 
-/// It need not wait for the newest, which its agent may take long to fetch.
+/// The worker need not wait for the newest version, which its agent may take long to fetch.
 #[test]
 fn new_worker_begins_with_versions_of_its_agent() {
     let (mut sender, info) = sender();
@@ -318,7 +318,7 @@ fn new_worker_begins_with_versions_of_its_agent() {
         fake.send_agent(Epoch(0));
         fake.send_join(100);
         fake.receive_until(notified(1)).await;
-        // It has died before that came.
+        // The worker died before that arrived.
         fake.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
@@ -326,7 +326,8 @@ fn new_worker_begins_with_versions_of_its_agent() {
         });
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
-        // What comes later is told when it is there; what is there when it comes, at once.
+        // A worker that joins is notified at once of a version that its agent has, and later of one
+        // that arrives.
         for (instance, has_it) in [(101, false), (102, true)] {
             let holds = ToRoot::Holds {
                 have: vec![item(1)],
@@ -392,7 +393,7 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
         second.link.send(&received(parent, 1000));
         // The first has turned out to be slow: it is behind the second now.
         second.receive_until(notified(0)).await;
-        // What came by it before says nothing of what comes now.
+        // The measurement over the earlier link says nothing about this one.
         second.link.send(&received(parent, 1));
         let speeds = wait_for(&info, |status| {
             let relays = status.relays.iter();
@@ -462,18 +463,18 @@ fn sender_admits_nobody_after_goodbye() {
         let ends = tokio::task::spawn_blocking(move || drop(sender));
         let goodbye = |word: &FromRoot| matches!(word, FromRoot::Goodbye);
         first.receive_until(goodbye).await;
-        // It still serves what it has announced.
+        // The sender still serves the versions that it has announced.
         let mut late = Fake::dial(&info).await;
         late.send_agent(Epoch(0));
         let end = late.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_)), "{end}");
-        // So it does not wait for that one.
+        // So the sender does not wait for that agent.
         drop(first);
         ends.await.unwrap();
     });
 }
 
-/// One that fetches all of the first model's version, and reads only that it comes.
+/// A child that fetches the first model's version, and reads only its beginning.
 async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let key = Key::new(info.endpoint().secret());

@@ -48,7 +48,7 @@ fn worker_stays_where_it_was_after_giving_up_a_move() {
     // (whether the first agent has gone meanwhile, whether it died)
     for (parts, died) in [(false, false), (false, true), (true, false)] {
         let mut membership = admitted();
-        // What it asked for long ago, while it was not heard there.
+        // The worker asked to join here long ago, and could not be reached here before.
         assert!(matches!(
             membership.comes(2, WORKER, 100),
             JoinOutcome::Back(_)
@@ -89,7 +89,7 @@ fn worker_moving_to_a_dead_agent_stays() {
             on_its_way().gone(1, WORKER, 100, true, NOW),
             LeaveOutcome::Over("first")
         );
-        // It was there already, and leaves the first: it comes from there by another.
+        // The worker had arrived, and leaves the first agent: it comes from there by another.
         let mut membership = on_its_way();
         assert_eq!(
             membership.gone(1, WORKER, 100, false, NOW),
@@ -112,7 +112,7 @@ fn worker_moving_to_a_dead_agent_stays() {
             LeaveOutcome::Elsewhere
         );
         assert_eq!(membership.late(NOW + GRACE), [("first", Departure::Left)]);
-        // So long after that it has been nowhere else: it leaves.
+        // This long after that, the worker was nowhere else: it has left.
         let (mut membership, late) = (on_its_way(), NOW + GRACE);
         assert_eq!(
             membership.gone(1, WORKER, 100, false, late),
@@ -204,7 +204,7 @@ fn next_life(agent: AgentId, instance: u64) -> Waiter<u64> {
     }
 }
 
-/// It has come, and waits.
+/// A membership that another life of the worker asks for.
 fn contested() -> Membership<&'static str, u64> {
     let mut membership = admitted();
     assert!(matches!(
@@ -241,7 +241,7 @@ fn restarted_worker_waits_for_news_of_its_predecessor() {
         LeaveOutcome::Over("first")
     );
     assert_eq!(membership.may_come(), [next_life(2, 101)]);
-    // It has come by another way, so it is there.
+    // The earlier life came by another route, so it is alive.
     let mut membership = contested();
     assert!(matches!(
         membership.comes(3, WORKER, 100),
@@ -288,7 +288,7 @@ fn waiting_worker_retries_when_predecessor_is_found() {
         JoinOutcome::Waits(3)
     ));
     assert_eq!(membership.wait(next_life(2, 101)), None);
-    // It gave up waiting there, and is where it was.
+    // The worker gave up the move, and is where it was.
     assert_eq!(
         membership.gone(3, WORKER, 100, false, NOW),
         LeaveOutcome::Back(&mut "first")

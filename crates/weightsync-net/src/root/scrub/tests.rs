@@ -48,7 +48,7 @@ fn scrub_reaches_one_verdict_in_either_order() {
         is(scrubs.digest_received(item(1), 4, digest(8))),
         [(1, 4, DIFFERS)]
     );
-    // What is over is found again the next time.
+    // A digest that was dropped is computed again the next time.
     assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
 }
 

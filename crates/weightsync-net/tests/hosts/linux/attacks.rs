@@ -17,7 +17,7 @@ use weightsync_net::wire::message::{BlockRange, FromRoot, Message, ToChild, ToPa
 use super::roles::token;
 use super::scale::{Dice, PATIENCE};
 
-/// What is tried.
+/// The kinds of attacks.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Attack {
     /// Random bytes.
@@ -30,7 +30,7 @@ pub(crate) enum Attack {
     HalfOpen,
     /// Handshakes by another token.
     WrongTokens,
-    /// What somebody who has the token said, once more.
+    /// Messages of a process with the token, sent once more.
     Replays,
     /// After a handshake as it should be: frames that end in the middle, are too
     /// long, damaged, of another kind, or of nonsense.
@@ -71,7 +71,7 @@ fn noise(root: &str, dice: &mut Dice) -> Outcome {
     for _ in 0..200 {
         let mut socket = dial(root)?;
         let bytes = dice.bytes(1 + dice.clone().below(4096) as usize);
-        // It may hang up before all of it is said.
+        // The sender may hang up before all is written.
         let _ = socket.write_all(&bytes);
         let _ = socket.shutdown(std::net::Shutdown::Write);
         is_closed(&mut socket)?;
@@ -179,7 +179,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
             run,
             agent: 0,
             model: 0,
-            // It is there, or was a moment ago.
+            // The newest version now or a moment ago.
             version: Version(status.models[0].version),
             base: None,
             ranges: vec![BlockRange {

@@ -11,7 +11,8 @@ fn openapi() -> Value {
     serde_json::from_str(OPENAPI).unwrap()
 }
 
-/// What of a schema a value is not; the part of JSON Schema that the file uses.
+/// The parts of a schema that a value does not match, for the subset of JSON Schema that the file
+/// uses.
 fn faults(root: &Value, schema: &Value, value: &Value, at: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     let known = [

@@ -55,8 +55,7 @@ impl World {
         }
     }
 
-    /// Of each model the newest older versions are kept, in the newest set that
-    /// has them.
+    /// For each model the newest older versions are kept, in the newest sets that have them.
     fn forget(&mut self) {
         let mut kept = BTreeSet::new();
         for model in 0..MODELS {

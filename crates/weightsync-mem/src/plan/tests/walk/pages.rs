@@ -76,7 +76,7 @@ impl World {
         self.reader(key).claims.note_named(live.record, &set);
     }
 
-    /// What each mailbox shows is what it must show.
+    /// Checks that each mailbox shows the set that it must.
     pub(super) fn check(&mut self) {
         self.plan.check_counts();
         for (key, reader) in &self.readers {
@@ -101,7 +101,7 @@ impl World {
         }
         for model in 0..MODELS {
             let slots = self.written[model].len();
-            // One of them is the live one, another the one that is written.
+            // One of the slots is live, another is being written.
             let apart = self.most_needed[model].saturating_sub(2);
             let bound = self.most_needed[model].max(apart + usize::from(MAX_SLOTS));
             assert!(slots <= bound, "{slots} slots, {bound} needed");

@@ -95,7 +95,7 @@ fn announcing_worker_counts_after_its_announcement() {
         ..Attendance::default()
     };
     assert!(shared.joined_only(&there).workers.is_empty());
-    // One that has loaded something counts.
+    // A worker that has loaded a version counts.
     let mut loaded = there.clone();
     loaded.workers[0].versions = vec![Version(1)];
     assert_eq!(shared.joined_only(&loaded).workers.len(), 1);
@@ -129,7 +129,7 @@ fn call_is_overtaken_until_its_fetch_has_begun() {
     assert!(!shared.is_overtaken(id, first.sequence));
     publish(&mut writer);
     assert!(shared.is_overtaken(id, first.sequence));
-    // What it was called with stays, also when nobody else wants it.
+    // The version of a call is kept, even if no other worker wants it.
     publish(&mut writer);
     let (sequence, version) = (first.sequence, first.members[0].version());
     drop(first);
@@ -185,7 +185,7 @@ fn new_question_replaces_the_one_before() {
     let Answer::Set { sequence, members } = shared.answer(id, second) else {
         panic!("it is there");
     };
-    // It is the newest, so the worker is not called with it as well.
+    // The answer is the newest set, so the worker is not called with it as well.
     let newest = shared.next_call(id).unwrap();
     assert_eq!(
         (sequence, members[0].version()),
