@@ -310,7 +310,7 @@ pub enum Error {
          all {slots} would be in use by workers with versions of their own, held workers \
          or the history; send to all, release workers, or keep fewer old versions"
     )]
-    Crowded {
+    SlotsExhausted {
         /// The model.
         model: ModelId,
         /// How many slots it has.

@@ -12,17 +12,16 @@ use crate::spans::{CHECKSUM_BLOCK, SlotShape, Span, Spans};
 
 /// Where one tensor's bytes come from.
 pub enum Source<'a> {
-    /// They lie there as the layout wants them: contiguous, same dtype.
+    /// Bytes in the layout's form: contiguous, same dtype.
     Bytes(&'a [u8]),
-    /// A function writes them (a cast, a gather, a read from a file) into the
-    /// place they go to.
+    /// A function that writes them (a cast, a gather, a read from a file) to their final place.
     Fill(&'a Fill<'a>),
 }
 
-/// Writes one tensor's bytes, all of them, or says why it cannot.
+/// Writes all of one tensor's bytes, or returns why it cannot.
 pub type Fill<'a> = dyn Fn(&mut [u8]) -> Result<(), BoxedError> + Sync + 'a;
 
-/// Any error, on its way through a [`Staging`](crate::Staging).
+/// Any error of a source, passed on by a [`Staging`](crate::Staging).
 pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 impl std::fmt::Debug for Source<'_> {
@@ -34,23 +33,23 @@ impl std::fmt::Debug for Source<'_> {
     }
 }
 
-/// How [`Staging::write`](crate::Staging::write) goes over the source.
+/// How [`Staging::write`](crate::Staging::write) copies.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CopyOptions {
-    /// Threads that copy, this one included; 0 for as many as pay, by the bytes
-    /// there are to copy and the processor's cores.
+    /// The number of copying threads, including this one; 0 chooses as many as pay, from the bytes
+    /// to copy and the processor's cores.
     pub threads: usize,
-    /// Whether to make chunk checksums in the same pass.
+    /// Whether to make block checksums in the same pass.
     pub checksums: bool,
 }
 
-/// Writes every tensor of an image that starts at `map`'s beginning, with the
-/// sums of its blocks if they are wanted; one pass over the sources.
+/// Writes every tensor of an image that begins at the start of `map`, and computes the checksums of
+/// its blocks if wanted, in one pass over the sources.
 ///
 /// # Safety
 ///
-/// `map` must be writable and at least a slot of this layout long, and nobody
-/// else may read or write it meanwhile.
+/// `map` must be writable and at least a slot of this layout long, and nobody else may read or
+/// write it meanwhile.
 ///
 /// # Errors
 ///
@@ -58,8 +57,7 @@ pub struct CopyOptions {
 ///
 /// # Panics
 ///
-/// If there is not one source per tensor, or one has another length than its
-/// tensor.
+/// If there is not one source per tensor, or one has another length than its tensor.
 pub(crate) unsafe fn write_image(
     map: &Mapping,
     layout: &Layout,
@@ -72,7 +70,7 @@ pub(crate) unsafe fn write_image(
         layout.bytes() as usize <= map.len(),
         "a slot of the layout's"
     );
-    // Without sums there is no need to cut large tensors that small.
+    // Without checksums, large tensors need not be cut into blocks.
     let (spans, blocks) = match options.checksums {
         true => (spans.all(), SlotShape::of(layout).blocks()),
         false => (spans.joined(), 0),
@@ -97,7 +95,7 @@ pub(crate) unsafe fn write_image(
         .split_first()
         .map_or((0..0, &[][..]), |(a, b)| (a.clone(), b));
     std::thread::scope(|scope| {
-        // The first block behind a run of spans: none is of two runs.
+        // The first block after a run of spans: no block belongs to two runs.
         let behind = |range: &Range<usize>| match spans.get(range.end) {
             Some(next) => (next.image.start / CHECKSUM_BLOCK).min(blocks),
             None => blocks,
@@ -123,7 +121,7 @@ pub(crate) unsafe fn write_image(
         }
         let mut result = image.write(&spans[first], (0, own));
         for thread in threads {
-            // A panic of a fill function goes on in the caller.
+            // Passes a fill function's panic on to the caller.
             let other = thread
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -134,14 +132,14 @@ pub(crate) unsafe fn write_image(
     Ok(sums)
 }
 
-/// What a thread copies at the least: a few milliseconds, of which its start is 1 %.
+/// The least bytes for another thread: they take a few milliseconds, of which its start is 1 %.
 const SHARE: usize = 64 << 20;
 
-/// From there on they wait for memory.
+/// More threads would only wait for memory.
 const MAX_THREADS: usize = 4;
 
-/// How many threads copy, where nobody has said so: one thread does not take all that
-/// memory gives. A function that fills a tensor may need what the caller has.
+/// How many threads to use by default: one thread cannot use the memory's full speed. A function
+/// that fills a tensor may need what only the caller's thread has, so there is one thread then.
 fn that_pay(bytes: usize, sources: &[Source<'_>]) -> usize {
     let most = (bytes / SHARE).min(MAX_THREADS);
     let fills = || sources.iter().any(|one| matches!(one, Source::Fill(_)));
@@ -151,15 +149,14 @@ fn that_pay(bytes: usize, sources: &[Source<'_>]) -> usize {
     most.min(cores())
 }
 
-/// How many cores this process may use, asked for once: it takes longer than a small
-/// send.
+/// How many cores this process may use. Cached, because asking takes longer than a small send.
 fn cores() -> usize {
     static CORES: OnceLock<usize> = OnceLock::new();
     *CORES.get_or_init(|| std::thread::available_parallelism().map_or(1, usize::from))
 }
 
-/// Cuts the spans into one run per thread, of about the same number of bytes.
-/// A tensor that a function fills is never cut, nor a block that is checksummed.
+/// Cuts the spans into one run per thread, with about the same number of bytes each. Tensors filled
+/// by a function are never cut, and neither are checksummed blocks.
 fn cut(spans: &[Span], sources: &[Source<'_>], options: CopyOptions) -> Vec<Range<usize>> {
     let CopyOptions { threads, checksums } = options;
     let total: usize = spans.iter().map(|span| span.image.len()).sum();
@@ -184,17 +181,16 @@ fn cut(spans: &[Span], sources: &[Source<'_>], options: CopyOptions) -> Vec<Rang
 
 /// The checksums of the blocks that one thread writes, in order.
 struct Sums<'a> {
-    /// Where they go, and which block the first is of; there are none if none are
-    /// wanted.
+    /// The checksums to write, and the block of the first one; none if checksums are not wanted.
     sums: &'a mut [u64],
     first: usize,
-    /// The block that is being written, its checksum so far, and of how much.
+    /// The open block, its checksum so far, and the bytes that it covers.
     open: Option<(usize, Crc64, usize)>,
     image_bytes: usize,
 }
 
 impl Sums<'_> {
-    /// What the bytes of a span go into, once what lies before it has.
+    /// The checksum that a span's bytes go into, once earlier bytes are included.
     fn of(&mut self, span: &Range<usize>) -> Option<&mut Crc64> {
         if self.sums.is_empty() || span.is_empty() {
             return None;
@@ -210,7 +206,7 @@ impl Sums<'_> {
         Some(crc)
     }
 
-    /// The block is written.
+    /// Finishes the open block.
     fn close(&mut self) {
         if let Some((block, mut crc, at)) = self.open.take() {
             let end = self.image_bytes.min((block + 1) * CHECKSUM_BLOCK);
@@ -220,7 +216,7 @@ impl Sums<'_> {
     }
 }
 
-/// The padding between tensors.
+/// Adds the padding between tensors.
 fn zeros(crc: &mut Crc64, count: usize) {
     const ZEROS: [u8; 64] = [0; 64];
     for at in (0..count).step_by(ZEROS.len()) {
@@ -241,11 +237,11 @@ struct Image<'a> {
 unsafe impl Sync for Image<'_> {}
 
 impl Image<'_> {
-    /// Writes some spans; with room for them, the checksums of their blocks too, of
-    /// which the first is named.
+    /// Writes these spans and, if there is room for them, the checksums of their blocks, from block
+    /// `first` on.
     fn write(&self, spans: &[Span], (first, sums): (usize, &mut [u64])) -> Result<(), Error> {
         let total = spans.iter().map(|span| span.image.len()).sum();
-        // Its drop orders the streaming stores before this thread is joined.
+        // Dropping it orders the streaming stores before this thread is joined.
         let copier = Copier::new(total);
         let mut sums = Sums {
             sums,
@@ -289,8 +285,8 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// Writes the whole tensors of a span; one that is filled by a function and
-    /// cut into several spans is written at the first.
+    /// Writes the whole tensors of a span. A tensor that a function fills is written at its first
+    /// span.
     fn write_tensors(&self, span: &Span, copier: &Copier) -> Result<(), Error> {
         for index in span.tensors.clone() {
             let tensor = &self.layout.tensors()[index];
@@ -330,8 +326,8 @@ impl Image<'_> {
     }
 }
 
-/// Checked where the source is looked at anyway: with many small tensors a pass
-/// of its own over them costs as much as the copy.
+/// Checked here, where the source is read anyway: with many small tensors, a separate pass costs as
+/// much as the copy.
 fn check_length(source: &[u8], tensor: &TensorSpec) {
     assert_eq!(
         source.len() as u64,

@@ -1,4 +1,4 @@
-//! The errors of shared memory, and whose fault each is.
+//! The errors of shared memory, and which end caused each.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use weightsync_core::{Epoch, Version, WorkerId};
 
 use crate::limits;
 
-/// One reader that keeps a slot from being written.
+/// A reader whose pins keep slots from being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// The worker, or `None` for the sender itself (a digest being made, say).
+    /// The worker; `None` for the sender itself, for example while it makes a digest.
     pub worker: Option<WorkerId>,
-    /// Its process.
+    /// The holder's process.
     pub pid: u32,
     /// The versions it holds, oldest first.
     pub versions: Vec<Version>,
@@ -28,14 +28,14 @@ impl std::fmt::Display for Holder {
     }
 }
 
-/// One reader that keeps set records from being written.
+/// A reader that keeps set records from being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordHolder {
     /// The worker.
     pub worker: WorkerId,
-    /// Its process.
+    /// The worker's process.
     pub pid: u32,
-    /// How many records it holds, or has before it.
+    /// How many records the reader holds, or has not taken yet.
     pub records: usize,
 }
 
@@ -65,7 +65,7 @@ fn size(bytes: u64) -> String {
     }
 }
 
-/// Whose limit it is.
+/// The control group's limit, or the machine.
 struct Group(Option<u64>);
 
 impl std::fmt::Display for Group {
@@ -82,35 +82,34 @@ fn list(holders: &[impl ToString]) -> String {
     lines.join("; ")
 }
 
-/// An error of either end of a segment. What a program above says in sentences of its own, with
-/// what to do about it, is brief here.
+/// An error of either end of a segment. The engine wraps some of these in longer messages with a
+/// remedy, so their text is brief here.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A call to the operating system failed.
     #[error("{action} failed: {source}")]
     Os {
-        /// What was tried, as a verb phrase.
+        /// The failed action, as a verb phrase.
         action: &'static str,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// There is not so much memory for this process: it would be killed.
+    /// There is not enough memory for this process: the system would kill it.
     #[error(
         "{} of shared memory are needed, but {}{} are left: send fewer bytes (for example by a \
          cast), stop other programs there, or raise the limit",
         size(*wanted), Group(*limit), size(*left)
     )]
     NoMemory {
-        /// Bytes that the slots take.
+        /// Bytes of the slots.
         wanted: u64,
         /// Bytes that are left.
         left: u64,
-        /// The limit of the control group that has so few left; `None` if that is
-        /// the machine.
+        /// The limit of the control group with so little left; `None` for the machine.
         limit: Option<u64>,
     },
-    /// This process has as many files open as it may.
+    /// This process has reached its limit of open files.
     #[error(
         "this process has reached its limit of open files ({}): raise the hard limit (`ulimit \
          -Hn`, LimitNOFILE= of a service), or use fewer workers",
@@ -120,39 +119,38 @@ pub enum Error {
         /// The limit.
         limit: Option<u64>,
     },
-    /// The address is taken: by another sender, or by another program.
+    /// Another sender or another program uses the address.
     #[error("cannot listen at {address}: another sender or another program uses it")]
     AddressInUse {
-        /// The address asked for.
+        /// The address.
         address: String,
     },
-    /// Nobody answered at the address before the deadline.
+    /// No sender answered at the address before the deadline.
     #[error("no sender answered at {address} within {waited:.1?}")]
     NoSender {
-        /// The address tried.
+        /// The address.
         address: String,
-        /// How long it was tried.
+        /// How long the reader tried.
         waited: Duration,
     },
-    /// The sender turned this reader away.
+    /// The sender refused this reader.
     #[error("the sender refused this worker: {reason}")]
     Denied {
-        /// The sender's words.
+        /// The sender's reason.
         reason: String,
     },
-    /// The sender has given this reader up: it is sent nothing more, and may join
-    /// again.
+    /// The sender has dropped this reader: it gets nothing more, and may join again.
     #[error("the sender has dropped this worker: {reason}; connect again")]
     GivenUp {
-        /// The sender's words.
+        /// The sender's reason.
         reason: String,
     },
-    /// The sender belongs to a run that a newer one has replaced.
+    /// A newer run has replaced the sender's run.
     #[error("the sender's run has {got}, but this worker has already seen {seen}")]
     Fenced {
-        /// The highest epoch seen before.
+        /// The highest epoch that the worker has seen.
         seen: Epoch,
-        /// The epoch of the sender that answered.
+        /// The sender's epoch.
         got: Epoch,
     },
     /// Every slot of a model is pinned and none came free before the deadline.
@@ -167,40 +165,40 @@ pub enum Error {
         slots: u8,
         /// How long the sender waited.
         waited: Duration,
-        /// Who holds them.
+        /// The holders of the slots.
         holders: Vec<Holder>,
     },
-    /// Every set record is in use and none came free before the deadline: nothing could
-    /// be told to any reader.
+    /// Every set record is in use, and none came free before the deadline, so no reader could be
+    /// notified.
     #[error(
         "all {records} set records are in use after {waited:.1?}: {}; let these workers receive \
          their queued versions, give them shorter queues, or restart them",
         list(holders)
     )]
     AllRecordsHeld {
-        /// How many there are.
+        /// How many records there are.
         records: usize,
         /// How long the sender waited.
         waited: Duration,
-        /// Who holds them.
+        /// The holders of the records.
         holders: Vec<RecordHolder>,
     },
-    /// The sender died; what it published last stays readable.
+    /// The sender died; its last version stays readable.
     #[error("the sender (pid {pid}) died; the last whole version stays readable")]
     SenderDied {
-        /// Its process.
+        /// The sender's process.
         pid: u32,
     },
     /// The sender shut down in order.
     #[error("the sender shut down")]
     SenderClosed,
-    /// The relay whose segment this was is gone; the sender may be there.
+    /// The relay of this segment is gone; the sender may still be there.
     #[error("the relay of this host is gone; the last whole version stays readable; connect again")]
     RelayGone,
     /// This thread's [check](crate::interrupt::with) ended the wait.
     #[error("the call was interrupted while it waited")]
     Interrupted,
-    /// A process that forked tried to use an end its parent opened.
+    /// A forked child used an end that its parent opened.
     #[error("this end was opened by process {owner}, and its forked child {child} cannot use it")]
     Forked {
         /// The process that opened the end.
@@ -208,34 +206,34 @@ pub enum Error {
         /// The process that made the call.
         child: u32,
     },
-    /// So many versions of a model are to be run or kept that none could be
-    /// written any more.
+    /// The publication would leave no slot of a model for the next version: workers need too many
+    /// versions.
     #[error(
         "publishing this version of model {model} would leave none of {slots} slots for the next"
     )]
-    Crowded {
+    SlotsExhausted {
         /// The model's index.
         model: usize,
-        /// How many slots it has.
+        /// How many slots the model has.
         slots: u8,
     },
-    /// A version number that does not grow.
+    /// A version number that is not above the newest.
     #[error("{got} cannot follow {newest}: versions only grow within a run")]
     VersionNotNewer {
         /// The newest version.
         newest: Version,
-        /// The one offered.
+        /// The number that was given.
         got: Version,
     },
-    /// The workers named do not all have the same version.
+    /// The named workers do not all have the same version.
     #[error("these workers do not have the same version of model {model}, but {}", in_words(.versions))]
     Diverged {
         /// The model's index.
         model: usize,
-        /// What they have, oldest first; `Version::NONE` where there is none.
+        /// The workers' versions, oldest first; `Version::NONE` where there is none.
         versions: Vec<Version>,
     },
-    /// The version asked for is not there (any more, or yet).
+    /// There is no such version, not yet or no longer.
     #[error(
         "there is no {asked} of model {model} for this worker; the newest there are: {}",
         in_words(known)
@@ -243,12 +241,12 @@ pub enum Error {
     NoSuchVersion {
         /// The model's index.
         model: usize,
-        /// The version asked for.
+        /// The version that was asked for.
         asked: Version,
-        /// The newest there are, newest first.
+        /// The newest versions that exist, newest first.
         known: Vec<Version>,
     },
-    /// A set record does not hold together.
+    /// A set record is invalid.
     #[error("set record {record} is corrupt ({what}); the set is not used")]
     CorruptSet {
         /// The record.
@@ -256,7 +254,7 @@ pub enum Error {
         /// Which check failed.
         what: &'static str,
     },
-    /// The commit record of a slot does not hold together.
+    /// The commit record of a slot is invalid.
     #[error("the commit record of slot {slot} is corrupt ({what}); the version is not used")]
     CorruptCommit {
         /// The slot.
@@ -264,20 +262,20 @@ pub enum Error {
         /// Which check failed.
         what: &'static str,
     },
-    /// A version whose bytes differ from its checksums.
-    #[error("chunk {chunk} of {version} does not match its checksum")]
+    /// The bytes of a version differ from its checksums.
+    #[error("block {block} of {version} does not match its checksum")]
     ChecksumMismatch {
         /// The version.
         version: Version,
-        /// The chunk, counted in checksum blocks from 0.
-        chunk: usize,
+        /// The index of the block, from 0.
+        block: usize,
     },
-    /// The other end broke the protocol.
+    /// The peer broke the protocol.
     #[error("expected {expected} from the other end, got {got}")]
     Protocol {
         /// What the protocol allows here.
         expected: &'static str,
-        /// What came.
+        /// What arrived.
         got: String,
     },
     /// An option out of range.
@@ -287,25 +285,25 @@ pub enum Error {
         option: &'static str,
         /// The allowed range.
         expected: &'static str,
-        /// What was given.
+        /// The given value.
         got: String,
     },
-    /// A tensor's bytes could not be had from the source; nothing was published.
+    /// A tensor's bytes could not be read from the source; nothing was published.
     #[error("tensor {tensor:?} could not be extracted: {source}")]
     Fill {
         /// The tensor.
         tensor: String,
-        /// What its source said.
+        /// The error of the tensor's source.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// The layout that travelled could not be read.
+    /// The sender's layout cannot be decoded.
     #[error("the sender's layout cannot be read: {0}")]
     Layout(#[from] weightsync_core::Error),
 }
 
 impl Error {
-    /// Whether this is the other end's misbehaviour rather than a condition of
-    /// this machine or a mistake of the caller.
+    /// Whether the peer misbehaved, as opposed to a condition of this machine or a mistake of the
+    /// caller.
     pub fn is_peer_fault(&self) -> bool {
         matches!(
             self,
@@ -319,15 +317,14 @@ impl Error {
 }
 
 impl Error {
-    /// Too many descriptors of this user are on their way through sockets: for
-    /// the other ends to take, and not a failing of this one.
+    /// Whether too many descriptors of this user are in flight over sockets. The receiving ends
+    /// must take them first; this end did nothing wrong.
     pub(crate) fn is_crowded_out(&self) -> bool {
         let crowded = Errno::TOOMANYREFS.raw_os_error();
         matches!(self, Self::Os { source, .. } if source.raw_os_error() == Some(crowded))
     }
 
-    /// The same once more, of an error that ended something and is what every
-    /// later call says too.
+    /// A copy of an error that ended something; every later call returns it too.
     pub(crate) fn again(&self) -> Self {
         match self {
             Self::Os { action, source } => Self::Os {
@@ -358,7 +355,7 @@ pub(crate) fn os(action: &'static str) -> impl FnOnce(Errno) -> Error {
     }
 }
 
-/// The other end broke the protocol.
+/// The error for a peer that broke the protocol.
 pub(crate) fn unexpected(expected: &'static str, got: String) -> Error {
     Error::Protocol { expected, got }
 }

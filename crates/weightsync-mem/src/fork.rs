@@ -7,28 +7,27 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::error::Error;
 
-/// The process that made something. A forked child is another one, also where it has the
-/// same number in a process namespace of its own.
+/// The process that made an object. A forked child is another process, even with the same number in
+/// a process namespace of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// How many forks there were between the first process that asked and this one.
+    /// How many forks lie between the first process that asked and this one.
     generation: u32,
-    /// For people to read.
+    /// The process's number, for people to read.
     pid: u32,
 }
 
 impl Origin {
-    /// No process at all: it is nowhere [here](Self::is_here).
+    /// No process: it is never [here](Self::is_here).
     pub const NOWHERE: Self = Self {
         generation: 0,
         pid: 0,
     };
 
-    /// This process, in a nanosecond: ends ask at every use whether they were made here.
+    /// This process. Takes a nanosecond, because ends ask at every use whether they were made here.
     ///
-    /// It is kept in a page that a fork wipes (`MADV_WIPEONFORK`, Linux 4.14), so that the
-    /// kernel is asked once per process. Where that cannot be had, the process's number
-    /// has to do.
+    /// The identity is kept in a page that a fork wipes (`MADV_WIPEONFORK`, Linux 4.14), so that
+    /// the kernel is asked once per process. Without that, the process's number is used.
     pub fn here() -> Self {
         static PAGE: OnceLock<Option<&'static Known>> = OnceLock::new();
         /// In memory that a fork copies: the generation of the last process that asked.
@@ -40,7 +39,7 @@ impl Origin {
             };
         };
         if known.generation.load(Ordering::Acquire) == 0 {
-            // Two threads that come here at once write the same.
+            // Two threads that get here at the same time write the same value.
             let next = LAST.load(Ordering::Relaxed) + 1;
             known.pid.store(std::process::id(), Ordering::Relaxed);
             let first =
@@ -57,12 +56,12 @@ impl Origin {
         }
     }
 
-    /// Whether it is this process.
+    /// Whether this is the current process.
     pub fn is_here(self) -> bool {
         self == Self::here()
     }
 
-    /// Nothing if it is this process.
+    /// Fails unless this is the current process.
     ///
     /// # Errors
     ///
@@ -79,16 +78,15 @@ impl Origin {
     }
 }
 
-/// What the page says of this process.
+/// The page with this process's identity.
 #[repr(C)]
 struct Known {
-    /// 0 until it is asked for.
+    /// 0 until the first call.
     generation: AtomicU32,
     pid: AtomicU32,
 }
 
-/// Zeros that are zero again in every forked child. `None` where the kernel
-/// cannot do it.
+/// A page of zeros that every forked child finds zeroed again. `None` if the kernel cannot do that.
 fn wiped_on_fork() -> Option<&'static Known> {
     const PAGE: usize = 4096;
     let prot = ProtFlags::READ | ProtFlags::WRITE;

@@ -19,13 +19,13 @@ use crate::wait::{Deadline, timespec};
 #[cfg(not(target_endian = "little"))]
 compile_error!("the low half of a mailbox's word is expected at its address");
 
-/// What [`wait`] compares with.
+/// The value that [`wait`] compares.
 pub(crate) fn value(word: &AtomicU64) -> u32 {
     load_acquire(word) as u32
 }
 
-/// Sleeps while the low half is `value`, until somebody wakes the word or the
-/// deadline comes, or this thread is interrupted. It may wake for nothing.
+/// Sleeps while the low half is `value`, until the word is woken, the deadline comes, or this
+/// thread is interrupted. May wake without a reason.
 pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
     let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
     let left = interrupt::at_most(left)?.map(timespec);
@@ -36,9 +36,9 @@ pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(
     }
 }
 
-/// Wakes everybody who sleeps on the word.
+/// Wakes all that sleep on the word.
 pub(crate) fn wake(word: &AtomicU64) {
-    // It fails only on an address that is not mapped.
+    // Fails only for an address that is not mapped.
     let _ = futex::wake(low_half(word), Flags::empty(), i32::MAX as u32);
 }
 

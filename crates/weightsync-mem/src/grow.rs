@@ -20,23 +20,22 @@ use crate::slot::Slot;
 use crate::staging::Part;
 use crate::wait::Deadline;
 
-/// From this size on slots are made one by one, as they are needed. Smaller ones are
-/// there in less time than it takes to start a thread.
+/// Slots of this size or larger are made one by one, when needed. Smaller ones are made faster than
+/// a thread starts.
 const LARGE: usize = 16 << 20;
 
-/// How a model comes to more slots.
+/// The state of a model's growth.
 #[derive(Debug)]
 pub(crate) struct Growth {
     making: Making,
-    /// How long the last slot took to make. A slot that pins keep is waited for as
-    /// long before one more is made: at worst that takes twice the time, and at best
-    /// it saves the memory of a whole model.
+    /// How long the last slot took to make. The sender waits as long for a pinned slot before it
+    /// makes another: at worst that doubles the time, at best it saves a whole model's memory.
     took: Duration,
-    /// When one more is made, if none comes free before.
+    /// When to make another slot, if none comes free before.
     due: Option<Instant>,
-    /// Somebody waits for the slot that is being made.
+    /// A thread waits for the slot that is being made.
     wanted: bool,
-    /// Why a slot that somebody waited for could not be made.
+    /// Why a slot that a thread waited for could not be made.
     failed: Option<Error>,
 }
 
@@ -49,21 +48,21 @@ enum Making {
 
 /// Why there is no slot to lend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Short {
-    /// One is being made.
+pub(crate) enum Shortage {
+    /// A slot is being made.
     Making,
-    /// One is made at this time, unless one comes free before.
+    /// A slot is made at this time, unless one comes free before.
     Until(Instant),
-    /// There may be no more.
+    /// The model may not grow further.
     Pinned,
-    /// There are slots, and no set record to tell them by.
+    /// There are slots, but no free set record.
     Records,
 }
 
-/// After so long a slot is tried again that could not be made and would only have helped.
+/// After a failure, a slot that would only have saved time is tried again after this pause.
 const AGAIN: Duration = Duration::from_millis(500);
 
-/// Refuses models whose slots this process cannot have, before it is killed for them.
+/// Refuses models whose slots this process cannot have, before the system kills it for them.
 pub(crate) fn check_room(models: &[ModelSpec], slots: u8) -> Result<(), Error> {
     let bytes = models.iter().map(|model| model.layout.bytes());
     let wanted = bytes
@@ -75,8 +74,8 @@ pub(crate) fn check_room(models: &[ModelSpec], slots: u8) -> Result<(), Error> {
     }
 }
 
-/// Makes the slots of a model that are there before anything is sent: all of them,
-/// or the first if they are large.
+/// Makes the slots that a model has before the first send: all, or only the first if they are
+/// large.
 pub(crate) fn first_slots(count: u8, bytes: usize) -> Result<(Vec<Arc<Slot>>, Growth), Error> {
     let count = if bytes < LARGE { count } else { 1 };
     let since = Instant::now();
@@ -104,18 +103,17 @@ pub(crate) fn start(shared: Arc<Shared>) -> Result<JoinHandle<()>, Error> {
         })
 }
 
-/// Lends slots for the models that have none yet, in order, as far as it goes. If
-/// that is not to the end, or there is no record to tell them by, it says why;
-/// a thread that waits until it changes looks again.
+/// Lends slots for the models that have none yet, in order, as far as possible. Returns the reason
+/// if a slot or a set record is missing; a waiting thread then tries again after a change.
 pub(crate) fn lend(
     shared: &Shared,
     models: &[usize],
     parts: &mut Vec<Part>,
     max_slots: u8,
     deadline: Deadline,
-) -> Result<Option<Short>, Error> {
+) -> Result<Option<Shortage>, Error> {
     let mut state = shared.state();
-    // Heads and records before data pins, again after each change of a mailbox.
+    // Heads and records before data pins, and again after each change of a mailbox.
     let mut records = shared.observe(&mut state);
     while let Some(&model) = models.get(parts.len()) {
         let pinned = shared.pinned(&mut state, model, records);
@@ -136,9 +134,9 @@ pub(crate) fn lend(
                 continue;
             }
             Lend::Grow { needed } => shared.grow(&mut state, model, needed, deadline)?,
-            Lend::Wait => Short::Pinned,
+            Lend::Wait => Shortage::Pinned,
         };
-        // Room in a queue gives slots back, later.
+        // Delivering to queues frees slots later.
         shared.deliver(&mut state);
         return Ok(Some(short));
     }
@@ -146,43 +144,43 @@ pub(crate) fn lend(
         records = shared.observe(&mut state);
     }
     let has_record = state.plan.has_record(records);
-    Ok((!has_record).then_some(Short::Records))
+    Ok((!has_record).then_some(Shortage::Records))
 }
 
 impl Shared {
-    /// Has one more slot of a model made, at once if it is `needed` in any case.
+    /// Requests another slot of a model, at once if it is `needed` in any case.
     fn grow(
         &self,
         state: &mut State,
         model: usize,
         needed: bool,
         deadline: Deadline,
-    ) -> Result<Short, Error> {
+    ) -> Result<Shortage, Error> {
         let growth = &mut state.growth[model];
         if let Some(error) = growth.failed.take() {
             if needed {
                 return Err(error);
             }
-            // A worker may still give one back; it is tried again until then.
+            // A worker may still free a slot, so keep trying until then.
             growth.due = Some(Instant::now() + growth.took.max(AGAIN));
-            return Ok(Short::Pinned);
+            return Ok(Shortage::Pinned);
         }
         if growth.making == Making::Nothing {
             let now = Instant::now();
             let due = *growth.due.get_or_insert(now + growth.took);
             let due = deadline.map_or(due, |deadline| deadline.min(due));
             if !needed && now < due {
-                return Ok(Short::Until(due));
+                return Ok(Shortage::Until(due));
             }
             growth.making = Making::Asked;
             self.asked.notify_one();
         }
         growth.wanted = true;
-        Ok(Short::Making)
+        Ok(Shortage::Making)
     }
 
-    /// Has the slots made that the options ask for, of models of which one is
-    /// published: the next version will need them.
+    /// Requests the slots that the options ask for, for models that were published: the next
+    /// version needs them.
     pub(crate) fn make_ahead(&self, state: &mut State) {
         for (model, growth) in state.growth.iter_mut().enumerate() {
             let short = state.plan.slots(model) < self.slots;
@@ -193,14 +191,14 @@ impl Shared {
         }
     }
 
-    /// Makes slots, whenever that is asked for.
+    /// Makes slots when they are requested.
     fn make_slots(&self) {
         let mut state = self.state();
         while !self.is_closed() {
             let mut models = state.growth.iter();
             let asked = models.position(|growth| growth.making == Making::Asked);
             let Some(model) = asked else {
-                // As with the lock.
+                // As for the lock: the state is valid after a panic.
                 state = self
                     .asked
                     .wait(state)
@@ -218,7 +216,7 @@ impl Shared {
                 Slot::new(bytes, &self.ends)
             };
             let made = catch_unwind(AssertUnwindSafe(make));
-            // The threads that wait for it are told in any case.
+            // Threads that wait for the slot must learn of a panic, too.
             let made = made.unwrap_or_else(|_| {
                 let source = std::io::Error::other("it panicked");
                 let action = "making a slot";
@@ -236,7 +234,7 @@ impl Shared {
                 }
                 Ok(_) => {}
                 Err(error) if wanted => growth.failed = Some(error),
-                // It is tried again when somebody needs it.
+                // Tried again when a thread needs it.
                 Err(_) => {}
             }
             drop(state);

@@ -35,7 +35,7 @@ use rustix::thread::{NanosleepRelativeResult, nanosleep};
 use crate::error::Error;
 use crate::wait::timespec;
 
-/// How long a wait sleeps between two questions, at most.
+/// The longest sleep of a wait between two calls of the check.
 pub const SLICE: Duration = Duration::from_millis(50);
 
 /// Runs a call whose waits end with [`Error::Interrupted`] once `check` says
@@ -66,14 +66,13 @@ pub fn with<T>(mut check: impl FnMut() -> bool, call: impl FnOnce() -> T) -> T {
     call()
 }
 
-/// Whether this thread's check has said yes. Asks nothing.
+/// Whether this thread's check has said yes. Does not call it.
 pub fn is_interrupted() -> bool {
     CHECK.get().is_some_and(|check| check.yes)
 }
 
-/// How long a wait may sleep now, of what is `left` of it (`None`: without end).
-/// To be called before each sleep, with no lock held that the check may want:
-/// asks, if it is time to.
+/// How long a wait with `left` to go (`None`: no limit) may sleep now. Calls the check if it is
+/// due, so call this before each sleep, with no lock held that the check may need.
 ///
 /// # Errors
 ///
@@ -85,14 +84,14 @@ pub fn at_most(left: Option<Duration>) -> Result<Option<Duration>, Error> {
     Ok(slice(left))
 }
 
-/// Whether it is time to ask: a wait that holds a lock releases it, [asks](ask),
-/// and looks again; then it sleeps for a [`slice()`].
+/// Whether the check is due. A wait that holds a lock releases it, [asks](ask), and looks again;
+/// then it sleeps for a [`slice()`].
 pub fn is_due() -> bool {
     let check = CHECK.get();
     check.is_some_and(|check| check.yes || Instant::now() >= check.due)
 }
 
-/// How long a wait may sleep now, of what is `left` of it, without asking.
+/// How long a wait with `left` to go may sleep now, without calling the check.
 pub fn slice(left: Option<Duration>) -> Option<Duration> {
     let Some(check) = CHECK.get() else {
         return left;
@@ -101,8 +100,8 @@ pub fn slice(left: Option<Duration>) -> Option<Duration> {
     Some(left.map_or(pause, |left| left.min(pause)))
 }
 
-/// Asks the check, unless it has said yes; to be called also after a sleep that a
-/// signal ended.
+/// Calls the check, unless it has said yes before. Call this also after a sleep that a signal
+/// ended.
 ///
 /// # Errors
 ///
@@ -112,8 +111,7 @@ pub fn ask() -> Result<(), Error> {
         return Ok(());
     };
     if !known.yes {
-        // Out of its place meanwhile: it may wait itself, and is not to be asked
-        // within itself.
+        // Removed meanwhile: the check may wait itself, and must not be called within itself.
         let place = Restore(CHECK.replace(None));
         // SAFETY: `with` keeps the check alive and untouched while it is in its
         // place, where it was until just now, and cannot return before this does.
@@ -129,7 +127,7 @@ pub fn ask() -> Result<(), Error> {
     }
 }
 
-/// Sleeps so long.
+/// Sleeps for this long.
 ///
 /// # Errors
 ///
@@ -155,12 +153,12 @@ thread_local! {
 #[derive(Clone, Copy)]
 struct Check {
     check: *mut (dyn FnMut() -> bool + 'static),
-    /// When it is asked next.
+    /// When the check is due next.
     due: Instant,
     yes: bool,
 }
 
-/// Puts back the check that was there before.
+/// Restores the earlier check.
 struct Restore(Option<Check>);
 
 impl Drop for Restore {

@@ -30,8 +30,8 @@ struct Mark<P> {
 }
 
 impl<P: PartialEq> Lateness<P> {
-    /// The worker did not do its part of the publication of this sequence number,
-    /// live since `since`, before its deadline.
+    /// Notes that the worker did not do its part of the publication with this sequence number, live
+    /// since `since`, before the deadline.
     pub fn note(&mut self, sequence: u64, since: Instant, progress: P) {
         let known = self.0.as_ref();
         if known.is_none_or(|mark| mark.progress != progress) {
@@ -43,8 +43,8 @@ impl<P: PartialEq> Lateness<P> {
         }
     }
 
-    /// For how long the worker has been late, if the publication of this sequence
-    /// number is not to wait for it.
+    /// For how long the worker has been late, if the publication with this sequence number must not
+    /// wait for it.
     pub fn since(&self, sequence: u64, progress: impl FnOnce() -> P) -> Option<Duration> {
         let mark = self.0.as_ref()?;
         let stands = sequence > mark.sequence && progress() == mark.progress;

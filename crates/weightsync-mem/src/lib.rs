@@ -109,7 +109,7 @@ pub use crate::{
     late::Lateness,
     limits::raise_files,
     model::{MAX_NOTE_BYTES, ModelSpec},
-    partial_slot::{ChunkWrite, PartialSlot},
+    partial_slot::{BlockWrite, PartialSlot},
     plan::Targets,
     private::PrivateView,
     reader::{AttachOptions, Member, Reader, Resume, Taken},

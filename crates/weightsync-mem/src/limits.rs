@@ -10,15 +10,15 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::error::Error;
 
-/// Where what is asked is found; elsewhere in tests.
+/// The root of the system's files; another directory in tests.
 #[derive(Clone, Copy)]
 struct System<'a> {
     proc: &'a Path,
     groups: &'a Path,
 }
 
-/// Refuses memory that this process cannot have: more than the machine has
-/// available, or than a control group has left, swap included.
+/// Refuses memory that this process cannot have: more than the machine has available, or than a
+/// control group has left, swap included.
 ///
 /// # Errors
 ///
@@ -39,7 +39,7 @@ pub(crate) fn check_memory(wanted: u64) -> Result<(), Error> {
 }
 
 impl System<'_> {
-    /// The least that is left anywhere; with the limit, if it is a group's.
+    /// The least memory left anywhere, and the limit if it is a group's.
     fn least_left(self) -> Option<(u64, Option<u64>)> {
         let machine = self.machine().map(|left| (left, None));
         let groups = self.groups().into_iter();
@@ -56,8 +56,7 @@ impl System<'_> {
         number_after(&text, of)?.checked_mul(1 << 10)
     }
 
-    /// What this process's memory group has left, and each above it that has a
-    /// limit.
+    /// What this process's memory group and each group above it have left, if they have a limit.
     fn groups(self) -> Vec<(u64, u64)> {
         let own = read_to_string(self.proc.join("self/cgroup")).unwrap_or_default();
         let swap = self.free("SwapFree:").unwrap_or(0);
@@ -82,11 +81,11 @@ impl System<'_> {
     }
 }
 
-/// What the files of a memory group are called.
+/// The names of a memory group's files.
 struct Names {
     limit: &'static str,
     used: &'static str,
-    /// Of both, the lines of `memory.stat` that can be dropped.
+    /// The lines of `memory.stat` whose memory can be dropped.
     cached: [&'static str; 2],
     swap: Option<(&'static str, &'static str)>,
 }
@@ -106,12 +105,12 @@ const LEGACY: Names = Names {
 };
 
 impl Names {
-    /// What a group has left, where the machine has so much `swap`, and its limit;
-    /// `None` without one.
+    /// What a group has left, if the machine has this much `swap`, and the group's limit; `None`
+    /// without a limit.
     fn left(&self, group: &Path, swap: u64) -> Option<(u64, u64)> {
         let number =
             |name| -> Option<u64> { read_to_string(group.join(name)).ok()?.trim().parse().ok() };
-        // The older interface says "none" by a number near the largest.
+        // The older interface writes "no limit" as a number near the largest.
         let limit = number(self.limit).filter(|limit| *limit < 1 << 60)?;
         let used = number(self.used)?;
         let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
@@ -127,14 +126,13 @@ impl Names {
     }
 }
 
-/// The number behind a word at the beginning of a line.
+/// The number after a word at the beginning of a line.
 fn number_after(text: &str, word: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(word))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
-/// Lets this process have as many files open as it may raise its own limit to.
-/// False if it has that already.
+/// Raises this process's limit on open files as far as it may. False if it was already there.
 pub fn raise_files() -> bool {
     let limit = getrlimit(Resource::Nofile);
     if limit.current == limit.maximum {

@@ -1,5 +1,5 @@
-//! Connects the plan and the shared pages: reads the readers' pages into the plan, and writes
-//! the plan's decisions into their mailboxes. All of it happens under the lock.
+//! Connects the plan and the shared pages, under the lock: reads the readers' pages into the plan,
+//! and writes the plan's decisions into their mailboxes.
 
 use std::sync::atomic::Ordering;
 
@@ -10,8 +10,8 @@ use crate::scan::{self, Breach};
 use crate::wire::Delivery;
 
 impl Shared {
-    /// Takes what the readers' pages say into the plan; gives the records that
-    /// some reader pins. A caller that asks for data pins does so after this.
+    /// Reads the readers' pages into the plan; returns the records that some reader pins. The
+    /// caller asks for data pins after this.
     pub(crate) fn observe(&self, state: &mut State) -> SlotSet {
         let mut records = SlotSet::default();
         let mut breaches = Vec::new();
@@ -33,8 +33,8 @@ impl Shared {
         records
     }
 
-    /// The slots of a model that some end holds, given the records that
-    /// [`observe`](Self::observe) found pinned before.
+    /// The slots of a model that some end holds, given the records that [`observe`](Self::observe)
+    /// found pinned before.
     pub(crate) fn pinned(&self, state: &mut State, model: usize, records: SlotSet) -> SlotSet {
         let mut held = self.own.held(model);
         let mut breaches = Vec::new();
@@ -50,17 +50,17 @@ impl Shared {
         held.union(state.plan.slots_of(records, model))
     }
 
-    /// Turns readers away whose pages say what no page of theirs can.
+    /// Rejects readers whose pages make impossible claims.
     fn condemn(&self, state: &mut State, breaches: Vec<(Key, Breach)>) {
         for (key, breach) in breaches {
             state.condemn(key, breach.to_string());
-            // The threads that wait for it look again.
+            // The threads that wait for them look again.
             self.bells.ring();
         }
     }
 
-    /// Makes the shared pages say what the plan has decided, and asks full
-    /// queues to tell when there is room.
+    /// Writes the plan's decision into the shared pages, and asks readers with full queues to
+    /// report when there is room.
     pub(crate) fn decide<T>(
         &self,
         state: &mut State,
@@ -70,10 +70,10 @@ impl Shared {
         if state.plan.anything_waits() {
             let lacking = state.plan.lacks_records();
             if self.ask_for_room(state) || lacking {
-                // A reader that made room before it was asked to tell does not.
+                // A reader that made room before it was asked does not report that.
                 let mut records = self.observe(state);
                 if lacking && self.perform(state, Plan::clear_taken) {
-                    // A reader may have pinned one before its place was cleared.
+                    // A reader may have pinned an answer's record before the word was cleared.
                     records = self.observe(state);
                 }
                 // The decision itself may have freed records as well.
@@ -83,9 +83,9 @@ impl Shared {
         decided
     }
 
-    /// True if there was a reader to ask that had not been asked before. A sender that
-    /// takes something gives a record back, so where those are missing all are
-    /// asked. Remote readers need not be: the relay that acts for a remote reader says it here.
+    /// True if a reader was asked that had not been asked before. Taking a set frees a record, so
+    /// if records are missing all readers are asked. Remote readers are not asked: their relay
+    /// reports here anyway.
     fn ask_for_room(&self, state: &State) -> bool {
         let mut asked = false;
         let lacking = state.plan.lacks_records();
@@ -99,8 +99,7 @@ impl Shared {
         asked
     }
 
-    /// Takes the decided steps in the shared pages, then wakes the readers
-    /// concerned.
+    /// Performs the decided steps on the shared pages, then wakes the readers concerned.
     fn perform<T>(
         &self,
         state: &mut State,
@@ -130,8 +129,8 @@ impl Shared {
                             .claims
                             .note_named(live.record, state.plan.set(live.record));
                         let head = reader.control().head.load();
-                        // Refused only if the reader has moved its head back,
-                        // which harms nobody else.
+                        // Fails only if the reader has moved its head back, which harms no other
+                        // reader.
                         reader.mailbox().queue.0.push(head, bound, *live);
                     }
                 }
@@ -156,8 +155,8 @@ impl Shared {
                 }
             }
         }
-        // One fence for all mailboxes, before the question who sleeps and before any look at
-        // pins. All mailboxes first: a reader that is woken may want the processor.
+        // One fence for all mailboxes, before asking which readers sleep and before looking at
+        // pins. All mailboxes are written first: a reader that is woken may take the processor.
         order();
         for step in &steps {
             match step {
@@ -179,8 +178,7 @@ impl Shared {
         decided
     }
 
-    /// Puts mailboxes that wait for room where they are meant to be, as far as there
-    /// is room by now.
+    /// Moves mailboxes that wait to their sets, as far as there is room by now.
     pub(crate) fn deliver(&self, state: &mut State) {
         let records = self.observe(state);
         self.decide(state, |plan, steps| plan.deliver(records, steps));

@@ -19,8 +19,8 @@ use crate::error::{Error, os};
 use crate::fork::Origin;
 use crate::populate::{self, HUGE_PAGE};
 
-/// Seals every shared file carries: no resizing, and after the owner's own
-/// mapping no writable mapping and no `write` by anybody.
+/// The seals of every shared file: its size is fixed, and after the owner's own mapping nobody can
+/// map it writable or write it.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::FUTURE_WRITE);
@@ -51,7 +51,7 @@ impl OwnedFile {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let map = Mapping::map(fd.as_fd(), len, prot, MapFlags::SHARED)?;
         match populate::to_write(&map, stop) {
-            // Before Linux 5.14: allocated here, mapped as it is touched.
+            // Before Linux 5.14: allocate here, and map on first touch.
             Err(Errno::INVAL) => rustix::io::retry_on_intr(|| {
                 rustix::fs::fallocate(&fd, rustix::fs::FallocateFlags::empty(), 0, len as u64)
             }),
@@ -69,7 +69,7 @@ impl OwnedFile {
         })
     }
 
-    /// Writes `bytes` at the start, before the file is handed to anybody.
+    /// Writes `bytes` at the start, before any other process has the file.
     pub(crate) fn fill(&self, bytes: &[u8]) {
         assert!(
             bytes.len() <= self.map.len,
@@ -83,14 +83,14 @@ impl OwnedFile {
     }
 }
 
-/// A mapping of a memory file, from its beginning: shared, but for
-/// [`private`](Mapping::private) ones.
+/// A mapping of a memory file from its beginning; shared, except for [`private`](Mapping::private)
+/// ones.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    /// The process that made it: in a forked child the addresses are not mapped
-    /// (`MADV_DONTFORK`), and something else may live there.
+    /// The process that made the mapping. In a forked child the addresses are not mapped
+    /// (`MADV_DONTFORK`), and something else may be there.
     origin: Origin,
 }
 
@@ -127,20 +127,19 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps a file that this process has mapped already, so that what is written
-    /// here is copied first, a page at a time, and nobody else sees it. What is
-    /// not written stays the file's, and follows it.
+    /// Maps a file that this process has already mapped, privately: a page is copied before it is
+    /// written, and no other process sees the copy. Pages that were not written follow the file.
     pub(crate) fn private(fd: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
-        // Nearly nothing is ever written, so no room is set aside for all of it.
+        // Few pages are ever written, so no memory is reserved for all of them.
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let mapping = Self::map(fd, len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
-        // To be read: else every page would be copied.
+        // Only for reading: faulting in for writing would copy every page.
         populate::to_read(&mapping, &(0..len));
         Ok(mapping)
     }
 
-    /// Makes pages of a private mapping the file's again; what was written there
-    /// is gone. Nobody may be using them.
+    /// Drops the copies of pages of a private mapping, so that they show the file again. The pages
+    /// must not be in use.
     pub(crate) fn restore(&self, pages: &Range<usize>) -> Result<(), Error> {
         let start = self.at(pages);
         // SAFETY: the range is inside this mapping, whose owner says that nobody
@@ -151,7 +150,7 @@ impl Mapping {
         Ok(())
     }
 
-    /// Whether the bytes from `start` on are others. Nobody may be writing them.
+    /// Whether the bytes from `start` on differ. They must not be written meanwhile.
     pub(crate) fn differs(&self, start: usize, other: &[u8]) -> bool {
         let place = self.at(&(start..start + other.len()));
         // SAFETY: the range is inside this mapping, which lives as long as
@@ -170,8 +169,8 @@ impl Mapping {
         unsafe { self.as_ptr().add(range.start) }.cast()
     }
 
-    /// Nothing of it is faulted in before it is kept out of forked children and
-    /// core files: faulting in takes seconds, in which a fork would take it along.
+    /// Excluded from forked children and core files before it is faulted in: that takes seconds, in
+    /// which a fork would copy it.
     fn map(
         fd: BorrowedFd<'_>,
         len: usize,
@@ -198,8 +197,8 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// A copy of the first `len` bytes of a peer's file, so that what is parsed
-    /// cannot change meanwhile.
+    /// A copy of the first `len` bytes of a peer's file, so that they cannot change while they are
+    /// parsed.
     pub(crate) fn copy_out(&self, len: usize) -> Vec<u8> {
         let len = len.min(self.len);
         let mut bytes = vec![0; len];
@@ -217,8 +216,7 @@ impl Mapping {
         self.len
     }
 
-    /// Whether this process is the one that made the mapping. Everything that
-    /// touches the memory asks first.
+    /// Checks that this process made the mapping. Every access to the memory calls this first.
     pub(crate) fn usable(&self) -> Result<(), Error> {
         self.origin.check()
     }
@@ -249,8 +247,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Maps a file where the kernel can use huge pages for it, if it is long enough for
-/// one.
+/// Maps a file at an address where the kernel can use huge pages, if it is long enough for one.
 fn map_aligned(
     fd: BorrowedFd<'_>,
     len: usize,
@@ -289,10 +286,10 @@ fn map_aligned(
     mapped
 }
 
-/// A type made of atomics alone, laid out as declared.
+/// A type that consists of atomics, laid out as declared.
 ///
 /// # Safety
 ///
-/// Any bytes must be a valid value, shared access from several processes must
-/// be defined, and the alignment must not exceed a page.
+/// Any bytes must be a valid value, shared access from several processes must be defined, and the
+/// alignment must not exceed a page.
 pub(crate) unsafe trait Table {}

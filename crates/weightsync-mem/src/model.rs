@@ -1,4 +1,4 @@
-//! A model of the segment: what it looks like, and where its pages are mapped.
+//! A model of the segment: its description, and the mappings of its pages.
 
 use std::sync::{Arc, OnceLock};
 
@@ -15,20 +15,20 @@ const MAX_LAYOUT_BYTES: u64 = 1 << 30;
 /// The longest note of a model, in bytes.
 pub const MAX_NOTE_BYTES: usize = 16 << 20;
 
-/// One model of a segment, as its sender describes it.
+/// One model of a segment, as described by its sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ModelSpec {
-    /// The layout every version of it follows.
+    /// The layout of all its versions.
     pub layout: Layout,
-    /// Handed to every reader as it is, at most [`MAX_NOTE_BYTES`]: what a
-    /// reader must know in addition to the layout. This crate does not look into it.
+    /// Facts that a reader needs in addition to the layout, passed on unchanged; at most
+    /// [`MAX_NOTE_BYTES`]. This crate does not read it.
     pub note: Vec<u8>,
 }
 
-/// A model as one end has it.
+/// A model at one end.
 #[derive(Debug)]
 pub(crate) struct Model {
-    /// Its place among the models of the segment.
+    /// Its index in the segment.
     pub(crate) index: usize,
     pub(crate) layout: Layout,
     spans: OnceLock<Spans>,
@@ -49,7 +49,7 @@ impl Model {
         self.page.table()
     }
 
-    /// How its image is cut: only who writes one asks.
+    /// The spans of its image, which only an end that writes one needs.
     pub(crate) fn spans(&self) -> &Spans {
         self.spans.get_or_init(|| Spans::new(&self.layout))
     }
@@ -63,7 +63,7 @@ impl Model {
     }
 }
 
-/// The file in which a model's description travels: the layout, then the note.
+/// The file that carries a model's description: the layout, then the note.
 #[derive(Debug)]
 pub(crate) struct Description {
     pub(crate) file: OwnedFile,
@@ -85,7 +85,7 @@ impl Description {
         })
     }
 
-    /// Reads a peer's description. Both lengths are the peer's words.
+    /// Reads a peer's description. The peer states both lengths.
     pub(crate) fn read(
         fd: std::os::fd::BorrowedFd<'_>,
         layout_bytes: u64,

@@ -1,4 +1,4 @@
-//! Finds the pages of a private mapping that are copies by now and no longer the file's.
+//! Finds the pages of a private mapping that are copies and no longer the file's.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -9,16 +9,16 @@ use rustix::io::Errno;
 use crate::error::{Error, os};
 use crate::map::Mapping;
 
-/// The page map of the process that opened it, and of no forked child.
+/// The page map of the process that opened it; not valid in a forked child.
 #[derive(Debug)]
 pub(crate) struct PageMap(OwnedFd);
 
 impl PageMap {
-    /// This process's.
+    /// The page map of this process.
     ///
     /// # Errors
     ///
-    /// Where there is no `/proc`.
+    /// If there is no `/proc`.
     pub(crate) fn open() -> Result<Self, Error> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         rustix::fs::open("/proc/self/pagemap", flags, Mode::empty())
@@ -39,14 +39,14 @@ impl PageMap {
     /// Where the kernel does not say.
     pub(crate) fn copied(&self, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
         match scan(&self.0, map) {
-            // Before Linux 6.7, or filtered.
+            // The kernel is older than 6.7, or forbids the call.
             Err(_) => read(&self.0, map),
             found => found,
         }
     }
 }
 
-/// What `PAGEMAP_SCAN` takes; see `linux/fs.h`.
+/// The argument of `PAGEMAP_SCAN`; see `linux/fs.h`.
 #[repr(C)]
 #[derive(Default)]
 struct Scan {
@@ -64,7 +64,7 @@ struct Scan {
     return_mask: u64,
 }
 
-/// What it gives.
+/// An element of its result.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct Region {
@@ -77,7 +77,7 @@ const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
 
-/// Asks for pages that are there, or swapped out, and not a file's.
+/// Asks for pages that are present or swapped out, and do not belong to a file.
 fn scan(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
     let code = rustix::ioctl::opcode::read_write::<Scan>(b'f', 16);
     let first = map.as_ptr().addr() as u64;
@@ -116,7 +116,7 @@ fn scan(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
     Ok(found)
 }
 
-/// The same, page by page from the table itself.
+/// The same, from the page table's entries, one by one.
 fn read(table: &OwnedFd, map: &Mapping) -> Result<Vec<Range<usize>>, Error> {
     const FILE: u64 = 1 << 61;
     const SWAPPED: u64 = 1 << 62;

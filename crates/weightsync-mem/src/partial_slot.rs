@@ -14,22 +14,21 @@ use crate::set::{ModelSet, SetEntry};
 use crate::slot::{Note, Slot};
 use crate::snapshot::Snapshot;
 
-/// Not there, and nobody has written in its place.
+/// Missing, and nothing was written in its place.
 const MISSING: u8 = 0;
 const TAKEN: u8 = 1;
 const KEPT: u8 = 2;
-/// Not there, and its place may have been written in.
+/// Missing, and its place may hold a part of it.
 const SPOILED: u8 = 3;
 
-/// A slot into which a version comes in pieces, from any number of threads.
+/// A slot into which a version arrives in pieces, from any number of threads.
 ///
-/// **Guarantee.** No worker sees any of it before it is
-/// [committed](Self::commit), which it can be only when every piece is kept. A
-/// kept piece can be [read](Self::read) at once, and does not change for as long
-/// as this lives. Dropped before it is committed, it leaves everything as it was.
+/// **Guarantee.** No worker sees any of it before it is [committed](Self::commit), which requires
+/// that every piece is kept. A kept piece can be [read](Self::read) at once, and does not change
+/// while this lives. If it is dropped before the commit, everything stays as it was.
 ///
-/// The slot may hold an older version from before: a piece that nobody has written in
-/// has the bytes of [that version](ChunkWrite::base) until it is written.
+/// The slot may hold an older version from before: a piece that was not written yet has the bytes
+/// of [that version](BlockWrite::base).
 pub struct PartialSlot {
     shared: Arc<Shared>,
     model: usize,
@@ -39,27 +38,27 @@ pub struct PartialSlot {
     piece_bytes: usize,
     /// What the slot held when it was lent.
     before: Note,
-    /// Of each piece: missing, taken by somebody to be written, or kept.
+    /// The state of each piece: missing, taken to be written, or kept.
     pieces: Vec<AtomicU8>,
-    /// How many are not kept.
+    /// How many pieces are not kept.
     missing: AtomicUsize,
     committed: OnceLock<Snapshot>,
 }
 
-/// One piece of a [`PartialSlot`], or several that follow each other, to be written by the thread
-/// that took it. Dropped without [`keep`](Self::keep), it is missing again.
+/// One piece of a [`PartialSlot`], or several consecutive ones, for the thread that took it to
+/// write. Dropped without [`keep`](Self::keep), the piece is missing again.
 #[derive(Debug)]
-pub struct ChunkWrite {
+pub struct BlockWrite {
     room: Arc<PartialSlot>,
     indices: Range<usize>,
     kept: bool,
-    /// Nobody had written in it since the slot was lent, when it was taken.
+    /// When the piece was taken, nothing had been written in it since the slot was lent.
     untouched: bool,
     written: bool,
 }
 
 impl PartialSlot {
-    /// In a slot that is lent.
+    /// A version that arrives in a lent slot.
     ///
     /// # Panics
     ///
@@ -91,12 +90,12 @@ impl PartialSlot {
         self.model
     }
 
-    /// The version that comes here.
+    /// The version that arrives here.
     pub fn version(&self) -> Version {
         self.version
     }
 
-    /// Names, dtypes, shapes and places of the tensors.
+    /// Names, dtypes, shapes and offsets of the tensors.
     pub fn layout(&self) -> &Layout {
         &self.shared.models[self.model].model.layout
     }
@@ -112,7 +111,7 @@ impl PartialSlot {
         self.pieces.len()
     }
 
-    /// The pieces that nobody has taken or kept, lowest first.
+    /// The pieces that are neither taken nor kept, lowest first.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
         let states = self.pieces.iter().enumerate();
         states
@@ -130,7 +129,7 @@ impl PartialSlot {
         self.missing.load(Ordering::Acquire) == 0
     }
 
-    /// Where a piece belongs in the image, in bytes.
+    /// The byte range of a piece in the image.
     ///
     /// # Panics
     ///
@@ -145,20 +144,19 @@ impl PartialSlot {
         start..(start + self.piece_bytes).min(self.layout().bytes() as usize)
     }
 
-    /// Takes a piece that is missing, to write it; `None` if it is not, or there
-    /// is no such piece.
-    pub fn take(self: &Arc<Self>, index: usize) -> Option<ChunkWrite> {
+    /// Takes a missing piece to write it; `None` if it is not missing or does not exist.
+    pub fn take(self: &Arc<Self>, index: usize) -> Option<BlockWrite> {
         self.take_all(index..index.checked_add(1)?)
     }
 
-    /// Takes pieces that follow each other, to write them as one; `None` if one of
-    /// them is not missing, or there are no such pieces.
-    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<ChunkWrite> {
+    /// Takes consecutive pieces to write them as one; `None` if one of them is not missing or does
+    /// not exist.
+    pub fn take_all(self: &Arc<Self>, indices: Range<usize>) -> Option<BlockWrite> {
         let states = self.pieces.get(indices.clone())?;
         if states.is_empty() {
             return None;
         }
-        let mut taken = ChunkWrite {
+        let mut taken = BlockWrite {
             room: self.clone(),
             indices: indices.start..indices.start,
             kept: false,
@@ -172,7 +170,7 @@ impl PartialSlot {
             };
             if !take(MISSING) {
                 if !take(SPOILED) {
-                    // Those before it are missing again, as nobody has written there.
+                    // Nothing was written in the pieces taken before, so they are missing again.
                     return None;
                 }
                 taken.untouched = false;
@@ -182,7 +180,7 @@ impl PartialSlot {
         Some(taken)
     }
 
-    /// A piece that is kept.
+    /// The bytes of a piece, if it is kept.
     pub fn read(&self, index: usize) -> Option<&[u8]> {
         if self.pieces.get(index)?.load(Ordering::Acquire) != KEPT {
             return None;
@@ -196,13 +194,13 @@ impl PartialSlot {
         Some(unsafe { std::slice::from_raw_parts(start, range.len()) })
     }
 
-    /// Makes it a version of the segment, which can be told to workers. The
-    /// second time the same one.
+    /// Makes this a version of the segment, which workers can be notified of. A second call returns
+    /// the same version.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOption`] if a piece is missing, [`Error::SenderClosed`] after
-    /// the end, [`Error::Forked`] in a forked child.
+    /// [`Error::BadOption`] if a piece is missing, [`Error::SenderClosed`] after the end,
+    /// [`Error::Forked`] in a forked child.
     pub fn commit(&self) -> Result<Snapshot, Error> {
         if let Some(committed) = self.committed.get() {
             return Ok(committed.clone());
@@ -217,7 +215,7 @@ impl PartialSlot {
         let shared = &self.shared;
         shared.open()?;
         let mut state = shared.state();
-        // Another thread may have been here.
+        // Another thread may have committed it meanwhile.
         if let Some(committed) = self.committed.get() {
             return Ok(committed.clone());
         }
@@ -239,7 +237,7 @@ impl PartialSlot {
         state.plan.keep(self.model, slot, version);
         shared.make_ahead(&mut state);
         self.file.note(version, self.before);
-        // Under the lock: nobody commits it a second time meanwhile.
+        // Under the lock, so that no thread commits it a second time.
         let committed = self.committed.get_or_init(|| held).clone();
         drop(state);
         Ok(committed)
@@ -247,7 +245,7 @@ impl PartialSlot {
 
     fn at(&self, range: &Range<usize>) -> *mut u8 {
         let map = &self.file.map;
-        // A word with the reason instead of a fault without one.
+        // A panic with the reason is better than a fault without one.
         if let Err(error) = map.usable() {
             panic!("{error}");
         }
@@ -281,20 +279,20 @@ impl fmt::Debug for PartialSlot {
     }
 }
 
-impl ChunkWrite {
-    /// Their numbers.
+impl BlockWrite {
+    /// The indices of the pieces.
     pub fn indices(&self) -> Range<usize> {
         self.indices.clone()
     }
 
-    /// The older version whose bytes these are still, if they are: from before the slot
-    /// was lent, and nobody has written here since.
+    /// The older version whose bytes are still here, if nothing was written since the slot was
+    /// lent.
     pub fn base(&self) -> Option<Version> {
         let is_there = self.untouched && !self.written;
         self.room.base().filter(|_| is_there)
     }
 
-    /// It is written, and checked: from here on it can be read.
+    /// Marks the pieces as written and checked: from here on they can be read.
     pub fn keep(mut self) {
         self.kept = true;
         for state in &self.room.pieces[self.indices.clone()] {
@@ -304,14 +302,14 @@ impl ChunkWrite {
         self.room.missing.fetch_sub(count, Ordering::AcqRel);
     }
 
-    /// Where it belongs in the image, in bytes.
+    /// The byte range in the image.
     pub fn range(&self) -> Range<usize> {
         let (first, last) = (self.indices.start, self.indices.end - 1);
         self.room.range(first).start..self.room.range(last).end
     }
 }
 
-impl Deref for ChunkWrite {
+impl Deref for BlockWrite {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
@@ -324,7 +322,7 @@ impl Deref for ChunkWrite {
     }
 }
 
-impl DerefMut for ChunkWrite {
+impl DerefMut for BlockWrite {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.written = true;
         let range = self.range();
@@ -335,7 +333,7 @@ impl DerefMut for ChunkWrite {
     }
 }
 
-impl Drop for ChunkWrite {
+impl Drop for BlockWrite {
     fn drop(&mut self) {
         if !self.kept {
             let left = match self.untouched && !self.written {

@@ -16,42 +16,42 @@ use crate::socket::Socket;
 use crate::wait::Doorbell;
 use crate::wire::FromReader;
 
-/// Where the pin words live.
+/// The place of the pin words.
 #[derive(Debug)]
-pub(crate) enum Home {
-    /// A reader's: in its control page. The socket is kept with it, because the
-    /// sender takes the socket's hang-up for the end of all its pins.
+pub(crate) enum PinOwner {
+    /// A reader's control page. The socket is kept with it, because the sender takes the socket's
+    /// hang-up for the end of all its pins.
     Reader {
         /// The control page.
         control: OwnedFile,
-        /// What the sender wants this reader to run.
+        /// The sender's notifications for this reader.
         mailbox: Mapping,
         /// The connection to the sender.
         socket: Socket,
     },
-    /// The sender's own, for snapshots it takes of what it published.
+    /// The sender's own pins, for snapshots of what it published.
     Sender(Box<[PinWord; MAX_MODELS]>),
 }
 
 /// The pins of one end.
 #[derive(Debug)]
 pub(crate) struct PinBook {
-    pub(crate) home: Home,
+    pub(crate) owner: PinOwner,
     pub(crate) header: Arc<Mapping>,
     pub(crate) doorbell: Arc<Doorbell>,
-    /// Who sweeps slots that were written privately, if there is anybody.
+    /// Cleans slots that were written privately, if that is needed.
     pub(crate) sweeps: OnceLock<SweepsOf>,
-    /// The models this end has.
+    /// The models of this end.
     models: Models,
-    /// For each model up to the last of them, how many pins each slot has.
+    /// For each model, up to the last one, how many pins each slot has.
     counts: Mutex<Vec<[u32; MAX_SLOTS]>>,
 }
 
-/// A set just taken: every data slot of it is pinned.
+/// A set that was just taken: all its data slots are pinned.
 #[derive(Debug)]
 pub(crate) struct Hold {
     pub(crate) sequence: u64,
-    /// One for each model of it, in order.
+    /// One pin for each model, in order.
     pub(crate) pins: Vec<Pin>,
 }
 
@@ -66,14 +66,14 @@ impl Hold {
 
 impl PinBook {
     pub(crate) fn new(
-        home: Home,
+        owner: PinOwner,
         header: Arc<Mapping>,
         doorbell: Arc<Doorbell>,
         models: Models,
     ) -> Self {
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
-            home,
+            owner,
             header,
             doorbell,
             sweeps: OnceLock::new(),
@@ -88,25 +88,25 @@ impl PinBook {
 
     /// A reader's control page.
     pub(crate) fn control(&self) -> Result<&Control, Error> {
-        match &self.home {
-            Home::Reader { control, .. } => Ok(control.map.table()),
-            Home::Sender(_) => Err(not_a_reader()),
+        match &self.owner {
+            PinOwner::Reader { control, .. } => Ok(control.map.table()),
+            PinOwner::Sender(_) => Err(not_a_reader()),
         }
     }
 
     /// A reader's mailbox.
     pub(crate) fn mailbox(&self) -> Result<&Mailbox, Error> {
-        match &self.home {
-            Home::Reader { mailbox, .. } => Ok(mailbox.table()),
-            Home::Sender(_) => Err(not_a_reader()),
+        match &self.owner {
+            PinOwner::Reader { mailbox, .. } => Ok(mailbox.table()),
+            PinOwner::Sender(_) => Err(not_a_reader()),
         }
     }
 
     /// A reader's connection to its sender.
     pub(crate) fn socket(&self) -> Result<&Socket, Error> {
-        match &self.home {
-            Home::Reader { socket, .. } => Ok(socket),
-            Home::Sender(_) => Err(not_a_reader()),
+        match &self.owner {
+            PinOwner::Reader { socket, .. } => Ok(socket),
+            PinOwner::Sender(_) => Err(not_a_reader()),
         }
     }
 
@@ -115,28 +115,27 @@ impl PinBook {
         self.word(model).held()
     }
 
-    /// Pins the set that the mailbox's live word is on, whichever that is by then;
-    /// the sender is told if its record is damaged. `None` while there is none.
+    /// Pins the set of the mailbox's live word, whatever it is by then. Tells the sender if the
+    /// record is damaged. `None` if there is no set.
     pub(crate) fn take_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.pin_word(&self.mailbox()?.live.0, true)
     }
 
-    /// Pins the set that the mailbox's live word is on, to look at it.
+    /// Pins the set of the mailbox's live word, only to look at it.
     pub(crate) fn look_live(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.pin_word(&self.mailbox()?.live.0, false)
     }
 
-    /// Pins the set that answers what was asked last. `None` while there is none.
+    /// Pins the set that answers the last question. `None` if there is none.
     pub(crate) fn pin_answer(self: &Arc<Self>) -> Result<Option<Hold>, Error> {
         self.pin_word(&self.mailbox()?.answer.0.live, false)
     }
 
-    /// Pins the set that a word of the mailbox is on. What is wrong with one that
-    /// the reader is told (and not only looks at, or asked for) the sender hears.
+    /// Pins the set of one of the mailbox's words. If the word is a notification (`notified`), the
+    /// sender learns of damage; for a look or an answer it does not.
     ///
-    /// Lock-free: it starts over only when the sender has moved the word in
-    /// between.
-    fn pin_word(self: &Arc<Self>, word: &LiveWord, told: bool) -> Result<Option<Hold>, Error> {
+    /// Lock-free: starts over only if the sender has moved the word in between.
+    fn pin_word(self: &Arc<Self>, word: &LiveWord, notified: bool) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let mailbox = self.mailbox()?;
         let records = &self.control()?.records;
@@ -144,14 +143,14 @@ impl PinBook {
             let hold = records.pin(live, word).then(|| self.hand_over(live));
             records.unpin(live.record);
             if matches!(hold, Some(Ok(_))) {
-                // The sender hears of it with what becomes of the set.
+                // The sender learns of it together with the outcome of the set.
                 order();
             } else {
                 self.wake_sender();
             }
             self.notify_room(mailbox);
             if let Some(hold) = hold {
-                if let (true, Err(error)) = (told, &hold) {
+                if let (true, Err(error)) = (notified, &hold) {
                     self.refuse_damage(live.sequence, error);
                 }
                 return hold.map(Some);
@@ -160,9 +159,8 @@ impl PinBook {
         Ok(None)
     }
 
-    /// Pins the set at `position` of the mailbox's queue, which is this reader's
-    /// head: nobody else moves it. `None` if the sender has not got that far, or
-    /// has shut the queue.
+    /// Pins the set at `position` of the mailbox's queue, which is this reader's head: only this
+    /// reader moves it. `None` if the sender has not got that far, or has shut the queue.
     pub(crate) fn take_queued(self: &Arc<Self>, position: u64) -> Result<Option<Hold>, Error> {
         self.header.usable()?;
         let (mailbox, control) = (self.mailbox()?, self.control()?);
@@ -171,23 +169,23 @@ impl PinBook {
         };
         let hold = self.hand_over(live);
         if !mailbox.queue.0.is_open() {
-            // The entry was taken back, and what it named may be written. The
-            // data pins are withdrawn with `hold`.
+            // The sender took the entry back, so its record may be rewritten. Dropping `hold`
+            // removes the data pins.
             return Ok(None);
         }
         if let Err(error) = &hold {
             self.refuse_damage(live.sequence, error);
         }
-        // Also past one that is corrupt: the next may be whole.
+        // Also past a corrupt entry: the next one may be valid.
         control.head.advance(position + 1);
-        // The sender hears of it with what becomes of the set.
+        // The sender learns of it together with the outcome of the set.
         order();
         self.notify_room(mailbox);
         hold.map(Some)
     }
 
-    /// Pins the data slots of a record that is held meanwhile, by a record pin
-    /// or by its place in the queue.
+    /// Pins the data slots of a record. A record pin or its place in the queue holds the record
+    /// meanwhile.
     fn hand_over(self: &Arc<Self>, live: Live) -> Result<Hold, Error> {
         let set = self.set_of(live)?;
         Ok(Hold {
@@ -198,7 +196,7 @@ impl PinBook {
 
     fn set_of(&self, live: Live) -> Result<ModelSet, Error> {
         let mut set = self.header().read_set(live)?.set;
-        // The record may be shared with workers that have other models too.
+        // The record may be shared with workers that take other models.
         set.keep(self.models);
         match set.is_empty() {
             false => Ok(set),
@@ -209,7 +207,7 @@ impl PinBook {
         }
     }
 
-    /// Says that a set has come, and is whole: every record of it was checked.
+    /// Reports that a set was taken; all its records were checked.
     pub(crate) fn set_taken(&self, sequence: u64) -> Result<(), Error> {
         let taken = &self.control()?.taken;
         taken.store(sequence, Ordering::Release);
@@ -217,16 +215,16 @@ impl PinBook {
         Ok(())
     }
 
-    /// Tells the sender that a set was not taken, if it was damaged.
+    /// Tells the sender that a damaged set was not taken.
     pub(crate) fn refuse_damage(&self, sequence: u64, error: &Error) {
         if error.is_peer_fault() {
-            // What is wrong with the socket is not what is wrong here.
+            // A failure of the socket here is reported elsewhere.
             let _ = self.refuse(sequence, &error.to_string());
         }
     }
 
-    /// Tells the sender why a set is not used, 0 for any set. False if it does
-    /// not listen.
+    /// Tells the sender why a set is refused; 0 refuses every set. False if the sender ignores this
+    /// reader.
     pub(crate) fn refuse(&self, sequence: u64, reason: &str) -> Result<bool, Error> {
         let packet = FromReader::Refused {
             sequence,
@@ -235,8 +233,7 @@ impl PinBook {
         self.socket()?.send(&packet.encode(), &[])
     }
 
-    /// Pins every data slot of a set. The caller knows that they are held by
-    /// something else meanwhile.
+    /// Pins every data slot of a set. The caller knows that something else holds them meanwhile.
     pub(crate) fn pin(self: &Arc<Self>, set: &ModelSet) -> Vec<Pin> {
         let mut counts = self.counts();
         let pins = set.iter().map(|(model, entry)| {
@@ -260,36 +257,35 @@ impl PinBook {
         }
     }
 
-    /// Tells the sender that a record was given back, if it wants to hear of it.
-    /// After a fence (there is one in [`wake_sender`](Self::wake_sender)): a sender
-    /// that asks to be told looks again after asking.
+    /// Tells the sender that a record came free, if it wants to know. Called after a fence (that of
+    /// [`wake_sender`](Self::wake_sender)): a sender looks again after it has asked for this.
     pub(crate) fn notify_room(&self, mailbox: &Mailbox) {
         if mailbox.wants_room.0.sleeping()
             && let Ok(socket) = self.socket()
         {
-            // A sender that is gone needs no telling.
+            // A sender that is gone need not know.
             let _ = socket.send(&FromReader::Room.encode(), &[]);
         }
     }
 
     fn word(&self, model: usize) -> &PinWord {
-        match &self.home {
-            Home::Reader { control, .. } => &control.map.table::<Control>().pins[model],
-            Home::Sender(words) => &words[model],
+        match &self.owner {
+            PinOwner::Reader { control, .. } => &control.map.table::<Control>().pins[model],
+            PinOwner::Sender(words) => &words[model],
         }
     }
 
     fn counts(&self) -> MutexGuard<'_, Vec<[u32; MAX_SLOTS]>> {
-        // The counts are changed in single steps, so they hold after a panic.
+        // Each change of the counts is one step, so they are valid after a panic.
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Drop for PinBook {
     fn drop(&mut self) {
-        // The last snapshot is gone. A forked child may keep a copy of the
-        // connection open, so it is ended and not only closed.
-        if let Home::Reader { socket, .. } = &self.home
+        // The last snapshot is gone. A forked child may hold a copy of the connection, so it is
+        // shut down and not only closed.
+        if let PinOwner::Reader { socket, .. } = &self.owner
             && self.header.usable().is_ok()
         {
             socket.shut_down();
@@ -297,13 +293,13 @@ impl Drop for PinBook {
     }
 }
 
-/// One hold on one data slot, given back when dropped.
+/// A pin on one data slot, removed when dropped.
 #[derive(Debug)]
 pub(crate) struct Pin {
     pub(crate) book: Arc<PinBook>,
     pub(crate) model: usize,
     pub(crate) slot: u8,
-    /// What it is held for.
+    /// The version that is pinned.
     pub(crate) version: Version,
 }
 

@@ -29,59 +29,57 @@ use crate::protocol::{Live, MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetRecord};
 use crate::wire::Delivery;
 
-/// Which reader: the worker, and the how-manieth to join. A worker that closed
-/// its end but still holds snapshots stays in the registry next to its successor;
-/// here there is one mailbox per worker, its newest reader's.
+/// A reader: its worker, and its place in the order of joining. A worker that closed its end but
+/// still holds snapshots stays in the registry next to its successor. The plan has one mailbox for
+/// each worker, that of its newest reader.
 pub(crate) type Key = (WorkerId, u64);
 
-/// To whom a publication goes.
+/// The workers that a publication is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Targets {
-    /// Every worker, also those that join later.
+    /// Every worker, including those that join later.
     All,
-    /// These workers and no other, connected or not.
+    /// Only these workers, connected or not.
     Workers(Vec<WorkerId>),
 }
 
-/// One change to the shared pages. They are taken in the order given.
+/// One change of the shared pages. The caller makes the changes in the given order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Write this set record with what [`Plan::record`] says.
+    /// Write this set record with the content of [`Plan::record`].
     Write { record: u8 },
     /// Swap the mailbox's live word.
     Flip { key: Key, live: Live },
-    /// Push on the mailbox's queue. There is room.
+    /// Push onto the mailbox's queue, which has room.
     Push { key: Key, live: Live },
-    /// Swap the mailbox's word for answers, and say which question it answers.
+    /// Swap the mailbox's answer word, and name the question that it answers.
     Answer { key: Key, live: Live, question: u64 },
-    /// Clear the mailbox's word for answers.
+    /// Clear the mailbox's answer word.
     Clear { key: Key },
 }
 
-/// What a publication is for one connected reader.
+/// The effect of a publication on one connected reader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Disposition {
-    /// A step puts its mailbox there.
+    /// A step puts its mailbox on the set.
     Notified,
-    /// Its queue has no room, or no record is free: a later [`Plan::deliver`]
-    /// puts it there, unless [`Plan::give_up`] comes first.
+    /// Its queue has no room, or no record is free. A later [`Plan::deliver`] notifies it, unless
+    /// [`Plan::give_up`] comes first.
     Waiting,
-    /// Its queue has no room, and as many publications wait already: it will
-    /// not get this one automatically.
+    /// Its queue is full, and so is the list of publications that wait for it: the reader will not
+    /// get this one.
     Full,
-    /// It is held: it gets the newest when it is released.
+    /// The reader is held: it gets the newest set when it is released.
     Held,
-    /// It gets what it asks for and nothing else. This may be the answer to an
-    /// open question, but nobody waits for that: the one who asked may have given
-    /// up meanwhile.
+    /// The reader gets only what it asks for. The publication may answer its question, but a send
+    /// does not wait for that: the reader may have given up meanwhile.
     Asks,
-    /// It can use nothing, so it gets nothing.
+    /// The reader can use nothing, so it gets nothing.
     Shut,
 }
 
-/// The plan keeps this mailbox no more. The words of the mailbox's page still name records and
-/// slots, which may be written again from now on, so the page has to follow before the
-/// lock is released: `Reader::take_down` sees to it.
+/// The plan has removed this mailbox. Its page still names records and slots, which may be written
+/// again from now on. So `Reader::take_down` must clear the page before the lock is released.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the mailbox's words still name what may be written again: `Reader::take_down` clears them"]
 pub(crate) struct Removed(());
@@ -89,48 +87,49 @@ pub(crate) struct Removed(());
 /// A decided publication.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Published {
-    /// Its sequence number: a mailbox that has taken this or a later one has taken it.
+    /// The sequence number. A mailbox that has taken this number or a later one has taken the
+    /// publication.
     pub(crate) sequence: u64,
-    /// The version each model got.
+    /// The version of each model.
     pub(crate) versions: Vec<(usize, Version)>,
-    /// What it is for each connected reader that it is for.
+    /// The effect on each connected reader that the publication is for.
     pub(crate) dispositions: Vec<(Key, Disposition)>,
-    /// Workers that were named but are not connected.
+    /// Named workers that are not connected.
     pub(crate) absent: Vec<WorkerId>,
 }
 
-/// Why a publication is refused: after it, no slot of this model would be left
-/// to write the next version into. Nothing has changed.
+/// The publication is refused: it would leave no slot of this model for the next version. Nothing
+/// has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Crowded {
+pub(crate) struct SlotsExhausted {
     pub(crate) model: usize,
 }
 
 /// Where the next version of a model can be written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Lend {
-    /// In this slot, which is lent now.
+    /// In this slot, which is now lent.
     Slot(u8),
-    /// In a new slot: make one, hand it out, call [`Plan::grown`], and ask again.
-    /// Unless it is `needed`, only pins are in the way, and may soon be gone.
+    /// In a new slot: make it, hand it out, call [`Plan::grown`], and ask again. If the slot is not
+    /// `needed`, only pins are in the way, and they may soon be gone.
     Grow { needed: bool },
     /// Nowhere until a slot comes free.
     Wait,
 }
 
-/// What becomes of an ask.
+/// The outcome of a question.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Answer {
-    /// The steps answer it, or there is no record for the answer yet.
+    /// The steps answer it, or the answer waits for a free record.
     Notified,
-    /// It will be answered when there is such a version.
+    /// The question is answered once there is such a version.
     Later,
-    /// There is no such version for this reader; the newest there are.
+    /// The reader has no such version; these exist.
     Unknown { known: Vec<Version> },
-    /// The reader was not given this model, or takes every version and so has
-    /// nothing to ask for.
+    /// The reader was not given this model, or takes every version, so that it has nothing to ask
+    /// for.
     NotAllowed,
-    /// There is no such mailbox, or it is shut.
+    /// The mailbox does not exist, or is shut.
     Gone,
 }
 
@@ -151,19 +150,19 @@ pub(crate) struct Plan {
 #[derive(Debug)]
 struct Model {
     slots: u8,
-    /// Being written.
+    /// Slots that are being written.
     lent: SlotSet,
-    /// What each slot was last published with.
+    /// The version last published in each slot.
     versions: [Version; MAX_SLOTS],
     /// The newest version published.
     version: Version,
-    /// The number its next version is to have, if that was said.
+    /// The number for the next version, if it was set.
     numbered: Option<Version>,
 }
 
 impl Plan {
-    /// The plan of a segment with a model for each of these numbers of slots, that
-    /// keeps `history` earlier sets besides the newest.
+    /// The plan of a segment whose models have these numbers of slots. It keeps `history` earlier
+    /// sets besides the newest.
     pub(crate) fn new(slots: impl IntoIterator<Item = usize>, history: u8) -> Self {
         let model = |slots| Model {
             slots: slots as u8,
@@ -185,24 +184,23 @@ impl Plan {
 
 #[cfg(loom)]
 impl Plan {
-    /// The same with so few records.
+    /// The same with few records.
     pub(crate) fn with_records(mut self, count: u8) -> Self {
         self.records.keep(count);
         self
     }
 }
 
-/// Holding.
+/// Holds.
 impl Plan {
-    /// Holds workers, connected or not, at what they should run now.
+    /// Holds workers, connected or not, at the set that they should run now.
     pub(crate) fn hold(&mut self, workers: &[WorkerId]) {
         for worker in workers {
             self.desired.hold(*worker);
         }
     }
 
-    /// Holds them no more. The mailboxes for which something was published meanwhile
-    /// go to the newest at once.
+    /// Ends the holds. Mailboxes that missed a publication go to the newest set at once.
     pub(crate) fn release(
         &mut self,
         workers: &[WorkerId],
@@ -222,10 +220,13 @@ impl Plan {
                 continue;
             };
             let set = self.desired.for_worker(*worker);
+            // Publications of other models meanwhile are no news for this reader.
             let news = set.only(mailbox.models) != was.only(mailbox.models);
             if !news {
                 continue;
             }
+            // The question is taken first, because `point` borrows the whole plan; it is answered
+            // last, so that the reader finds that the answer is also its newest set.
             let (pushed, question) = (
                 mailbox.delivery != Delivery::Asked,
                 mailbox.take_wanted(&set),
@@ -244,7 +245,7 @@ impl Plan {
     }
 }
 
-/// Looking.
+/// Queries.
 impl Plan {
     /// The newest version of a model that was published to any worker.
     pub(crate) fn version(&self, model: usize) -> Version {
@@ -261,30 +262,31 @@ impl Plan {
         self.sequence
     }
 
-    /// The newest that was sent to all.
+    /// The newest set that was sent to all.
     pub(crate) fn default_set(&self) -> &ModelSet {
         self.desired.default_set()
     }
 
-    /// What a worker should run once it is not held, connected or not.
+    /// The set that a worker, connected or not, should run once it is not held.
     pub(crate) fn if_released(&self, worker: WorkerId) -> ModelSet {
         self.desired.if_released(worker)
     }
 
     /// The slot of exactly this version, while anything refers to it.
     pub(crate) fn find(&self, model: usize, version: Version) -> Option<u8> {
-        let told = || {
-            let slots = self.told(model);
+        let notified = || {
+            let slots = self.notified(model);
             slots
                 .iter()
                 .find(|&slot| self.version_in(model, slot) == version)
         };
-        self.desired.find(model, version).or_else(told)
+        // A mailbox may still be on a version that its worker should no longer run.
+        self.desired.find(model, version).or_else(notified)
     }
 
     /// The versions of a model that [`find`](Self::find) finds, newest first.
     pub(crate) fn kept(&self, model: usize) -> Vec<Version> {
-        let slots = self.desired.slots(model).union(self.told(model));
+        let slots = self.desired.slots(model).union(self.notified(model));
         let mut kept: Vec<_> = slots
             .iter()
             .map(|slot| self.version_in(model, slot))
@@ -293,12 +295,12 @@ impl Plan {
         kept
     }
 
-    /// What a set record is to say.
+    /// The content of a set record.
     pub(crate) fn record(&self, record: u8) -> SetRecord {
         self.records.record(record)
     }
 
-    /// The set that it says.
+    /// The set in a record.
     pub(crate) fn set(&self, record: u8) -> &ModelSet {
         self.records.set(record)
     }
@@ -314,8 +316,7 @@ impl Plan {
         slots_in(sets, model)
     }
 
-    /// The slots of a model that this reader's mailbox refers to, for saying who
-    /// holds what.
+    /// The slots of a model that this reader's mailbox refers to, to name the holders of slots.
     pub(crate) fn mailbox_slots(&self, key: Key, model: usize) -> SlotSet {
         let mailbox = self
             .mailbox(key)
@@ -340,7 +341,7 @@ impl Plan {
     }
 
     /// The slots of a model that mailboxes refer to.
-    fn told(&self, model: usize) -> SlotSet {
+    fn notified(&self, model: usize) -> SlotSet {
         let mailboxes = self.mailboxes.values();
         let mailboxes = mailboxes.filter(|mailbox| mailbox.models.contains(model));
         let records = mailboxes.fold(SlotSet::default(), |all, mailbox| {
@@ -360,17 +361,16 @@ impl Plan {
         mailbox.filter(|mailbox| mailbox.joined == joined)
     }
 
-    /// Where the steps of one decision go. Made before the first of them: the
-    /// pins were looked for while the mailboxes were where they are now, so a record
-    /// that a mailbox is taken off may be pinned by now, and stays in use to the end
-    /// of the decision.
+    /// Collects the steps of one decision; made before the first of them. The caller looked for
+    /// pins while the mailboxes were on their current records. So a record that a mailbox leaves
+    /// may be pinned by now, and stays in use until the decision ends.
     fn notifier<'a>(&self, record_pins: SlotSet, steps: &'a mut Vec<Step>) -> Notifier<'a> {
         Notifier::new(self.records.referenced().union(record_pins), steps)
     }
 
-    /// Points one mailbox at a set, by a record that is newer than what it was told.
-    /// Where no more may wait, it takes the place of the last that does: a reader
-    /// of every version would else stay behind the newest for good.
+    /// Points one mailbox at a set, with a record newer than its last notification. If no more sets
+    /// may wait, the set replaces the last one that waits. A reader of every version would
+    /// otherwise stay behind the newest for good.
     fn point(&mut self, worker: WorkerId, set: &ModelSet, notifier: &mut Notifier<'_>) {
         let Some(mailbox) = self.mailboxes.get_mut(&worker) else {
             return;
@@ -379,7 +379,7 @@ impl Plan {
         let after = mailbox
             .waiting
             .back()
-            .map_or(mailbox.told, |last| last.sequence);
+            .map_or(mailbox.notified, |last| last.sequence);
         let sequence = self.records.newer(after, set).unwrap_or_else(|| {
             self.sequence += 1;
             self.sequence
@@ -391,7 +391,7 @@ impl Plan {
         self.note(worker);
     }
 
-    /// Answers a question, by a record that is newer than the answer before.
+    /// Answers a question, with a record newer than the earlier answer.
     fn answer(
         &mut self,
         worker: WorkerId,
@@ -404,7 +404,7 @@ impl Plan {
         };
         let sequence = self
             .records
-            .newer(mailbox.asks.told, set)
+            .newer(mailbox.asks.notified, set)
             .unwrap_or_else(|| {
                 self.sequence += 1;
                 self.sequence
@@ -419,14 +419,14 @@ impl Plan {
         self.note(worker);
     }
 
-    /// What is counted is what the mailboxes say.
+    /// The counts must match the mailboxes.
     #[cfg(test)]
     pub(crate) fn check_counts(&self) {
         let mailboxes = self.mailboxes.values();
-        let told = mailboxes.fold(SlotSet::default(), |all, mailbox| {
+        let notified = mailboxes.fold(SlotSet::default(), |all, mailbox| {
             all.union(mailbox.records())
         });
-        assert_eq!(self.records.referenced(), told);
+        assert_eq!(self.records.referenced(), notified);
         let waiting = self.mailboxes.iter().filter(|(_, mailbox)| mailbox.waits());
         let waiting: BTreeSet<_> = waiting.map(|(worker, _)| *worker).collect();
         assert_eq!(self.waiting, waiting);

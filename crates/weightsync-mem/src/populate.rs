@@ -14,30 +14,29 @@ use rustix::mm::Advice;
 
 use crate::map::Mapping;
 
-/// What a huge page covers, on x86-64 and on aarch64 with its usual pages. Where it
-/// covers more, small pages are used.
+/// The size of a huge page on x86-64, and on aarch64 with its usual pages. Where huge pages are
+/// larger, small pages are used.
 pub(crate) const HUGE_PAGE: usize = 2 << 20;
 
-/// What one thread faults in at a time.
+/// How many bytes one thread faults in at a time.
 const PIECE: usize = 64 << 20;
 
-/// The most threads: from there on they wait for memory, and for each other.
+/// The most threads: with more, they wait for memory and for each other.
 const MAX_THREADS: usize = 8;
 
-/// How long the kernel may take to find a piece's huge pages. It moves other pages
-/// out of the way where memory is in pieces, which can take longer than small pages.
+/// How long the kernel may take to find huge pages for a piece. In fragmented memory it has to move
+/// other pages, which can take longer than small pages.
 const PATIENCE: Duration = Duration::from_millis(150);
 
-/// Allocates every page of a shared mapping and maps it to be written; once `stop`
-/// is set it does no more than the pieces begun.
+/// Allocates and maps every page of a shared mapping for writing. Once `stop` is set, only pieces
+/// that have begun are finished.
 ///
 /// # Errors
 ///
-/// [`Errno::NOMEM`] or [`Errno::FAULT`] if memory runs out, [`Errno::INVAL`] before
-/// Linux 5.14.
+/// [`Errno::NOMEM`] or [`Errno::FAULT`] if memory runs out, [`Errno::INVAL`] before Linux 5.14.
 pub(crate) fn to_write(map: &Mapping, stop: &AtomicBool) -> Result<(), Errno> {
-    // Huge pages at the first touch, where shared memory may have them
-    // (`shmem_enabled`). It fails in kernels without any.
+    // Asks for huge pages at the first touch, where shared memory may have them (`shmem_enabled`).
+    // Fails in kernels without them.
     if map.len() >= HUGE_PAGE {
         let _ = advise(map, &(0..map.len()), Advice::LinuxHugepage);
     }
@@ -53,24 +52,23 @@ pub(crate) fn to_write(map: &Mapping, stop: &AtomicBool) -> Result<(), Errno> {
     })
 }
 
-/// Maps pages to be read.
+/// Maps pages for reading.
 pub(crate) fn to_read(map: &Mapping, pages: &Range<usize>) {
-    // It saves time only, and kernels before 5.14 do not know it.
+    // A failure costs only time; kernels before 5.14 do not know the advice.
     let _ = in_pieces(pages.clone(), |piece| {
         advise(map, &piece, Advice::LinuxPopulateRead)
     });
 }
 
-/// Has the kernel put the huge pages of a piece together, which it does whatever
-/// `shmem_enabled` says (but for `deny`), since Linux 6.1. False if that is no use
-/// for the next piece.
+/// Has the kernel collapse a piece into huge pages, which it does for any `shmem_enabled` except
+/// `deny`, since Linux 6.1. False if the next piece need not try.
 fn collapse(map: &Mapping, piece: &Range<usize>) -> Result<bool, Errno> {
     let pages = piece.start..piece.start + piece.len() / HUGE_PAGE * HUGE_PAGE;
     if pages.is_empty() {
         return Ok(true);
     }
     let since = Instant::now();
-    // One small page of each: where there is none, there is nothing to collapse.
+    // Touches one small page of each: without one there is nothing to collapse.
     for start in pages.clone().step_by(HUGE_PAGE) {
         let first = start..start + rustix::param::page_size();
         advise(map, &first, Advice::LinuxPopulateWrite)?;
@@ -79,7 +77,7 @@ fn collapse(map: &Mapping, piece: &Range<usize>) -> Result<bool, Errno> {
     // SAFETY: the range is inside this mapping; its bytes stay the same.
     let done = unsafe { libc::madvise(start, pages.len(), libc::MADV_COLLAPSE) };
     let error = std::io::Error::last_os_error().raw_os_error();
-    // A page that was in use for a moment is no reason to give the others up.
+    // A page that was in use for a moment does not mean that others will fail.
     let goes = done == 0 || matches!(error, Some(libc::EAGAIN | libc::EBUSY));
     Ok(goes && since.elapsed() < PATIENCE)
 }
@@ -90,7 +88,7 @@ fn advise(map: &Mapping, pages: &Range<usize>, advice: Advice) -> Result<(), Err
     rustix::io::retry_on_intr(|| unsafe { rustix::mm::madvise(start, pages.len(), advice) })
 }
 
-/// Works on every piece, in any order; the first failure, if one fails.
+/// Works on all pieces, in any order; returns the first failure.
 fn in_pieces(
     pages: Range<usize>,
     work: impl Fn(Range<usize>) -> Result<(), Errno> + Sync,
@@ -110,7 +108,7 @@ fn in_pieces(
         let others: Vec<_> = (1..cores.min(count).min(MAX_THREADS))
             .map_while(|_| {
                 let thread = std::thread::Builder::new().name("weightsync-fault".into());
-                // Those there are do the work.
+                // If a thread cannot start, the others do its work.
                 thread.spawn_scoped(scope, run).ok()
             })
             .collect();

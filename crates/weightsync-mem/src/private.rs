@@ -1,4 +1,4 @@
-//! A private view of a version: the caller may write in it, and nobody else sees that.
+//! A private view of a version: its writes are visible to no other process.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -8,8 +8,8 @@ use crate::map::Mapping;
 use crate::snapshot::Snapshot;
 use crate::wait::Doorbell;
 
-/// What is swept by the thread that drops the last view: it costs less than to have it
-/// done.
+/// Up to this size, the thread that drops the last view sweeps the slot itself: that costs less
+/// than waking another thread.
 const AT_ONCE: usize = 1 << 20;
 
 /// A snapshot that may be written in place: what is not written is read where
@@ -36,8 +36,8 @@ impl PrivateView {
         Self { snapshot, map }
     }
 
-    /// The image's first byte: aligned to a page, to be read and written for
-    /// [`len`](Self::len) bytes while this lives.
+    /// The image's first byte: aligned to a page, readable and writable for [`len`](Self::len)
+    /// bytes while this lives.
     ///
     /// # Panics
     ///
@@ -49,17 +49,17 @@ impl PrivateView {
         self.map.as_ptr()
     }
 
-    /// Bytes of the image, padding included.
+    /// Bytes of the image, with padding.
     pub fn len(&self) -> usize {
         self.layout().bytes() as usize
     }
 
-    /// Whether there are none.
+    /// Whether the image has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Names, dtypes, shapes and places of the tensors.
+    /// Names, dtypes, shapes and offsets of the tensors.
     pub fn layout(&self) -> &Layout {
         self.snapshot.layout()
     }
@@ -72,7 +72,7 @@ impl PrivateView {
 
 impl Drop for PrivateView {
     fn drop(&mut self) {
-        // In a forked child nothing is mapped, and the lock may be held for ever.
+        // In a forked child nothing is mapped, and the lock may never be released.
         if self.map.usable().is_err() || !self.snapshot.slot().take_back() {
             return;
         }
@@ -86,8 +86,8 @@ impl Drop for PrivateView {
     }
 }
 
-/// Versions of which the last view has gone, for a thread that has time to sweep
-/// their slots. They are held meanwhile.
+/// Versions without a view whose slots are to be swept by a thread that has time. They stay pinned
+/// until then.
 #[derive(Debug)]
 pub(crate) struct Sweeps {
     /// `None` once the thread has ended.
@@ -96,7 +96,7 @@ pub(crate) struct Sweeps {
 }
 
 impl Sweeps {
-    /// For a thread that listens to this bell.
+    /// Sweeps for the thread that listens to this bell.
     pub(crate) fn new(call: Arc<Doorbell>) -> Self {
         Self {
             due: Mutex::new(Some(Vec::new())),
@@ -104,20 +104,20 @@ impl Sweeps {
         }
     }
 
-    /// Does what is due.
+    /// Sweeps everything that is due.
     pub(crate) fn work(&self) {
         let due = self.due().as_mut().map(std::mem::take);
         sweep(due.unwrap_or_default());
     }
 
-    /// Does what is due, and takes nothing any more.
+    /// Sweeps everything that is due, and accepts nothing more.
     pub(crate) fn end(&self) {
         let due = self.due().take();
         sweep(due.unwrap_or_default());
     }
 
     fn due(&self) -> MutexGuard<'_, Option<Vec<Snapshot>>> {
-        // Single pushes and takes: they hold after a panic.
+        // Each change is one push or take, so the list is valid after a panic.
         self.due.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -128,12 +128,12 @@ fn sweep(due: Vec<Snapshot>) {
     }
 }
 
-/// The sweeps of a reader that may have gone, or of none.
+/// The sweeps of a reader, which may have gone; or of none.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct SweepsOf(pub(crate) Weak<Sweeps>);
 
 impl SweepsOf {
-    /// Has it swept; gives it back if nobody is there to do it.
+    /// Hands a version over to be swept; returns it if no thread will do that.
     fn put(&self, snapshot: Snapshot) -> Option<Snapshot> {
         let Some(sweeps) = self.0.upgrade() else {
             return Some(snapshot);

@@ -44,8 +44,8 @@
 
 use crate::sync::{AtomicU64, Ordering, fence, load_acquire};
 
-/// The most data slots a model can have: one bit each in a [`PinWord`]. (Loom's threads have
-/// small stacks, on which the sender's plan is to fit.)
+/// The most data slots of a model: one bit each in a [`PinWord`]. Loom's threads have small stacks,
+/// which must hold the sender's plan.
 pub const MAX_SLOTS: usize = if cfg!(loom) { 8 } else { 64 };
 
 /// How many set records a segment has: one bit each in a [`PinWord`].
@@ -54,14 +54,14 @@ pub const MAX_RECORDS: usize = if cfg!(loom) { 8 } else { 64 };
 /// The most models of a segment.
 pub const MAX_MODELS: usize = if cfg!(loom) { 8 } else { 64 };
 
-/// How many entries a [`Queue`] has room for.
+/// How many entries a [`Queue`] holds.
 pub const QUEUE: usize = if cfg!(loom) { 4 } else { 64 };
 
-/// The most entries a reader may let wait in its queue: half of the room, so
-/// that an entry being read is never the one being written.
+/// The most entries that may wait in a reader's queue. Half of its room, so that the sender never
+/// writes the entry that the reader reads.
 pub const MAX_BOUND: u8 = (QUEUE / 2) as u8;
 
-/// Which set record a mailbox is on, and when it came to that.
+/// The set record of a mailbox, and the step that put the mailbox on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Live {
     /// Counts the sender's steps from 1; only grows in a mailbox.
@@ -78,17 +78,15 @@ impl Live {
     }
 
     fn unpack(word: u64) -> Option<Self> {
-        // 0 is the state before the first publication. A record number out of
-        // range can only come from a sender that is broken or hostile; treating
-        // it as "nothing published" keeps the reader safe.
+        // 0 is the state before the first publication. Only a broken or hostile sender names a
+        // record out of range; treating that as "nothing published" keeps the reader safe.
         let record = (word & 0xff) as u8;
         let sequence = word >> Self::RECORD_BITS;
         (sequence != 0 && usize::from(record) < MAX_RECORDS).then_some(Self { sequence, record })
     }
 }
 
-/// The word that says which set record a mailbox is on. The sender writes it, the
-/// reader reads it.
+/// The word that names a mailbox's set record. The sender writes it, the reader reads it.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct LiveWord(AtomicU64);
@@ -105,8 +103,8 @@ impl LiveWord {
         Self(AtomicU64::new(0))
     }
 
-    /// The live record, or `None` while there is none. What the sender wrote
-    /// before is visible once a pin on it has succeeded.
+    /// The live record, or `None` while there is none. Everything that the sender wrote before is
+    /// visible once a pin on it has succeeded.
     pub fn load(&self) -> Option<Live> {
         Live::unpack(load_acquire(&self.0))
     }
@@ -124,17 +122,16 @@ impl LiveWord {
         self.0.store(live.pack(), Ordering::Release);
     }
 
-    /// Takes the mailbox off its record: it has none until the next
-    /// [`swap_in`](Self::swap_in). The fence makes every pin announced before visible
-    /// to the scan that follows.
+    /// Takes the mailbox off its record, until the next [`swap_in`](Self::swap_in). The fence makes
+    /// every pin announced before visible to the scan that follows.
     pub fn clear(&self) {
         self.0.store(0, Ordering::Release);
         fence(Ordering::SeqCst);
     }
 }
 
-/// What one reader holds, a bit each: its set records, or the data slots of one
-/// model. The reader writes it, the sender reads it.
+/// The pins of one reader, a bit each: its set records, or the data slots of one model. The reader
+/// writes the word, the sender reads it.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct PinWord(AtomicU64);
@@ -167,27 +164,26 @@ impl PinWord {
         fence(Ordering::SeqCst);
     }
 
-    /// Pins a data slot. It counts from the moment at which what holds it now
-    /// (the pinned record, the queue's entry) is given back.
+    /// Pins a data slot. The pin counts only from the moment at which the current holder, the
+    /// pinned record or the queue's entry, is released.
     pub fn hold(&self, slot: u8) {
         self.0.fetch_or(1 << slot, Ordering::Relaxed);
     }
 
-    /// Gives a record or a slot back. Every read made through the pin happens
-    /// before the sender's next write there, and every [`hold`](Self::hold)
-    /// before is visible to a sender that finds the bit gone.
+    /// Removes a pin. Every read made through the pin happens before the sender's next write there,
+    /// and every [`hold`](Self::hold) before is visible to a sender that finds the bit cleared.
     pub fn unpin(&self, bit: u8) {
         self.0.fetch_and(!(1 << bit), Ordering::Release);
     }
 
-    /// What is pinned or announced.
+    /// The bits that are pinned or announced.
     pub fn held(&self) -> SlotSet {
         SlotSet(load_acquire(&self.0))
     }
 }
 
-/// The records a mailbox is to go through one after the other. The sender writes
-/// it, the reader reads it.
+/// The records that a reader takes one after the other. The sender writes the queue, the reader
+/// reads it.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Queue {
@@ -203,7 +199,7 @@ impl Default for Queue {
 }
 
 impl Queue {
-    /// In the tail: the queue holds nothing any more.
+    /// Set in the tail: the queue is empty for good.
     const SHUT: u64 = 1 << 63;
 
     /// A queue before the first entry.
@@ -230,7 +226,7 @@ impl Queue {
         true
     }
 
-    /// The entry at `position` (the reader's head), if there is one yet.
+    /// The entry at `position`, the reader's head, if it exists yet.
     pub fn get(&self, position: u64) -> Option<Live> {
         let tail = load_acquire(&self.tail);
         if tail & Self::SHUT != 0 || position >= tail {
@@ -239,16 +235,16 @@ impl Queue {
         Live::unpack(self.entry(position).load(Ordering::Relaxed))
     }
 
-    /// Takes back every entry, for good. The fence makes every data pin held
-    /// before visible to the scan that follows.
+    /// Takes every entry back, for good. The fence makes every data pin held before visible to the
+    /// scan that follows.
     pub fn shut(&self) {
         let tail = self.tail.load(Ordering::Relaxed);
         self.tail.store(tail | Self::SHUT, Ordering::Release);
         fence(Ordering::SeqCst);
     }
 
-    /// Whether the entry that [`get`](Self::get) gave was held until now: to be
-    /// asked after [`PinWord::hold`], which counts only if it was.
+    /// Whether the entry returned by [`get`](Self::get) was held until now. Ask after
+    /// [`PinWord::hold`], whose pin counts only if this holds.
     pub fn is_open(&self) -> bool {
         fence(Ordering::SeqCst);
         self.tail.load(Ordering::Relaxed) & Self::SHUT == 0
@@ -278,13 +274,13 @@ impl Default for Head {
 }
 
 impl Head {
-    /// Nothing taken yet.
+    /// A head before the first entry.
     pub fn new() -> Self {
         Self(AtomicU64::new(0))
     }
 
-    /// Gives everything before `position` back. Every [`PinWord::hold`] before
-    /// is visible to a sender that finds the head there.
+    /// Releases every entry before `position`. Every [`PinWord::hold`] before is visible to a
+    /// sender that finds the head there.
     pub fn advance(&self, position: u64) {
         self.0.store(position, Ordering::Release);
     }
@@ -329,17 +325,17 @@ impl SlotSet {
         usize::from(slot) < MAX_SLOTS && self.0 & (1 << slot) != 0
     }
 
-    /// Whether nothing is in the set.
+    /// Whether the set is empty.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// How many are in the set.
+    /// How many slots the set has.
     pub fn len(self) -> usize {
         self.0.count_ones() as usize
     }
 
-    /// What is in the set, lowest first.
+    /// The slots of the set, lowest first.
     pub fn iter(self) -> impl Iterator<Item = u8> {
         let mut rest = self.0;
         std::iter::from_fn(move || {
@@ -358,10 +354,9 @@ impl SlotSet {
     }
 }
 
-/// The sleep protocol, for either direction: the sleeper says that it sleeps,
-/// then looks once more; the waker changes what is looked at, then asks whether
-/// anybody sleeps. The same pair of fences as above makes a lost wake-up
-/// impossible.
+/// The sleep protocol, for either direction. The sleeper announces sleep, then looks once more. The
+/// waker changes the value, then asks whether anybody sleeps. The same pair of fences as above
+/// makes a lost wake-up impossible.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct SleepWord(AtomicU64);
@@ -378,8 +373,7 @@ impl SleepWord {
         Self(AtomicU64::new(0))
     }
 
-    /// Announces sleep. The caller must look once more at what it waits for
-    /// before it really sleeps.
+    /// Announces sleep. Before it really sleeps, the caller must look once more.
     pub fn announce(&self) {
         self.0.store(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -390,16 +384,16 @@ impl SleepWord {
         self.0.store(0, Ordering::Relaxed);
     }
 
-    /// Whether the other side sleeps. To be called after the change it waits
-    /// for, with [`order`] between.
+    /// Whether the other side sleeps. Call this after the change that it waits for, with [`order`]
+    /// between.
     pub fn sleeping(&self) -> bool {
         self.0.load(Ordering::Relaxed) != 0
     }
 }
 
-/// Orders changes before the question whether anybody sleeps, and new records in mailboxes
-/// before the next look at pins: every pin that was announced before is visible to it.
-/// One call serves any number of mailboxes.
+/// Orders changes before the question whether anybody sleeps, and new records in mailboxes before
+/// the next look at pins: every pin announced before is visible to it. One call serves any number
+/// of mailboxes.
 pub fn order() {
     fence(Ordering::SeqCst);
 }

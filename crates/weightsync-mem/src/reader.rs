@@ -18,7 +18,7 @@ use crate::error::{Error, unexpected};
 use crate::interrupt;
 use crate::map::{Mapping, OwnedFile};
 use crate::model::{Description, Model, ModelSpec};
-use crate::pins::{Hold, Home, PinBook};
+use crate::pins::{Hold, PinBook, PinOwner};
 use crate::protocol::{MAX_BOUND, MAX_MODELS};
 use crate::set::Models;
 use crate::shared::{
@@ -33,14 +33,14 @@ use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
 use crate::watch::{End, Interrupter, Mapped, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE};
 
-/// How long a sender that listens has to answer: far more than it needs on a
-/// busy machine, and little for a worker whose sender stands still.
+/// How long a sender that listens may take to answer: far more than it needs on a busy machine, but
+/// little for a worker whose sender is stopped.
 const ANSWER_TIME: Duration = Duration::from_millis(100);
 
-/// How long a relay has for its sender's answer, at the least.
+/// The least time that a relay has for its sender's answer.
 const RELAY_TIME: Duration = Duration::from_secs(1);
 
-/// Who joins, and on what terms.
+/// How a worker joins.
 #[derive(Clone)]
 pub struct AttachOptions {
     /// The segment's abstract socket name.
@@ -49,26 +49,26 @@ pub struct AttachOptions {
     pub secret: [u8; 16],
     /// This worker's number, unique among the sender's readers.
     pub worker: WorkerId,
-    /// The highest epoch this worker has seen; a sender below it is refused.
+    /// The highest epoch that this worker has seen; a sender below it is refused.
     pub seen: Epoch,
-    /// How it waits for new versions.
+    /// How the reader waits for new versions.
     pub wait: WaitStyle,
-    /// The models it wants, by index; `None` for all.
+    /// The wanted models, by index; `None` for all.
     pub models: Option<Vec<usize>>,
-    /// Which versions it is given.
+    /// Which versions the reader gets.
     pub delivery: Delivery,
-    /// Where its weights live, for people to read; at most [`MAX_DEVICE`] bytes.
+    /// Where the worker's weights live, for people to read; at most [`MAX_DEVICE`] bytes.
     pub device: String,
-    /// Chosen by the worker when it first joined.
+    /// A number that the worker chooses when it first joins.
     pub instance: u64,
-    /// Where it goes on, if it was at another segment of the same run before.
+    /// Where the reader resumes, if it was at another segment of the same run before.
     pub resume: Resume,
 }
 
-/// What a reader had of a run when it leaves one segment for another.
+/// What a reader has of a run when it moves from one segment to another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resume {
-    /// The newest sequence number it was handed: nothing up to it comes again.
+    /// The newest sequence number handed out: no set up to it comes again.
     pub sequence: u64,
     /// The number of its last question.
     pub question: u64,
@@ -91,13 +91,12 @@ impl fmt::Debug for AttachOptions {
     }
 }
 
-/// A set as a reader takes it: for each model it wants that has been published,
-/// one whole version.
+/// A set that a reader has taken: one whole version of each wanted model that was published.
 #[derive(Clone, Debug)]
 pub struct Taken {
-    /// Grows from one to the next at a reader; a publication of this or a lower
-    /// number is in it, or was replaced. 0 for what was asked for in addition to what is
-    /// meant for the reader: it says nothing about publications.
+    /// Grows from one set to the next. Each publication up to this number is in the set, or was
+    /// replaced. 0 for an answer other than the newest set: such a set says nothing about
+    /// publications.
     pub sequence: u64,
     /// By model.
     pub members: Vec<Member>,
@@ -106,9 +105,9 @@ pub struct Taken {
 /// One model of a set.
 #[derive(Clone, Debug)]
 pub struct Member {
-    /// Its index in the segment.
+    /// The model's index in the segment.
     pub model: usize,
-    /// Whether it is another version than in the set handed out before.
+    /// Whether the version differs from the one in the set handed out before.
     pub changed: bool,
     /// The version.
     pub snapshot: Snapshot,
@@ -116,10 +115,9 @@ pub struct Member {
 
 /// A worker's end of a segment: takes snapshots without a copy.
 ///
-/// **Guarantee.** What it hands out is one whole set, each version of it checked
-/// against its commit record, and stays so until dropped. Every wait ends by its
-/// deadline, by the sender's death, or by the sender's shutdown: a thread of its
-/// own, which ends with it, watches for both.
+/// **Guarantee.** Each result is one whole set. Each version of it is checked against its commit
+/// record, and stays valid until dropped. Every wait ends by its deadline, by the sender's death,
+/// or by the sender's shutdown. A thread watches for both, and ends with the reader.
 #[derive(Debug)]
 pub struct Reader {
     book: Arc<PinBook>,
@@ -130,23 +128,23 @@ pub struct Reader {
     delivery: Delivery,
     /// The newest sequence number handed out.
     sequence: u64,
-    /// Of a reader that takes every version: how many it has taken.
+    /// For a reader that takes every version: how many entries it has taken.
     head: u64,
-    /// By model, what was handed out last.
+    /// For each model, the version handed out last.
     versions: [Version; MAX_MODELS],
-    /// The number of its last question, and whether it waits for the answer.
+    /// The number of the last question, and whether its answer is awaited.
     question: u64,
     asks: bool,
-    /// The next of its queue, taken from it before its slots had come.
+    /// The next set of the queue, taken before its slots have arrived.
     unmapped: Option<Hold>,
     /// The sender's process, if the segment is a relay's.
     relayed: u32,
-    /// It has said that it can use nothing at all, and why.
+    /// The worker has said that it can use nothing at all, and why.
     unusable: AtomicBool,
 }
 
 impl Reader {
-    /// The models this reader wants, with their indices in the segment.
+    /// The models that this reader wants, with their indices in the segment.
     pub fn models(&self) -> &[(usize, ModelSpec)] {
         &self.models
     }
@@ -156,17 +154,17 @@ impl Reader {
         self.run
     }
 
-    /// Which versions this reader is given.
+    /// Which versions this reader gets.
     pub fn delivery(&self) -> Delivery {
         self.delivery
     }
 
-    /// What ends a wait in [`next`](Self::next) from another thread.
+    /// A handle that ends a wait in [`next`](Self::next) from another thread.
     pub fn interrupter(&self) -> Interrupter {
         self.watch.interrupter()
     }
 
-    /// What has something done once nothing more will come from this segment.
+    /// A handle that runs a function once nothing more will come from this segment.
     pub fn end(&self) -> End {
         self.watch.end()
     }
@@ -177,8 +175,7 @@ impl Reader {
         over && matches!(self.why_over(), Error::RelayGone)
     }
 
-    /// The sender's process; of a segment of a relay, that whose versions it
-    /// carries.
+    /// The sender's process; for a relay's segment, the process whose versions it carries.
     pub fn sender_pid(&self) -> u32 {
         match self.relayed {
             0 => self.book.socket().map_or(0, Socket::peer_pid),
@@ -191,7 +188,7 @@ impl Reader {
         self.relayed != 0
     }
 
-    /// Whether its mailbox has ever been told of a set, taken or not.
+    /// Whether its mailbox was ever put on a set, taken or not.
     pub fn has_news(&self) -> bool {
         self.sequence > 0
             || self.book.mailbox().is_ok_and(|mailbox| {
@@ -199,7 +196,7 @@ impl Reader {
             })
     }
 
-    /// Where it goes on at another segment of the same run.
+    /// Where this reader would resume at another segment of the same run.
     pub fn resume(&self) -> Resume {
         Resume {
             sequence: self.sequence,
@@ -207,15 +204,14 @@ impl Reader {
         }
     }
 
-    /// The newest set meant for this reader, without waiting; `None` before the
-    /// first, or while a slot of it is still on its way here. A reader that asks gets what it asked for last, unless the sender
-    /// needed the room; one that takes every version gets none: what it has taken
-    /// is its caller's to keep, or to release.
+    /// The reader's newest set, without waiting; `None` before the first, or while one of its slots
+    /// is still on its way. A reader that asks gets its last answer, unless the sender needed the
+    /// room. A reader that takes every version gets none: its caller keeps or releases the sets
+    /// itself.
     ///
     /// # Errors
     ///
-    /// [`Error::CorruptSet`] or [`Error::CorruptCommit`] if a record does not
-    /// hold together.
+    /// [`Error::CorruptSet`] or [`Error::CorruptCommit`] for an invalid record.
     pub fn latest(&mut self) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if let Delivery::Every { .. } = self.delivery {
@@ -286,13 +282,12 @@ impl Reader {
         )
     }
 
-    /// As [`applied`](Self::applied), by the set's sequence number and the
-    /// versions in it.
+    /// Like [`applied`](Self::applied), with the set's sequence number and the versions in it.
     ///
     /// # Errors
     ///
-    /// As [`applied`](Self::applied), and [`Error::BadOption`] for a model that
-    /// is not one of this reader's; then nothing is told.
+    /// As [`applied`](Self::applied), and [`Error::BadOption`] for a model that this reader does
+    /// not have; then nothing is reported.
     pub fn applied_versions(
         &self,
         sequence: u64,
@@ -302,8 +297,8 @@ impl Reader {
         let versions = versions.into_iter();
         if let Some((model, _)) = versions.clone().find(|(model, _)| !self.has(*model)) {
             return Err(Error::BadOption {
-                option: "the model applied",
-                expected: "one of this reader's",
+                option: "the applied model",
+                expected: "a model of this reader",
                 got: model.to_string(),
             });
         }
@@ -312,15 +307,14 @@ impl Reader {
         Ok(())
     }
 
-    /// Tells the sender that the worker cannot use a set, by its sequence
-    /// number, and why. `None` refuses whatever comes (a wrong layout, say).
-    /// What was asked for in addition to what is meant for the reader (0) nobody waits
-    /// for, so there is nobody to tell.
+    /// Tells the sender that the worker cannot use a set, named by its sequence number, and why.
+    /// `None` refuses every set, for example because of a wrong layout. For sequence 0, an answer
+    /// other than the newest set, no send waits, so nothing is reported.
     ///
     /// # Errors
     ///
-    /// Of the operating system, and [`Error::Protocol`] if the sender does not
-    /// listen; one that is gone needs no telling.
+    /// Those of the operating system, and [`Error::Protocol`] if the sender ignores this reader. A
+    /// sender that is gone need not know.
     pub fn refuse(&self, sequence: Option<u64>, reason: &str) -> Result<(), Error> {
         self.book.header.usable()?;
         if sequence == Some(0) {
@@ -337,9 +331,8 @@ impl Reader {
         }
     }
 
-    /// Waits until a look finds something; `None` if the deadline or an interrupt
-    /// comes first. It is woken for the answer to this question, or (0) for what
-    /// the reader is told.
+    /// Waits until a look finds something; `None` if the deadline or an interrupt comes first. The
+    /// sender wakes it for the answer to this question, or, for 0, for notifications.
     fn wait_for<T>(
         &self,
         question: u64,
@@ -354,8 +347,8 @@ impl Reader {
             return Ok(Some(found));
         }
         loop {
-            // Asked before the last look: what was published before the end is
-            // still handed out.
+            // Checked before the last look, so that sets published before the end are still handed
+            // out.
             let over = self.watch.is_over() || self.is_closed();
             if let Some(found) = look() {
                 return Ok(Some(found));
@@ -386,7 +379,7 @@ impl Reader {
         Ok(crate::service::is_gone(self.book.socket()?))
     }
 
-    /// Why something could not be said to a sender that is there.
+    /// Why a live sender cannot be told something.
     fn unheard(&self) -> Option<Error> {
         let gone = self.is_closed() || self.is_hung_up().unwrap_or(true);
         (!gone).then(|| unexpected("a sender that reads", "a socket that is full".into()))
@@ -405,7 +398,7 @@ impl Reader {
             false => Error::SenderDied { pid },
         };
         match self.watch.fault() {
-            // Whatever was wrong before, there is no sender now.
+            // Whatever was wrong before, the sender is gone now.
             Some(_) if self.is_hung_up().unwrap_or(false) => died,
             fault => fault.unwrap_or(died),
         }
@@ -414,8 +407,8 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        // Snapshots may live on, and with them the socket and the pins; the
-        // sender only stops waiting for this worker.
+        // Snapshots may live on, and with them the socket and the pins. The sender only stops
+        // waiting for this worker.
         if self.book.header.usable().is_ok()
             && let Ok(control) = self.book.control()
         {

@@ -1,5 +1,5 @@
-//! The sender's knowledge of its readers: who they are, what they hold, and what the next
-//! report says of them.
+//! The sender's knowledge of its readers: who they are, what they hold, and what the next report
+//! says about them.
 
 mod reader;
 mod state;
@@ -20,7 +20,7 @@ use crate::error::{Error, Holder, RecordHolder};
 use crate::grow;
 use crate::map::OwnedFile;
 use crate::model::{Description, Model, ModelSpec};
-use crate::pins::{Home, PinBook};
+use crate::pins::{PinBook, PinOwner};
 use crate::plan::{Key, Plan};
 use crate::protocol::{PinWord, SlotSet};
 use crate::relay::Relayed;
@@ -31,21 +31,21 @@ use crate::slot::Slot;
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
 use crate::sync::load_acquire;
-use crate::wait::{Bells, Deadline, Doorbell, WaitStyle, Watchers};
+use crate::wait::{Deadline, Doorbell, Doorbells, WaitStyle, Watchers};
 use crate::wire::FromSender;
 use crate::writer::SegmentOptions;
 
 /// The most readers of one segment. Each costs the sender two descriptors.
 pub(crate) const MAX_READERS: usize = 4096;
 
-/// The most readers that somebody in the sender's process acts for.
+/// The most readers that a thread of the sender's process acts for.
 pub(crate) const MAX_REMOTE_READERS: usize = 1 << 16;
 
-/// What the sender, its service thread and those who wait for readers share.
+/// The state that the sender, its service thread and threads that wait for readers share.
 pub(crate) struct Shared {
     pub(crate) run: Run,
     pub(crate) header: OwnedFile,
-    pub(crate) bells: Bells,
+    pub(crate) bells: Doorbells,
     pub(crate) own: Arc<PinBook>,
     pub(crate) models: Vec<Served>,
     pub(crate) secret: [u8; 16],
@@ -58,14 +58,14 @@ pub(crate) struct Shared {
     pub(crate) watchers: Watchers,
     /// The slots that each model soon needs.
     pub(crate) slots: u8,
-    /// A slot is to be made, or the sender closes.
+    /// Wakes the thread that makes slots, or ends it when the sender closes.
     pub(crate) asked: Condvar,
-    /// Why a reader could not be let in, if none was since.
+    /// Why a reader could not join, if none has joined since.
     failure: Mutex<Option<Error>>,
-    /// Slots that are being made are not needed any more.
+    /// Slots that are being made are no longer needed.
     pub(crate) ends: AtomicBool,
     state: Mutex<State>,
-    /// What a relay is to be told of its own readers; `None` of a sender.
+    /// The events of a relay's readers; `None` for a sender.
     pub(crate) relayed: Option<Relayed>,
 }
 
@@ -91,50 +91,49 @@ impl fmt::Debug for Shared {
 /// A reader as the sender sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReaderStatus {
-    /// Which worker.
+    /// The worker's number.
     pub worker: WorkerId,
     /// Its process.
     pub pid: u32,
-    /// Where its weights live, in its own words.
+    /// Where the worker's weights live, as the worker says.
     pub device: String,
-    /// Whether it is held at what it has.
+    /// Whether the worker is held.
     pub held: bool,
-    /// The sequence number of the newest set it has taken; 0 before the first.
+    /// The sequence number of the newest set that the reader has taken; 0 before the first.
     pub taken: u64,
-    /// The version of each model it has loaded; `Version::NONE` before the
-    /// first, and for the models it did not ask for.
+    /// The version of each model that it has loaded; `Version::NONE` before the first, and for
+    /// models that it did not ask for.
     pub applied: Vec<Version>,
 }
 
-/// Who is there, and who was.
+/// The readers that are connected, and those that were.
 #[derive(Clone, Debug, Default)]
 pub struct Attendance {
     /// The readers connected at present, by worker.
     pub readers: Vec<ReaderStatus>,
-    /// Those that cannot use the models, until they are
-    /// [taken](crate::Writer::take_rejected) or told of.
+    /// Readers that cannot use the models, until they are [taken](crate::Writer::take_rejected) or
+    /// reported.
     pub rejected: Vec<WorkerId>,
-    /// Those that have joined and are gone, in the order in which they joined, as far as
-    /// that is remembered.
+    /// Departed readers that are still remembered, in the order in which they joined.
     pub gone: Vec<GoneReader>,
-    /// How many have joined so far.
+    /// How many readers have joined so far.
     pub joined: u64,
 }
 
-/// A reader that was there.
+/// A reader that has departed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GoneReader {
-    /// Which worker.
+    /// The worker's number.
     pub worker: WorkerId,
     /// Its process.
     pub pid: u32,
-    /// How it went.
+    /// How it departed.
     pub departure: Departure,
-    /// Why it could use nothing more, if it said so: then it failed, however it went.
+    /// Why it could use nothing more, if it said so. It then counts as failed, however it departed.
     pub reason: Option<String>,
     /// The version of each model it had loaded.
     pub applied: Vec<Version>,
-    /// Of all that joined it was this one, from 1.
+    /// Its place in the order of joining, from 1.
     pub joined: u64,
 }
 
@@ -162,11 +161,11 @@ impl Shared {
                 description: Description::new(spec)?,
             });
         }
-        let bells = Bells::new()?;
+        let bells = Doorbells::new()?;
         // The sender's own pins: in its private memory, by the same protocol.
         let words = Box::new(std::array::from_fn(|_| PinWord::new()));
         let own = PinBook::new(
-            Home::Sender(words),
+            PinOwner::Sender(words),
             header.map.clone(),
             bells.own().clone(),
             Models::first(specs.len()),
@@ -198,7 +197,7 @@ impl Shared {
         self.header.map.table()
     }
 
-    /// The pages are this process's to use, and the sender has not closed.
+    /// Checks that this process may use the pages, and that the sender has not closed.
     pub(crate) fn open(&self) -> Result<(), Error> {
         self.header.map.usable()?;
         match self.is_closed() {
@@ -211,8 +210,8 @@ impl Shared {
         load_acquire(&self.header().closed.0) != 0
     }
 
-    /// Looks again and again until something is found, the deadline comes or the
-    /// sender closes. Readers ring their bells only while somebody sleeps here.
+    /// Looks until something is found, the deadline comes, or the sender closes. Readers ring only
+    /// while a thread sleeps here.
     pub(crate) fn wait_until<T>(
         &self,
         deadline: Deadline,
@@ -230,8 +229,7 @@ impl Shared {
         })
     }
 
-    /// Hands a new slot of a model to every reader of it, before any set can name
-    /// it.
+    /// Hands a new slot of a model to every reader of it, before any set can name the slot.
     pub(crate) fn add_slot(&self, state: &mut State, model: usize, file: Arc<Slot>) {
         let index = state.plan.grown(model);
         state.slots[model].push(file);
@@ -246,10 +244,10 @@ impl Shared {
         }
     }
 
-    /// Hands readers the slots they are owed, as far as it goes. True if it has
-    /// to be tried again: a reader that stands still has a full socket, and the
-    /// kernel bounds how many descriptors are on their way. One that has left
-    /// takes none any more: those on their way would count against the others.
+    /// Hands readers the slots that they are owed, as far as possible; true if it must be tried
+    /// again. A stopped reader has a full socket, and the kernel limits descriptors in flight. A
+    /// reader that has left gets none, because descriptors in flight to it would count against the
+    /// others.
     pub(crate) fn hand_slots(&self, state: &mut State) -> bool {
         let mut again = false;
         let mut without = Vec::new();
@@ -267,7 +265,7 @@ impl Shared {
                     Ok(true) => {
                         reader.owed.pop_front();
                     }
-                    // It is buried when its hang-up is heard.
+                    // The reader is removed when its hang-up is noticed.
                     Ok(false) if is_gone(&socket) => reader.owed.clear(),
                     Err(error) if !error.is_crowded_out() => {
                         let why = format!(
@@ -289,7 +287,7 @@ impl Shared {
         again
     }
 
-    /// Whether this process can read a model, and there is one.
+    /// Checks that a model exists and this process can read it.
     pub(crate) fn check_model(&self, model: usize) -> Result<(), Error> {
         self.header.map.usable()?;
         if model < self.models.len() {
@@ -302,18 +300,18 @@ impl Shared {
         })
     }
 
-    /// The sender's own hold on one model's version of a set, unless it has
-    /// closed: then there are no slots any more.
+    /// The sender's own pin on one model's version of a set. An error if the sender has closed:
+    /// there are no slots then.
     pub(crate) fn hold(
         &self,
         state: &State,
         model: usize,
         set: &ModelSet,
     ) -> Result<Option<Snapshot>, Error> {
-        // Asked under the lock, as the slots go under it.
+        // Checked under the lock, because closing drops the slots under it.
         self.open()?;
         let set = set.only(Models::of(&[model]));
-        // Pinned under the lock: a search for a free slot takes that lock too.
+        // Pinned under the lock, because the search for a free slot takes that lock too.
         let Some(pin) = self.own.pin(&set).pop() else {
             return Ok(None);
         };
@@ -322,7 +320,7 @@ impl Shared {
         Snapshot::new(pin, slot, model, self.run).map(Some)
     }
 
-    /// Who holds slots of a model, with the versions in them.
+    /// The holders of a model's slots, with the versions in them.
     pub(crate) fn holders(&self, model: usize) -> Vec<Holder> {
         let mut state = self.state();
         let _ = self.observe(&mut state);
@@ -332,7 +330,7 @@ impl Shared {
             versions.sort();
             versions
         };
-        // What all are meant to run is nobody's fault.
+        // The set for all workers is not counted against any reader.
         let newest = state.plan.default_set().entry(model);
         let readers = state.readers.iter().map(|(key, reader)| {
             let queued = state.plan.mailbox_slots(*key, model);
@@ -358,14 +356,14 @@ impl Shared {
             .collect()
     }
 
-    /// Who holds set records, and how many.
+    /// The holders of set records, and how many each has.
     pub(crate) fn record_holders(&self) -> Vec<RecordHolder> {
         let mut state = self.state();
         let _ = self.observe(&mut state);
         let holders = state.readers.iter().map(|(key, reader)| {
             let named = state.plan.named_records(*key);
             let named = named.union(reader.claims.records());
-            // What all are meant to run is nobody's fault.
+            // The set for all workers is not counted against any reader.
             let newest = state.plan.default_set();
             let held = named.iter().filter(|one| state.plan.set(*one) != newest);
             RecordHolder {
@@ -402,7 +400,7 @@ impl Shared {
         lines.collect()
     }
 
-    /// Who is there, and who was, at one moment.
+    /// The readers that are connected, and those that were, at one moment.
     pub(crate) fn attendance(&self) -> Attendance {
         if self.header.map.usable().is_err() {
             return Attendance::default();
@@ -432,11 +430,10 @@ impl Shared {
             .collect()
     }
 
-    /// Tells everybody that this sender closes, and ends the service thread and
-    /// every wait.
+    /// Tells all readers that this sender closes, and ends the service thread and every wait.
     ///
-    /// The connections are shut down rather than left to be closed: a forked
-    /// child of this process may keep its copies of them open.
+    /// The connections are shut down, not only closed: a forked child of this process may keep its
+    /// copies of them open.
     pub(crate) fn close(&self, ending: Ending) {
         self.header()
             .closed
@@ -449,7 +446,7 @@ impl Shared {
             }
             reader.owed.clear();
         }
-        // A waiter may outlive the sender; the memory of the weights need not.
+        // A waiting thread may outlive the sender, but need not keep the memory of the weights.
         state.slots.clear();
         drop(state);
         self.ends.store(true, Ordering::Relaxed);
@@ -458,7 +455,7 @@ impl Shared {
         self.bells.ring();
     }
 
-    /// The connections to watch; of deaf ones only the end.
+    /// The connections to watch. For readers that broke the protocol only the end matters.
     pub(crate) fn watched(&self) -> Vec<(Key, Arc<Socket>, bool)> {
         let state = self.state();
         let readers = state.readers.iter();
@@ -467,15 +464,14 @@ impl Shared {
             .collect()
     }
 
-    /// The state, unless this process is a forked child: there the lock may be held by a
-    /// thread that does not exist.
+    /// Locks the state, unless this process is a forked child: there a thread that does not exist
+    /// may hold the lock.
     pub(crate) fn state_here(&self) -> Result<MutexGuard<'_, State>, Error> {
         self.header.map.usable()?;
         Ok(self.state())
     }
 
-    /// The same, of a sender that has not closed: what closing takes away is there for as
-    /// long as the lock is held.
+    /// The same for a sender that has not closed: slots stay while the lock is held.
     pub(crate) fn open_state(&self) -> Result<MutexGuard<'_, State>, Error> {
         let state = self.state_here()?;
         self.open()?;

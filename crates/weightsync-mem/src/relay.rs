@@ -42,13 +42,13 @@ pub struct Relay {
     shared: Arc<Shared>,
     threads: Mutex<Option<Threads>>,
     options: SegmentOptions,
-    /// Who lends slots does so alone.
+    /// Held while a slot is lent, so that only one thread lends at a time.
     lending: Mutex<()>,
 }
 
 impl Relay {
-    /// Makes the segment, of the run and the models of the sender whose process
-    /// is `sender`, and begins to hear readers.
+    /// Makes the segment for a sender's run and models, and begins to accept readers. `sender` is
+    /// that sender's process.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl Relay {
         options: SegmentOptions,
     ) -> Result<Self, Error> {
         writer::check(models, &options)?;
-        // 0 would say that there is none.
+        // 0 would mean that there is no process.
         let relayed = Relayed::new(sender.max(1));
         let shared = Shared::new(run, models, secret, &options, Some(relayed))?;
         let threads = Threads::start(&shared, listener)?;
@@ -73,22 +73,22 @@ impl Relay {
         })
     }
 
-    /// The run whose versions these are.
+    /// The run of the versions that it carries.
     pub fn run(&self) -> Run {
         self.shared.run
     }
 
-    /// Waits until there is anything to tell of the workers; nothing if the
-    /// deadline comes first. What changes between two calls adds up.
+    /// Waits for events of the workers; none if the deadline comes first. Changes between two calls
+    /// add up.
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] once the relay is closed, [`Error::Forked`] in a
-    /// forked child, or of the operating system.
+    /// [`Error::SenderClosed`] once the relay is closed, [`Error::Forked`] in a forked child, or
+    /// those of the operating system.
     pub fn wait(&self, deadline: Deadline) -> Result<Vec<Event>, Error> {
         let relayed = self.relayed();
         let events = self.shared.wait_until(deadline, || {
-            // Who has left may have said why just before.
+            // A worker that has left may have said why just before.
             let leaving = relayed.leaving(&self.shared.state());
             for key in leaving {
                 self.shared.listen_to(key, false)?;
@@ -100,8 +100,7 @@ impl Relay {
         Ok(events.unwrap_or_default())
     }
 
-    /// What there is to tell of the workers that was not told before, without
-    /// waiting; also after the end.
+    /// The events that were not reported before, without waiting; also after the end.
     pub fn last_events(&self) -> Vec<Event> {
         match self.shared.header.map.usable() {
             Ok(()) => self.relayed().look(&self.shared.state()),
@@ -109,8 +108,8 @@ impl Relay {
         }
     }
 
-    /// Tells everything again from here on, as if it had changed: for a sender
-    /// that knows nothing of it. Workers that left are not told of again.
+    /// Reports everything again, as if it had changed, for a sender that does not know it.
+    /// Departures are not repeated.
     pub fn report_again(&self) {
         if self.shared.header.map.usable().is_err() {
             return;
@@ -119,17 +118,17 @@ impl Relay {
         self.shared.bells.ring();
     }
 
-    /// Whether a worker still waits to be let in.
+    /// Whether a worker still waits for admission.
     pub fn waits(&self, ticket: u64) -> bool {
         self.shared.header.map.usable().is_ok() && self.relayed().waits(ticket)
     }
 
-    /// Lets a worker in. Its mailbox is empty until it is told something.
+    /// Admits a worker. Its mailbox is empty until it is notified.
     ///
     /// # Errors
     ///
-    /// [`Error::Denied`] with the reason if that was not possible, or the worker
-    /// has given up meanwhile; it has been told. [`Error::Forked`] in a forked child.
+    /// [`Error::Denied`] with the reason if that is not possible, which the worker also gets, or if
+    /// the worker has given up meanwhile. [`Error::Forked`] in a forked child.
     pub fn admit(&self, ticket: u64) -> Result<(), Error> {
         let gave_up = || Error::Denied {
             reason: "the worker has given up waiting".into(),
@@ -145,7 +144,7 @@ impl Relay {
             return Err(gave_up());
         }
         let welcomed = self.shared.welcome(request, socket, control);
-        // The service thread listens to it from now on.
+        // The service thread listens to the reader from now on.
         self.shared.owes.ring();
         welcomed.map_err(|(socket, reason)| {
             let denied = FromSender::Denied {
@@ -156,7 +155,7 @@ impl Relay {
         })
     }
 
-    /// Turns a worker that waits to be let in away.
+    /// Refuses a worker that waits for admission.
     pub fn deny(&self, ticket: u64, reason: &str) {
         if self.shared.header.map.usable().is_err() {
             return;
@@ -165,12 +164,12 @@ impl Relay {
             let denied = FromSender::Denied {
                 reason: reason.into(),
             };
-            // One that does not read is not helped.
+            // If the worker does not read, it does not learn of this.
             let _ = ticket.socket.send(&denied.encode(), &[]);
         }
     }
 
-    /// Says no more to a worker, and why.
+    /// Turns a worker away, with the reason: it gets nothing more.
     pub fn turn_away(&self, who: WorkerInstance, reason: &str) {
         let Ok(mut state) = self.shared.state_here() else {
             return;
@@ -180,12 +179,12 @@ impl Relay {
         }
     }
 
-    /// Puts a worker's mailbox on a set: one snapshot for each model of it, of this
-    /// segment. Sequence numbers only grow for a worker. False if it is not there.
+    /// Puts a worker's mailbox on a set: one snapshot of this segment for each model. The sequence
+    /// numbers of a worker only grow. False if the worker is not connected.
     ///
     /// # Panics
     ///
-    /// If a snapshot is of another segment.
+    /// If a snapshot belongs to another segment.
     pub fn notify(&self, who: WorkerInstance, sequence: u64, set: &[Snapshot]) -> bool {
         let set = self.set_of(set);
         let Ok(mut state) = self.shared.state_here() else {
@@ -200,11 +199,11 @@ impl Relay {
         })
     }
 
-    /// Answers a worker's question. False if it is not there.
+    /// Answers a worker's question. False if the worker is not connected.
     ///
     /// # Panics
     ///
-    /// If a snapshot is of another segment.
+    /// If a snapshot belongs to another segment.
     pub fn answer(
         &self,
         who: WorkerInstance,
@@ -225,7 +224,7 @@ impl Relay {
         })
     }
 
-    /// Answers a worker's question with what there is instead.
+    /// Answers a worker's question with the versions that exist instead.
     pub fn no_such_version(
         &self,
         who: WorkerInstance,
@@ -244,18 +243,18 @@ impl Relay {
         };
         let reader = find(&state, who).and_then(|key| state.readers.get(&key));
         if let Some(socket) = reader.and_then(Reader::socket) {
-            // One that does not read its answers waits until its own deadline.
+            // A worker that does not read its answers waits until its own deadline.
             let _ = socket.send(&packet.encode(), &[]);
         }
     }
 
-    /// PartialSlot for a version that arrives in pieces of so many bytes; `None` while
-    /// every slot is in use.
+    /// A slot for a version that arrives in pieces of this many bytes; `None` while every slot is
+    /// in use.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOption`] if there is no such model, [`Error::SenderClosed`]
-    /// after the end, and of the operating system.
+    /// [`Error::BadOption`] if there is no such model, [`Error::SenderClosed`] after the end, and
+    /// those of the operating system.
     pub fn room(
         &self,
         model: usize,
@@ -286,8 +285,8 @@ impl Relay {
         Ok(Some(Arc::new(room)))
     }
 
-    /// Nothing is known any more of what is in the slots of a model, from before: no
-    /// [room](PartialSlot) there has a [base](PartialSlot::base) until another version was whole.
+    /// Forgets which versions the slots of a model hold. Until another version is whole, no
+    /// [`PartialSlot`] of it has a [base](PartialSlot::base).
     pub fn forget_bases(&self, model: usize) {
         let Ok(state) = self.shared.state_here() else {
             return;
@@ -306,16 +305,16 @@ impl Relay {
     pub fn close(&self, ending: Ending) {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         if self.shared.header.map.usable().is_err() {
-            // A forked child's copy: the thread and the memory are the parent's.
+            // In a forked child: the thread and the memory belong to the parent.
             std::mem::forget(threads.take());
             return;
         }
         let Some(threads) = threads.take() else {
             return;
         };
-        // What was said before the end is heard: why a worker refused, say.
+        // Handles messages sent before the end, for example why a worker refused.
         for (key, ..) in self.shared.watched() {
-            // A lack of memory here is no reason not to end.
+            // A lack of memory here must not prevent the end.
             let _ = self.shared.listen_to(key, false);
         }
         self.shared.close(ending);
@@ -356,7 +355,7 @@ impl Drop for Relay {
     }
 }
 
-/// The worker's newest reader, if that is this one and it has not left.
+/// The worker's newest reader, if it is this one and has not left.
 fn find(state: &State, who: WorkerInstance) -> Option<Key> {
     let all = (who.worker, 0)..=(who.worker, u64::MAX);
     let (key, reader) = state.readers.range(all).next_back()?;

@@ -26,39 +26,39 @@ use crate::sync::load_acquire;
 use crate::wire::{Delivery, MAX_DEVICE, Want};
 use crate::writer::Writer;
 
-/// Where remote readers join a sender. It may outlive the sender, and then nobody can.
+/// Adds remote readers to a sender. May outlive the sender; joins then fail.
 #[derive(Clone, Debug)]
 pub struct RemoteReaders {
     shared: Arc<Shared>,
 }
 
-/// Who joins as a remote reader, and on what terms.
+/// How a remote reader joins.
 #[derive(Clone, Debug)]
 pub struct RemoteReaderOptions {
     /// The worker's number, unique among the sender's readers.
     pub worker: WorkerId,
-    /// Its process, where it is.
+    /// The worker's process, on its own host.
     pub pid: u32,
-    /// The highest epoch it has seen; a sender below it is refused.
+    /// The highest epoch that the worker has seen; a sender below it is refused.
     pub seen: Epoch,
-    /// The models it wants; [`Models::ALL`] for every one there is.
+    /// The wanted models; [`Models::ALL`] for all.
     pub models: Models,
-    /// Which versions it is given.
+    /// Which versions the worker gets.
     pub delivery: Delivery,
-    /// Where its weights live, for people to read.
+    /// Where the worker's weights live, for people to read.
     pub device: String,
 }
 
-/// A set as a remote reader is told it.
+/// A set that a remote reader was notified of.
 #[derive(Clone, Debug)]
 pub struct Notified {
-    /// Grows from one to the next.
+    /// Grows from one set to the next.
     pub sequence: u64,
-    /// One whole version for each model of it.
+    /// One whole version for each model of the set.
     pub members: Vec<Snapshot>,
 }
 
-/// One reader that is elsewhere. Dropped, it is [lost](Departure::Lost).
+/// A reader on another host. Dropping it counts it as [lost](Departure::Lost).
 pub struct RemoteReader {
     shared: Arc<Shared>,
     key: Key,
@@ -69,7 +69,7 @@ pub struct RemoteReader {
 }
 
 impl RemoteReaders {
-    /// Of this sender.
+    /// For this sender.
     pub fn of(writer: &Writer) -> Self {
         Self {
             shared: writer.shared.clone(),
@@ -118,13 +118,12 @@ impl RemoteReaders {
         self.shared.models[model].model.layout.bytes()
     }
 
-    /// A version of a model, as long as anybody is to run it or it is kept;
-    /// otherwise `None`.
+    /// A version of a model, while some worker needs it or the sender keeps it; otherwise `None`.
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
-    /// and [`Error::BadOption`] if there is no such model.
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child, and
+    /// [`Error::BadOption`] if there is no such model.
     pub fn snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>, Error> {
         self.shared.check_model(model)?;
         let state = self.shared.open_state()?;
@@ -150,14 +149,13 @@ impl RemoteReaders {
         readers
     }
 
-    /// Lets a remote reader in; `call` is called, with the worker's number, whenever there
-    /// may be something new for it. It is called under a lock: it must not wait,
-    /// nor call anything here.
+    /// Adds a remote reader. `call` is called with the worker's number whenever its mailbox may
+    /// have changed. It runs under a lock, so it must neither wait nor call this module.
     ///
     /// # Errors
     ///
-    /// [`Error::Denied`] with the reason, [`Error::SenderClosed`] after the end,
-    /// [`Error::Forked`] in a forked child.
+    /// [`Error::Denied`] with the reason, [`Error::SenderClosed`] after the end, [`Error::Forked`]
+    /// in a forked child.
     pub fn join(
         &self,
         options: RemoteReaderOptions,
@@ -207,7 +205,7 @@ impl RemoteReaders {
         state.add(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
-            // It may have been told something before, by another who acted for it.
+            // An earlier remote reader of the same worker may have been notified before.
             plan.join((key, u64::MAX), models, delivery, records, steps);
         });
         drop(state);
@@ -223,29 +221,29 @@ impl RemoteReaders {
 }
 
 impl RemoteReader {
-    /// Its number.
+    /// The worker's number.
     pub fn worker(&self) -> WorkerId {
         self.key.0
     }
 
-    /// The models it is given.
+    /// The models that the worker gets.
     pub fn models(&self) -> Models {
         self.models
     }
 
-    /// Which versions it is given.
+    /// Which versions the worker gets.
     pub fn delivery(&self) -> Delivery {
         self.delivery
     }
 
-    /// What it is told that was not handed out here before: of one that takes
-    /// every version what is new in its queue, in order; else the newest, also if
-    /// it was handed out before.
+    /// The notifications that were not handed out before. For a worker that takes every version
+    /// these are the new entries of its queue, in order. Otherwise it is the newest set, even if it
+    /// was handed out before.
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child,
-    /// and what is wrong with a record.
+    /// [`Error::SenderClosed`] after the end, [`Error::Forked`] in a forked child, and those of an
+    /// invalid record.
     pub fn notifications(&self) -> Result<Vec<Notified>, Error> {
         let state = self.shared.open_state()?;
         let Some(reader) = self.reader(&state) else {
@@ -273,8 +271,7 @@ impl RemoteReader {
         Ok(all)
     }
 
-    /// Hands out its queue from the beginning again: to somebody else who acts for
-    /// it from here on.
+    /// Hands out the queue from its beginning again, because another agent acts for the worker now.
     pub fn start_over(&self) {
         let Ok(state) = self.shared.state_here() else {
             return;
@@ -285,8 +282,8 @@ impl RemoteReader {
         }
     }
 
-    /// The answer to its last question, if it is there and not taken, with the
-    /// question's number.
+    /// The answer to the worker's last question and the question's number, if there is an answer
+    /// that was not taken.
     ///
     /// # Errors
     ///
@@ -305,12 +302,12 @@ impl RemoteReader {
         Ok(Some((question, self.hold(&state, live.sequence, &set)?)))
     }
 
-    /// It asks for a version: see [`answered`](Self::answered).
+    /// Asks for a version on the worker's behalf: see [`answered`](Self::answered).
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchVersion`], [`Error::Protocol`] if it may not ask for that,
-    /// and as [`notifications`](Self::notifications).
+    /// [`Error::NoSuchVersion`], [`Error::Protocol`] if the worker may not ask for it, and as
+    /// [`notifications`](Self::notifications).
     pub fn ask(&self, question: u64, want: Want) -> Result<(), Error> {
         let mut state = self.shared.open_state()?;
         if state.asks(self.key).is_none() {
@@ -338,16 +335,16 @@ impl RemoteReader {
         }
     }
 
-    /// It does not wait for an answer any more.
+    /// Withdraws the worker's question.
     pub fn withdraw(&self) {
         if self.shared.header.map.usable().is_ok() {
             self.shared.state().plan.withdraw(self.key);
         }
     }
 
-    /// How far it is: the newest set it has taken, and the last question whose
-    /// answer it needs no more. What lies before that in its queue is taken too.
-    /// Numbers that go back are not believed.
+    /// Reports the worker's progress: the newest set that it has taken, and the last question whose
+    /// answer it no longer needs. Earlier entries of its queue count as taken too. Numbers that go
+    /// back are ignored.
     pub fn progress(&self, taken: u64, through: u64) {
         if self.shared.header.map.usable().is_err() {
             return;
@@ -367,8 +364,8 @@ impl RemoteReader {
         self.wake_sender();
     }
 
-    /// It has loaded these versions, with the set of this sequence number, or (0)
-    /// with one that it asked for.
+    /// Reports that the worker has loaded these versions: the set with this sequence number or, for
+    /// 0, another set that it asked for.
     pub fn applied(&self, sequence: u64, versions: impl IntoIterator<Item = (usize, Version)>) {
         if self.shared.header.map.usable().is_err() {
             return;
@@ -386,8 +383,8 @@ impl RemoteReader {
         self.wake_sender();
     }
 
-    /// It cannot use a set, by its sequence number, or, without one, anything that
-    /// comes.
+    /// Reports that the worker cannot use the set with this sequence number or, for `None`, any
+    /// set.
     pub fn refuse(&self, sequence: Option<u64>, reason: String) {
         if self.shared.header.map.usable().is_err() {
             return;
@@ -410,8 +407,8 @@ impl RemoteReader {
         self.shared.bells.ring();
     }
 
-    /// Has what waits come where this remote reader has made room: in its own queue, or by a
-    /// record that it has given back.
+    /// Delivers sets that waited for the room that this reader has made: in its queue, or by a
+    /// record.
     fn deliver(&self, state: &mut State) {
         let plan = &state.plan;
         if plan.anything_waits_for(self.key) || plan.lacks_records() {
@@ -419,7 +416,7 @@ impl RemoteReader {
         }
     }
 
-    /// Gives the entries of its queue back up to this sequence number.
+    /// Frees the entries of the queue up to this sequence number.
     fn advance(&self, reader: &Reader, sequence: u64) {
         let Delivery::Every { .. } = self.delivery else {
             return;
@@ -433,7 +430,7 @@ impl RemoteReader {
         head.advance(at);
     }
 
-    /// It has gone.
+    /// Removes the reader.
     pub fn leave(self, departure: Departure) {
         self.go(departure);
     }

@@ -13,47 +13,46 @@ use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
 
-/// One step of the sender: new versions of one or more models, live together.
+/// One step of the sender: new versions of one or more models, which become live together.
 #[derive(Clone, Debug)]
 pub struct Publication {
-    /// Counts the sender's steps. A reader that has taken a set of this or a
-    /// higher sequence number has this one or a newer one.
+    /// Numbers the sender's steps. A reader that has taken a set with this or a higher number has
+    /// this publication or a newer one.
     pub sequence: u64,
-    /// Which models, and the version each got.
+    /// The models and their new versions.
     pub versions: Vec<(usize, Version)>,
-    /// When it became live.
+    /// When the publication became live.
     pub at: Instant,
-    /// What it is for each reader that was connected.
+    /// The effect on each reader that was connected.
     dispositions: Vec<(Key, Disposition)>,
     absent: Vec<WorkerId>,
-    /// The workers it was for; `None` for all.
+    /// The workers that the publication was for; `None` for all.
     named: Option<BTreeSet<WorkerId>>,
-    /// The readers whose queue had no room for it until that was given up; `None`
-    /// if all had.
+    /// Readers whose queue had no room until their share was given up; `None` if all had room.
     full: Option<Arc<Mutex<BTreeSet<Key>>>>,
-    /// Whether readers that were late for an earlier one are waited for.
+    /// Whether to wait for readers that were late for an earlier publication.
     waits_for_late: bool,
 }
 
-/// How far a publication has to have come at a reader to count as done there.
+/// How far a publication must have come at a reader to count as done there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// The reader has taken it: its record is checked, its slots are pinned.
+    /// The reader has taken it: the record is checked, and the slots are pinned.
     Staged,
-    /// The worker has said that it has loaded it.
+    /// The worker has reported that it has loaded it.
     Applied,
 }
 
-/// What became of a publication at one reader.
+/// The outcome of a publication at one reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The worker has loaded it (or a newer one), and runs no older version of
-    /// any of its models.
+    /// The worker has loaded the publication or a newer one, and runs no older version of any of
+    /// its models.
     Applied,
-    /// The reader has taken it (or a newer one); asked for [`Level::Staged`],
-    /// no more was waited for.
+    /// The reader has taken the publication or a newer one; the caller waited only for
+    /// [`Level::Staged`].
     Staged,
-    /// The worker cannot use it and goes on with what it had.
+    /// The worker refused the publication, and goes on with its earlier versions.
     Refused {
         /// The worker's reason.
         reason: String,
@@ -67,45 +66,45 @@ pub enum Outcome {
         /// The worker's reason.
         reason: String,
     },
-    /// Nothing has been heard of the worker for too long; it may come back.
+    /// Nothing was heard of the worker for too long; it may come back.
     Lost,
-    /// The deadline came first.
+    /// The worker was not done at the deadline.
     Late,
-    /// The worker is held at what it has; it gets the newest when it is
-    /// released.
+    /// The worker is held; it gets the newest set when it is released.
     Held,
-    /// Its queue had no room until that was given up, or as many publications
-    /// waited for room as may; it will not get this one.
+    /// The worker's queue had no room in time, or too many publications already waited for room.
+    /// The worker will not get this one.
     Full,
-    /// It takes what it asks for: nothing else, so there was nothing to wait for;
-    /// or it has asked for an older version since, or waits for one to come.
+    /// The worker takes only what it asks for, so the send did not wait for it; or it has since
+    /// asked for an older version, or waits for a version to come.
     Asks,
-    /// It was named but is not connected; it gets this when it joins.
+    /// The worker was named but is not connected; it gets the publication when it joins.
     Absent,
 }
 
 /// One line of a publication's result.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReaderOutcome {
-    /// Which worker.
+    /// The worker.
     pub worker: WorkerId,
-    /// Its process; 0 if it is not connected.
+    /// The worker's process; 0 if it is not connected.
     pub pid: u32,
-    /// What became of the publication there.
+    /// The outcome.
     pub outcome: Outcome,
-    /// The version of each model that it reports as loaded; `Version::NONE`
-    /// before the first.
+    /// The version of each model that the worker reports as loaded; `Version::NONE` before the
+    /// first.
     pub versions: Vec<Version>,
-    /// Whether these are what was published, or newer, of each model it takes.
+    /// Whether these are the published versions or newer ones, for each model that the worker
+    /// takes.
     pub current: bool,
-    /// How long after the publication the sender learned of it.
+    /// How long after the publication the sender learned of the outcome.
     pub after: Duration,
-    /// Of one that was late for an earlier publication and has not moved since: for how
-    /// long. It was not waited for.
+    /// For how long the worker has been late, if it was late for an earlier publication and has not
+    /// moved since. The send did not wait for it.
     pub late: Option<Duration>,
 }
 
-/// Waits for readers, from any thread and while others do.
+/// Waits for readers; usable from any thread, also from several.
 #[derive(Clone, Debug)]
 pub struct Waiter {
     shared: Arc<Shared>,
@@ -135,7 +134,7 @@ impl Publication {
         }
     }
 
-    /// For how long a reader has been late, if it is not waited for.
+    /// For how long a reader has been late, if the send does not wait for it.
     fn late(&self, reader: &Reader) -> Option<Duration> {
         match self.waits_for_late {
             true => None,
@@ -143,7 +142,7 @@ impl Publication {
         }
     }
 
-    /// What became of it at a reader, if that is known yet.
+    /// The outcome at a reader, if it is known yet.
     fn outcome(
         &self,
         (key, disposition): (Key, Disposition),
@@ -157,7 +156,7 @@ impl Publication {
         let is_applied = || self.is_applied(reader.models, loaded, applied);
         match disposition {
             Disposition::Waiting if self.is_full(key) => return Some(Outcome::Full),
-            // Also if it can use nothing since.
+            // Also for a reader that was rejected after it had loaded the set.
             Disposition::Notified | Disposition::Waiting if is_applied() => {
                 return Some(Outcome::Applied);
             }
@@ -172,7 +171,7 @@ impl Publication {
             Disposition::Held => return Some(Outcome::Held),
             Disposition::Full => return Some(Outcome::Full),
             Disposition::Asks => return Some(Outcome::Asks),
-            // Unusable, so it was a refusal above.
+            // The worker is unusable, so it was a refusal above.
             Disposition::Shut => return Some(Outcome::Late),
         }
         if reader.has_left() {
@@ -185,25 +184,25 @@ impl Publication {
             return Some(Outcome::Refused { reason });
         }
         if loaded >= sequence {
-            // It had it, and went back to an older one that it asked for.
+            // The worker had loaded it, and went back to an older version that it asked for.
             return Some(Outcome::Asks);
         }
         if level == Level::Staged && reader.taken() >= sequence {
             return Some(Outcome::Staged);
         }
-        // It waits for one to come and takes nothing meanwhile, and that one may
+        // The worker waits for a version to come, takes nothing meanwhile, and that version may
         // come only after this send.
         let awaits = plan.awaits(key, reader.through());
         awaits.then_some(Outcome::Asks)
     }
 
-    /// Whether a reader of these models that has loaded this has loaded the
-    /// publication. It may have gone back since to one that it asked for.
+    /// Whether a reader of these models with these loaded versions has loaded the publication. It
+    /// may have gone back since, to a version that it asked for.
     fn is_applied(&self, mine: Models, sequence: u64, applied: impl Fn(&usize) -> Version) -> bool {
         sequence >= self.sequence && self.is_current(mine, applied)
     }
 
-    /// Whether a reader of these models runs what was published, or newer.
+    /// Whether a reader of these models runs the published versions or newer ones.
     fn is_current(&self, mine: Models, applied: impl Fn(&usize) -> Version) -> bool {
         let mut published = self.versions.iter();
         published.all(|(model, version)| !mine.contains(*model) || applied(model) >= *version)
@@ -226,14 +225,13 @@ impl Publication {
 }
 
 impl Waiter {
-    /// The sender's own hold on the version of a model that was last sent to
-    /// all; `None` before the first.
+    /// The sender's own pin on the version of a model that was last sent to all; `None` before the
+    /// first.
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone,
-    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
-    /// such model.
+    /// [`Error::SenderClosed`] if the [`Writer`](crate::Writer) is gone, [`Error::Forked`] in a
+    /// forked child, [`Error::BadOption`] if there is no such model.
     pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
         self.shared.check_model(model)?;
         let state = self.shared.state();
@@ -295,8 +293,8 @@ impl Waiter {
         Ok(lines)
     }
 
-    /// Whether [`settle`](Self::settle) would find nothing to wait for. Only
-    /// looks: whose line is told once is still to be told.
+    /// Whether [`settle`](Self::settle) would find nothing to wait for. Only looks: lines that are
+    /// reported once are still to be reported.
     ///
     /// # Errors
     ///
@@ -313,10 +311,9 @@ impl Waiter {
         }))
     }
 
-    /// The lines that publishing alone has decided: of readers that will not get
-    /// it ([`Outcome::Full`]), not now ([`Outcome::Held`]) or cannot use it
-    /// ([`Outcome::Refused`]), of those that went and did not leave in order, and of named
-    /// workers that are not connected. Waits for nothing.
+    /// The lines that are known without waiting: readers that will not get the publication
+    /// ([`Outcome::Full`]), not now ([`Outcome::Held`]) or cannot use it ([`Outcome::Refused`]);
+    /// readers that departed, not in order; and named workers that are not connected.
     ///
     /// # Errors
     ///
@@ -357,9 +354,9 @@ impl Waiter {
         Ok(lines)
     }
 
-    /// The deadline of the publication has come: later publications do not wait for the
-    /// readers that have not got to `level`, until they move. This one can be waited for
-    /// again.
+    /// Notes that the deadline of the publication has come. Later publications do not wait for
+    /// readers that have not reached `level`, until these move. The caller can still wait for this
+    /// publication again.
     ///
     /// # Errors
     ///
@@ -382,9 +379,9 @@ impl Waiter {
         Ok(())
     }
 
-    /// Gives up what still waits for room in a queue: those readers will not get
-    /// it, and from here on that is their line ([`Outcome::Full`]). The newest of
-    /// a reader that wants only that still comes.
+    /// Gives up the notifications that still wait for room in a queue. Those readers will not get
+    /// the publication, and their line says so ([`Outcome::Full`]). A reader that wants only the
+    /// newest still gets it.
     ///
     /// # Errors
     ///
@@ -392,7 +389,7 @@ impl Waiter {
     pub fn give_up(&self, publication: &Publication) -> Result<(), Error> {
         self.shared.open()?;
         let mut state = self.shared.state();
-        // Room that there is by now is used.
+        // Uses the room that there is by now.
         self.shared.deliver(&mut state);
         for (key, disposition) in &publication.dispositions {
             if *disposition == Disposition::Waiting
@@ -409,29 +406,31 @@ impl Waiter {
 
 struct Settling<'a> {
     shared: &'a Shared,
-    /// When the last look was that saw anything: read once for all its lines.
+    /// When the last look that found something took place; read once for all its lines.
     after: Option<Duration>,
     publication: &'a Publication,
     level: Level,
-    /// By what it [hears](State::mark_changed) of remote readers, from its first look on.
+    /// The number under which it gets [changes](State::mark_changed) of remote readers, from its
+    /// first look on.
     listener: Option<u64>,
-    /// Those whose outcome is not known yet, and that are waited for.
+    /// Readers to wait for, whose outcome is not known yet.
     awaited: Open,
-    /// Those that are not waited for, as they were late before and have not moved.
+    /// Readers not to wait for, because they were late before and have not moved.
     passed: Open,
     lines: Vec<ReaderOutcome>,
-    /// Of the lines those of readers that went, which are told once.
+    /// Departed readers among the lines, which are reported once.
     reported: Vec<Key>,
-    /// Those that have a line. Some were there when it was made, and may go any moment.
+    /// Readers that have a line. Some were connected when it was made, and may depart at any
+    /// moment.
     named: Vec<Key>,
 }
 
 /// Readers whose outcome is not known yet.
 #[derive(Debug, Default)]
 struct Open {
-    /// Looked at again each time.
+    /// Looked at each time.
     processes: Vec<(Key, Disposition)>,
-    /// Looked at again only when something is heard of them.
+    /// Looked at only after a change.
     remote_readers: BTreeMap<Key, Disposition>,
 }
 
@@ -462,7 +461,7 @@ impl Open {
 }
 
 impl Settling<'_> {
-    /// Moves the readers whose outcome is known to `lines`.
+    /// Moves readers whose outcome is known to `lines`.
     fn look(&mut self) {
         self.after = None;
         let mut state = self.shared.state();
@@ -498,10 +497,10 @@ impl Settling<'_> {
         }
     }
 
-    /// Whether a reader's outcome is known, and then its line is there.
+    /// Whether a reader's outcome is known; its line is there then.
     fn is_known(&mut self, state: &mut State, key: Key, disposition: Disposition) -> bool {
-        // A worker that is removed from the table is put among the gone in the same step,
-        // so a reader is in one of the two, unless thousands went since.
+        // A worker moves from the table to the departed ones in a single step. So a reader is in
+        // one of the two, unless thousands departed since.
         if let Some(reader) = state.readers.get(&key) {
             let publication = self.publication;
             let known = publication.outcome((key, disposition), reader, &state.plan, self.level);
@@ -524,7 +523,7 @@ impl Settling<'_> {
         true
     }
 
-    /// No report has the lines: the departed worker must be reported again.
+    /// No report has the lines, so departed workers must be reported again.
     fn unreport(&mut self) {
         let mut state = self.shared.state();
         for key in self.reported.drain(..) {
@@ -532,7 +531,7 @@ impl Settling<'_> {
         }
     }
 
-    /// The lines of readers that have not answered in time, or were not waited for.
+    /// Adds the lines of readers that did not answer in time, or were not waited for.
     fn late(&mut self) {
         self.after = None;
         let open: Vec<Key> = self.awaited.take().chain(self.passed.take()).collect();
@@ -545,11 +544,11 @@ impl Settling<'_> {
         }
     }
 
-    /// The lines of workers that were not among the readers of the publication:
-    /// those that are not connected, that cannot use the models, that went.
+    /// Adds the lines of workers that were not among the publication's readers: those that are not
+    /// connected, cannot use the models, or departed.
     fn report_the_rest(&mut self) {
         let mut state = self.shared.state();
-        // The first version has gone out, if it was that.
+        // The first version may be out now, so further slots can be made.
         self.shared.make_ahead(&mut state);
         let publication = self.publication;
         for one in state.report_rejected(|worker| publication.is_for(worker)) {
@@ -558,8 +557,8 @@ impl Settling<'_> {
                 .iter()
                 .any(|(key, _)| *key == one.key)
                 || state.missing().any(|gone| gone.key == one.key);
-            // One that went since, and whose number another reader has, is nobody's
-            // concern any more: that one has the line.
+            // If a departed worker's number belongs to another reader by now, that reader has the
+            // line.
             let succeeded = !state.readers.contains_key(&one.key)
                 && publication
                     .dispositions
@@ -585,7 +584,7 @@ impl Settling<'_> {
             if !self.named.contains(&gone.key) {
                 self.gone_line(&gone);
             } else if !gone.is_in_order() {
-                // It has its line, and one is enough: the next report tells of its death.
+                // The reader has its line, and one is enough: the next report names its death.
                 again.push(gone.key);
             }
         }
@@ -597,7 +596,7 @@ impl Settling<'_> {
         self.report_absent();
     }
 
-    /// The lines of workers that failed, died or were lost, and are not back.
+    /// Adds the lines of workers that failed, died or were lost, and are not back.
     fn report_missing(&mut self, state: &State) {
         let publication = self.publication;
         let mut missing = state.missing().peekable();
@@ -614,7 +613,7 @@ impl Settling<'_> {
         }
     }
 
-    /// The lines of workers that were named and are not connected.
+    /// Adds the lines of workers that were named and are not connected.
     fn report_absent(&mut self) {
         let publication = self.publication;
         for worker in &publication.absent {
@@ -668,7 +667,7 @@ impl Settling<'_> {
             .publication
             .is_applied(gone.models, gone.applied, loaded);
         let outcome = match (gone.departure, &gone.reason) {
-            // It did its part before it went.
+            // The worker did its part before it left.
             (Departure::Left, _) if did_its_part => Outcome::Applied,
             (_, Some(reason)) => Outcome::Failed {
                 reason: reason.clone(),

@@ -31,25 +31,25 @@ pub(crate) struct Words<'a> {
     pub(crate) pins: &'a [PinWord],
 }
 
-/// What one reader may hold.
+/// What one reader may claim to hold.
 #[derive(Debug)]
 pub(crate) struct Claims {
     models: Models,
-    /// What its record word said when it was last read, as far as it counts.
+    /// The records of its record word at the last reading, as far as they count.
     records: SlotSet,
-    /// The records that its mailbox has named and that it may have pinned since.
+    /// The records that its mailbox has named, and that it may have pinned since.
     named: SlotSet,
-    /// By model, the slots that its mailbox has named and that it may have pinned since.
+    /// For each model, the slots that its mailbox has named, and that it may have pinned since.
     slots: Vec<SlotSet>,
     breach: Option<Breach>,
 }
 
-/// What a working reader's page cannot say.
+/// A claim that no working reader's page makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Breach {
-    /// It holds so many set records at once.
+    /// The reader claims so many set records at once.
     Records(usize),
-    /// It holds data slots of this model that its mailbox was not told of.
+    /// The reader claims data slots of this model that its mailbox never named.
     Slots(usize),
 }
 
@@ -71,7 +71,7 @@ impl fmt::Display for Breach {
 }
 
 impl Claims {
-    /// Of a reader of these models, before its mailbox was told anything.
+    /// The claims of a reader of these models, before its first notification.
     pub(crate) fn new(models: Models) -> Self {
         let rows = models.iter().last().map_or(0, |last| last + 1);
         Self {
@@ -83,7 +83,7 @@ impl Claims {
         }
     }
 
-    /// Its mailbox is about to name a record, which says this.
+    /// Notes that the mailbox is about to name a record with this set.
     pub(crate) fn note_named(&mut self, record: u8, set: &ModelSet) {
         self.named = self.named.with(record);
         for model in set.models().and(self.models).iter() {
@@ -93,24 +93,24 @@ impl Claims {
         }
     }
 
-    /// The records it held when they were last looked for.
+    /// The records that the reader held at the last reading.
     pub(crate) fn records(&self) -> SlotSet {
         self.records
     }
 
-    /// Of these slots of a model those that count as held.
+    /// Those of these slots of a model that count as held.
     pub(crate) fn of(&self, model: usize, held: SlotSet) -> SlotSet {
         held.and(self.slots.get(model).copied().unwrap_or_default())
     }
 
-    /// What it has done, if it was ever in breach.
+    /// The first breach of the reader, if any.
     pub(crate) fn breach(&self) -> Option<Breach> {
         self.breach
     }
 
-    /// Reads its record word. `named` are the records that its mailbox names now. A pin on
-    /// any other that was not told does not count: it is announced, and its reader finds
-    /// that the mailbox has moved on.
+    /// Notes its record word. `named` are the records that its mailbox names now. A pin on a record
+    /// that was never named does not count: the reader only announced it, and will find that the
+    /// mailbox has moved on.
     pub(crate) fn observe(&mut self, held: SlotSet, named: SlotSet) -> SlotSet {
         if held.len() > 1 {
             self.breach.get_or_insert(Breach::Records(held.len()));
@@ -123,8 +123,8 @@ impl Claims {
         self.records
     }
 
-    /// Reads its data pins of a model, after its record word. `named` are the slots that
-    /// its mailbox and its pinned record name now.
+    /// Notes its data pins of a model, after its record word. `named` are the slots that its
+    /// mailbox and its pinned record name now.
     pub(crate) fn pinned(&mut self, model: usize, held: SlotSet, named: SlotSet) -> SlotSet {
         let counted = self.of(model, held);
         if counted != held {
@@ -137,11 +137,11 @@ impl Claims {
     }
 }
 
-/// Takes what a reader's page says into the plan; gives the records it pins. A caller that asks
-/// for its data pins does so after this.
+/// Notes a reader's page in the plan; returns the records that it pins. The caller asks for the
+/// data pins after this.
 ///
-/// `through` is the last question whose answer it needs no more; `None` of a reader that
-/// has no queue and asks nothing, whose mailbox changes by nothing that it does.
+/// `through` is the last question whose answer the reader no longer needs. `None` for a reader
+/// without a queue or questions: nothing that it does changes its mailbox.
 pub(crate) fn observe(
     plan: &mut Plan,
     key: Key,

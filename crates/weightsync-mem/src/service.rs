@@ -23,12 +23,12 @@ use crate::socket::{Listener, Packet, Socket};
 use crate::wait::{poll, poll_slice};
 use crate::wire::{Delivery, FromReader, FromSender, Want};
 
-/// Connections that have not said who they are: how many, and for how long.
+/// The most connections without a hello, and how long one may last.
 const MAX_STRANGERS: usize = 64;
 const STRANGER_TIME: Duration = Duration::from_secs(2);
-/// Packets of one reader that are read before the others have their turn.
+/// How many packets of one reader are handled before it is another reader's turn.
 const MAX_TURN: usize = 16;
-/// How often slots are offered again that could not be handed over.
+/// How often slots are offered again that could not be sent.
 const OWING_TIME: Duration = Duration::from_millis(20);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
@@ -48,7 +48,7 @@ pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandl
         })
 }
 
-/// Strangers are disconnected when it ends, for every copy of their connections.
+/// Shuts down strangers' connections, so that copies of their descriptors end too.
 impl Drop for Service {
     fn drop(&mut self) {
         for stranger in &self.strangers {
@@ -61,11 +61,11 @@ struct Service {
     shared: Arc<Shared>,
     listener: Listener,
     strangers: Vec<Stranger>,
-    /// Some reader is still owed slots.
+    /// Some reader still waits for slots.
     owes: bool,
 }
 
-/// A connection that has not said who it is.
+/// A connection that has sent no hello yet.
 struct Stranger {
     socket: Socket,
     until: Instant,
@@ -77,8 +77,8 @@ impl Service {
             match self.select() {
                 Ok(false) => return,
                 Ok(true) => {}
-                // Out of descriptors or memory: what is connected goes on being
-                // served; the pause keeps a lasting condition from spinning.
+                // Out of descriptors or memory: connected readers are still served. The pause keeps
+                // a lasting condition from spinning.
                 Err(error) => {
                     *self.shared.failure() = Some(error);
                     let pause = Some(Instant::now() + Duration::from_millis(50));
@@ -90,11 +90,11 @@ impl Service {
         }
     }
 
-    /// Waits for the next events and handles them. False: the sender closes.
+    /// Waits for the next events and handles them. False if the sender closes.
     fn select(&mut self) -> Result<bool, Error> {
         let readers = self.shared.watched();
         let listens = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        // Without flags only a hang-up is told.
+        // Without flags, poll reports only a hang-up.
         let ends = |fd| PollFd::from_borrowed_fd(fd, PollFlags::empty());
         let mut polled = vec![
             listens(self.shared.stop.as_fd()),
@@ -129,14 +129,13 @@ impl Service {
         }
         let knocked = next();
         let spoke: Vec<bool> = self.strangers.iter().map(|_| next()).collect();
-        // Deaths before arrivals: a worker that was restarted finds its place
-        // empty.
+        // Deaths before arrivals, so that a restarted worker finds its number free.
         let mut result = Ok(());
         for (key, socket, _) in &readers {
             let spoke = next();
             let died = socket.peer_death().is_some() && next();
             if spoke || died {
-                // What is wrong with one must not keep the others unheard.
+                // One reader's problem must not keep the others from being served.
                 result = result.and(self.shared.listen_to(*key, died));
             }
         }
@@ -147,7 +146,7 @@ impl Service {
         let strangers = std::mem::take(&mut self.strangers);
         for (stranger, spoke) in strangers.into_iter().zip(spoke) {
             if spoke {
-                // One that woke us for nothing is dropped, and may come again.
+                // A stranger that woke the thread without a hello is dropped; it may connect again.
                 drop(self.shared.meet(stranger.socket));
             } else if stranger.until > now {
                 self.strangers.push(stranger);
@@ -160,17 +159,17 @@ impl Service {
     }
 
     fn let_in(&mut self, now: Instant) -> Result<(), Error> {
-        // Bounded, so that newcomers cannot keep this thread from everything else.
+        // Bounded, so that newcomers cannot take up all of this thread's time.
         for _ in 0..MAX_STRANGERS {
             match self.listener.accept() {
                 Ok(None) => return Ok(()),
                 Ok(Some(socket)) => {
-                    // One that has said its hello already is no stranger.
+                    // The hello is here already.
                     let Some(socket) = self.shared.meet(socket) else {
                         continue;
                     };
-                    // The oldest makes room: silent connections must not keep
-                    // honest ones out.
+                    // The oldest stranger makes room: silent connections must not keep honest ones
+                    // out.
                     if self.strangers.len() == MAX_STRANGERS {
                         self.strangers.remove(0);
                     }
@@ -179,7 +178,7 @@ impl Service {
                         until: now + STRANGER_TIME,
                     });
                 }
-                // Another user's connection is dropped and costs nothing more.
+                // Another user's connection is dropped, at no further cost.
                 Err(error) if error.is_peer_fault() => {}
                 Err(error) => return Err(error),
             }
@@ -189,7 +188,7 @@ impl Service {
 }
 
 impl Shared {
-    /// Reads what a reader has said, or buries it once its end is gone.
+    /// Handles a reader's messages, and removes the reader once its end is gone.
     pub(crate) fn listen_to(&self, key: Key, died: bool) -> Result<(), Error> {
         let socket = |state: &State| state.readers.get(&key)?.socket().cloned();
         let Some(socket) = socket(&self.state()) else {
@@ -197,7 +196,7 @@ impl Shared {
         };
         let gone = died || is_gone(&socket);
         let mut state = self.state();
-        // What a reader said before it died is heard too: why it refused, say.
+        // Messages sent before a death count too, for example why the reader refused.
         let mut result = Ok(());
         for _ in 0..MAX_TURN {
             let Some(reader) = state.readers.get_mut(&key).filter(|reader| !reader.deaf) else {
@@ -205,7 +204,7 @@ impl Shared {
             };
             let fault = match socket.receive() {
                 Ok(Packet::Empty) => break,
-                // No bytes: the end of the stream, or an empty packet.
+                // No bytes mean the end of the stream or an empty packet.
                 Ok(Packet::HungUp) if is_gone(&socket) => break,
                 Ok(Packet::HungUp) => "it sent an empty packet".into(),
                 Ok(Packet::Data(bytes, _)) => match FromReader::decode(&bytes) {
@@ -247,8 +246,8 @@ impl Shared {
                     Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
                     Err(error) => error.to_string(),
                 },
-                // Short of memory or descriptors: the reader lives and its pins
-                // count; the caller makes a pause.
+                // Out of memory or descriptors: the reader lives and its pins count; the caller
+                // pauses.
                 Err(error) => {
                     result = Err(error);
                     break;
@@ -256,8 +255,8 @@ impl Shared {
             };
             state.condemn(key, fault);
         }
-        // One that goes now is heard next. A sender that closes has ended the
-        // connections itself: that tells of nobody's death.
+        // A reader that goes now is handled next time. A sender that closes has shut the
+        // connections down itself, so their hang-up shows no death.
         if gone && !self.is_closed() {
             self.bury(&mut state, key);
         }
@@ -265,7 +264,7 @@ impl Shared {
         result
     }
 
-    /// Removes a reader whose process is gone; a relay is told of it.
+    /// Removes a reader whose process is gone, and notifies a relay.
     fn bury(&self, state: &mut State, key: Key) {
         if let Some(relayed) = &self.relayed {
             relayed.note_gone(state, key, Departure::Died);
@@ -273,8 +272,8 @@ impl Shared {
         state.bury(key, Departure::Died);
     }
 
-    /// Gives what one held that is gone, or can use nothing, to those that wait
-    /// for it, and has everybody look again.
+    /// Delivers what the slots and records of a departed or rejected reader make room for, and has
+    /// every waiting thread look again.
     fn pass_on(&self, state: &mut State) {
         if state.plan.anything_waits() {
             self.deliver(state);
@@ -282,11 +281,10 @@ impl Shared {
         self.bells.ring();
     }
 
-    /// Handles the first words of a connection; gives it back if there are none
-    /// yet.
+    /// Handles the hello of a connection; returns the connection if there is none yet.
     fn meet(&self, socket: Socket) -> Option<Socket> {
-        // A worker that was told of the end looks for the next sender: this one
-        // must not take it in again.
+        // A worker that learned of the end looks for the next sender, so this one must not admit it
+        // again.
         if self.is_closed() {
             return None;
         }
@@ -294,7 +292,7 @@ impl Shared {
             Ok(Packet::Data(bytes, fds)) => (bytes, fds),
             Ok(Packet::Empty) => return Some(socket),
             Ok(Packet::HungUp) => return None,
-            // It comes again, if it is a worker.
+            // A worker connects again.
             Err(error) => {
                 if !error.is_peer_fault() {
                     *self.failure() = Some(error);
@@ -314,7 +312,7 @@ impl Shared {
                 instance,
             }) => {
                 if !same_secret(&secret, &self.secret) {
-                    // Nothing is told to one without the init info.
+                    // A connection without the secret gets no answer.
                     return None;
                 }
                 let request = JoinRequest {
@@ -325,7 +323,7 @@ impl Shared {
                     instance,
                 };
                 let admitted = self.admit(&request, seen);
-                // Seated later, perhaps much later: then this is asked again.
+                // Admission may come much later; the number is then checked again.
                 let admitted = admitted.and_then(|()| self.vacate(&mut self.state(), worker));
                 match admitted.and_then(|()| take_control(fds)) {
                     Ok(control) => {
@@ -347,8 +345,7 @@ impl Shared {
         None
     }
 
-    /// Answers a reader that asks for a version. A breach of the protocol is
-    /// given back in words.
+    /// Answers a reader's question. An error text if the question breaks the protocol.
     fn answer(&self, state: &mut State, key: Key, question: u64, want: Want) -> Option<String> {
         let records = self.observe(state);
         let answer = self.decide(state, |plan, steps| {
@@ -382,8 +379,7 @@ impl Shared {
         }
     }
 
-    /// Lets a reader in that may join, at once, or once the sender whose versions
-    /// these are has agreed.
+    /// Admits a reader at once or, in a relay's segment, once the sender has agreed.
     fn let_join(
         &self,
         request: JoinRequest,
@@ -394,7 +390,7 @@ impl Shared {
         let Some(relayed) = &self.relayed else {
             return self.welcome(request, socket, control);
         };
-        // It is told to wait before anybody can answer it.
+        // Sent first, because the answer may follow at once.
         let _ = socket.send(&FromSender::Wait.encode(), &[]);
         let ticket = Ticket {
             request,
@@ -406,7 +402,7 @@ impl Shared {
         asked.map_err(|ticket| (ticket.socket, "too many workers are waiting to join".into()))
     }
 
-    /// Decides whether a reader may join as far as that does not depend on others.
+    /// Checks whether a reader may join, except for conditions that depend on other readers.
     pub(crate) fn admit(&self, request: &JoinRequest, seen: Epoch) -> Result<(), String> {
         if seen > self.run.epoch {
             return Err(format!(
@@ -434,11 +430,11 @@ impl Shared {
         Ok(())
     }
 
-    /// Has a worker's number free for a newcomer, or says who has it. A reader that is
-    /// gone is buried, and one that has left keeps nothing but its pins.
+    /// Frees a worker's number for a newcomer, or says who has it. A reader that is gone is
+    /// removed, and one that has left keeps only its pins.
     ///
-    /// The caller asks this under the lock under which it seats the reader: else
-    /// two that come at once would both be seated under one number.
+    /// The caller holds the lock until the newcomer is added: two newcomers at the same time could
+    /// otherwise both get the number.
     pub(crate) fn vacate(&self, state: &mut State, worker: WorkerId) -> Result<(), String> {
         let before = state.readers.range((worker, 0)..=(worker, u64::MAX));
         for key in before.map(|(key, _)| *key).collect::<Vec<_>>() {
@@ -458,8 +454,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets a reader in, if its number is free and there is a place: from here on its
-    /// pins are looked at, and its mailbox says what it is to run.
+    /// Adds a reader, if its number is free and there is room. From here on its pins count, and its
+    /// mailbox names the set that it should run.
     pub(crate) fn welcome(
         &self,
         request: JoinRequest,
@@ -476,7 +472,7 @@ impl Shared {
         };
         let mut state = self.state();
         if self.is_closed() {
-            // Its hang-up tells the worker to look for the next sender.
+            // The hang-up tells the worker to look for the next sender.
             return Ok(());
         }
         let vacant = self.vacate(&mut state, request.worker);
@@ -504,9 +500,9 @@ impl Shared {
             request.delivery,
             request.device,
         );
-        // Entered and sent under one lock: the reader may pin as soon as it has
-        // its mailbox, and the scan for pins takes the same lock. The mailbox is where
-        // it is meant to be before that, so that its first look finds it there.
+        // Added and answered under one lock. The reader may pin as soon as it has its mailbox, and
+        // the scan for pins takes the same lock. The mailbox is on its set before that, so the
+        // reader's first look finds it.
         state.add(key, reader);
         let records = self.observe(&mut state);
         self.decide(&mut state, |plan, steps| {
@@ -515,7 +511,7 @@ impl Shared {
         if let Err(error) = self.hand_out(&state, &socket, models, &mailbox) {
             state.remove(key);
             return match error.is_crowded_out() {
-                // Its hang-up has the worker try again.
+                // After the hang-up the worker tries again.
                 true => Ok(()),
                 false => {
                     let reason = error.to_string();
@@ -530,8 +526,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends the pages, one packet for what all readers have and one per model.
-    /// Each packet is small, and few: a socket that is just connected has room.
+    /// Sends the pages: one packet for everything that all readers share, and one for each model.
+    /// The packets are few and small, so the buffer of a new connection has room for them.
     fn hand_out(
         &self,
         state: &State,
@@ -572,7 +568,7 @@ impl Shared {
     }
 }
 
-/// Who wants to join, and on what terms.
+/// A request to join.
 #[derive(Debug)]
 pub(crate) struct JoinRequest {
     pub(crate) worker: WorkerId,
@@ -582,14 +578,14 @@ pub(crate) struct JoinRequest {
     pub(crate) instance: u64,
 }
 
-/// A reader's control page, of the descriptors that came with its hello.
+/// The reader's control page, from the descriptors of its hello.
 fn take_control(fds: Vec<OwnedFd>) -> Result<Mapping, String> {
     let [control] = <[OwnedFd; 1]>::try_from(fds)
         .map_err(|fds| format!("expected one control page, got {}", fds.len()))?;
     Mapping::of_peer(control.as_fd(), CONTROL_BYTES).map_err(|error| error.to_string())
 }
 
-/// Whether the process or the end behind a socket is gone.
+/// Whether the process or the end of a connection is gone.
 pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
     let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
@@ -597,7 +593,7 @@ pub(crate) fn is_gone(socket: &Socket) -> bool {
     hung_up || socket.is_peer_dead()
 }
 
-/// Compares without telling by its time where the first difference is.
+/// Compares in a time that does not reveal where the first difference is.
 fn same_secret(a: &[u8; 16], b: &[u8; 16]) -> bool {
     a.iter().zip(b).fold(0, |seen, (a, b)| seen | (a ^ b)) == 0
 }

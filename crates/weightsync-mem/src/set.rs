@@ -10,19 +10,19 @@ use crate::protocol::{MAX_MODELS, MAX_SLOTS};
 /// The most words that an encoded [`SetRecord`] takes.
 pub(crate) const SET_WORDS: usize = SLOTS + MAX_MODELS / 8 + MAX_MODELS;
 
-/// Where the packed slots begin. The versions follow at once: the record of a
-/// few models lies on one cache line.
+/// The offset of the packed slots. The versions follow at once, so that the record of a few models
+/// fits on one cache line.
 const SLOTS: usize = 3;
 
-/// Mixed into the checksum, so that a page of zeros is no record.
+/// Part of the checksum, so that a page of zeros is no valid record.
 const MAGIC: u64 = u64::from_le_bytes(*b"wsSET\x02\0\0");
 
-/// Some of a segment's models, a bit each.
+/// A set of a segment's models, a bit each.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Models(pub u64);
 
 impl Models {
-    /// Every model there is, however many.
+    /// All models, however many there are.
     pub const ALL: Self = Self(u64::MAX);
 
     /// The first `count` models.
@@ -33,41 +33,41 @@ impl Models {
         }
     }
 
-    /// These models. Numbers of 64 and more are in no set.
+    /// These models. Numbers from 64 on are ignored.
     pub fn of(models: &[usize]) -> Self {
         let bits = models.iter().filter(|&&model| model < MAX_MODELS);
         Self(bits.fold(0, |all, &model| all | 1 << model))
     }
 
-    /// Whether `model` is among them.
+    /// Whether `model` is in the set.
     pub fn contains(self, model: usize) -> bool {
         model < MAX_MODELS && self.0 & (1 << model) != 0
     }
 
-    /// Those in both.
+    /// Models in both sets.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self(self.0 & other.0)
     }
 
-    /// Those in either.
+    /// Models in either set.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// Those not in `other`.
+    /// Models that are not in `other`.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// Whether there are none.
+    /// Whether the set is empty.
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// How many there are.
+    /// How many models the set has.
     pub fn len(self) -> usize {
         self.0.count_ones() as usize
     }
@@ -94,16 +94,16 @@ impl fmt::Debug for Models {
     }
 }
 
-/// Where one model's version lies.
+/// The place of one model's version.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SetEntry {
     pub(crate) slot: u8,
     pub(crate) version: Version,
 }
 
-/// For some of the models, the version that belongs in this set.
+/// A version for some of the models.
 ///
-/// What is not in the set is zero, so that equal sets are equal byte by byte.
+/// Unused entries are zero, so that equal sets are equal byte by byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ModelSet {
     models: Models,
@@ -134,14 +134,14 @@ impl ModelSet {
         })
     }
 
-    /// Puts a model's version in the set, in place of the one there.
+    /// Sets a model's version, and replaces an earlier one.
     pub(crate) fn put(&mut self, model: usize, entry: SetEntry) {
         self.models = self.models.or(Models(1 << model));
         self.slots[model] = entry.slot;
         self.versions[model] = entry.version;
     }
 
-    /// Takes models out of the set.
+    /// Removes models from the set.
     pub(crate) fn remove(&mut self, models: Models) {
         for model in self.models.and(models).iter() {
             self.slots[model] = 0;
@@ -150,28 +150,28 @@ impl ModelSet {
         self.models = self.models.without(models);
     }
 
-    /// This set, with the models of `other` in place of its own.
+    /// A copy of this set in which the models of `other` replace its own.
     #[must_use]
     pub(crate) fn with(mut self, other: &Self) -> Self {
         self.lay(other);
         self
     }
 
-    /// Puts the models of `other` in place of its own.
+    /// Replaces models of this set with those of `other`.
     pub(crate) fn lay(&mut self, other: &Self) {
         for (model, entry) in other.iter() {
             self.put(model, entry);
         }
     }
 
-    /// Only these models of the set.
+    /// A copy of the set with only these models.
     #[must_use]
     pub(crate) fn only(mut self, models: Models) -> Self {
         self.keep(models);
         self
     }
 
-    /// Takes all but these models out of the set.
+    /// Removes all models except these.
     pub(crate) fn keep(&mut self, models: Models) {
         self.remove(self.models.without(models));
     }
@@ -198,33 +198,32 @@ impl fmt::Debug for ModelSet {
     }
 }
 
-/// A set as it lies in shared memory.
+/// A set in shared memory.
 ///
-/// **Guarantee.** Words that decode are those of one record: any flipped bit of
-/// them is noticed.
+/// **Guarantee.** Words that decode belong to one record: a flipped bit is detected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SetRecord {
-    /// The sequence number for which it was written. A mailbox may name it under a
-    /// later one, to be told the same set again.
+    /// The sequence number for which the record was written. A mailbox may name it under a later
+    /// number, to notify its reader of the same set again.
     pub(crate) sequence: u64,
     pub(crate) set: ModelSet,
 }
 
-/// Why a set record was not believed.
+/// Why a set record is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SetFault {
-    /// Its checksum does not hold.
+    /// The checksum is wrong.
     Checksum,
-    /// Its checksum holds, but it names a slot that cannot be.
+    /// The checksum holds, but the record names a slot above the limit.
     Slot,
-    /// Its checksum holds, but it names version 0, which is never published.
+    /// The checksum holds, but the record names version 0, which is never published.
     Version,
-    /// Its checksum holds, but it is another record than the one meant.
+    /// The checksum holds, but it is another record than the announced one.
     Sequence,
 }
 
 impl SetFault {
-    /// The fault in words.
+    /// The fault as text.
     pub(crate) fn what(self) -> &'static str {
         match self {
             Self::Checksum => "its checksum is wrong",
@@ -236,8 +235,8 @@ impl SetFault {
 }
 
 impl SetRecord {
-    /// The record as words, and how many of them count: a set of few models is
-    /// written and checked in few words.
+    /// The record as words, and how many of them are used: a set of few models is written and
+    /// checked in few words.
     pub(crate) fn encode(&self) -> ([u64; SET_WORDS], usize) {
         let mut words = [0; SET_WORDS];
         words[0] = self.sequence;
@@ -251,8 +250,8 @@ impl SetRecord {
         (words, used(words[1]))
     }
 
-    /// Reads back the record that a mailbox announced as `sequence`, checking it.
-    /// Words that do not count are not looked at.
+    /// Decodes and checks the record that a mailbox announced as `sequence`. Unused words are
+    /// ignored.
     pub(crate) fn decode(words: &[u64; SET_WORDS], sequence: u64) -> Result<Self, SetFault> {
         if words[2] != checksum(words) {
             return Err(SetFault::Checksum);
@@ -277,23 +276,23 @@ impl SetRecord {
         Ok(Self { sequence, set })
     }
 
-    /// How many words count, by the word that names the models.
+    /// How many words are used, from the word that names the models.
     pub(crate) fn words_used(models: u64) -> usize {
         used(models)
     }
 }
 
-/// Where the versions begin.
+/// The offset of the versions.
 fn versions(models: u64) -> usize {
     SLOTS + models.count_ones().div_ceil(8) as usize
 }
 
-/// The end of the last word that counts.
+/// The end of the last used word.
 fn used(models: u64) -> usize {
     versions(models) + models.count_ones() as usize
 }
 
-/// CRC-64/NVME of the words that count, but for the checksum itself.
+/// CRC-64/NVME of the used words, without the checksum itself.
 fn checksum(words: &[u64; SET_WORDS]) -> u64 {
     let covered = words[..used(words[1])].iter().enumerate();
     let mut bytes = [0; SET_WORDS * 8];
@@ -332,7 +331,7 @@ mod tests {
         for record in records() {
             let (mut words, used) = record.encode();
             assert_eq!(used, SetRecord::words_used(words[1]));
-            // What an earlier, longer record left behind does not count.
+            // Words of an earlier, longer record do not count.
             words[used..].fill(u64::MAX);
             for named in [record.sequence, record.sequence + 1, u64::MAX] {
                 assert_eq!(SetRecord::decode(&words, named), Ok(record));

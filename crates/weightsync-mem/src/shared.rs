@@ -14,31 +14,30 @@ use crate::protocol::{
 use crate::set::{SET_WORDS, SetRecord};
 use crate::sync::load_acquire;
 
-/// Alone on its cache line pair, so that one end's writes do not slow the
-/// other's.
+/// A value alone on its pair of cache lines, so that one end's writes do not slow the other's.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Line<T>(pub(crate) T);
 
-/// The sender's page: it alone maps it writable, every reader reads it.
+/// The sender's page: only the sender maps it writable; every reader reads it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Header {
-    /// The sender waits for readers and wants to be rung up.
+    /// The sender waits for readers, and wants them to ring.
     pub(crate) sender: Line<SleepWord>,
-    /// How the segment has ended, once it has: an [`Ending`]; 0 before.
+    /// How the segment ended, as an [`Ending`]; 0 before the end.
     pub(crate) closed: Line<AtomicU64>,
     sets: [Line<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
 }
 
-/// How a segment ended that did not end with its process.
+/// How a segment ended, unless its process died.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
     /// The sender shut down in order.
     Closed,
-    /// The sender died, says the relay whose segment this is.
+    /// The relay of this segment reports that the sender died.
     Died,
-    /// The relay whose segment this is has left; the sender may be there.
+    /// The relay of this segment has left; the sender may be there.
     Moved,
 }
 
@@ -51,7 +50,7 @@ impl Ending {
         }
     }
 
-    /// An ending of a word that is not 0; the usual one of any that is unknown.
+    /// The ending of a word other than 0; [`Ending::Closed`] for an unknown one.
     pub(crate) fn of(word: u64) -> Option<Self> {
         match word {
             0 => None,
@@ -62,12 +61,12 @@ impl Ending {
     }
 }
 
-/// How a reader closed its end, as its control page says it.
+/// How a reader closed its end, as its control page says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Exit {
-    /// It leaves in order.
+    /// The reader leaves in order.
     InOrder,
-    /// It can use nothing more; its words are on their way by the socket.
+    /// The reader can use nothing more; its reason is on the way over the socket.
     Failed,
 }
 
@@ -79,7 +78,7 @@ impl Exit {
         }
     }
 
-    /// A parting of a word that is not 0; a failure of any that is unknown.
+    /// The exit of a word other than 0; a failure for an unknown one.
     pub(crate) fn of(word: u64) -> Option<Self> {
         match word {
             0 => None,
@@ -124,21 +123,20 @@ impl Header {
     }
 }
 
-/// One model's page: the sender alone maps it writable, the readers that want
-/// the model read it.
+/// One model's page: only the sender maps it writable; readers that take the model read it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct ModelPage {
     commits: [Line<Commit>; MAX_SLOTS],
 }
 
-/// One slot's commit record, and its digest, which comes later.
+/// One slot's commit record, and its digest, which is added later.
 #[repr(C)]
 #[derive(Debug)]
 struct Commit {
     words: [AtomicU64; RECORD_WORDS],
     digest: [AtomicU64; 2],
-    /// The version the digest is of, 0 while there is none.
+    /// The version that the digest belongs to; 0 while there is none.
     digest_of: AtomicU64,
 }
 
@@ -185,7 +183,7 @@ impl ModelPage {
         cells.digest_of.store(version.0, Ordering::Release);
     }
 
-    /// The digest of the version in a pinned slot, if the sender has made it.
+    /// The digest of the version in a pinned slot, if the sender has computed it.
     pub(crate) fn read_digest(&self, slot: u8, version: Version) -> Option<Digest> {
         let cells = &self.commits[usize::from(slot)].0;
         if load_acquire(&cells.digest_of) != version.0 {
@@ -197,23 +195,22 @@ impl ModelPage {
     }
 }
 
-/// What one reader is to run: the sender alone maps it writable, that reader
-/// reads it.
+/// One reader's mailbox: only the sender maps it writable; that reader reads it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Mailbox {
-    /// For readers that want the newest.
+    /// The word for readers that want the newest version.
     pub(crate) live: Line<LiveWord>,
-    /// For what a reader asks for.
+    /// The answer to a reader's question.
     pub(crate) answer: Line<AnswerEntry>,
-    /// For readers that want every version.
+    /// The queue of readers that take every version.
     pub(crate) queue: Line<Queue>,
-    /// More waits than there is room for, in the queue or among the records, and
-    /// the sender wants to be told when there is some.
+    /// Sets wait for room in the queue or for a record, and the sender wants to know when there is
+    /// some.
     pub(crate) wants_room: Line<SleepWord>,
 }
 
-/// Where a reader finds what it asked for, in addition to what is meant for it.
+/// The answer to a reader's question, separate from its notifications.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct AnswerEntry {
@@ -225,38 +222,38 @@ pub(crate) struct AnswerEntry {
 // SAFETY: atomics only; `repr(C)`; alignment 128.
 unsafe impl Table for Mailbox {}
 
-/// A reader's page: that reader alone maps it writable. What the sender looks at while it
-/// waits lies together: of a reader of one model, in the first cache line.
+/// A reader's page: only that reader maps it writable. The words that the sender reads while it
+/// waits lie together: for a reader of one model, in the first cache line.
 #[repr(C, align(128))]
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) sleep: SleepWord,
-    /// A [`Exit`] once the reader has closed its end while snapshots of it live
-    /// on: it is not waited for any more, its data pins still count.
+    /// An [`Exit`] once the reader has closed its end while snapshots of it live on. The sender no
+    /// longer waits for it, but its data pins still count.
     pub(crate) left: AtomicU64,
-    /// How many entries of its queue it has taken.
+    /// How many queue entries the reader has taken.
     pub(crate) head: Head,
-    /// The number of the last question whose answer it needs no more: it has
-    /// taken it, has asked again, or has given up waiting.
+    /// The number of the last question whose answer the reader no longer needs: it has taken the
+    /// answer, asked again, or given up.
     pub(crate) through: AtomicU64,
     /// The sequence number of the newest set that the worker has loaded; 0 before the
     /// first.
     pub(crate) loaded: AtomicU64,
-    /// The sequence number of the newest set it has taken and found whole; 0
-    /// before the first.
+    /// The sequence number of the newest set that the reader has taken and found valid; 0 before
+    /// the first.
     pub(crate) taken: AtomicU64,
-    /// The set records it holds. The sender reads them, and the head, before
-    /// the data pins.
+    /// The set records that the reader holds. The sender reads these and the head before the data
+    /// pins.
     pub(crate) records: PinWord,
-    /// The data slots it holds, per model.
+    /// The data slots that the reader holds, for each model.
     pub(crate) pins: [PinWord; MAX_MODELS],
     /// The version of each model that the worker has loaded; 0 before the first.
     pub(crate) versions: [AtomicU64; MAX_MODELS],
 }
 
 impl Control {
-    /// The worker has loaded these versions, with the set of this sequence number, or (0)
-    /// with one that it asked for. Those of an older set than it has loaded are left out.
+    /// Notes that the worker has loaded these versions: the set with this sequence number or, for
+    /// 0, another set that it asked for. Older sets than the loaded one are ignored.
     pub(crate) fn set_loaded(
         &self,
         sequence: u64,
@@ -275,8 +272,7 @@ impl Control {
 // SAFETY: atomics only; `repr(C)`; alignment 128.
 unsafe impl Table for Control {}
 
-/// The pages of a reader that somebody in the sender's own process acts for: the
-/// same tables, in its private memory.
+/// The pages of a remote reader: the same tables, in the sender's private memory.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct PrivatePages {

@@ -1,5 +1,5 @@
-//! A slot as one end has it. The slot's memory file is mapped shared, and mapped privately once
-//! a caller wants to write what nobody else is to see.
+//! A slot at one end. The slot's memory file is mapped shared, and also privately once a caller
+//! wants a view that it can write.
 
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +14,7 @@ use crate::map::{Mapping, OwnedFile};
 use crate::pagemap::PageMap;
 use crate::snapshot::Snapshot;
 
-/// What is called with the indices of the tensors that were written.
+/// Receives the indices of the written tensors.
 pub(crate) type Written = Box<dyn FnOnce(&[usize]) + Send>;
 
 /// A slot's memory.
@@ -26,39 +26,39 @@ pub(crate) struct Slot {
     note: Mutex<Note>,
 }
 
-/// Which version is here as a whole, of those that came in pieces; none if none is.
+/// The version that is whole in this slot, if it arrived in pieces; none otherwise.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Note {
     pub(crate) version: Version,
-    /// How often what was noted here turned out to be wrong.
+    /// How often the noted version turned out to be wrong.
     forgotten: u64,
 }
 
 /// The private mapping.
 ///
-/// **Invariant.** Whenever it is lent first (no views, and then one), every page
-/// of it is the file's: nothing that was written through it is left.
+/// **Invariant.** Whenever the first view takes it, every page of it is the file's: nothing that
+/// was written through it is left.
 #[derive(Default)]
 struct Private {
-    /// Made once, and used again for every version in this slot.
+    /// Made once, and used for every version in this slot.
     map: Option<Arc<Mapping>>,
-    /// Kept open with it: opening takes longer than looking through a small one.
+    /// Kept open too, because opening it takes longer than scanning a small mapping.
     pages: Option<PageMap>,
     views: usize,
-    /// Views have gone since it was last swept.
+    /// Views have ended since it was last swept.
     used: bool,
     written: Option<Written>,
 }
 
 impl Slot {
-    /// A sender's own, as [`OwnedFile::new_unless`].
+    /// A sender's slot; stops like [`OwnedFile::new_unless`].
     pub(crate) fn new(bytes: usize, stop: &AtomicBool) -> Result<Self, Error> {
         let OwnedFile { fd, map } = OwnedFile::new_unless("weightsync-slot", bytes, stop)?;
         Ok(Self::with(fd, map))
     }
 
-    /// A reader's, as [`Mapping::of_peer`]. The file stays open for the private
-    /// mapping, that few readers want and no call makes of an address.
+    /// A reader's slot, as [`Mapping::of_peer`]. The file stays open for the private mapping, which
+    /// few readers need.
     pub(crate) fn of_peer(fd: OwnedFd, bytes: usize) -> Result<Self, Error> {
         let map = Mapping::of_peer(fd.as_fd(), bytes)?;
         Ok(Self::with(fd, Arc::new(map)))
@@ -73,7 +73,7 @@ impl Slot {
         }
     }
 
-    /// Something may be written here: says what was here until now.
+    /// The slot may be written from now on; returns the version noted until now.
     pub(crate) fn let_go(&self) -> Note {
         let mut note = self.noted();
         let before = *note;
@@ -81,7 +81,7 @@ impl Slot {
         before
     }
 
-    /// A version is here as a whole: of what was begun since, if anything was forgotten.
+    /// Notes a version that is whole here, unless notes were forgotten since it was begun.
     pub(crate) fn note(&self, version: Version, since: Note) {
         let mut note = self.noted();
         if note.forgotten == since.forgotten {
@@ -89,7 +89,7 @@ impl Slot {
         }
     }
 
-    /// Nothing is known any more of what is here, or comes here just now.
+    /// Forgets which version is here, or arrives here now.
     pub(crate) fn forget(&self) {
         let mut note = self.noted();
         note.version = Version::NONE;
@@ -97,12 +97,12 @@ impl Slot {
     }
 
     fn noted(&self) -> MutexGuard<'_, Note> {
-        // Two numbers that are set together: they hold after a panic.
+        // Both numbers are set together, so the note is valid after a panic.
         self.note.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lends the private mapping to one more view of a version that the caller
-    /// has pinned here. What views before the first of now have written is gone.
+    /// Lends the private mapping to one more view of a version that the caller has pinned. The
+    /// first view finds none of what earlier ones wrote.
     pub(crate) fn lend(
         &self,
         snapshot: &Snapshot,
@@ -126,8 +126,8 @@ impl Slot {
         Ok(map)
     }
 
-    /// Takes it back from one view. True if that was the last: then it is to be
-    /// swept before the version's pin is given back.
+    /// Returns it from one view. True if that was the last: it must then be swept before the
+    /// version's pin is removed.
     pub(crate) fn take_back(&self) -> bool {
         let mut private = self.private();
         private.views -= 1;
@@ -135,28 +135,27 @@ impl Slot {
         private.views == 0
     }
 
-    /// Drops what was written through the private mapping, unless it is lent
-    /// again, or swept already.
+    /// Drops everything written through the private mapping, unless a new view has it or it is
+    /// swept already.
     pub(crate) fn sweep(&self, snapshot: &Snapshot) {
         let swept = self.private().sweep(snapshot);
         swept.notify();
     }
 
     fn private(&self) -> MutexGuard<'_, Private> {
-        // A panic can leave it unswept, which is known then (`used`).
+        // A panic can leave it unswept; `used` then still says so.
         self.private.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Whom to tell what was written, once no lock is held.
+/// The function to tell which tensors were written, once no lock is held.
 #[must_use]
 struct Swept(Option<(Written, Vec<usize>)>);
 
 impl Swept {
     fn notify(self) {
         if let Some((written, tensors)) = self.0 {
-            // The panic hook reports it. The thread has other things to do, and
-            // may be in a drop.
+            // The panic hook reports a panic. This thread has other work, and may be in a drop.
             let _ = catch_unwind(AssertUnwindSafe(|| written(&tensors)));
         }
     }
@@ -170,13 +169,13 @@ impl Private {
         let tensors = match &self.map {
             None => Vec::new(),
             Some(map) => {
-                // Without word of the kernel, everything counts as written.
+                // If the kernel does not tell, everything counts as written.
                 let len = map.len();
                 let pages = self.pages.as_ref().and_then(|pages| pages.copied(map).ok());
                 let pages = pages.unwrap_or_else(|| std::iter::once(0..len).collect());
                 let tensors = changed(map, snapshot, &pages);
                 if !pages.iter().all(|pages| map.restore(pages).is_ok()) {
-                    // Locked into memory, say. The next view gets a new one.
+                    // The memory may be locked. The next view gets a new mapping.
                     self.map = None;
                 }
                 tensors
@@ -188,8 +187,8 @@ impl Private {
     }
 }
 
-/// The tensors that differ, in pages that are no longer the file's. A page can
-/// hold several of which one was written, so bytes are compared.
+/// The tensors that differ, on pages that are no longer the file's. A page can hold several tensors
+/// of which one was written, so bytes are compared.
 fn changed(map: &Mapping, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<usize> {
     let image = snapshot.bytes();
     let tensors = snapshot.layout().tensors();
@@ -197,7 +196,7 @@ fn changed(map: &Mapping, snapshot: &Snapshot, pages: &[Range<usize>]) -> Vec<us
     let mut changed = Vec::new();
     let mut next = 0;
     for pages in pages {
-        // Both are in ascending order.
+        // Both lists ascend.
         while next < tensors.len() && end(next) <= pages.start {
             next += 1;
         }

@@ -11,7 +11,7 @@ use weightsync_core::{Digest, Layout, Run, Version};
 
 use crate::error::Error;
 use crate::model::Model;
-use crate::pins::{Home, Pin, PinBook};
+use crate::pins::{Pin, PinBook, PinOwner};
 use crate::private::{PrivateView, SweepsOf};
 use crate::slot::{Slot, Written};
 use crate::spans::CHECKSUM_BLOCK;
@@ -77,17 +77,17 @@ impl Snapshot {
         self.record.run
     }
 
-    /// Which of the segment's models it is of.
+    /// The index of its model in the segment.
     pub fn model(&self) -> usize {
         self.model.index
     }
 
-    /// Names, dtypes, shapes and places of the tensors.
+    /// Names, dtypes, shapes and offsets of the tensors.
     pub fn layout(&self) -> &Layout {
         &self.model.layout
     }
 
-    /// All tensors at their places in the layout, padding included.
+    /// All tensors at their offsets in the layout, with padding.
     ///
     /// # Panics
     ///
@@ -114,23 +114,22 @@ impl Snapshot {
         &self.bytes()[range.offset as usize..][..range.len as usize]
     }
 
-    /// The same bytes where they may be written in place, for this process
-    /// alone; see [`PrivateView`].
+    /// The same bytes, mapped so that this process alone can write them in place; see
+    /// [`PrivateView`].
     ///
     /// # Errors
     ///
-    /// [`Error::Os`] if the memory cannot be mapped, [`Error::Forked`] in a forked
-    /// child.
+    /// [`Error::Os`] if the memory cannot be mapped, [`Error::Forked`] in a forked child.
     pub fn private(&self) -> Result<PrivateView, Error> {
         self.lend(None)
     }
 
-    /// The same; and if the version has other bytes there when its last view goes,
-    /// `written` is called with the indices of those tensors. Of several views of
-    /// a version it is the newest one's that is called.
+    /// The same. If the bytes of some tensors have changed when the version's last view is dropped,
+    /// `written` is called with their indices. If a version has several views, the function of the
+    /// newest is called.
     ///
-    /// It is called by the thread that drops the last view, or by the one that
-    /// watches the sender, and must not wait for anybody.
+    /// The thread that drops the last view calls it, or the one that watches the sender, so it must
+    /// not block.
     ///
     /// # Errors
     ///
@@ -147,21 +146,21 @@ impl Snapshot {
         Ok(PrivateView::new(self.clone(), map))
     }
 
-    /// The digest the sender has made of this version, if it has.
+    /// The digest that the sender has made of this version, if any.
     pub fn published_digest(&self) -> Option<Digest> {
         self.check_process();
         let page = self.model.page();
         page.read_digest(self.pin.slot, self.version())
     }
 
-    /// Makes the digest of the bytes as this process sees them: one pass.
+    /// Computes the digest of the bytes as this process sees them, in one pass.
     pub fn digest(&self) -> Digest {
         Digest::of(&self.model.layout, self.bytes())
             .expect("a snapshot's bytes are its layout's image")
     }
 
-    /// As [`Snapshot::digest`], but asks `give_up` after each tensor and each
-    /// few megabytes of a large one.
+    /// Like [`Snapshot::digest`], but asks `give_up` after each tensor and after every few
+    /// megabytes of a large one.
     pub fn digest_unless(&self, give_up: impl Fn() -> bool) -> Option<Digest> {
         const PART: usize = 4 << 20;
         let mut digester = Digester::new(self.record.bytes);
@@ -179,34 +178,34 @@ impl Snapshot {
         Some(digester.finish().expect("every part was fed once"))
     }
 
-    /// Compares the bytes with the chunk checksums the sender made in its copy
-    /// pass. False if it was not asked to make any.
+    /// Compares the bytes with the block checksums that the sender made in its copy pass. False if
+    /// it made none.
     ///
     /// # Errors
     ///
-    /// [`Error::ChecksumMismatch`] names the first chunk that differs,
-    /// [`Error::CorruptCommit`] says that the checksums themselves do.
+    /// [`Error::ChecksumMismatch`] names the first block that differs; [`Error::CorruptCommit`]
+    /// means that the checksums themselves are damaged.
     pub fn verify_checksums(&self) -> Result<bool, Error> {
         let Some(sums) = self.sums()? else {
             return Ok(false);
         };
-        for (chunk, (bytes, sum)) in self.bytes().chunks(CHECKSUM_BLOCK).zip(sums).enumerate() {
+        for (block, (bytes, sum)) in self.bytes().chunks(CHECKSUM_BLOCK).zip(sums).enumerate() {
             if weightsync_simd::crc64(bytes) != u64::from_le_bytes(*sum) {
                 return Err(Error::ChecksumMismatch {
                     version: self.version(),
-                    chunk,
+                    block,
                 });
             }
         }
         Ok(true)
     }
 
-    /// The CRC-64/NVME of every [`CHECKSUM_BLOCK`] bytes of the image, which the sender
-    /// made in its copy pass. `None` if it made none.
+    /// The CRC-64/NVME of every [`CHECKSUM_BLOCK`] bytes of the image, which the sender made in its
+    /// copy pass. `None` if it made none.
     ///
     /// # Errors
     ///
-    /// [`Error::CorruptCommit`] if the checksums do not hold.
+    /// [`Error::CorruptCommit`] if the checksums are damaged.
     pub fn block_sums(&self) -> Result<Option<Vec<u64>>, Error> {
         let sums = self.sums()?;
         let words = |sums: &[[u8; 8]]| sums.iter().map(|sum| u64::from_le_bytes(*sum)).collect();
@@ -235,7 +234,7 @@ impl Snapshot {
         Ok(Some(table.as_chunks::<8>().0))
     }
 
-    /// Whose segment it is of, and the number of its slot.
+    /// The segment's pins, and the number of the slot.
     pub(crate) fn pinned_slot(&self) -> (&Arc<PinBook>, u8) {
         (&self.pin.book, self.pin.slot)
     }
@@ -244,23 +243,24 @@ impl Snapshot {
         &self.slot
     }
 
-    /// Who sweeps the slot, once nobody has a view of it.
+    /// The list of slots that are swept once they have no view.
     pub(crate) fn sweeps(&self) -> SweepsOf {
         self.pin.book.sweeps.get().cloned().unwrap_or_default()
     }
 
-    /// A word with the reason instead of a fault without one.
+    /// A panic with the reason is better than a fault without one.
     fn check_process(&self) {
         if let Err(error) = self.slot.map.usable() {
             panic!("{error}");
         }
     }
 
-    /// Stores a digest next to the version, where readers find it. False if
-    /// this is not a snapshot the sender took of its own: nobody else writes
-    /// the model's page, and no forked child of the sender.
+    /// Stores a digest next to the version, for readers to find. False unless the sender itself
+    /// took this snapshot: no other process writes the model's page, not even a forked child of the
+    /// sender.
     pub fn publish_digest(&self, digest: Digest) -> bool {
-        let own = matches!(self.pin.book.home, Home::Sender(_)) && self.slot.map.usable().is_ok();
+        let own =
+            matches!(self.pin.book.owner, PinOwner::Sender(_)) && self.slot.map.usable().is_ok();
         if own {
             let page = self.model.page();
             page.write_digest(self.pin.slot, self.version(), digest);

@@ -25,36 +25,36 @@ use crate::protocol::MAX_SLOTS;
 use crate::wait::poll;
 use crate::wire::MAX_PACKET;
 
-/// How long a name that is taken, or a queue that is full, is tried again.
+/// How long a connect or a bind is retried while the queue is full or the name is taken.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// A model's description, its page and every slot.
+/// The descriptors of a model: its description, its page and every slot.
 const MAX_FDS: usize = MAX_SLOTS + 2;
 
 /// One end of a connection: non-blocking, closed on exec.
 #[derive(Debug)]
 pub(crate) struct Socket {
     fd: OwnedFd,
-    /// Readable once the other end's process is gone, where the kernel can say.
+    /// Readable once the peer's process is gone, if the kernel supports that.
     peer: Option<OwnedFd>,
     peer_pid: u32,
 }
 
-/// What a read brought.
+/// The result of a read.
 #[derive(Debug)]
 pub(crate) enum Packet {
     /// One packet.
     Data(Vec<u8>, Vec<OwnedFd>),
-    /// Nothing yet.
+    /// No packet yet.
     Empty,
-    /// The other end hung up.
+    /// The peer hung up.
     HungUp,
 }
 
-/// A name that is listened on: a process with the init info can queue up there.
+/// A listener at a name. Processes with the init info can queue there.
 ///
-/// Dropping it refuses them, and ends those that wait for an answer, also where a
-/// forked child of this process keeps a copy of the socket.
+/// Dropping it refuses queued connections and ends waits for an answer, even if a forked child of
+/// this process keeps a copy of the socket.
 #[derive(Debug)]
 pub struct Listener {
     fd: OwnedFd,
@@ -63,19 +63,18 @@ pub struct Listener {
 impl Listener {
     /// Listens on an abstract name.
     ///
-    /// A name that is taken is tried again for a second: a sender that was
-    /// killed while it started a process leaves a copy of its socket to that
-    /// process, until the process has become its program.
+    /// A taken name is retried for a second. A sender that was killed while it started a process
+    /// leaves a copy of its socket to that process, until the process runs its own program.
     ///
     /// # Errors
     ///
-    /// [`Error::AddressInUse`]; [`Error::BadOption`] for a name of no byte, or of
-    /// more than 107; [`Error::Os`].
+    /// [`Error::AddressInUse`]; [`Error::BadOption`] for a name without a byte, or with more than
+    /// 107; [`Error::Os`].
     pub fn at(name: &str) -> Result<Self, Error> {
         Self::at_within(name, GRACE)
     }
 
-    /// The same, and a name that is taken is not tried again: where there are others.
+    /// The same without the retries, for callers that have other names to try.
     ///
     /// # Errors
     ///
@@ -106,7 +105,7 @@ impl Listener {
         Ok(Self { fd })
     }
 
-    /// Takes the next connection; `None` if there is none.
+    /// Accepts the next connection; `None` if there is none.
     pub(crate) fn accept(&self) -> Result<Option<Socket>, Error> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         loop {
@@ -137,7 +136,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // It fails only if it has been done already.
+        // Fails only if it was shut down before.
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
         while let Ok(fd) = rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC) {
             let _ = rustix::net::shutdown(&fd, Shutdown::Both);
@@ -145,8 +144,8 @@ impl Drop for Listener {
     }
 }
 
-/// Whether a living process of this user listens on an abstract name. A copy of a
-/// dead one's socket, which a child it forked may keep for long, does not.
+/// Whether a living process of this user listens on an abstract name. A copy of a dead process's
+/// socket, which a forked child may keep for long, does not count.
 ///
 /// # Errors
 ///
@@ -165,7 +164,7 @@ pub fn is_served(name: &str) -> Result<bool, Error> {
                 };
             }
             Err(Errno::CONNREFUSED) => return Ok(false),
-            // The thread that serves it takes queued connections as they come.
+            // The thread that serves the name accepts queued connections at once.
             Err(Errno::AGAIN) if Instant::now() >= until => return Ok(false),
             Err(Errno::AGAIN | Errno::INTR) => interrupt::sleep(Duration::from_millis(5))?,
             Err(errno) => return Err(os("asking who serves a name")(errno)),
@@ -174,8 +173,7 @@ pub fn is_served(name: &str) -> Result<bool, Error> {
 }
 
 impl Socket {
-    /// Connects; `None` if nobody listens there (yet), or only a dead sender's
-    /// child has the socket.
+    /// Connects; `None` if nothing listens there yet, or only a dead sender's child has the socket.
     pub(crate) fn connect(name: &str) -> Result<Option<Self>, Error> {
         let fd = endpoint()?;
         match rustix::net::connect(&fd, &abstract_address(name)?) {
@@ -188,7 +186,7 @@ impl Socket {
         }
     }
 
-    /// `None` if the peer is known to be dead, and nothing is left of it to watch.
+    /// `None` if the peer is known to be dead.
     fn with_checked_peer(fd: OwnedFd) -> Result<Option<Self>, Error> {
         let peer = peer_credentials(fd.as_fd())?;
         let own = rustix::process::geteuid().as_raw();
@@ -210,7 +208,7 @@ impl Socket {
         }))
     }
 
-    /// Whether the process at the other end is dead, where the kernel can say.
+    /// Whether the peer's process is dead, if the kernel supports that.
     pub(crate) fn is_peer_dead(&self) -> bool {
         let now = Some(Instant::now());
         self.peer_death()
@@ -226,7 +224,7 @@ impl Socket {
         self.peer.as_ref().map(AsFd::as_fd)
     }
 
-    /// Sends one packet. False if the peer does not drain its socket or is gone.
+    /// Sends one packet. False if the peer does not read or is gone.
     pub(crate) fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<bool, Error> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
         let mut ancillary = SendAncillaryBuffer::new(&mut space);
@@ -244,9 +242,9 @@ impl Socket {
         }
     }
 
-    /// Ends the connection for every copy of it, also those of forked children.
+    /// Shuts the connection down, for all copies of its descriptor in forked children too.
     pub(crate) fn shut_down(&self) {
-        // It fails only if the peer has done so already.
+        // Fails only if the peer has shut it down before.
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
@@ -282,7 +280,7 @@ impl Socket {
                 _ => unexpected("descriptors that there is room for", "more".into()),
             });
         }
-        // The ends never send an empty packet, so no bytes means end of file.
+        // The ends never send an empty packet, so no bytes mean the end of the stream.
         if got.bytes == 0 {
             return Ok(Packet::HungUp);
         }
@@ -296,14 +294,14 @@ impl AsFd for Socket {
     }
 }
 
-/// Raises this process's limit on open files when a new one is near it: each has
-/// the lowest number that is free. The usual limit of 1024 is for programs that call
-/// `select`, and a worker takes two.
+/// Raises this process's limit on open files when a new descriptor is near it: a new one always has
+/// the lowest free number. The usual limit of 1024 is for programs that call `select`, and a worker
+/// takes two descriptors.
 fn keep_files_free(newest: &OwnedFd) {
     const SPARED: u64 = 64;
     let number = u64::from(newest.as_raw_fd().unsigned_abs());
     if limits::files().is_some_and(|limit| number + SPARED >= limit) {
-        // What cannot be raised is told when it is reached.
+        // If the limit cannot be raised, the error appears when it is reached.
         limits::raise_files();
     }
 }
@@ -322,8 +320,8 @@ fn abstract_address(name: &str) -> Result<SocketAddrUnix, Error> {
     })
 }
 
-/// Who is at the other end. The process id is 0 if it is of another process
-/// namespace (which is why rustix's own call, whose ids are never 0, is not used).
+/// The peer's credentials. The process id is 0 for another process namespace. rustix's own call
+/// cannot be used, because its ids are never 0.
 fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Error> {
     let mut peer = libc::ucred {
         pid: 0,
@@ -338,21 +336,21 @@ fn peer_credentials(socket: BorrowedFd<'_>) -> Result<libc::ucred, Error> {
     Ok(peer)
 }
 
-/// The process at the other end.
+/// The peer's process.
 enum Peer {
-    /// Readable once it is dead.
+    /// Readable once the process is dead.
     Watched(OwnedFd),
-    /// The kernel cannot say: the hang-up of the socket is what tells of its death.
+    /// The kernel cannot tell; only the socket's hang-up shows the death.
     Unknown,
     Gone,
 }
 
-/// A descriptor of the process at the other end, which cannot be confused with
-/// a later process of the same number.
+/// A descriptor of the peer's process, which a later process with the same number cannot be
+/// confused with.
 ///
-/// Kernels before 6.5 cannot give one. There it is asked for by the number (5.3):
-/// should that be another process's by now, the one that was meant is dead, and
-/// the worst is that it is not told before the socket's hang-up.
+/// Kernels before 6.5 cannot give one; there this asks by number (Linux 5.3). If the number already
+/// belongs to another process, the peer is dead, and at worst its death is noticed only at the
+/// socket's hang-up.
 fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> Peer {
     const SO_PEERPIDFD: libc::c_int = 77;
     let mut fd: libc::c_int = -1;
@@ -362,7 +360,7 @@ fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> Peer {
         Ok(()) if fd >= 0 => Peer::Watched(unsafe { OwnedFd::from_raw_fd(fd) }),
         Ok(()) => Peer::Unknown,
         Err(error) => match error.raw_os_error() {
-            // Nobody is left to have a descriptor of; by some kernels EINVAL.
+            // The process is gone; some kernels report EINVAL.
             Some(libc::ESRCH) => Peer::Gone,
             Some(libc::ENOPROTOOPT | libc::EINVAL) => by_number(pid),
             _ => Peer::Unknown,
@@ -371,7 +369,7 @@ fn peer_pidfd(socket: BorrowedFd<'_>, pid: libc::pid_t) -> Peer {
 }
 
 fn by_number(pid: libc::pid_t) -> Peer {
-    // 0 is one of another process namespace.
+    // 0 means another process namespace.
     let Some(pid) = Pid::from_raw(pid) else {
         return Peer::Unknown;
     };

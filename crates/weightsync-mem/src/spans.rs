@@ -4,18 +4,18 @@ use std::ops::Range;
 
 use weightsync_core::Layout;
 
-/// How many bytes of an image one checksum covers, the last but fewer. Small enough to
-/// be checksummed while it is in the cache, large enough that the table of sums is
-/// nothing next to it.
+/// How many bytes of an image one checksum covers; the last may cover fewer. Small enough to be
+/// checksummed while it is in the cache, large enough that the table of checksums costs nearly
+/// nothing.
 pub const CHECKSUM_BLOCK: usize = 1 << 20;
 
-/// A stretch of the image: a part of one large tensor, or several small ones
-/// with the padding between them.
+/// A range of the image: a part of one large tensor, or several small ones with the padding between
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Where in the image, within one block of a checksum.
+    /// The byte range in the image, within one block of a checksum.
     pub(crate) image: Range<usize>,
-    /// The tensors it touches; more than one only if it holds them whole.
+    /// The tensors in it; more than one only if it holds them whole.
     pub(crate) tensors: Range<usize>,
 }
 
@@ -27,9 +27,8 @@ pub(crate) struct Spans {
     joined: Vec<Span>,
 }
 
-/// What lies where in a slot: the image, then the table of checksums. It costs nothing to
-/// make, so a reader compares a slot with it before it does anything by the size that a
-/// layout claims.
+/// The parts of a slot: the image, then the table of checksums. Cheap to compute, so a reader
+/// compares a slot with it before it uses a size that a layout claims.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotShape {
     image_bytes: usize,
@@ -81,9 +80,8 @@ impl Spans {
         &self.spans
     }
 
-    /// The spans with the parts of a tensor put together again, up to a few
-    /// megabytes: large enough to be copied at full speed, small enough to be
-    /// shared out among threads.
+    /// The spans with the parts of a tensor joined, up to a few megabytes: large enough to be
+    /// copied at full speed, small enough to be divided among threads.
     pub(crate) fn joined(&self) -> &[Span] {
         &self.joined
     }
@@ -102,8 +100,8 @@ impl SlotShape {
         self.image_bytes.div_ceil(CHECKSUM_BLOCK)
     }
 
-    /// Where the table of checksums begins in the slot: right behind the image,
-    /// whose length is a multiple of 64.
+    /// The offset of the table of checksums in the slot: right after the image, whose length is a
+    /// multiple of 64.
     pub(crate) fn table_offset(&self) -> usize {
         self.image_bytes
     }

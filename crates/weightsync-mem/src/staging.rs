@@ -43,7 +43,7 @@ pub(crate) struct Part {
     slot: u8,
     file: Arc<Slot>,
     checksums: bool,
-    /// The checksum of the table of checksums, made when all is written.
+    /// The checksum of the table of checksums, computed once all is written.
     table: Option<u64>,
     number: Option<Version>,
 }
@@ -60,14 +60,14 @@ impl Part {
         }
     }
 
-    /// The slot, still lent.
+    /// The slot, which stays lent.
     pub(crate) fn into_slot(self) -> (u8, Arc<Slot>) {
         (self.slot, self.file)
     }
 }
 
 impl<'a> Staging<'a> {
-    /// With room for so many models; the parts come one by one.
+    /// A staging with room for this many models; the parts are added one by one.
     pub(crate) fn new(writer: &'a mut Writer, models: usize) -> Self {
         Self {
             writer,
@@ -85,15 +85,15 @@ impl<'a> Staging<'a> {
         &self.writer.models()[model].layout
     }
 
-    /// One tensor's place, by its index in the layout.
+    /// One tensor's bytes, by its index in the layout.
     pub fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
         let range = self.layout(model).tensors()[index].range;
         let start = range.offset as usize;
         self.part(model, start..start + range.len as usize)
     }
 
-    /// Every tensor's place, in layout order, to be written in any order and
-    /// from any number of threads.
+    /// Every tensor's bytes, in layout order, to be written in any order and from any number of
+    /// threads.
     pub fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
         let layout = self.layout(model).clone();
         let mut rest = self.part(model, 0..layout.bytes() as usize);
@@ -147,8 +147,7 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Numbers the next version of a model: it must be above every version
-    /// before.
+    /// Sets the number of a model's next version, which must be above every earlier one.
     ///
     /// # Errors
     ///
@@ -166,9 +165,8 @@ impl<'a> Staging<'a> {
         Ok(())
     }
 
-    /// Has the publication wait for readers that were late for an earlier one, as for
-    /// all others. Without it those are passed over until they move: see
-    /// [`ReaderOutcome::late`](crate::ReaderOutcome::late).
+    /// The publication waits also for readers that were late for an earlier one. Otherwise it
+    /// passes them over until they move: see [`ReaderOutcome::late`](crate::ReaderOutcome::late).
     pub fn wait_for_late(&mut self) {
         self.waits_for_late = true;
     }
@@ -179,7 +177,7 @@ impl<'a> Staging<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::Crowded`] if no slot would be left for what comes next; nothing
+    /// [`Error::SlotsExhausted`] if no slot would be left for what comes next; nothing
     /// has happened then. [`Error::Forked`] in a forked child.
     pub fn publish(mut self, targets: &Targets) -> Result<Publication, Error> {
         let shared = self.writer.shared.clone();
@@ -194,7 +192,7 @@ impl<'a> Staging<'a> {
             .collect();
         let mut state = shared.state();
         for part in &self.parts {
-            // Nobody else publishes: `self` borrows the writer.
+            // No other thread publishes, because `self` borrows the writer.
             let numbered = state.plan.number(part.model, part.number);
             debug_assert!(numbered.is_ok(), "{numbered:?}");
         }
@@ -217,7 +215,7 @@ impl<'a> Staging<'a> {
         });
         match published {
             Ok(published) => {
-                // Lent no more.
+                // The slots are no longer lent.
                 self.parts.clear();
                 for (model, _) in &published.versions {
                     self.writer.versions[*model] = state.plan.version(*model);
@@ -232,7 +230,7 @@ impl<'a> Staging<'a> {
             Err(crowded) => {
                 let slots = state.plan.slots(crowded.model);
                 drop(state);
-                Err(Error::Crowded {
+                Err(Error::SlotsExhausted {
                     model: crowded.model,
                     slots,
                 })
@@ -260,7 +258,7 @@ impl<'a> Staging<'a> {
             .unwrap_or_else(|| panic!("model {model} is not staged"))
     }
 
-    /// A stretch of a model's slot, about to be changed.
+    /// A range of a model's slot that is about to be changed.
     fn part(&mut self, model: usize, range: Range<usize>) -> &mut [u8] {
         let at = self.at(model);
         self.parts[at].checksums = false;
@@ -269,7 +267,7 @@ impl<'a> Staging<'a> {
 
     fn stretch(&mut self, at: usize, range: Range<usize>) -> &mut [u8] {
         let map = &self.parts[at].file.map;
-        // A word with the reason instead of a fault without one.
+        // A panic with the reason is better than a fault without one.
         if let Err(error) = map.usable() {
             panic!("{error}");
         }
@@ -285,7 +283,7 @@ impl<'a> Staging<'a> {
 
 impl Drop for Staging<'_> {
     fn drop(&mut self) {
-        // In a forked child the lock may be held by a thread that is not there.
+        // In a forked child, a thread that does not exist may hold the lock.
         let shared = &self.writer.shared;
         if self.parts.is_empty() || shared.header.map.usable().is_err() {
             return;

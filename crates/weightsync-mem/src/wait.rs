@@ -12,8 +12,7 @@ use crate::error::{Error, os};
 use crate::interrupt;
 use crate::protocol::SleepWord;
 
-/// When a wait ends at the latest. `None`: only by what is waited for, by the
-/// peer's death, or by shutdown.
+/// The latest end of a wait. With `None`, only its event, the peer's death or a shutdown ends it.
 pub type Deadline = Option<Instant>;
 
 /// How an end waits for the other.
@@ -58,8 +57,7 @@ pub(crate) fn passed(deadline: Deadline) -> bool {
     deadline.is_some_and(|at| Instant::now() >= at)
 }
 
-/// Waits until one of the descriptors has something to say or the deadline
-/// comes; says which have.
+/// Waits until one of the descriptors is ready or the deadline comes; returns which are ready.
 pub(crate) fn poll<const N: usize>(
     fds: [BorrowedFd<'_>; N],
     deadline: Deadline,
@@ -69,11 +67,11 @@ pub(crate) fn poll<const N: usize>(
     Ok(std::array::from_fn(|i| !polled[i].revents().is_empty()))
 }
 
-/// The same over any number of descriptors; the answers stay in `polled`.
+/// The same for any number of descriptors; the results stay in `polled`.
 pub(crate) fn poll_slice(polled: &mut [PollFd<'_>], deadline: Deadline) -> Result<(), Error> {
     loop {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        // Who only looks does not wait.
+        // A poll whose deadline has come does not wait.
         let pause = match left {
             Some(Duration::ZERO) => left,
             left => interrupt::at_most(left)?,
@@ -94,7 +92,7 @@ pub(crate) fn timespec(left: Duration) -> Timespec {
     })
 }
 
-/// A bell that many can ring and one listens to. Rings add up to one.
+/// A bell that many threads ring and one listens to. Several rings add up to one.
 #[derive(Debug)]
 pub(crate) struct Doorbell(OwnedFd);
 
@@ -112,8 +110,7 @@ impl Doorbell {
     }
 
     pub(crate) fn ring(&self) {
-        // It can fail only if the counter is full, and then the bell rings
-        // already, or if its owner is gone, and then nobody listens.
+        // Fails only if the counter is full, so that it already rings, or if its owner is gone.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
@@ -128,22 +125,22 @@ impl AsFd for Doorbell {
     }
 }
 
-/// The sender's bells: one of its own, and one for each reader.
+/// The sender's doorbells: one of its own, and one for each reader.
 ///
-/// **Guarantee.** A reader can ring, and nothing else: it cannot silence the bell of
-/// another, nor have anybody wait who listens. Its bell costs no descriptor.
+/// **Guarantee.** A reader can only ring. It cannot silence another reader's bell, nor make the
+/// listener wait. Its bell costs no descriptor.
 ///
-/// Each reader gets an eventfd of its own, which the sender watches by its *edges* (each
-/// ring is one) and never reads. So nothing that a reader does with it, from reading it to
-/// making it blocking, is felt by anybody else. The sender closes its descriptor as soon as
-/// it has handed the bell out: the kernel watches it for as long as the reader has it.
+/// Each reader gets an eventfd of its own. The sender watches its *edges* (each ring is one) and
+/// never reads it. So nothing that a reader does with it, such as reading it or making it blocking,
+/// affects others. The sender closes its descriptor after handing the bell out: the kernel watches
+/// the bell for as long as the reader has it.
 #[derive(Debug)]
-pub(crate) struct Bells {
+pub(crate) struct Doorbells {
     edges: OwnedFd,
     own: Arc<Doorbell>,
 }
 
-impl Bells {
+impl Doorbells {
     pub(crate) fn new() -> Result<Self, Error> {
         let edges = epoll::create(CreateFlags::CLOEXEC).map_err(os("making an epoll"))?;
         let own = Arc::new(Doorbell::new()?);
@@ -157,7 +154,7 @@ impl Bells {
         &self.own
     }
 
-    /// A new one, for a reader.
+    /// A new bell for a reader.
     pub(crate) fn for_reader(&self) -> Result<Doorbell, Error> {
         let bell = Doorbell::new()?;
         self.watch(&bell)?;
@@ -168,7 +165,7 @@ impl Bells {
         self.own.ring();
     }
 
-    /// Takes note of what has rung: a ring after this is heard by the next poll.
+    /// Forgets the rings so far: a later ring ends the next poll.
     pub(crate) fn silence(&self) {
         let mut rung = [epoll::Event {
             flags: EventFlags::empty(),
@@ -178,7 +175,7 @@ impl Bells {
             tv_sec: 0,
             tv_nsec: 0,
         };
-        // Once: what does not fit rings again.
+        // Once is enough: bells that do not fit into the buffer stay ready.
         let _ = epoll::wait(&self.edges, &mut rung, Some(&now));
     }
 
@@ -189,7 +186,7 @@ impl Bells {
     }
 }
 
-impl AsFd for Bells {
+impl AsFd for Doorbells {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.edges.as_fd()
     }
@@ -197,9 +194,8 @@ impl AsFd for Bells {
 
 /// The sender's threads that wait for its readers.
 ///
-/// One of them leads: it alone announces sleep and listens to the doorbell. The
-/// others look again whenever it has heard something. When the leader has found
-/// what it waits for, another takes its place.
+/// One of them leads: only it announces that it sleeps, and listens to the doorbell. The others
+/// look again after each ring. When the leader has found its event, another thread leads.
 #[derive(Debug, Default)]
 pub(crate) struct Watchers {
     line: Mutex<Line>,
@@ -209,26 +205,25 @@ pub(crate) struct Watchers {
 #[derive(Debug, Default)]
 struct Line {
     led: bool,
-    /// Counts what the leaders have heard.
+    /// How many rings the leaders have heard.
     news: u64,
 }
 
 impl Watchers {
-    /// Looks again and again until something is found or the deadline comes.
-    /// `sleep` says to readers that they are waited for, and `bells` are what they ring
-    /// then.
+    /// Looks until something is found or the deadline comes. `sleep` tells readers that a thread
+    /// waits for them, and `bells` are the bells that they ring then.
     pub(crate) fn wait<T>(
         &self,
         sleep: &SleepWord,
-        bells: &Bells,
+        bells: &Doorbells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
         loop {
             let mut line = self.line();
             if !line.led {
-                // Announced before anybody can follow: what happens after a
-                // follower's look rings the bell, or is seen by that look.
+                // Announced before another thread can follow: a later event rings the bell, and an
+                // earlier one is seen by the follower's look.
                 sleep.announce();
                 line.led = true;
                 drop(line);
@@ -245,7 +240,7 @@ impl Watchers {
             }
             loop {
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                // Asked without the lock.
+                // The check runs without the lock.
                 let pause = interrupt::at_most(left)?;
                 let line = self.line();
                 if !line.led || line.news != news {
@@ -267,12 +262,12 @@ impl Watchers {
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
-        // Changed in single steps, so it holds after a panic.
+        // Each change is one step, so the state is valid after a panic.
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// The leader's part, given up when dropped, also by a panic of what it looks at.
+/// The leader's part, given up when dropped, also after a panic of `look`.
 struct Lead<'a> {
     watchers: &'a Watchers,
     sleep: &'a SleepWord,
@@ -281,7 +276,7 @@ struct Lead<'a> {
 impl Lead<'_> {
     fn wait<T>(
         &self,
-        bells: &Bells,
+        bells: &Doorbells,
         deadline: Deadline,
         mut look: impl FnMut() -> Result<Option<T>, Error>,
     ) -> Result<Option<T>, Error> {
@@ -291,8 +286,7 @@ impl Lead<'_> {
                 return Ok(found);
             }
             poll([bells.as_fd()], deadline)?;
-            // Silenced before the others look: a ring after that is heard by the
-            // next poll.
+            // Silenced before the others look, so that a later ring ends the next poll.
             bells.silence();
             self.watchers.line().news += 1;
             self.watchers.changed.notify_all();

@@ -24,20 +24,20 @@ use crate::socket::{Packet, Socket};
 use crate::wait::{Deadline, Doorbell, passed, poll};
 use crate::wire::FromSender;
 
-/// How often a reader that waits for a slot looks whether it is interrupted.
+/// How often a reader that waits for a slot checks whether it is interrupted.
 const SLOT_PAUSE: Duration = Duration::from_millis(10);
 
 /// A model and one of its slots.
 pub(crate) type PinnedSlot = (Arc<Model>, Arc<Slot>);
 
-/// What a reader finds of the slots it has pinned.
+/// The result of looking for the slots of pins.
 pub(crate) enum Slots {
     Mapped(Vec<PinnedSlot>),
-    /// One has not come by the deadline, or before an interrupt.
+    /// A slot has not arrived by the deadline, or before an interrupt.
     Later,
-    /// This thread's check ended the wait for one.
+    /// The thread's interrupt check ended the wait.
     Interrupted,
-    /// The sender is gone, and one never came.
+    /// The sender is gone, and a slot never arrived.
     Over,
 }
 
@@ -48,7 +48,7 @@ pub(crate) struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// What the thread has seen.
+/// The state that the thread and its reader share.
 #[derive(Debug)]
 pub(crate) struct Seen {
     book: Arc<PinBook>,
@@ -60,20 +60,20 @@ pub(crate) struct Seen {
     over: AtomicBool,
     /// The reader is asleep on its mailbox, or about to be.
     asleep: AtomicBool,
-    /// The question whose answer the reader waits for; 0 if it waits for news.
+    /// The question whose answer the reader waits for; 0 if it waits for notifications.
     asking: AtomicU64,
-    /// The reader's wait is to end although nothing has come.
+    /// The reader's wait must end without a result.
     interrupted: AtomicBool,
-    /// Has the thread see to it that an interrupted reader wakes, and sweep.
+    /// Wakes this thread, to wake an interrupted reader or to sweep.
     call: Arc<Doorbell>,
-    /// Slots that it is to sweep.
+    /// Slots to sweep.
     sweeps: Arc<Sweeps>,
     stop: Doorbell,
-    /// What is called once nothing more will come.
+    /// The function to call once nothing more will come.
     end: Mutex<Option<OnEnd>>,
 }
 
-/// Called once.
+/// A function that is called once.
 struct OnEnd(Box<dyn FnOnce() + Send>);
 
 impl fmt::Debug for OnEnd {
@@ -82,16 +82,16 @@ impl fmt::Debug for OnEnd {
     }
 }
 
-/// Has something done once nothing more will come from a segment.
+/// Runs a function once nothing more will come from a segment.
 #[derive(Clone, Debug)]
 pub struct End {
     seen: Weak<Seen>,
 }
 
 impl End {
-    /// Has `call` called at the end, by the thread that watches the segment, which
-    /// must not be kept; at once if it has ended. What was asked for before is not
-    /// called. If the reader is dropped before the end, nothing is.
+    /// Has the watching thread run `call` at the end; if the segment has ended, `call` runs at
+    /// once. `call` must be quick. It replaces an earlier function. If the reader is dropped before
+    /// the end, nothing runs.
     pub fn then(&self, call: impl FnOnce() + Send + 'static) {
         let Some(seen) = self.seen.upgrade() else {
             return;
@@ -107,10 +107,9 @@ impl End {
 
 /// Ends a reader's wait from another thread.
 ///
-/// **Guarantee.** After [`interrupt`](Self::interrupt) the [`Reader::next`] that
-/// waits, or else the next one that would, returns nothing at once, as if its
-/// deadline had come. Several interrupts before that add up to one. It may
-/// outlive its reader, and then does nothing.
+/// **Guarantee.** After [`interrupt`](Self::interrupt) the [`Reader::next`] that waits, or else the
+/// next one that would wait, returns nothing at once, as at its deadline. Several interrupts before
+/// that add up to one. An interrupter may outlive its reader; it then does nothing.
 ///
 /// [`Reader::next`]: crate::Reader::next
 #[derive(Clone, Debug)]
@@ -124,7 +123,7 @@ impl Interrupter {
         let Some(seen) = self.seen.upgrade() else {
             return;
         };
-        // In a forked child it is the parent's reader that would wake.
+        // In a forked child this would wake the parent's reader.
         if seen.book.header.usable().is_err() {
             return;
         }
@@ -135,23 +134,23 @@ impl Interrupter {
         if let Ok(word) = seen.word() {
             futex::wake(word);
         }
-        // It may have been about to fall asleep.
+        // The reader may be about to fall asleep, so the thread wakes it until it is awake.
         seen.call.ring();
     }
 }
 
 #[derive(Debug)]
 struct Known {
-    /// By model; `None` for those this reader has not asked for.
+    /// By model; `None` for models that this reader does not take.
     models: Vec<Option<Mapped>>,
-    /// The sender has no such version, and what it has instead; by the number
-    /// of the question.
+    /// The sender's reply that there is no such version, with the versions that exist, by the
+    /// number of the question.
     answer: Option<(u64, Error)>,
-    /// What the watch cannot go on after: from then on no new slot is mapped.
+    /// The error that stopped the watch; no new slot is mapped after it.
     fault: Option<Error>,
 }
 
-/// A model and its slots, as far as they have come.
+/// A model and the slots that have arrived.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     pub(crate) model: Arc<Model>,
@@ -201,9 +200,8 @@ impl Watch {
         })
     }
 
-    /// The models of what is pinned with the mappings of their slots. A new slot
-    /// is nearly always there before what is in it, and comes later where the
-    /// kernel had no room for one more descriptor on its way.
+    /// The models and mapped slots of these pins. A new slot nearly always arrives before a set
+    /// that names it. It comes later if the kernel had no room for another descriptor in flight.
     pub(crate) fn slots(&self, pins: &[Pin], deadline: Deadline) -> Result<Slots, Error> {
         let mut known = self.seen.known();
         let mut pinned = Vec::with_capacity(pins.len());
@@ -225,12 +223,12 @@ impl Watch {
                     return Ok(Slots::Later);
                 }
                 if !waits {
-                    // Others may wait for what was given back on the way here.
+                    // The sender may wait for slots and records that were freed on the way here.
                     self.seen.book.wake_sender();
                     waits = true;
                 }
                 if interrupt::is_due() {
-                    // Asked without the lock; then it is looked at again.
+                    // The check runs without the lock; the loop then looks again.
                     drop(known);
                     if interrupt::ask().is_err() {
                         self.seen.book.wake_sender();
@@ -248,39 +246,38 @@ impl Watch {
         Ok(Slots::Mapped(pinned))
     }
 
-    /// Whether the sender has said that it does not have what this question asks
-    /// for.
+    /// Whether the sender has replied that there is no version for this question.
     pub(crate) fn has_answer(&self, question: u64) -> bool {
         self.seen.has_answer(question)
     }
 
-    /// The sender's answer to this question that it has no such version.
+    /// Takes the sender's reply that there is no version for this question.
     pub(crate) fn take_answer(&self, question: u64) -> Option<Error> {
         let mut known = self.seen.known();
         let (_, answer) = known.answer.take_if(|(to, _)| *to == question)?;
         Some(answer)
     }
 
-    /// What has something done at the end.
+    /// The handle that runs a function at the end.
     pub(crate) fn end(&self) -> End {
         End {
             seen: Arc::downgrade(&self.seen),
         }
     }
 
-    /// What ends the reader's waits.
+    /// The handle that ends the reader's waits.
     pub(crate) fn interrupter(&self) -> Interrupter {
         Interrupter {
             seen: Arc::downgrade(&self.seen),
         }
     }
 
-    /// Whether a wait is to end although nothing has come.
+    /// Whether a wait must end without a result.
     pub(crate) fn is_interrupted(&self) -> bool {
         self.seen.interrupted.load(Ordering::SeqCst)
     }
 
-    /// Whether this wait is to end; the next one is not.
+    /// Takes an interrupt: whether this wait must end. The next one need not.
     pub(crate) fn take_interrupt(&self) -> bool {
         self.seen.interrupted.swap(false, Ordering::SeqCst)
     }
@@ -290,14 +287,14 @@ impl Watch {
         self.seen.over.load(Ordering::SeqCst)
     }
 
-    /// What went wrong, at the sender or here, if it was that which ended it.
+    /// The fault that ended the watch, at the sender or here, if one did.
     pub(crate) fn fault(&self) -> Option<Error> {
         self.seen.known().fault.as_ref().map(Error::again)
     }
 
-    /// Sleeps until the mailbox has moved, or this question (0: none) has its
-    /// answer; until the watch is over, it is interrupted, or the deadline comes;
-    /// may also wake for nothing. It does not sleep unless `still`.
+    /// Sleeps until the mailbox has changed, this question (0 for none) has its reply, the watch is
+    /// over, an interrupt arrives, or the deadline comes. May also wake without a reason. Sleeps
+    /// only while `still` holds.
     pub(crate) fn sleep(
         &self,
         question: u64,
@@ -329,16 +326,16 @@ impl Drop for Watch {
             return;
         };
         if self.seen.book.header.usable().is_err() {
-            // The thread is the parent's and does not exist in a forked child.
+            // In a forked child the thread does not exist: it belongs to the parent.
             std::mem::forget(thread);
             return;
         }
         self.seen.stop.ring();
         if thread.thread().id() == std::thread::current().id() {
-            // What it called has dropped the reader: it ends when that returns.
+            // The called function has dropped the reader: the thread ends when it returns.
             return;
         }
-        // A panic there has been reported by the panic hook.
+        // The panic hook has already reported a panic there.
         let _ = thread.join();
     }
 }
@@ -349,7 +346,7 @@ impl Seen {
             return;
         };
         while self.listen(socket).unwrap_or_else(|fault| {
-            // The sender lives, and need not wait for this reader.
+            // The sender lives, and should not wait for this reader.
             let _ = self.book.refuse(0, &fault.to_string());
             self.known().fault = Some(fault);
             false
@@ -360,7 +357,7 @@ impl Seen {
         }
         self.over.store(true, Ordering::SeqCst);
         order();
-        // Under the lock, so that nobody is between looking and waiting.
+        // Under the lock, so that no thread is between looking and waiting.
         drop(self.known());
         self.changed.notify_all();
         self.rouse(|| true);
@@ -378,9 +375,8 @@ impl Seen {
         }
     }
 
-    /// Wakes the reader. One that looked before there was anything to see may
-    /// fall asleep after the wake-up: it is woken until it is seen awake, or has
-    /// found what it is woken for.
+    /// Wakes the reader. A reader that looked too early may fall asleep after a wake-up, so this
+    /// repeats until the reader is awake or has found what it waits for.
     fn rouse(&self, unseen: impl Fn() -> bool) {
         while self.asleep.load(Ordering::SeqCst) && unseen() {
             if let Ok(word) = self.word() {
@@ -392,7 +388,7 @@ impl Seen {
         }
     }
 
-    /// The word the reader sleeps on.
+    /// The word that the reader sleeps on.
     fn word(&self) -> Result<&AtomicU64, Error> {
         let mailbox = self.book.mailbox()?;
         Ok(match (self.asking.load(Ordering::SeqCst), self.queued) {
@@ -407,7 +403,7 @@ impl Seen {
         known.answer.as_ref().is_some_and(|(to, _)| *to == question)
     }
 
-    /// Waits for the sender's next words. False: there will be none.
+    /// Waits for the sender's next message. False if there will be none.
     fn listen(&self, socket: &Socket) -> Result<bool, Error> {
         let (stop, call) = (self.stop.as_fd(), self.call.as_fd());
         let [stopped, called, _, died] = match socket.peer_death() {
@@ -485,7 +481,7 @@ impl Seen {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        // Single pushes and assignments: they hold after a panic.
+        // Each change is one push or assignment, so the state is valid after a panic.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -23,37 +23,37 @@ pub const MAX_DEVICE: usize = 64;
 /// The most versions a [`FromSender::NoSuchVersion`] names.
 pub const MAX_KNOWN: usize = 16;
 
-/// Bumped on every change of a message or of a shared page.
+/// Grows with every change of a message or of a shared page.
 pub const PROTOCOL: u16 = 4;
 
 const MAGIC: [u8; 4] = *b"wsMM";
 
-/// Which of the sender's versions a reader is given.
+/// Which of the sender's versions a reader gets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Delivery {
-    /// The newest; what a newer one replaced before it was taken is skipped.
+    /// The newest. A version is skipped if a newer one replaces it before the reader takes it.
     #[default]
     Newest,
-    /// Every one, in order. While `bound` of them wait to be taken the sender
-    /// waits for this reader; at most [`MAX_BOUND`].
+    /// Every one, in order. While `bound` versions wait to be taken, sends wait for this reader; at
+    /// most [`MAX_BOUND`].
     Every {
         /// How many may wait.
         bound: u8,
     },
-    /// None but what it asks for.
+    /// Only the versions that the reader asks for.
     Asked,
 }
 
-/// What a reader asks for.
+/// The set that a reader asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
-    /// The newest set meant for it.
+    /// The newest set that the reader should run.
     Newest,
-    /// The newest set meant for it, once its version of this model is no older.
+    /// The newest set that the reader should run, once it has at least this version of this model.
     AtLeast {
         /// The model's index.
         model: usize,
-        /// The oldest version that will do.
+        /// The oldest accepted version.
         version: Version,
     },
     /// The set with exactly this version of this model.
@@ -65,70 +65,69 @@ pub enum Want {
     },
 }
 
-/// What a reader says.
+/// A message of a reader.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromReader {
-    /// The first words; the control page's descriptor rides along.
+    /// The first message; the control page's descriptor travels with it.
     Hello {
         /// Proof that the reader holds the init info.
         secret: [u8; 16],
-        /// Who it is.
+        /// The worker's number.
         worker: WorkerId,
-        /// The highest epoch it has seen.
+        /// The highest epoch that the worker has seen.
         seen: Epoch,
-        /// The models it wants; [`Models::ALL`] for every one there is.
+        /// The wanted models; [`Models::ALL`] for all.
         models: Models,
-        /// Which versions it is to be given.
+        /// Which versions the reader gets.
         delivery: Delivery,
-        /// Where its weights live, for people to read.
+        /// Where the worker's weights live, for people to read.
         device: String,
-        /// Chosen by the worker when it first joined: with it a segment that
-        /// carries another sender's versions knows it again.
+        /// A number that the worker chose when it first joined. A relay's segment recognises the
+        /// worker by it.
         instance: u64,
     },
-    /// It cannot use a set (0: any set) and says why.
+    /// The reader cannot use a set, or any set for 0, and says why.
     Refused {
         /// The set's sequence number.
         sequence: u64,
         /// The reason, for the report.
         reason: String,
     },
-    /// It has given something back that the sender waits for: an entry of its
-    /// queue, a record, the place of an answer.
+    /// The reader has freed something that the sender waits for: a queue entry, a record, or the
+    /// place of an answer.
     Room,
-    /// It asks for a version.
+    /// The reader asks for a set.
     Ask {
-        /// The question's number: answers name it.
+        /// The number of the question, which the answer repeats.
         question: u64,
-        /// Which version.
+        /// The wanted set.
         want: Want,
     },
-    /// It does not wait for an answer any more.
+    /// The reader no longer waits for an answer.
     Withdraw,
 }
 
-/// What a sender says.
+/// A message of a sender.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromSender {
-    /// The reader is in; header, mailbox and its own bell ride along, in this order.
+    /// The reader has joined. The descriptors of the header, the mailbox and the reader's doorbell
+    /// travel with it, in this order.
     Welcome {
         /// The run the segment belongs to.
         run: Run,
         /// How many models the segment has.
         count: u8,
-        /// The models the reader is given: one [`FromSender::Model`] follows
-        /// for each, lowest first.
+        /// The reader's models: a [`FromSender::Model`] follows for each, lowest first.
         models: Models,
-        /// The sender's process, if it is another one than that of the segment,
-        /// which carries its versions; else 0.
+        /// For a relay's segment, the process of the sender whose versions it carries; else 0.
         relayed: u32,
     },
-    /// Whether the reader may join is asked elsewhere: the answer comes later.
+    /// Another process decides whether the reader may join: the answer comes later.
     Wait,
-    /// One of the models; its description (layout, then note), its page and its
-    /// slots ride along, in this order.
+    /// One model. The descriptors of its description (layout, then note), its page and its slots
+    /// travel with it, in this order.
     Model {
-        /// Its index.
+        /// The model's index.
         index: u8,
         /// How many slots there are now.
         slots: u8,
@@ -136,31 +135,30 @@ pub enum FromSender {
         slot_bytes: u64,
         /// Bytes of the encoded layout.
         layout_bytes: u64,
-        /// Bytes of the note behind it.
+        /// Bytes of the note, which follows the layout.
         note_bytes: u64,
     },
-    /// The reader is turned away.
+    /// The sender refuses the reader.
     Denied {
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// A model has grown; the new slot rides along.
+    /// A model has grown; the new slot's descriptor travels with it.
     Slot {
         /// The model's index.
         model: u8,
-        /// The slot's number, the next one.
+        /// The slot's number, which is the next one.
         index: u8,
     },
-    /// The answer to an [`FromReader::Ask`] that cannot be met.
+    /// There is no version that answers an [`FromReader::Ask`].
     NoSuchVersion {
         /// The question's number.
         question: u64,
-        /// The model asked about.
+        /// The model that was asked about.
         model: u8,
-        /// The version asked for.
+        /// The version that was asked for.
         asked: Version,
-        /// The newest versions that there are for this reader, newest first; at
-        /// most [`MAX_KNOWN`].
+        /// The newest versions that exist for this reader, newest first; at most [`MAX_KNOWN`].
         known: Vec<Version>,
     },
 }
@@ -208,8 +206,7 @@ impl FromReader {
                     Want::AtLeast { model, version } => (1, model, version),
                     Want::Exactly { model, version } => (2, model, version),
                 };
-                // A model that cannot be is refused by the sender, not changed
-                // into another one here.
+                // The sender refuses an impossible model; this must not turn it into another one.
                 let model = u8::try_from(model).unwrap_or(u8::MAX);
                 packet.extend_from_slice(&[kind, model]);
                 packet.extend_from_slice(&version.0.to_le_bytes());
@@ -222,9 +219,8 @@ impl FromReader {
     ///
     /// # Errors
     ///
-    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong
-    /// length, or a number out of range. Text that is not UTF-8 is mended, not
-    /// refused.
+    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong length, or a
+    /// number out of range. Text that is not UTF-8 is repaired, not refused.
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
@@ -321,9 +317,8 @@ impl FromSender {
     ///
     /// # Errors
     ///
-    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong
-    /// length, or a number out of range. Text that is not UTF-8 is mended, not
-    /// refused.
+    /// [`Error::Protocol`] for another protocol version, an unknown kind, a wrong length, or a
+    /// number out of range. Text that is not UTF-8 is repaired, not refused.
     pub fn decode(packet: &[u8]) -> Result<Self, Error> {
         let (kind, mut rest) = open(packet)?;
         let message = match kind {
@@ -387,7 +382,7 @@ fn begin(kind: u8) -> Vec<u8> {
     packet
 }
 
-/// Checks what every packet begins with.
+/// Checks the beginning that all packets share.
 fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
     let mut rest = Rest(packet);
     let magic: [u8; 4] = rest.take()?;
@@ -442,7 +437,7 @@ impl Rest<'_> {
             .ok_or_else(|| {
                 unexpected("a text of at most 900 bytes", format!("a length of {len}"))
             })?;
-        // Words for a human: a broken character must not cost the message.
+        // Text for people: a broken character must not cost the message.
         Ok(String::from_utf8_lossy(text).into_owned())
     }
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 use weightsync_core::{Run, Version, WorkerId};
 
 use crate::error::Error;
-use crate::grow::{self, Short};
+use crate::grow::{self, Shortage};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
 use crate::plan::{Key, Targets};
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
@@ -24,21 +24,19 @@ use crate::wait::{Deadline, WaitStyle, passed};
 /// How a segment is made.
 #[derive(Clone, Copy, Debug)]
 pub struct SegmentOptions {
-    /// Slots of each model: at least 2, one live and one to write. Of large models
-    /// the first is made at the beginning and the others after the first send.
+    /// Slots of each model: at least 2, one for the live version and one to write. For large models
+    /// the first is made at once, and the others after the first send.
     pub slots: u8,
-    /// Slots a model may grow to when all are pinned; then the sender waits. Each
-    /// version beyond one that is meant to be run or kept at once (for some
-    /// workers, in queues, as history) has its slot next to them. At most
-    /// [`MAX_SLOTS`].
+    /// The slots that a model may grow to when all are pinned; after that the sender waits. Each
+    /// version besides the newest that workers need (for single workers, in queues, as history) has
+    /// a slot on top of these. At most [`MAX_SLOTS`].
     pub max_slots: u8,
-    /// How many older versions of each model that were sent to all are kept, in
-    /// the sets they were sent in, to be had by [`Writer::old_snapshot`] and by
-    /// readers that ask.
+    /// How many older versions of each model are kept, of those sent to all, in the sets they were
+    /// sent in. [`Writer::old_snapshot`] and readers' questions find them.
     pub history: u8,
-    /// How many versions may wait in the queue of a reader that takes every one, at most
-    /// [`MAX_BOUND`]: each keeps its slot until it is taken. A reader that wants to let
-    /// more wait is refused; with 0, every reader that takes every version.
+    /// How many versions may wait in the queue of a reader that takes every version, at most
+    /// [`MAX_BOUND`]. Each keeps its slot until it is taken. A reader with a larger bound is
+    /// refused; with 0, every such reader is.
     pub max_queue: u8,
     /// How the sender waits for its readers.
     pub wait: WaitStyle,
@@ -56,34 +54,34 @@ impl Default for SegmentOptions {
     }
 }
 
-/// The sender's end: it alone writes the segment.
+/// The sender's end: only it writes the segment.
 ///
-/// **Guarantee.** A publication becomes visible to each reader whole or not at
-/// all, with every model of it, also if this process is killed at any moment; a
-/// slot that anybody holds is not written.
+/// **Guarantee.** A publication becomes visible to each reader whole or not at all, with every
+/// model of it, even if this process is killed at any moment. A slot that a reader holds is not
+/// written.
 ///
-/// A thread of its own accepts readers and notices their deaths, another makes
-/// slots. Dropping the writer tells the readers that it closed, ends the threads and
-/// every wait, and frees the memory; snapshots that readers hold stay valid.
+/// One thread accepts readers and notices their deaths, another makes slots. Dropping the writer
+/// tells the readers that it closed, ends the threads and every wait, and frees the memory.
+/// Snapshots that readers hold stay valid.
 #[derive(Debug)]
 pub struct Writer {
     pub(crate) shared: Arc<Shared>,
     threads: Option<Threads>,
     models: Vec<ModelSpec>,
-    /// By model, the newest published.
+    /// By model, the newest published version.
     pub(crate) versions: Vec<Version>,
     options: SegmentOptions,
 }
 
 impl Writer {
-    /// Makes the segment, faults its first slots in and begins to accept readers at
-    /// the abstract socket name `address`.
+    /// Makes the segment, faults its first slots in, and begins to accept readers at the abstract
+    /// socket name `address`.
     ///
     /// # Errors
     ///
-    /// [`Error::AddressInUse`] if another sender lives there, [`Error::NoMemory`] if
-    /// the slots do not fit into what this process may have, [`Error::Os`] if memory
-    /// or descriptors run out, [`Error::BadOption`].
+    /// [`Error::AddressInUse`] if another sender uses the name, [`Error::NoMemory`] if the slots
+    /// exceed the memory that this process may have, [`Error::Os`] if memory or descriptors run
+    /// out, [`Error::BadOption`].
     pub fn create(
         address: &str,
         secret: [u8; 16],
@@ -95,7 +93,7 @@ impl Writer {
         Self::create_on(Listener::at(address)?, secret, run, models, options)
     }
 
-    /// As [`create`](Self::create), on a name that is listened on already.
+    /// Like [`create`](Self::create), with an existing listener.
     ///
     /// # Errors
     ///
@@ -134,7 +132,7 @@ impl Writer {
         self.versions[model]
     }
 
-    /// How many slots a model has at present.
+    /// How many slots a model has now.
     ///
     /// # Panics
     ///
@@ -146,19 +144,16 @@ impl Writer {
         self.shared.state().plan.slots(model).into()
     }
 
-    /// Lends a free slot of each of these models, to write their next versions
-    /// into.
+    /// Lends a free slot of each of these models, to write their next versions into.
     ///
-    /// If every slot of one is pinned, it grows if the options allow or if what
-    /// is meant to be run needs it, else this waits until one comes free. It also
-    /// waits for a set record by which the versions can be told.
+    /// If every slot of a model is pinned, the model grows, if the options allow it or the workers'
+    /// sets need it. Otherwise this waits until a slot comes free. It also waits for a free set
+    /// record.
     ///
     /// # Errors
     ///
-    /// [`Error::AllSlotsPinned`] or [`Error::AllRecordsHeld`] at the deadline, naming the
-    /// holders;
-    /// [`Error::BadOption`] for no model at all, a model that there is not, or one
-    /// named twice.
+    /// [`Error::AllSlotsPinned`] or [`Error::AllRecordsHeld`] at the deadline, naming the holders;
+    /// [`Error::BadOption`] for no model at all, an unknown model, or one named twice.
     pub fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Staging<'_>, Error> {
         self.shared.header.map.usable()?;
         for (at, model) in models.iter().enumerate() {
@@ -174,7 +169,7 @@ impl Writer {
             return Err(bad("models", "at least one model", "none".into()));
         }
         let max_slots = self.options.max_slots;
-        // Its drop gives back what was lent.
+        // Dropping it returns the lent slots.
         let mut staging = Staging::new(self, models.len());
         let (shared, parts) = staging.parts();
         let mut look = || grow::lend(shared, models, parts, max_slots, deadline);
@@ -184,11 +179,11 @@ impl Writer {
         let since = Instant::now();
         loop {
             let until = match why {
-                // That wait ends without help.
-                Short::Making => None,
-                Short::Until(at) => Some(at),
-                Short::Pinned | Short::Records if passed(deadline) => break,
-                Short::Pinned | Short::Records => deadline,
+                // The thread that makes the slot ends this wait.
+                Shortage::Making => None,
+                Shortage::Until(at) => Some(at),
+                Shortage::Pinned | Shortage::Records if passed(deadline) => break,
+                Shortage::Pinned | Shortage::Records => deadline,
             };
             let changed = shared.wait_until(until, || {
                 let short = look()?;
@@ -216,18 +211,18 @@ impl Writer {
         })
     }
 
-    /// The readers connected at present, by worker.
+    /// The readers that are connected now, by worker.
     pub fn readers(&self) -> Vec<ReaderStatus> {
         self.shared.readers()
     }
 
-    /// Waits until `enough`, given who is there and who was, is content. False if the
-    /// deadline came first.
+    /// Waits until `enough` accepts the readers that are or were connected. False if the deadline
+    /// comes first.
     ///
     /// # Errors
     ///
-    /// Only of the operating system: [`Error::TooManyFiles`] if readers that came
-    /// could not be let in.
+    /// Only those of the operating system: [`Error::TooManyFiles`] if readers that came could not
+    /// be admitted.
     pub fn wait_readers(
         &self,
         deadline: Deadline,
@@ -237,7 +232,7 @@ impl Writer {
         shared.header.map.usable()?;
         let met = shared.wait_until(deadline, || Ok(enough(&shared.attendance()).then_some(())))?;
         shared.make_ahead(&mut shared.state());
-        // The readers may well be there, and not be let in.
+        // Readers may have come without being admitted.
         if met.is_none()
             && let Some(error) = shared.failure().take()
         {
@@ -246,14 +241,14 @@ impl Writer {
         Ok(met.is_some())
     }
 
-    /// Takes the readers that cannot use the models, with the reason; those not
-    /// taken are lines of the next publication that is settled.
+    /// Takes the readers that cannot use the models, with their reasons. The next publication's
+    /// lines name those that were not taken.
     pub fn take_rejected(&self) -> Vec<(WorkerId, String)> {
         self.shared.take_rejected()
     }
 
-    /// Forgets workers that failed, died or were lost: they are no lines of later
-    /// publications, until they come and go again.
+    /// Forgets workers that failed, died or were lost: later publications have no line about them,
+    /// until they come and depart again.
     ///
     /// # Errors
     ///
@@ -264,9 +259,9 @@ impl Writer {
         Ok(())
     }
 
-    /// Holds workers, connected or not, at what they are meant to run now:
-    /// publications do not move them until they are released. One that joins
-    /// again under its number is still held there.
+    /// Holds workers, connected or not, at the set that they should run now: publications do not
+    /// move them until they are released. A held worker that joins again under its number is still
+    /// held.
     ///
     /// # Errors
     ///
@@ -277,8 +272,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Holds these workers no more: they get the newest that was meant for them
-    /// at once.
+    /// Ends the holds of these workers, which get their newest set at once.
     ///
     /// # Errors
     ///
@@ -293,27 +287,24 @@ impl Writer {
         Ok(())
     }
 
-    /// The sender's own hold on the version of a model that was last sent to
-    /// all; `None` before the first.
+    /// The sender's own pin on the version of a model that was last sent to all; `None` before the
+    /// first.
     ///
     /// # Errors
     ///
-    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no
-    /// such model.
+    /// [`Error::Forked`] in a forked child, [`Error::BadOption`] if there is no such model.
     pub fn snapshot(&self, model: usize) -> Result<Option<Snapshot>, Error> {
         self.waiter().snapshot(model)
     }
 
-    /// The sender's own hold on the one version of a model that all of
-    /// `targets` are meant to run, or will be once they are not held; `None`
-    /// before the first.
+    /// The sender's own pin on the version of a model that all `targets` should run, or should run
+    /// once they are not held; `None` before the first.
     ///
-    /// For [`Targets::All`] these are the connected workers that have the model,
-    /// and those to come.
+    /// For [`Targets::All`] these are the connected workers that take the model, and later ones.
     ///
     /// # Errors
     ///
-    /// [`Error::Diverged`] with their versions if they are not the same, and as
+    /// [`Error::Diverged`] with their versions if these differ, and as
     /// [`snapshot`](Self::snapshot).
     pub fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>, Error> {
         self.check(model)?;
@@ -349,8 +340,8 @@ impl Writer {
         }
     }
 
-    /// The sender's own hold on an older version of a model, if it is kept (by
-    /// the history, or because a worker is to run it).
+    /// The sender's own pin on an older version of a model, if it is kept, by the history or
+    /// because a worker should run it.
     ///
     /// # Errors
     ///
@@ -366,8 +357,7 @@ impl Writer {
         self.shared.hold(&state, model, &set)
     }
 
-    /// The versions of a model that there is an
-    /// [`old_snapshot`](Self::old_snapshot) of, newest first.
+    /// The versions of a model that [`old_snapshot`](Self::old_snapshot) finds, newest first.
     ///
     /// # Errors
     ///
@@ -377,7 +367,7 @@ impl Writer {
         Ok(self.shared.state().plan.kept(model))
     }
 
-    /// What other threads wait with for the outcome of publications.
+    /// A handle with which other threads wait for the outcome of publications.
     pub fn waiter(&self) -> Waiter {
         Waiter::new(self.shared.clone())
     }
@@ -390,7 +380,7 @@ impl Writer {
 impl Drop for Writer {
     fn drop(&mut self) {
         if self.shared.header.map.usable().is_err() {
-            // A forked child's copy: the thread and the memory are the parent's.
+            // In a forked child: the thread and the memory belong to the parent.
             std::mem::forget(self.threads.take());
             return;
         }
@@ -406,7 +396,7 @@ impl Drop for Writer {
 pub(crate) struct Threads([JoinHandle<()>; 2]);
 
 impl Threads {
-    /// Starts them. They end when [`Shared::close`] is called.
+    /// Starts the threads. They end when [`Shared::close`] is called.
     pub(crate) fn start(shared: &Arc<Shared>, listener: Listener) -> Result<Self, Error> {
         let slots = grow::start(shared.clone())?;
         match service::start(shared.clone(), listener) {
@@ -421,7 +411,7 @@ impl Threads {
 
     pub(crate) fn join(self) {
         for thread in self.0 {
-            // A panic there has been reported by the panic hook already.
+            // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
     }

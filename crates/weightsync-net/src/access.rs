@@ -26,21 +26,21 @@ pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
 /// The environment variable that names a file with a token.
 pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
 
-/// The environment variable that, set to 1, allows links off this machine that are not encrypted.
+/// The environment variable that allows unencrypted connections to other machines if it is 1.
 pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 
-/// How somebody says so: in either scheme, in a command, or for all of a process.
+/// The ways to allow unencrypted connections, for errors.
 const PERMISSION: &str = "the scheme's setting insecure-plaintext (of a command: \
                           --insecure-plaintext), or WEIGHTSYNC_INSECURE_PLAINTEXT=1";
 
-/// How a token is made, for the errors that miss one.
+/// How to make a token, for errors.
 const MAKE_ONE: &str = "make one with `head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE` \
                         and give every machine the same";
 
-/// Whose secret a token's is.
+/// Separates a token's secret from other uses of the token.
 const SECRET_CONTEXT: &str = "weightsync-net 2026-11 secret of a token";
 
-/// What a key is for.
+/// Separates a link's key from other uses of the secret.
 const KEY_CONTEXT: &str = "weightsync-net 2026-11 key of a link";
 
 /// What a person gives to every machine that may connect: [`Token::MIN_BYTES`] to
@@ -74,9 +74,9 @@ impl Token {
         Self::from_bytes(bytes.as_ref(), TokenSource::Given)
     }
 
-    /// The token of the environment: that in [`TOKEN_VARIABLE`], or in the file that
-    /// [`TOKEN_FILE_VARIABLE`] names; `None` if neither is set. One that is set to nothing is a
-    /// token that is too short, and not the lack of one.
+    /// The token in [`TOKEN_VARIABLE`], or in the file that [`TOKEN_FILE_VARIABLE`] names; `None`
+    /// if neither is set. An empty variable counts as a token that is too short, not as a missing
+    /// one.
     ///
     /// # Errors
     ///
@@ -100,7 +100,7 @@ impl Token {
             path: path.into(),
             source,
         };
-        // NONBLOCK: were it a FIFO, nothing is waited for before it is refused.
+        // NONBLOCK: opening a FIFO would otherwise wait for a writer before it is refused.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         let opened = openat(CWD, path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
         let file = File::from(opened);
@@ -115,14 +115,14 @@ impl Token {
                 mode,
             });
         }
-        // White space around the token counts too here; no more than this is ever read.
+        // The file may also have white space around the token; more than this is never read.
         const MOST: u64 = 2 * Token::MAX_BYTES as u64;
         let mut bytes = Vec::new();
         file.take(MOST).read_to_end(&mut bytes).map_err(failed)?;
         Self::from_bytes(&bytes, TokenSource::File(path.into()))
     }
 
-    /// The secret that comes of this token: what an init info carries in its place.
+    /// The secret derived from this token; an init info carries it instead of the token.
     pub fn secret(&self) -> [u8; 16] {
         let [first, _] = *blake3::derive_key(SECRET_CONTEXT, &self.0)
             .as_chunks::<16>()
@@ -159,7 +159,7 @@ impl Token {
     }
 }
 
-// In a time that does not tell where the first difference is.
+// Takes the same time wherever the first difference is, so that the time reveals nothing.
 impl PartialEq for Token {
     fn eq(&self, other: &Self) -> bool {
         blake3::hash(&self.0) == blake3::hash(&other.0)
@@ -174,18 +174,19 @@ impl fmt::Debug for Token {
     }
 }
 
-/// With what both ends of a link prove that they have the same secret. It is not shown in `Debug`.
+/// The key with which both ends of a link prove that they have the same secret. `Debug` does not
+/// show it.
 #[derive(Clone)]
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// The key that comes of a secret: that of an init info's endpoint, or of a [`Token`].
+    /// The key of a secret, which comes from an init info's endpoint or a [`Token`].
     pub fn new(secret: &[u8; 16]) -> Self {
         Self(blake3::derive_key(KEY_CONTEXT, secret))
     }
 
-    /// The proof that belongs to these parts, joined. Of two proofs that are told apart, one has a
-    /// part of a fixed length that the other has not.
+    /// The proof for the concatenation of these parts. Proofs that must differ have a part of
+    /// another fixed length.
     pub(crate) fn proof(&self, parts: &[&[u8]]) -> Proof {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         for part in parts {
@@ -201,7 +202,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// What only who has the key can make. `==` takes the same time wherever the first difference is.
+/// A value that only a process with the key can make. `==` takes the same time wherever the first
+/// difference is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Proof(blake3::Hash);
 
@@ -212,12 +214,12 @@ impl fmt::Debug for Proof {
 }
 
 impl Proof {
-    /// How it travels.
+    /// The wire form.
     pub(crate) fn bytes(&self) -> &[u8; 32] {
         self.0.as_bytes()
     }
 
-    /// One that came.
+    /// A received proof.
     pub(crate) fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes.into())
     }
@@ -242,16 +244,16 @@ impl Proof {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// What is shared with every machine that may connect.
+    /// The token that every machine that connects must have.
     pub token: Option<Token>,
-    /// Whether links to other machines may be made although they are not encrypted: a program that
-    /// can listen in on the network reads the weights, and one that can change what passes there
-    /// changes them.
+    /// Whether unencrypted connections to other machines are allowed. A program that can read the
+    /// network's traffic can then read the weights, and one that can change it can change the
+    /// weights.
     pub insecure_plaintext: bool,
 }
 
 impl Access {
-    /// What the environment says: [`Token::from_env`], and [`PLAINTEXT_VARIABLE`].
+    /// The settings of the environment: [`Token::from_env`] and [`PLAINTEXT_VARIABLE`].
     ///
     /// # Errors
     ///
@@ -261,8 +263,8 @@ impl Access {
         Self::with_token(Token::from_env()?)
     }
 
-    /// This token, or none, and what the environment says besides: its token is not read, and
-    /// may be one that nobody could use.
+    /// These settings of the environment, but with this token or none. The environment's token is
+    /// not read, so it may be invalid.
     ///
     /// # Errors
     ///
@@ -274,8 +276,8 @@ impl Access {
         })
     }
 
-    /// Whether one may listen there. Loopback is always fine; any other address, the unspecified
-    /// ones (`0.0.0.0`, `::`) too, wants the token and
+    /// Checks that this process may listen at an address. Loopback is always allowed. Any other
+    /// address, also an unspecified one (`0.0.0.0`, `::`), needs the token and
     /// [`insecure_plaintext`](Self::insecure_plaintext).
     ///
     /// # Errors
@@ -285,7 +287,7 @@ impl Access {
         self.may(Use::Listen, addr, self.token.is_some())
     }
 
-    /// Whether one may connect there, who has at most the token; as
+    /// Checks that this process may connect to an address, with the rules of
     /// [`may_listen`](Self::may_listen).
     ///
     /// # Errors
@@ -295,7 +297,7 @@ impl Access {
         self.may(Use::Dial, addr, self.token.is_some())
     }
 
-    /// Whether one may connect there, who has an init info: its secret is as good as the token.
+    /// The same for a process with an init info, whose secret is as good as the token.
     ///
     /// # Errors
     ///
@@ -305,7 +307,7 @@ impl Access {
     }
 
     fn may(&self, to: Use, addr: SocketAddr, has_secret: bool) -> Result<(), AccessError> {
-        // An IPv4 address within IPv6 is the IPv4 address.
+        // An IPv4 address mapped into IPv6 counts as the IPv4 address.
         if addr.ip().to_canonical().is_loopback() {
             return Ok(());
         }
@@ -336,11 +338,11 @@ fn is_set(variable: Option<OsString>) -> Result<bool, AccessError> {
 /// Where a token came from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TokenSource {
-    /// The caller.
+    /// From the caller.
     Given,
-    /// [`TOKEN_VARIABLE`].
+    /// From [`TOKEN_VARIABLE`].
     Variable,
-    /// This file.
+    /// From this file.
     File(PathBuf),
 }
 
@@ -354,12 +356,12 @@ impl fmt::Display for TokenSource {
     }
 }
 
-/// What an address was to be used for.
+/// The use of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// To listen there.
+    /// To listen at it.
     Listen,
-    /// To connect there.
+    /// To connect to it.
     Dial,
 }
 
@@ -376,16 +378,16 @@ impl fmt::Display for Use {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum AccessError {
-    /// A token that is too short to keep anybody out, or too long.
+    /// A token that is too short to be safe, or too long.
     #[error(
         "{origin} has {got} bytes, expected {} to {}; {MAKE_ONE}",
         Token::MIN_BYTES,
         Token::MAX_BYTES
     )]
     TokenLength {
-        /// Where it came from.
+        /// Where the token came from.
         origin: TokenSource,
-        /// Its length, in bytes, without the white space around it.
+        /// The token's length in bytes, without the white space around it.
         got: usize,
     },
     /// The file with the token cannot be read.
@@ -393,10 +395,10 @@ pub enum AccessError {
     TokenFile {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// The file with the token is not its owner's alone.
+    /// Other users can access the file with the token.
     #[error(
         "the token file {path} has mode {mode:03o}, so other users can use it; run `chmod 600 \
          {path}`",
@@ -405,19 +407,19 @@ pub enum AccessError {
     TokenFileOpen {
         /// The file.
         path: PathBuf,
-        /// Its mode's nine bits.
+        /// The permission bits of the file.
         mode: u32,
     },
-    /// Both variables are set, and nothing says which one is meant.
+    /// Both token variables are set, so it is unclear which one counts.
     #[error("both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them")]
     TwoTokens,
-    /// The variable that allows plain links is set to what means neither yes nor no.
+    /// The variable that allows unencrypted connections is neither yes nor no.
     #[error("{PLAINTEXT_VARIABLE} is {value:?}; set it to 1 or to 0")]
     PlaintextVariable {
-        /// Its value.
+        /// The variable's value.
         value: OsString,
     },
-    /// Another machine could be reached without a token.
+    /// An address of another machine needs a token.
     #[error(
         "without a token this process does not {to} {addr}, which is not loopback: any host there \
          could join; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
@@ -425,21 +427,21 @@ pub enum AccessError {
          takes {PERMISSION} too") }
     )]
     NoToken {
-        /// What was to be done.
+        /// The intended use.
         to: Use,
         /// The address.
         addr: SocketAddr,
-        /// Whether plain links were allowed.
+        /// Whether unencrypted connections were allowed.
         plaintext: bool,
     },
-    /// What travels to another machine is not encrypted, and nobody has said that this is known.
+    /// Connections to other machines are not encrypted, and the user has not allowed that.
     #[error(
         "this process does not {to} {addr}, which is not loopback: links are not encrypted yet, \
          so others on that network can read and change the weights; if you trust that network, \
          allow it with {PERMISSION}"
     )]
     Plaintext {
-        /// What was to be done.
+        /// The intended use.
         to: Use,
         /// The address.
         addr: SocketAddr,

@@ -10,7 +10,7 @@ use weightsync_engine::{Error, ModelId, Result};
 
 use crate::error::NetError;
 
-/// The parts of `host:port`, which a setting is.
+/// The parts of a `host:port` setting.
 ///
 /// # Errors
 ///
@@ -30,7 +30,7 @@ pub fn host_and_port<'a>(setting: &str, text: &'a str) -> Result<(&'a str, u16)>
         .ok_or_else(|| bad(setting, wanted, text))
 }
 
-/// A setting that is not as it is expected to be.
+/// The error for a wrong value of a setting.
 pub fn bad(setting: &str, expected: &str, got: &str) -> Error {
     let cut = |text: &str| text.chars().take(80).collect();
     Error::BadSetting {
@@ -40,11 +40,11 @@ pub fn bad(setting: &str, expected: &str, got: &str) -> Error {
     }
 }
 
-/// The address of a host and a port, as a person writes it.
+/// Resolves `host:port`.
 ///
 /// # Errors
 ///
-/// [`NetError::Resolve`] if there is none.
+/// [`NetError::Resolve`] if there is no address.
 pub fn resolve(name: &str) -> Result<SocketAddr> {
     let failed = |source| NetError::Resolve {
         name: name.into(),
@@ -55,17 +55,17 @@ pub fn resolve(name: &str) -> Result<SocketAddr> {
     Ok(found.ok_or_else(|| failed(io::Error::other("there is no address of that name")))?)
 }
 
-/// Where others reach what listens there: at every address, it is the one that this
-/// machine has towards others.
+/// The address at which other machines reach a listener. For an unspecified address this is the
+/// machine's own address towards others.
 ///
 /// # Errors
 ///
-/// [`NetError::Advertise`] if it has none.
+/// [`NetError::Advertise`] if the machine has none.
 pub fn reached(listens: SocketAddr) -> Result<SocketAddr> {
     if !listens.ip().is_unspecified() {
         return Ok(listens);
     }
-    // Nobody is there, and nothing is sent.
+    // No machine has this address, and nothing is sent to it.
     let elsewhere: SocketAddr = match listens {
         SocketAddr::V4(_) => ([192, 0, 2, 1], 9).into(),
         SocketAddr::V6(_) => ([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9).into(),
@@ -77,28 +77,28 @@ pub fn reached(listens: SocketAddr) -> Result<SocketAddr> {
     Ok(SocketAddr::new(own, listens.port()))
 }
 
-/// This machine's address on the way to another.
+/// This machine's address on the route to another one.
 ///
 /// # Errors
 ///
-/// Of the operating system, if there is no way.
+/// The system's error if there is no route.
 pub fn local_ip(to: SocketAddr) -> io::Result<IpAddr> {
     let any: IpAddr = match to {
         SocketAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    // Nothing is sent by this: the system only looks for the way.
+    // Connecting a UDP socket sends nothing: the system only looks up the route.
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(to)?;
     Ok(socket.local_addr()?.ip())
 }
 
-/// Where the senders of a run directory keep the port that was chosen for them.
+/// The file in a run directory that keeps the port of its senders.
 #[derive(Debug)]
 pub struct PortFile(PathBuf);
 
 impl PortFile {
-    /// That of a scheme and of these models.
+    /// The file for a scheme and these models.
     pub fn new(run_dir: &Path, scheme: &str, models: &[ModelId]) -> Self {
         let mut hasher = blake3::Hasher::new();
         for model in models {
@@ -109,11 +109,11 @@ impl PortFile {
         Self(run_dir.join(format!("{scheme}-port-{}", &hash[..16])))
     }
 
-    /// The port; `None` where none was chosen yet.
+    /// The port; `None` if none was chosen yet.
     ///
     /// # Errors
     ///
-    /// [`Error::File`], also if there is something else in it.
+    /// [`Error::File`], also if the file has other content.
     pub fn saved(&self) -> Result<Option<u16>> {
         let mut text = String::new();
         let read = fs::File::open(&self.0).and_then(|file| file.take(64).read_to_string(&mut text));
@@ -130,7 +130,7 @@ impl PortFile {
         Ok(Some(port.ok_or_else(wrong)?))
     }
 
-    /// Keeps a port, whole or not at all, unless one is kept already; the one that is.
+    /// Saves a port atomically unless one is saved already; returns the saved port.
     ///
     /// # Errors
     ///
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_port_is_said_to_be_none() {
+    fn port_file_rejects_other_content() {
         let dir = tempfile::tempdir().unwrap();
         let file = PortFile::new(dir.path(), "rpc", &["policy".parse().unwrap()]);
         for wrong in ["", "seven", "0", "70000"] {

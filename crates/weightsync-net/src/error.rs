@@ -2,102 +2,102 @@
 
 use weightsync_engine::{Error, Remedy};
 
-/// What goes wrong in this crate and is nobody else's error.
+/// Errors that only this crate has.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum NetError {
-    /// A listening address cannot be had.
+    /// The sender cannot listen at the address.
     #[error(
         "cannot listen on {address}: {source}; stop the process that uses it, or choose another \
          port"
     )]
     Listen {
-        /// The address asked for.
+        /// The configured address.
         address: String,
-        /// The system's answer.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// An address that workers of other hosts could use is not known.
+    /// The sender does not know an address at which other hosts reach it.
     #[error(
         "other hosts cannot connect to {address}: name an address that they can reach with \
          `advertise=HOST:PORT`: {source}"
     )]
     Advertise {
-        /// What is listened on.
+        /// The listening address.
         address: String,
-        /// Why there is no way to others.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A name is no address.
+    /// A name that does not resolve to an address.
     #[error("{name:?} is not an address to listen at or connect to: {source}")]
     Resolve {
         /// The name, with its port.
         name: String,
-        /// Why.
+        /// The resolver's error.
         source: std::io::Error,
     },
-    /// The sender, or what answers there, is not one to talk to.
+    /// The peer at the address failed the handshake.
     #[error("{address}: {source}")]
     Hello {
-        /// Where.
+        /// The address.
         address: String,
-        /// What is wrong.
+        /// The cause.
         source: crate::wire::hello::HelloError,
     },
     /// The sender refused this host.
     #[error("the sender at {address} refused this host: {reason}")]
     Denied {
-        /// Where.
+        /// The sender's address.
         address: String,
-        /// Its words.
+        /// The sender's reason.
         reason: String,
     },
     /// The sender sent an invalid message.
     #[error("invalid message from the sender at {address}: {reason}")]
     Broken {
-        /// Where.
+        /// The sender's address.
         address: String,
-        /// What is wrong.
+        /// What is invalid.
         reason: String,
     },
-    /// A host has one relay of a sender.
+    /// Another relay already serves this host: a host has one relay of each sender.
     #[error("another relay of this host carries what the sender at {address} sends")]
     AnotherRelay {
-        /// Where the sender is.
+        /// The sender's address.
         address: String,
     },
-    /// Something is there, and it does not answer what was asked.
+    /// A program accepted the connection and gave no answer.
     #[error(
         "{address} closed the link without an answer: it is a sender that is busy or about to end, \
          or the port of a relay"
     )]
     NoAnswer {
-        /// Where.
+        /// The address.
         address: String,
     },
-    /// A worker whose relay has gone cannot look for another way.
+    /// The worker's relay has gone, and there is no other route.
     #[error("no other route to the sender: {reason}")]
-    NoWay {
-        /// What is in the way.
+    NoRoute {
+        /// What prevents it.
         reason: String,
     },
-    /// Nobody answers.
+    /// Nothing answers at the address.
     #[error("no answer from {address}: {reason}")]
     Unreachable {
-        /// Where.
+        /// The address.
         address: String,
-        /// What the last attempt came to.
+        /// The error of the last attempt.
         reason: String,
     },
 }
 
 impl NetError {
-    /// What to do about it.
+    /// What to do.
     pub fn remedy(&self) -> Remedy {
         match self {
             Self::Hello { source, .. } => source.remedy(),
             Self::NoAnswer { .. } | Self::Unreachable { .. } => Remedy::Retry,
-            Self::Broken { .. } | Self::NoWay { .. } => Remedy::Reconnect,
+            Self::Broken { .. } | Self::NoRoute { .. } => Remedy::Reconnect,
             _ => Remedy::GiveUp,
         }
     }
@@ -112,7 +112,7 @@ impl From<NetError> for Error {
     }
 }
 
-/// An error that is the caller's to mend.
+/// An error that the caller has to fix.
 pub(crate) fn transport(error: impl std::error::Error + Send + Sync + 'static) -> Error {
     Error::Transport {
         source: error.into(),

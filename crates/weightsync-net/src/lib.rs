@@ -1,7 +1,7 @@
 //! Weights across machines: links, the [`Distributed`] scheme and relays.
 //!
 //! The trainer listens; workers dial in, whichever end starts the transfer. On each host a
-//! relay fetches each version once and checks it chunk by chunk. The relay passes each chunk on
+//! relay fetches each version once and checks it block by block. The relay passes each block on
 //! to the next host at once, and shares the version with the workers of its host through a
 //! segment of shared memory. On a host without a relay, each worker fetches its own copy.
 //!

@@ -21,9 +21,8 @@ use crate::scheme::Distributed;
 
 /// A worker's end.
 ///
-/// A relay that goes takes the worker's segment with it. Then a thread looks for
-/// another way, also while the worker is in no call here: to its sender it is
-/// there all the time.
+/// When a relay goes, its segment goes too. A thread then looks for another route, even while the
+/// worker is in no call: so its sender keeps the worker.
 #[derive(Debug)]
 pub(crate) struct NetReceiver {
     shared: Arc<Shared>,
@@ -36,39 +35,39 @@ struct Shared {
     run: Run,
     state: Mutex<State>,
     changed: Condvar,
-    /// Ends waits from another thread, whichever segment they are in.
+    /// Ends waits from another thread, in whichever segment they are.
     interrupted: AtomicBool,
     closed: AtomicBool,
 }
 
 #[derive(Debug)]
 struct State {
-    /// The segment, unless a call has it or there is none.
+    /// The segment, unless a call uses it or there is none.
     found: Option<Found>,
     interrupter: Option<Interrupter>,
-    /// What the worker was handed, while there is no segment.
+    /// What the session gave this end; kept here while there is no segment to pass it to.
     handoff: Handoff,
-    /// What was to be told meanwhile.
+    /// A set that was applied while there was no segment, to be reported to the next one.
     applied: Option<SetSnapshot>,
     refused: Option<(Option<SetSnapshot>, String)>,
-    /// Looks for another way.
+    /// The thread that looks for another route.
     search: Option<JoinHandle<()>>,
-    /// Looks for a relay, as long as the worker is its own.
+    /// The thread that looks for a relay while the worker is its own agent.
     looks: Option<JoinHandle<()>>,
-    /// It has found one: the segment is to be left between two calls.
+    /// A relay was found: the worker moves to it between two calls.
     moving: bool,
-    /// It is its own agent, or was when it had a segment last.
+    /// The worker is its own agent, or was when it last had a segment.
     is_own_agent: bool,
-    /// Nobody looks for another way any more.
+    /// The search for another route has ended without one.
     ended: Option<Ended>,
 }
 
-/// How a search has ended that found no way.
+/// Why a search ended without a route.
 #[derive(Debug)]
 enum Ended {
-    /// The sender is gone.
+    /// The sender is dead.
     Died,
-    /// It cannot be looked for, and why.
+    /// The sender cannot be looked for; the text says why.
     Hindered(String),
 }
 
@@ -105,8 +104,8 @@ impl NetReceiver {
         Ok(Self { shared, models })
     }
 
-    /// Calls the segment there is; if that was a relay's and the relay is gone,
-    /// the next one, until the deadline. `None` if that or an interrupt comes first.
+    /// Calls the current segment. If its relay is gone, waits for the next segment, and calls that.
+    /// `None` if the deadline or an interrupt comes first.
     fn with<T>(
         &self,
         deadline: Deadline,
@@ -124,7 +123,7 @@ impl NetReceiver {
                 }
                 drop(state);
                 let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-                // Asked without the lock.
+                // Called without the lock, because this may run the user's code.
                 let pause = interrupt::at_most(left)?;
                 let state = shared.state();
                 if (state.found.is_none() || state.moving) && state.ended.is_none() {
@@ -135,19 +134,19 @@ impl NetReceiver {
             drop(state);
             let result = call(&mut found.attached);
             let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
-            // It may have gone while it was in use here.
+            // The relay may have gone during the call.
             let lost = gone || (result.is_ok() && found.has_lost_its_relay());
             let mut state = shared.state();
             if lost {
                 Shared::look_again(shared, &mut state, found);
             } else {
                 state.found = Some(found);
-                // Who moves it waits for it.
+                // A thread that moves the worker waits until the call has ended.
                 shared.changed.notify_all();
             }
             drop(state);
-            // A wait that its deadline has not ended was interrupted: by somebody, or by
-            // who moves the worker to another segment, where it goes on.
+            // A wait that ended before its deadline was interrupted: by the user, or by a thread
+            // that moves the worker to another segment, where the wait goes on.
             let cut_short = matches!(result, Ok(None)) && !over(deadline);
             let goes_on = cut_short && !shared.interrupted.swap(false, Ordering::SeqCst);
             if !gone && !goes_on {
@@ -156,7 +155,7 @@ impl NetReceiver {
         }
     }
 
-    /// Tells the sender something; what cannot be told now is told by another way.
+    /// Reports to the sender; if there is no segment now, the next one carries the report.
     fn notify(
         &self,
         notify: impl FnOnce(&mut Attached) -> Result<()>,
@@ -174,18 +173,18 @@ impl NetReceiver {
 }
 
 impl Shared {
-    /// From here on this is the segment.
+    /// Makes this the current segment.
     fn take_in(shared: &Arc<Self>, mut found: Found) {
         let mut state = shared.state();
         if let Some(set) = state.applied.take() {
-            // One that is gone needs no telling.
+            // A segment that is gone needs no report.
             let _ = found.attached.applied(&set);
         }
         if let Some((set, reason)) = state.refused.take() {
             let _ = found.attached.refuse(set.as_ref(), &reason);
         }
         state.interrupter = found.attached.interrupter().ok();
-        // The segment before, or none, was told of it.
+        // Interrupts that arrived meanwhile went to the earlier segment, or to none.
         if let Some(interrupter) = &state.interrupter
             && shared.interrupted.load(Ordering::SeqCst)
         {
@@ -212,26 +211,27 @@ impl Shared {
         }
     }
 
-    /// The segment has ended, while nobody calls it perhaps.
+    /// The segment has ended, perhaps while no call uses it.
     fn notice(shared: &Arc<Self>) {
         let mut state = shared.state();
         if shared.closed.load(Ordering::SeqCst) {
-            // It ends with its worker, and not here: its own watch must not wait for
-            // itself.
+            // The segment is dropped with its worker, not here: its watching thread runs this, and
+            // must not wait for itself.
             return;
         }
-        // The worker that has it notices this without a message.
+        // A call that uses the segment notices without a message.
         if let Some(found) = state.found.take_if(|found| found.has_lost_its_relay()) {
             Self::look_again(shared, &mut state, found);
         }
     }
 
-    /// Looks for another way, on a thread of its own.
+    /// Looks for another route on a thread of its own.
     fn look_again(shared: &Arc<Self>, state: &mut State, found: Found) {
         state.handoff = found.attached.handoff();
         state.interrupter = None;
         let own = shared.clone();
-        // It ends there, and not here: its own watch may be the one that noticed.
+        // The segment is dropped by that thread: its watching thread may run this, and must not
+        // wait for itself.
         let ends = Arc::new(Mutex::new(Some(found)));
         let theirs = ends.clone();
         let search = std::thread::Builder::new()
@@ -268,7 +268,7 @@ impl Shared {
                 Self::take_in(&self, found);
             }
             Ok(None) => {}
-            // Its sender's successor, or no sender: the caller looks again.
+            // A successor or no sender: the caller looks again.
             other => {
                 let ended = match other {
                     Err(error) if !matches!(error, Error::SenderDied { .. }) => {
@@ -283,13 +283,13 @@ impl Shared {
         }
     }
 
-    /// What a call says that has no segment. Whose sender may restart looks again after
-    /// a death, and hears there what hinders it.
+    /// The error of a call without a segment. If the sender may restart, the session looks again
+    /// after a death, and then learns the reason.
     fn lost(&self, ended: &Ended) -> Error {
         match ended {
             Ended::Hindered(reason) if !self.route.restarts() => {
                 let reason = reason.clone();
-                NetError::NoWay { reason }.into()
+                NetError::NoRoute { reason }.into()
             }
             _ => Error::SenderDied { pid: None },
         }
@@ -310,13 +310,13 @@ impl Shared {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Changed in single steps, so it holds after a panic.
+        // Each change is one step, so the state is valid after a panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl State {
-    /// The segment, for a call.
+    /// Takes the segment for a call.
     fn take_found(&mut self) -> Option<Found> {
         self.found.take_if(|_| !self.moving)
     }
@@ -355,7 +355,7 @@ impl ReceiverTransport for NetReceiver {
                 return;
             };
             let state = shared.state();
-            // Also where there is a segment: it may be gone before it hears of it.
+            // Set even if there is a segment: that segment may end before it notices.
             shared.interrupted.store(true, Ordering::SeqCst);
             shared.changed.notify_all();
             if let Some(interrupter) = &state.interrupter {
@@ -391,10 +391,10 @@ impl Drop for NetReceiver {
         shared.changed.notify_all();
         for thread in threads.into_iter().flatten() {
             if shared.route.is_forked() {
-                // The thread is the parent's and does not exist in a forked child.
+                // In a forked child the thread does not exist: it belongs to the parent.
                 std::mem::forget(thread);
             } else {
-                // A panic there has been reported by the panic hook already.
+                // The panic hook has already reported a panic there.
                 let _ = thread.join();
             }
         }

@@ -28,16 +28,16 @@ use crate::root::NetSender;
 ///
 /// | | |
 /// |---|---|
-/// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` unless it is said |
-/// | `advertise=HOST:PORT` | how workers reach it, if that is another address; port 0 is the one it listens at |
-/// | `insecure-plaintext` | links that leave this machine are fine, although they are not encrypted; workers take it from the init info |
+/// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` by default |
+/// | `advertise=HOST:PORT` | the address at which workers reach it, if that is another one; port 0 is the listening port |
+/// | `insecure-plaintext` | allow unencrypted connections to other machines; workers take this from the init info |
 /// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
-/// | `pull` | workers ask; nothing is pushed |
+/// | `pull` | workers ask for versions; none is pushed |
 /// | `own-copy` | each version is copied into the worker's own memory |
-/// | `share=all`, `relay`, `none` | whose memory workers read: that of the trainer if it is on their host, or of their host's relay (unless it is said); only of the relay; nobody's |
-/// | `arity=N` | how many hosts fetch from each: 1, a chain, unless it is said |
-/// | `connections=N` | connections by which a host fetches, 1 to 8 |
-/// | `deltas=auto`, `always`, `never` | whether what changed goes to hosts that have an older version: where that is quicker (unless it is said), always, where it takes fewer bytes, or never |
+/// | `share=all`, `relay`, `none` | whose memory workers read: the trainer's if it is on their host, else their relay's (default); only their relay's; none, each fetches its own copy |
+/// | `arity=N` | how many hosts fetch from each; 1 by default, a chain |
+/// | `connections=N` | how many connections a host fetches over, 1 to 8 |
+/// | `deltas=auto`, `always`, `never` | when hosts with an older version get only the changes: if that is faster (default), if it takes fewer bytes, never |
 ///
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
 /// [`token`](Self::token)) nothing listens on an address that is not loopback.
@@ -69,49 +69,48 @@ pub struct Distributed {
     pub(crate) connections: usize,
     pub(crate) deltas: Deltas,
     pub(crate) token: Option<Token>,
-    /// Where it listens, by the addresses that were told.
-    spots: Arc<Mutex<HashMap<String, Spot>>>,
+    /// The listening addresses, by the addresses that init infos name.
+    allocated: Arc<Mutex<HashMap<String, Allocated>>>,
 }
 
-/// Where a trainer that was placed listens: not always where workers find it.
+/// Where an allocated endpoint listens. Workers may reach it at another address.
 #[derive(Debug)]
-struct Spot {
+struct Allocated {
     address: SocketAddr,
-    /// What listens there already, so that its address could be told.
+    /// The listener that holds the address until the sender opens.
     listener: Option<TcpListener>,
 }
 
-/// Whose memory a worker reads. Where there is nobody's, it fetches a copy of its
-/// own.
+/// Whose memory a worker reads. Without any, the worker fetches a copy of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Share {
-    /// The trainer's, on its host; elsewhere that of the host's relay.
+    /// The trainer's on the trainer's host, the relay's elsewhere.
     #[default]
     All,
-    /// That of the host's relay.
+    /// Only the memory of the host's relay.
     Relay,
-    /// Nobody's.
+    /// No shared memory: each worker fetches its own copy.
     Nothing,
 }
 
-/// Whether what changed is sent to hosts that have an older version, in place of all.
+/// Whether hosts with an older version get only the changes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Deltas {
-    /// Where that is quicker: found by trying a part of each version.
+    /// Where that is faster, which a sample of each version shows.
     #[default]
     Auto,
     /// Wherever it takes fewer bytes.
     Always,
-    /// No version is compared with another.
+    /// Never: no version is compared with another.
     Never,
 }
 
-/// The word the scheme is chosen by.
+/// The scheme's name.
 const WORD: &str = "distributed";
 
-/// What the settings are, for who gets one wrong.
+/// The settings, for errors about a wrong one.
 const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, insecure-plaintext, every=1 to 32, \
                         pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8, \
                         deltas=auto, always or never";
@@ -127,7 +126,7 @@ register! {
 }
 
 impl Distributed {
-    /// On loopback, at a port the system chooses.
+    /// A scheme that listens on loopback, at a port that the system chooses.
     pub fn new() -> Self {
         Self {
             listen: None,
@@ -141,70 +140,70 @@ impl Distributed {
             connections: 2,
             deltas: Deltas::Auto,
             token: None,
-            spots: Arc::default(),
+            allocated: Arc::default(),
         }
     }
 
-    /// Listens there: `host:port`, port 0 for one that the system chooses.
+    /// Sets the listening address `host:port`; with port 0 the system chooses the port.
     #[must_use]
     pub fn listen(mut self, address: impl Into<String>) -> Self {
         self.listen = Some(address.into());
         self
     }
 
-    /// Says that workers reach it at another address than it listens on: `host:port`,
-    /// port 0 for the one it listens at.
+    /// Sets the address at which workers reach the sender, if it is not the listening one. With
+    /// port 0 the port is the listening one.
     #[must_use]
     pub fn advertise(mut self, address: impl Into<String>) -> Self {
         self.advertise = Some(address.into());
         self
     }
 
-    /// Uses links that leave this machine, although they are not encrypted. So do the
-    /// workers: the init info says it to them.
+    /// Allows unencrypted connections to other machines. The init info allows them for the workers,
+    /// too.
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;
         self
     }
 
-    /// The token to listen with, in place of that of the environment. It is not
-    /// part of the scheme's text.
+    /// Sets the token to listen with, instead of the environment's. The scheme's text does not
+    /// contain it.
     #[must_use]
     pub fn token(mut self, token: Token) -> Self {
         self.token = Some(token);
         self
     }
 
-    /// Which versions workers get.
+    /// Sets which versions workers get.
     #[must_use]
     pub fn queue(mut self, queue: Queue) -> Self {
         self.queue = queue;
         self
     }
 
-    /// Workers ask; nothing is pushed.
+    /// Workers ask for versions; the sender pushes none.
     #[must_use]
     pub fn pull(mut self) -> Self {
         self.pull = true;
         self
     }
 
-    /// Whose memory workers share.
+    /// Sets whose memory workers share.
     #[must_use]
     pub fn share(mut self, share: Share) -> Self {
         self.share = share;
         self
     }
 
-    /// How many hosts fetch from each; 1 is a chain.
+    /// Sets how many hosts fetch from each host; 1 makes a chain.
     #[must_use]
     pub fn arity(mut self, arity: usize) -> Self {
         self.arity = arity.clamp(1, 64);
         self
     }
 
-    /// Whether what changed is sent in place of all.
+    /// Sets whether hosts with an older version get only the changes.
     #[must_use]
     pub fn deltas(mut self, deltas: Deltas) -> Self {
         self.deltas = deltas;
@@ -265,7 +264,7 @@ impl Distributed {
         }
     }
 
-    /// With the environment's words where nothing else was said.
+    /// The access settings; the environment supplies those that were not set.
     pub(crate) fn access(&self) -> Result<Access> {
         let token = match &self.token {
             Some(token) => Some(token.clone()),
@@ -274,7 +273,8 @@ impl Distributed {
         self.access_with(token)
     }
 
-    /// The same for who only dials: the secret of an init info is as good as a token.
+    /// The access settings of an end that only connects: an init info's secret is as good as a
+    /// token.
     pub(crate) fn access_to_dial(&self) -> Result<Access> {
         self.access_with(self.token.clone())
     }
@@ -285,24 +285,26 @@ impl Distributed {
         Ok(access)
     }
 
-    fn spots(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
-        self.spots.lock().unwrap_or_else(PoisonError::into_inner)
+    fn allocated(&self) -> MutexGuard<'_, HashMap<String, Allocated>> {
+        self.allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where it is to listen; the port may be for the system to choose.
+    /// The address to listen at; with port 0 the system chooses the port.
     fn listens(&self) -> Result<SocketAddr> {
         let name = self.listen.as_deref().unwrap_or("127.0.0.1:0");
         host_and_port("listen", name)?;
         resolve(name)
     }
 
-    /// Listens there.
+    /// Binds a listener.
     fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
         self.access()?.may_listen(address).map_err(transport)?;
         TcpListener::bind(address).map_err(|source| in_use(address, source))
     }
 
-    /// How workers reach what listens there.
+    /// The address at which workers reach a listener.
     fn reached_at(&self, bound: SocketAddr) -> Result<String> {
         let Some(advertise) = &self.advertise else {
             return Ok(reached(bound)?.to_string());
@@ -365,13 +367,13 @@ impl Scheme for Distributed {
         can.push = !self.pull;
         can.pull = !every;
         can.every_version = every;
-        // What had not left when the trainer was killed is gone with it.
+        // A version that no other host has is lost with the trainer.
         can.outlives = false;
         can
     }
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
-        // The secret of the run directory, if there is one.
+        // The run directory's secret, if there is one.
         let fresh = Endpoint::fresh(models, run_dir)?;
         let access = self.access()?;
         let secret = match &access.token {
@@ -386,12 +388,10 @@ impl Scheme for Distributed {
         if let Some(port) = file.as_ref().map(PortFile::saved).transpose()?.flatten() {
             address.set_port(port);
         }
-        // A setup that was placed before, without its run directory perhaps, listens
-        // at the very address that is wanted now.
-        self.spots().clear();
+        // An earlier setup of this process may still hold the address.
+        self.allocated().clear();
         let mut listener = match self.bind(address) {
-            // Its predecessor is still there, and may be alive: that is for `open`
-            // to find.
+            // The predecessor still holds the port and may be alive; `open` finds out.
             Err(Error::AddressInUse { .. }) if run_dir.is_some() => None,
             listener => Some(listener?),
         };
@@ -401,28 +401,28 @@ impl Scheme for Distributed {
         if let Some(file) = file {
             let port = file.keep(address.port())?;
             if port != address.port() {
-                // Another one was quicker.
+                // Another process chose a port first.
                 listener = None;
                 address.set_port(port);
             }
         }
-        let spot = Spot { address, listener };
+        let endpoint = Allocated { address, listener };
         let address = self.reached_at(address)?;
-        self.spots().insert(address.clone(), spot);
-        // Without a run directory the next sender at the same port is of another run.
+        self.allocated().insert(address.clone(), endpoint);
+        // Without a run directory, a later sender at this port is another run.
         Endpoint::new(address, secret, run_dir.is_some())
     }
 
     fn release_endpoint(&self, at: &Endpoint) {
-        self.spots().remove(at.address());
+        self.allocated().remove(at.address());
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
         let address = opening.at.address();
         let kept = {
-            let mut spots = self.spots();
-            let spot = spots.get_mut(address);
-            spot.map(|spot| (spot.address, spot.listener.take()))
+            let mut allocated = self.allocated();
+            let endpoint = allocated.get_mut(address);
+            endpoint.map(|endpoint| (endpoint.address, endpoint.listener.take()))
         };
         let remote = match kept {
             Some((_, Some(listener))) => listener,

@@ -20,21 +20,21 @@ use weightsync_engine::Result;
 use crate::status::{MAX_LISTED, ask};
 use crate::wire::hello::Role;
 
-/// The most workers that are named for each.
+/// The most workers named in one entry.
 const MAX_WORKERS: usize = 32;
 
-/// What was compared, and what differs.
+/// The result of a scrub.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Scrub {
     /// The sender's run.
     pub run: String,
-    /// The names of its models, in the order of the set.
+    /// The names of the sender's models, in the order of the set.
     pub models: Vec<String>,
-    /// How many versions are what was published, those of each host counted.
+    /// How many copies match the published versions.
     pub same: usize,
-    /// Those that are not, and those of which it could not be found out; of more than 500 some.
+    /// The copies that differ or could not be compared; at most about 500.
     pub others: Vec<Check>,
-    /// How many there are that are not listed.
+    /// How many more there are.
     #[serde(default)]
     pub left_out: usize,
 }
@@ -42,46 +42,46 @@ pub struct Scrub {
 /// A version that one host holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Check {
-    /// Its relay, or the worker that has none, by its number; 0 is the sender.
+    /// The number of the relay, or of the worker without one; 0 is the sender.
     pub agent: u64,
     /// The host's name.
     pub name: String,
-    /// From where it is connected.
+    /// The address it is connected from.
     pub address: String,
-    /// Its process.
+    /// The process.
     pub pid: u32,
     /// The model's index.
     pub model: u8,
     /// The version.
     pub version: u64,
-    /// The workers that read it there; of more than 32 some.
+    /// Workers that read this copy; at most 32.
     pub workers: Vec<u32>,
-    /// What it came to.
+    /// The result.
     pub verdict: Verdict,
 }
 
-/// What a comparison came to that did not find the same.
+/// Why a copy does not count as matching.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Verdict {
-    /// It is not what was published.
+    /// The copy differs from the published version.
     Differs {
-        /// The digest of what was published, as hexadecimal digits.
+        /// The published digest, as hexadecimal digits.
         expected: String,
-        /// The digest of what is there.
+        /// The digest of the copy.
         got: String,
     },
-    /// It was replaced by a newer one before it could be compared.
+    /// A newer version replaced this one before it was compared.
     Replaced,
-    /// The host was gone before it answered.
+    /// The host left before it answered.
     Gone,
 }
 
 impl Scrub {
-    /// Has all that is held compared with what the sender at `address` (`host:port`) has
-    /// published, for who has its secret; see [`Status::ask`](crate::status::Status::ask).
-    /// The sender says that it is at it every second, so `patience` is for its silence.
+    /// Compares every version that agents hold with what the sender at `address` (`host:port`) has
+    /// published. See [`Status::ask`](crate::status::Status::ask) for `secret`. The sender reports
+    /// every second that it is working, so `patience` bounds only its silence.
     ///
     /// # Errors
     ///
@@ -91,13 +91,13 @@ impl Scrub {
         ask(address, secret, Role::Scrub, patience)
     }
 
-    /// Those that are not what was published.
+    /// The copies that differ from the published versions.
     pub fn differing(&self) -> impl Iterator<Item = &Check> {
         let differs = |check: &&Check| matches!(check.verdict, Verdict::Differs { .. });
         self.others.iter().filter(differs)
     }
 
-    /// With no more in the list than an answer has room for: first those that differ.
+    /// Shortens the list to what fits in an answer; copies that differ come first.
     pub(crate) fn shortened(mut self) -> Self {
         let differs = |check: &Check| matches!(check.verdict, Verdict::Differs { .. });
         self.others.sort_by_key(|check| !differs(check));

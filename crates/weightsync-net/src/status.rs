@@ -15,112 +15,111 @@ use crate::wire::frame::{HEADER_BYTES, Header, Kind};
 use crate::wire::hello::Role;
 use crate::wire::message::{self, MAX_JSON, Message};
 
-/// What somebody who waits for an answer hears until it is there.
+/// The answer to a waiting client until the real one is ready.
 pub(crate) const NOT_YET: &str = "{}";
 
-/// The most hosts that are listed in an answer of a bounded length.
+/// The most hosts in an answer of bounded length.
 pub(crate) const MAX_LISTED: usize = 500;
 
-/// A sender and everybody it reaches, at one moment.
+/// A sender and everything it reaches, at one moment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// What the sender calls itself.
+    /// The sender's name for itself.
     pub address: String,
-    /// Its process.
+    /// The sender's process.
     pub pid: u32,
-    /// Its run.
+    /// The sender's run.
     pub run: String,
-    /// How long it has been there, in seconds.
+    /// How long the sender has been running, in seconds.
     pub up_seconds: f64,
-    /// Its models, in the order of the set.
+    /// The sender's models, in the order of the set.
     pub models: Vec<Model>,
-    /// What went out from it to relays and to workers without one, in bytes.
+    /// Bytes that the sender has sent to relays and to workers without one.
     pub served: u64,
-    /// The workers of its own host.
+    /// The workers on the sender's own host.
     pub local: Vec<Worker>,
     /// The relays, in the order in which they fetch, then workers without one.
     pub relays: Vec<Relay>,
-    /// Workers that were not reached a moment ago.
+    /// Workers that no agent reaches now.
     pub lost: Vec<u32>,
-    /// What an answer has no room for.
+    /// What the answer leaves out to stay within its limit.
     #[serde(default)]
-    pub left_out: LeftOut,
+    pub left_out: Omitted,
 }
 
-/// How many are not in an answer that would be too long with them.
+/// How many entries an answer leaves out to stay within its limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftOut {
-    /// Relays, and workers without one, each with all that it has.
+pub struct Omitted {
+    /// Relays, and workers without one, with everything below them.
     pub relays: usize,
-    /// Workers, of these and of others.
+    /// Workers in total.
     pub workers: usize,
 }
 
 /// A model of the sender.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Model {
-    /// Its name.
+    /// The model's name.
     pub name: String,
     /// The newest version that was published; 0 before the first.
     pub version: u64,
     /// Bytes of a version.
     #[serde(default)]
     pub bytes: u64,
-    /// The share of its elements that changed since the version before, from 0 to 1, where
-    /// it is sent as what changed.
+    /// The share of elements that changed since the version before, from 0 to 1, if the version is
+    /// sent as a delta.
     #[serde(default)]
     pub changed: Option<f64>,
-    /// The bytes that takes.
+    /// Bytes of that delta.
     #[serde(default)]
     pub delta_bytes: Option<u64>,
 }
 
-/// A relay: the one process of a host that fetches; or a worker without one, which does
-/// so for itself.
+/// A relay, the one process of a host that fetches; or a worker without one, which fetches for
+/// itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Relay {
-    /// Its number.
+    /// The agent's number.
     pub agent: u64,
-    /// Whether others may fetch from it: it is a relay.
+    /// Whether this is a relay: other hosts may fetch from it.
     #[serde(default = "yes")]
     pub serves: bool,
-    /// From whom it fetches; 0 is the sender.
+    /// The agent it fetches from; 0 is the sender.
     pub parent: u64,
-    /// Its host's name.
+    /// The host's name.
     pub name: String,
-    /// From where it is connected.
+    /// The address it is connected from.
     pub address: String,
     /// Its process.
     pub pid: u32,
-    /// What it has fetched, in bytes.
+    /// Bytes that it has fetched.
     pub received: u64,
-    /// How fast its link was measured to be, in bytes a second.
+    /// The measured speed of its link, in bytes a second.
     pub bytes_per_second: Option<f64>,
-    /// The versions it has, as pairs of a model's index and a version.
+    /// The versions that it has, as pairs of a model's index and a version.
     pub holds: Vec<(u8, u64)>,
-    /// Its workers.
+    /// The workers that it serves.
     pub workers: Vec<Worker>,
 }
 
-/// A worker. It has no bytes of its own: it reads the memory of its relay, or of the
-/// trainer, and what one without a relay fetches is counted at its [`Relay`]. How far it is
-/// behind is what its versions are below those of the [`Model`]s.
+/// A worker. It has no transfer counters of its own, because it reads the memory of its relay or of
+/// the trainer; a worker without a relay has a [`Relay`] entry. Compare `versions` with those of
+/// the [`Model`]s to see how far it is behind.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Worker {
-    /// Its number.
+    /// The worker's number.
     pub worker: u32,
-    /// Its process, on its host.
+    /// The worker's process, on its host.
     pub pid: u32,
-    /// Where its weights live.
+    /// Where the worker's weights live.
     pub device: String,
-    /// The version it runs of each model; 0 for none.
+    /// The version that the worker runs of each model; 0 for none.
     pub versions: Vec<u64>,
 }
 
 impl Status {
-    /// Asks the sender at `address` (`host:port`), for who has its secret: that of its
-    /// [`Token`](crate::Token), or of the endpoint of an init info. Each step of it
-    /// takes at most `patience`.
+    /// Asks the sender at `address` (`host:port`) for its status. `secret` is that of its
+    /// [`Token`](crate::Token), or of an init info's endpoint. Each step takes at most `patience`.
     ///
     /// # Errors
     ///
@@ -130,7 +129,7 @@ impl Status {
         ask(address, secret, Role::Status, patience)
     }
 
-    /// As JSON; without those for whom there is no room, who are counted.
+    /// The status as JSON. Entries without room are left out and counted.
     pub(crate) fn to_json(&self) -> String {
         let whole = json(self);
         if whole.len() <= MAX_JSON {
@@ -142,11 +141,11 @@ impl Status {
             lost: Vec::new(),
             ..self.clone()
         };
-        let all = |of: &mut LeftOut, relays: usize, workers: usize| {
+        let all = |of: &mut Omitted, relays: usize, workers: usize| {
             of.relays += relays;
             of.workers += workers;
         };
-        // The counts grow, by some digits.
+        // Leaves room for the counts to grow by some digits.
         let mut room = MAX_JSON.saturating_sub(json(&short).len() + 64);
         for relay in &self.relays {
             let bare = Relay {
@@ -187,7 +186,7 @@ impl Status {
     }
 }
 
-/// Asks the sender for what this role gets.
+/// Asks the sender for the answer of this role.
 pub(crate) fn ask<T: DeserializeOwned>(
     address: &str,
     secret: &[u8; 16],
@@ -236,7 +235,7 @@ fn json(of: &impl Serialize) -> String {
     serde_json::to_string(of).unwrap_or_default()
 }
 
-/// Whether there is room for another element of a list, and then it is taken.
+/// Whether there is room for another element of a list; takes the room if so.
 fn takes(room: &mut usize, element: &impl Serialize) -> bool {
     let bytes = json(element).len() + 1;
     let left = room.checked_sub(bytes);
@@ -257,7 +256,7 @@ mod tests {
         }
     }
 
-    /// A sender with so many workers on each of so many relays.
+    /// The status of a sender with this many workers on each of its relays.
     fn status(relays: u64, workers: u32) -> Status {
         let relay = |agent| Relay {
             agent,
@@ -281,7 +280,7 @@ mod tests {
             local: vec![worker(0)],
             relays: (1..=relays).map(relay).collect(),
             lost: vec![7],
-            left_out: LeftOut::default(),
+            left_out: Omitted::default(),
         }
     }
 
@@ -297,7 +296,7 @@ mod tests {
             let listed = there + said.local.len() + said.lost.len();
             assert_eq!(listed + said.left_out.workers, all, "{relays}, {workers}");
             assert_eq!(said.relays.len() + said.left_out.relays, relays as usize);
-            let fits = said.left_out == LeftOut::default();
+            let fits = said.left_out == Omitted::default();
             assert_eq!(fits, said == whole, "{relays}, {workers}");
             // There is no room left for one more.
             assert!(fits || json.len() > MAX_JSON - 1000, "{}", json.len());

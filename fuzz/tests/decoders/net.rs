@@ -1,4 +1,4 @@
-//! What travels between machines: handshakes, frames, chunks and messages. The valid encodings are
+//! What travels between machines: handshakes, frames, blocks and messages. The valid encodings are
 //! the golden files of weightsync-net.
 
 use std::fmt::Debug;
@@ -9,7 +9,7 @@ use weightsync_fuzz::fuzz;
 use weightsync_net::Token;
 use weightsync_net::access::Key;
 use weightsync_net::wire::frame::{
-    CHUNK_HEAD_BYTES, ChunkHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, HEADER_BYTES, Kind, SPAN,
+    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, Decoder, DeltaHead, HEADER_BYTES, Kind, SPAN,
     encode,
 };
 use weightsync_net::wire::hello::{
@@ -19,7 +19,7 @@ use weightsync_net::wire::message::{
     FromRoot, Message, ModelAssembler, Status, ToChild, ToParent, ToRoot,
 };
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta];
+const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta];
 
 #[test]
 fn net_hello() {
@@ -90,9 +90,9 @@ fn frames_of(bytes: &[u8], piece: usize) -> Vec<(Kind, Vec<u8>)> {
 
 #[test]
 fn net_chunk() {
-    let seeds = heads(Kind::Chunk, CHUNK_HEAD_BYTES);
+    let seeds = heads(Kind::Block, BLOCK_HEAD_BYTES);
     fuzz!("net_chunk", seeds, |bytes: &[u8]| {
-        if let Ok(head) = ChunkHead::decode(bytes) {
+        if let Ok(head) = BlockHead::decode(bytes) {
             assert_eq!(head.frame()[HEADER_BYTES..], *bytes);
             assert!(head.model < 64 && !head.version.is_none() && head.bytes > 0);
             assert!(head.offset() + u64::from(head.bytes) <= head.image_bytes);

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::{error::Error, fmt::Write};
 
-use weightsync_net::status::{LeftOut, Relay, Status, Worker};
+use weightsync_net::status::{Omitted, Relay, Status, Worker};
 
 use super::Asked;
 use crate::SUCCESS;
@@ -80,8 +80,8 @@ fn text(status: &Status) -> String {
         let _ = writeln!(text, "worker {worker} was not reached a moment ago");
     }
     let left_out = status.left_out;
-    if left_out != LeftOut::default() {
-        let LeftOut { relays, workers } = left_out;
+    if left_out != Omitted::default() {
+        let Omitted { relays, workers } = left_out;
         let _ = writeln!(
             text,
             "{} and {} more not listed: the answer was full",
@@ -235,7 +235,7 @@ mod tests {
                 },
             ],
             lost: vec![4],
-            left_out: LeftOut::default(),
+            left_out: Omitted::default(),
         };
         let expected = "\
 epoch 3  policy v9 (1.11 % changed, 8.0 MiB for 1.0 GiB)
@@ -269,7 +269,7 @@ worker 4 was not reached a moment ago
                 .map(|(agent, parent)| relay(agent, parent, Vec::new()))
                 .into(),
             lost: Vec::new(),
-            left_out: LeftOut {
+            left_out: Omitted {
                 relays: 2,
                 workers: 5,
             },

@@ -88,7 +88,7 @@ impl Error {
             | Self::SameWorkerTwice { .. }
             | Self::EmptyUpdate { .. }
             | Self::NothingToKeep { .. }
-            | Self::Crowded { .. }
+            | Self::SlotsExhausted { .. }
             | Self::Diverged { .. }
             | Self::VersionNotNewer { .. }
             | Self::SendPending { .. } => ErrorKind::Send,

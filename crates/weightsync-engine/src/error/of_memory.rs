@@ -34,7 +34,7 @@ impl Error {
     pub(crate) fn of_memory(error: Memory, id: impl Fn(usize) -> Option<ModelId>) -> Self {
         let model = match &error {
             Memory::AllSlotsPinned { model, .. }
-            | Memory::Crowded { model, .. }
+            | Memory::SlotsExhausted { model, .. }
             | Memory::Diverged { model, .. }
             | Memory::NoSuchVersion { model, .. } => id(*model),
             _ => None,
@@ -54,7 +54,7 @@ impl Error {
                 waited,
                 holders,
             },
-            Memory::Crowded { slots, .. } => Self::Crowded { model, slots },
+            Memory::SlotsExhausted { slots, .. } => Self::SlotsExhausted { model, slots },
             Memory::Diverged { versions, .. } => Self::Diverged { model, versions },
             Memory::NoSuchVersion { asked, known, .. } => Self::NoSuchVersion {
                 model,

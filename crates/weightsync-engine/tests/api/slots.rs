@@ -297,7 +297,7 @@ fn too_many_versions_are_refused_by_model_name() {
     });
     let error = error.expect("64 versions in addition to that for all");
     assert!(
-        matches!(&error, Error::Crowded { model, slots: 64 } if model.as_str() == "policy"),
+        matches!(&error, Error::SlotsExhausted { model, slots: 64 } if model.as_str() == "policy"),
         "{error}"
     );
     // What the words say helps.
@@ -400,7 +400,7 @@ fn every_error_says_what_to_do_about_it() {
         (
             MemoryError::ChecksumMismatch {
                 version: Version(1),
-                chunk: 0,
+                block: 0,
             },
             Remedy::GiveUp,
         ),

@@ -59,7 +59,7 @@ fn the_group_with_the_least_left_is_the_limit() {
     let least = |files: &[_]| Tree::new("groups", files).least_left();
     // 1 MiB, and half of one that is cached.
     assert_eq!(least(&files), Some((3 * MIB / 2, Some(3 * MIB))));
-    // So much can be swapped out as the group may, and as there is.
+    // Swap counts as far as the group may use it and the machine has it.
     files.push(("groups/slice/memory.swap.current", "0\n"));
     files.push(("groups/slice/memory.swap.max", "262144\n"));
     assert_eq!(least(&files), Some((7 * MIB / 4, Some(3 * MIB))));

@@ -4,21 +4,21 @@ use std::collections::{BTreeMap, VecDeque};
 
 use weightsync_core::{Version, WorkerId};
 
-use super::{Crowded, Targets};
+use super::{SlotsExhausted, Targets};
 use crate::protocol::{MAX_MODELS, MAX_SLOTS, SlotSet};
 use crate::set::ModelSet;
 
-/// What was sent to whom, as far as it still counts.
+/// The sets that were sent and still count.
 #[derive(Clone, Debug)]
 pub(super) struct Desired {
-    /// What a worker runs for which nothing else is meant.
+    /// The set of every worker without an override.
     default: ModelSet,
     /// Earlier defaults, newest first.
     history: VecDeque<ModelSet>,
     history_limit: usize,
-    /// What only this worker is to run, for some of the models.
+    /// For single workers, their own set of some models.
     overrides: BTreeMap<WorkerId, ModelSet>,
-    /// The workers that are held, and what they are held at.
+    /// The held workers, and the sets that they are held at.
     held: BTreeMap<WorkerId, ModelSet>,
 }
 
@@ -37,17 +37,17 @@ impl Desired {
         &self.default
     }
 
-    /// What only this worker is to run, if there is anything.
+    /// The set that only this worker should run, if there is one.
     pub(super) fn own(&self, worker: WorkerId) -> Option<&ModelSet> {
         self.overrides.get(&worker)
     }
 
-    /// What a held worker is held at.
+    /// The set that a held worker is held at.
     pub(super) fn held(&self, worker: WorkerId) -> Option<&ModelSet> {
         self.held.get(&worker)
     }
 
-    /// What the worker is to run now.
+    /// The set that the worker should run now.
     pub(super) fn for_worker(&self, worker: WorkerId) -> ModelSet {
         match self.held(worker) {
             Some(set) => *set,
@@ -55,7 +55,7 @@ impl Desired {
         }
     }
 
-    /// What the worker is to run once it is not held.
+    /// The set that the worker should run once it is not held.
     pub(super) fn if_released(&self, worker: WorkerId) -> ModelSet {
         match self.own(worker) {
             Some(own) => self.default.with(own),
@@ -63,7 +63,7 @@ impl Desired {
         }
     }
 
-    /// The sets that a worker may ask for, newest first. A held worker has one.
+    /// The sets that a worker may ask for, newest first. A held worker has only one.
     pub(super) fn askable(&self, worker: WorkerId) -> impl Iterator<Item = ModelSet> {
         let earlier = match self.held(worker) {
             Some(_) => 0,
@@ -73,19 +73,17 @@ impl Desired {
         now.chain(self.history.iter().take(earlier).copied())
     }
 
-    /// Notes a publication. What goes to all replaces what was meant for single
-    /// workers.
+    /// Notes a publication. A set for all workers replaces the overrides of single workers.
     ///
-    /// It is refused, and nothing has changed, if for one of its models every
-    /// slot there can be would then be meant for somebody. Earlier sets are
-    /// forgotten before it comes to that. `may_crowd`: one of its models has all
-    /// the slots it can have, so that it could come to that at all.
+    /// The publication is refused, and nothing changes, if some worker would then need every slot
+    /// that one of its models can have. Earlier sets are forgotten first. `may_crowd` says that one
+    /// of the models already has all its slots; otherwise this cannot happen.
     pub(super) fn publish(
         &mut self,
         update: &ModelSet,
         targets: &Targets,
         may_crowd: bool,
-    ) -> Result<(), Crowded> {
+    ) -> Result<(), SlotsExhausted> {
         if !may_crowd {
             self.apply(update, targets);
             return Ok(());
@@ -98,25 +96,25 @@ impl Desired {
         };
         while let Some(model) = crowded(&next) {
             if next.history.pop_back().is_none() {
-                return Err(Crowded { model });
+                return Err(SlotsExhausted { model });
             }
         }
         *self = next;
         Ok(())
     }
 
-    /// Holds a worker at what it should run now.
+    /// Holds a worker at the set that it should run now.
     pub(super) fn hold(&mut self, worker: WorkerId) {
         let set = self.for_worker(worker);
         self.held.entry(worker).or_insert(set);
     }
 
-    /// Holds it no more, and says what it was held at.
+    /// Ends a worker's hold; returns the set that it was held at.
     pub(super) fn release(&mut self, worker: WorkerId) -> Option<ModelSet> {
         self.held.remove(&worker)
     }
 
-    /// Every slot of a model that is meant for somebody, or kept.
+    /// The slots of a model that some worker needs or the history keeps.
     pub(super) fn slots(&self, model: usize) -> SlotSet {
         let slots = self.sets().filter_map(|set| set.entry(model));
         slots.fold(SlotSet::default(), |all, entry| all.with(entry.slot))
@@ -151,8 +149,8 @@ impl Desired {
         }
     }
 
-    /// Keeps the earlier sets by which some model has one of its newest older
-    /// versions: a model that is sent often takes none from one that is not.
+    /// Drops earlier sets, except those with one of the newest older versions of some model. So a
+    /// model that is sent often does not push out a model that is not.
     fn forget(&mut self) {
         let mut newest = [(Version::NONE, 0); MAX_MODELS];
         for (model, entry) in self.default.iter() {

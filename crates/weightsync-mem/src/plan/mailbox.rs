@@ -12,40 +12,40 @@ use crate::protocol::{Live, SlotSet};
 use crate::set::{ModelSet, Models};
 use crate::wire::{Delivery, Want};
 
-/// What one reader was told.
+/// One reader's mailbox.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     pub(super) joined: u64,
     pub(super) models: Models,
     pub(super) delivery: Delivery,
-    /// The record its live word names.
+    /// The record that its live word names.
     pub(super) live: Option<u8>,
-    /// The records in its queue that it has not taken, oldest first.
+    /// The records in its queue that the reader has not taken, oldest first.
     pub(super) queue: VecDeque<u8>,
-    /// How many entries it has taken.
+    /// How many queue entries the reader has taken.
     pub(super) head: u64,
-    /// What it is to be told once there is room, oldest first; of readers that
-    /// want the newest, at most one.
+    /// The sets that wait for room in the mailbox, oldest first; at most one for a reader that
+    /// wants only the newest.
     pub(super) waiting: VecDeque<Waiting>,
-    /// The newest sequence number it was told.
-    pub(super) told: u64,
+    /// The newest sequence number that the reader was notified of.
+    pub(super) notified: u64,
     pub(super) asks: Asks,
-    /// Nothing more is told to it.
+    /// The reader is not notified of anything more.
     pub(super) shut: bool,
 }
 
-/// What a reader asked for, and what it got.
+/// A reader's question, and its answer.
 #[derive(Debug, Default)]
 pub(super) struct Asks {
-    /// What it cannot have yet, by the number of its question.
+    /// The open question and its number, if no answer exists yet.
     pub(super) wanted: Option<(u64, Want)>,
-    /// What it is to be answered once there is room.
+    /// The question and its answer, which waits for a free record.
     pub(super) owed: Option<(u64, Waiting)>,
-    /// What it was answered last: the question, and the record that says it.
+    /// The last answered question, and the record that holds the answer.
     pub(super) answer: Option<(u64, u8)>,
-    /// The newest sequence number it was answered with.
-    pub(super) told: u64,
-    /// The last question whose answer it needs no more.
+    /// The newest sequence number of an answer.
+    pub(super) notified: u64,
+    /// The last question whose answer the reader no longer needs.
     pub(super) through: u64,
 }
 
@@ -55,14 +55,13 @@ pub(super) struct Waiting {
     pub(super) set: ModelSet,
 }
 
-/// Where the steps of one decision go.
+/// Collects the steps of one decision.
 pub(super) struct Notifier<'a> {
-    /// Of the publication that is told, if it is one.
+    /// The sequence number of the publication, if the decision is one.
     pub(super) sequence: u64,
-    /// Records that mailboxes or pins held before the first step, or that were
-    /// written since.
+    /// Records that mailboxes or pins held before the first step, or that a step has written.
     pub(super) in_use: SlotSet,
-    /// The record of the default set, once there is one.
+    /// The record of the default set, once it exists.
     pub(super) default: Option<u8>,
     pub(super) steps: &'a mut Vec<Step>,
 }
@@ -77,8 +76,8 @@ impl<'a> Notifier<'a> {
         }
     }
 
-    /// The sequence numbers for which a record may have been written that says what
-    /// this one does: a publication has new versions, which none says from before.
+    /// The sequence numbers of records that may already hold this set. A publication has new
+    /// versions, so no earlier record can hold it.
     fn span(&self, sequence: u64) -> (u64, u64) {
         match sequence == self.sequence {
             true => (sequence, sequence),
@@ -88,19 +87,19 @@ impl<'a> Notifier<'a> {
 }
 
 impl Mailbox {
-    /// The records it refers to.
+    /// The records that the mailbox refers to.
     pub(super) fn records(&self) -> SlotSet {
         self.refers().fold(SlotSet::default(), SlotSet::with)
     }
 
-    /// The same, one as often as it does.
+    /// The same, each as often as the mailbox refers to it.
     pub(super) fn refers(&self) -> impl Iterator<Item = u8> {
         let answer = self.asks.answer.iter().map(|(_, record)| record);
         let records = self.queue.iter().chain(&self.live).chain(answer);
         records.copied()
     }
 
-    /// What a publication that concerns this reader is for it.
+    /// Decides what a publication means for this reader.
     pub(super) fn publish(
         &mut self,
         worker: WorkerId,
@@ -124,14 +123,14 @@ impl Mailbox {
             (_, None) => self.notify_default(worker, set, records, notifier),
             (_, Some(set)) => self.notify(worker, sequence, set, records, notifier),
         };
-        // After it, so that a reader that is answered finds that it is the newest.
+        // After the notification, so that the reader finds that the answer is also the newest set.
         if let Some(question) = self.take_wanted(set) {
             self.answer(worker, (question, sequence), set, records, notifier);
         }
         disposition
     }
 
-    /// The question that this set answers, if one is open.
+    /// Takes the open question if this set answers it.
     pub(super) fn take_wanted(&mut self, set: &ModelSet) -> Option<u64> {
         let mine = self.models;
         let wanted = |(_, want): &mut (u64, Want)| satisfies(set, mine, *want);
@@ -139,7 +138,7 @@ impl Mailbox {
         Some(question)
     }
 
-    /// Answers a question, now or once there is a record for it.
+    /// Answers a question, now or once a record is free.
     pub(super) fn answer(
         &mut self,
         worker: WorkerId,
@@ -158,7 +157,7 @@ impl Mailbox {
         records.refer(record);
         let before = self.asks.answer.replace((question, record));
         records.release(before.map(|(_, record)| record));
-        self.asks.told = sequence;
+        self.asks.notified = sequence;
         notifier.steps.push(Step::Answer {
             key: (worker, self.joined),
             live: Live { sequence, record },
@@ -166,8 +165,8 @@ impl Mailbox {
         });
     }
 
-    /// Tells the mailbox what goes to all. Nearly always every mailbox goes to the
-    /// same record, which is then not looked for again.
+    /// Notifies the reader of the default set. Nearly every mailbox goes to the same record, so the
+    /// record is looked up only once.
     fn notify_default(
         &mut self,
         worker: WorkerId,
@@ -189,7 +188,7 @@ impl Mailbox {
         disposition
     }
 
-    /// Tells the mailbox a set, now or once there is room.
+    /// Notifies the reader of a set, now or once there is room.
     pub(super) fn notify(
         &mut self,
         worker: WorkerId,
@@ -206,7 +205,7 @@ impl Mailbox {
             return Disposition::Notified;
         }
         match self.delivery {
-            // As many again as its queue holds.
+            // As many sets may wait as fit in the queue.
             Delivery::Every { bound } if self.waiting.len() >= bound.into() => {
                 return Disposition::Full;
             }
@@ -241,12 +240,12 @@ impl Mailbox {
         }
     }
 
-    /// Whether it is to be told or answered something once there is room.
+    /// Whether a notification or an answer waits for room.
     pub(super) fn waits(&self) -> bool {
         self.asks.owed.is_some() || !self.waiting.is_empty()
     }
 
-    /// What it is to be told or answered once there is room.
+    /// The notifications and answers that wait for room.
     pub(super) fn waiting_sets(&self) -> impl Iterator<Item = &ModelSet> {
         let owed = self.asks.owed.iter().map(|(_, owed)| owed);
         self.waiting.iter().chain(owed).map(|waiting| &waiting.set)
@@ -263,7 +262,7 @@ impl Mailbox {
         self.asks.answer = None;
     }
 
-    /// Whether it can be told something at once, and in order.
+    /// Whether the reader can be notified now without breaking the order.
     fn has_room(&self) -> bool {
         match self.delivery {
             Delivery::Every { .. } => self.waiting.is_empty() && self.has_queue_space(),
@@ -290,7 +289,7 @@ impl Mailbox {
         notifier: &mut Notifier<'_>,
     ) {
         let key = (worker, self.joined);
-        self.told = live.sequence;
+        self.notified = live.sequence;
         records.refer(live.record);
         match self.delivery {
             Delivery::Every { .. } => {
@@ -298,7 +297,7 @@ impl Mailbox {
                 notifier.steps.push(Step::Push { key, live });
             }
             Delivery::Newest | Delivery::Asked => {
-                // A newer set stands for one that still waits.
+                // A newer set replaces one that still waits.
                 self.waiting
                     .retain(|waiting| waiting.sequence > live.sequence);
                 records.release(self.live.replace(live.record));
@@ -307,13 +306,13 @@ impl Mailbox {
         }
     }
 
-    /// The record it was put on last.
+    /// The record of the last notification.
     fn newest_record(&self) -> Option<u8> {
         self.queue.back().copied().or(self.live)
     }
 }
 
-/// Whether a set, as far as the reader is given it, is what it wants.
+/// Whether a set, reduced to the reader's models, satisfies its question.
 pub(super) fn satisfies(set: &ModelSet, mine: Models, want: Want) -> bool {
     let version = |model| {
         set.entry(model)

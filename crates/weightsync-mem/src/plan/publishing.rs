@@ -7,16 +7,16 @@ use weightsync_core::{Version, WorkerId};
 use super::mailbox::Mailbox;
 #[cfg(test)]
 use super::mailbox::Waiting;
-use super::{Crowded, Key, Lend, Model, Plan, Published, Step, Targets};
+use super::{Key, Lend, Model, Plan, Published, SlotsExhausted, Step, Targets};
 use crate::protocol::{MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetEntry};
 use crate::wire::Delivery;
 
 impl Plan {
-    /// Finds a slot for the next version of `model`. `pinned` is what data pins
-    /// hold, and what pinned records do ([`slots_of`](Self::slots_of)).
+    /// Finds a slot for the next version of `model`. `pinned` holds the slots of data pins and of
+    /// pinned records ([`slots_of`](Self::slots_of)).
     pub(crate) fn lend(&mut self, model: usize, pinned: SlotSet, max_slots: u8) -> Lend {
-        let needed = self.desired.slots(model).union(self.told(model));
+        let needed = self.desired.slots(model).union(self.notified(model));
         let waiting = self.waiting_mailboxes().flat_map(Mailbox::waiting_sets);
         let waiting = waiting.filter_map(|set| set.entry(model));
         let held = waiting.fold(needed, |all, entry| all.with(entry.slot));
@@ -25,9 +25,9 @@ impl Plan {
             *lent = lent.with(slot);
             return Lend::Slot(slot);
         }
-        // What waits for room in a queue is no reason to grow: else a worker
-        // that stands still would make every sender grow to the end.
-        // What is kept apart has its room in addition to what readers may pin.
+        // A full queue is no reason to grow: a stopped worker would otherwise make every sender
+        // grow to its limit. Slots that are kept for holds and history come on top of those that
+        // readers may pin.
         let apart = needed.len().saturating_sub(1) + usize::from(max_slots);
         let needed = needed.union(*lent).len() + 1;
         let limit = apart.max(needed).min(MAX_SLOTS);
@@ -39,15 +39,15 @@ impl Plan {
         }
     }
 
-    /// Notes a new slot.
+    /// Notes a new slot; returns its number.
     pub(crate) fn grown(&mut self, model: usize) -> u8 {
         let slots = &mut self.models[model].slots;
         *slots += 1;
         *slots - 1
     }
 
-    /// A lent slot has a version that was numbered elsewhere, and is lent no more.
-    /// Only pins hold it until somebody is told.
+    /// Marks a lent slot as holding a version that another process numbered. Until a reader is
+    /// notified of it, only pins hold the slot.
     pub(crate) fn keep(&mut self, model: usize, slot: u8, version: Version) {
         let model = &mut self.models[model];
         model.lent = model.lent.without(slot);
@@ -61,15 +61,15 @@ impl Plan {
         *lent = lent.without(slot);
     }
 
-    /// The version that the next publication of `model` will be: its commit
-    /// record is written before.
+    /// The version that the next publication of `model` will have. Its commit record is written
+    /// before the publication.
     pub(crate) fn next_version(&self, model: usize) -> Version {
         let model = &self.models[model];
         model.numbered.unwrap_or(model.version.next())
     }
 
-    /// Numbers the next version of a model, until it is published or numbered
-    /// again. The newest version there is, if the number is not above it.
+    /// Sets the number of the next version of a model, until it is published or numbered again. If
+    /// the number does not exceed the newest version, returns that one.
     pub(crate) fn number(&mut self, model: usize, number: Option<Version>) -> Result<(), Version> {
         let model = &mut self.models[model];
         if number.is_some_and(|number| number <= model.version) {
@@ -79,15 +79,15 @@ impl Plan {
         Ok(())
     }
 
-    /// Publishes the versions written into lent slots, as one set. The slots are
-    /// lent no more, unless it is refused.
+    /// Publishes the versions written into lent slots, as one set. The slots are no longer lent,
+    /// unless the publication is refused.
     pub(crate) fn publish(
         &mut self,
         written: &[(usize, u8)],
         targets: &Targets,
         record_pins: SlotSet,
         steps: &mut Vec<Step>,
-    ) -> Result<Published, Crowded> {
+    ) -> Result<Published, SlotsExhausted> {
         let mut update = ModelSet::EMPTY;
         for &(model, slot) in written {
             let version = self.next_version(model);
@@ -145,7 +145,7 @@ impl Plan {
         })
     }
 
-    /// Puts mailboxes that wait where they should be, as far as there is room.
+    /// Moves mailboxes that wait to the sets they should be on, as far as there is room.
     pub(crate) fn deliver(&mut self, record_pins: SlotSet, steps: &mut Vec<Step>) {
         if !self.anything_waits() {
             return;
@@ -159,17 +159,17 @@ impl Plan {
         }
     }
 
-    /// Whether there is a record to tell a new set by, given those that readers pin.
+    /// Whether a record is free for a new set, given those that readers pin.
     pub(crate) fn has_record(&self, record_pins: SlotSet) -> bool {
         self.records.has_free(record_pins)
     }
 
-    /// Whether a mailbox waits that has room, but there was no record for it.
+    /// Whether a mailbox has room and waits only for a record.
     pub(crate) fn lacks_records(&self) -> bool {
         self.waiting_mailboxes().any(Mailbox::lacks_record)
     }
 
-    /// Whether anything waits for room anywhere.
+    /// Whether anything waits for room at any reader.
     pub(crate) fn anything_waits(&self) -> bool {
         !self.waiting.is_empty()
     }
@@ -185,7 +185,7 @@ impl Plan {
     pub(crate) fn waits(&self, key: Key, sequence: u64) -> bool {
         let waits = |waiting: &Waiting, mailbox: &Mailbox| match mailbox.delivery {
             Delivery::Every { .. } => waiting.sequence == sequence,
-            // A newer one, whole, stands for all before it.
+            // A newer complete set replaces all before it.
             Delivery::Newest | Delivery::Asked => waiting.sequence >= sequence,
         };
         self.mailbox(key).is_some_and(|mailbox| {
@@ -196,9 +196,8 @@ impl Plan {
         })
     }
 
-    /// Drops a publication that waits for room in this reader's queue. The
-    /// newest of a reader that wants only that is not dropped: it comes when
-    /// there is room. True if it was dropped.
+    /// Drops a publication that waits for room in this reader's queue; true if it was dropped. A
+    /// reader that wants only the newest keeps it, and gets it when there is room.
     pub(crate) fn give_up(&mut self, key: Key, sequence: u64) -> bool {
         let Some(mailbox) = self.mailbox_mut(key) else {
             return false;
@@ -220,7 +219,7 @@ impl Plan {
         waiting.filter_map(|worker| self.mailboxes.get(worker))
     }
 
-    /// Notes whether this worker's mailbox waits for room, after it may have changed.
+    /// Updates whether this worker's mailbox waits for room.
     pub(super) fn note(&mut self, worker: WorkerId) {
         match self.mailboxes.get(&worker) {
             Some(mailbox) => note(&mut self.waiting, worker, mailbox),

@@ -11,15 +11,15 @@ use crate::set::{ModelSet, Models};
 use crate::wire::{Delivery, MAX_KNOWN, Want};
 
 impl Plan {
-    /// A reader joins; the steps put its mailbox where it should be.
+    /// Adds a reader; the steps put its mailbox on the set that the worker should run.
     ///
-    /// `had` is no less than the newest sequence number it was handed before, in
-    /// another mailbox of this run, if there was one: what it is told comes after that.
+    /// `had` is the newest sequence number of the reader's earlier mailbox in this run, or a higher
+    /// number. Later notifications have higher ones.
     ///
     /// # Panics
     ///
-    /// If its worker has a mailbox. That one [leaves](Self::leave) first, so that
-    /// the caller takes its words down.
+    /// If the worker has a mailbox. The earlier reader [leaves](Self::leave) first, so that the
+    /// caller clears its page.
     pub(crate) fn join(
         &mut self,
         ((worker, joined), had): (Key, u64),
@@ -37,7 +37,7 @@ impl Plan {
             queue: VecDeque::new(),
             head: 0,
             waiting: VecDeque::new(),
-            told: had.min(self.sequence),
+            notified: had.min(self.sequence),
             asks: Asks::default(),
             shut: false,
         };
@@ -50,8 +50,8 @@ impl Plan {
         }
     }
 
-    /// Puts a mailbox on a set that was decided elsewhere, under the sequence number
-    /// that it has there. False if there is no such mailbox, or it is shut.
+    /// Puts a mailbox on a set that another process decided, with that process's sequence number.
+    /// False if the mailbox does not exist or is shut.
     pub(crate) fn notify_one(
         &mut self,
         key: Key,
@@ -69,7 +69,7 @@ impl Plan {
         true
     }
 
-    /// Answers a question with a set that was decided elsewhere, as
+    /// Answers a question with a set that another process decided, like
     /// [`notify_one`](Self::notify_one).
     pub(crate) fn answer_one(
         &mut self,
@@ -89,8 +89,8 @@ impl Plan {
         true
     }
 
-    /// A reader has left or died: its mailbox holds nothing any more. `None` if it had
-    /// none.
+    /// Removes a reader that has left or died: its mailbox refers to nothing any more. `None` if it
+    /// had none.
     #[must_use = "the words of a mailbox that was removed have to be cleared"]
     pub(crate) fn leave(&mut self, key: Key) -> Option<Removed> {
         self.mailbox(key)?;
@@ -100,8 +100,8 @@ impl Plan {
         Some(Removed(()))
     }
 
-    /// A reader can use nothing: its mailbox refers to nothing any more, and nothing
-    /// more is told to it. Pins are looked for after its page was taken down.
+    /// Shuts the mailbox of a reader that can use nothing: it refers to nothing, and gets no more
+    /// notifications. The caller looks for pins after it has cleared the page.
     #[must_use = "the words of a mailbox that was shut have to be cleared"]
     pub(crate) fn shut(&mut self, key: Key) -> Option<Removed> {
         let mailbox = open_mailbox(&mut self.mailboxes, key)?;
@@ -110,15 +110,15 @@ impl Plan {
         Some(Removed(()))
     }
 
-    /// What the reader's control page says: how many entries it has taken, and
-    /// the last question whose answer it needs no more. Read before its pins,
-    /// and before anything here that looks for room.
+    /// Notes what the reader's control page says: how many entries it has taken, and the last
+    /// question whose answer it no longer needs. The caller reads this before the pins, and before
+    /// any search for room.
     pub(crate) fn observe(&mut self, key: Key, head: u64, through: u64) {
         let mailbox = self.mailboxes.get_mut(&key.0);
         let Some(mailbox) = mailbox.filter(|mailbox| mailbox.joined == key.1) else {
             return;
         };
-        // A head that goes back, or beyond the tail, is the reader's lie.
+        // A head that goes back, or beyond the tail, is false: the reader is broken.
         let gone = head.saturating_sub(mailbox.head);
         let gone = gone.min(mailbox.queue.len() as u64);
         self.records.release(mailbox.queue.drain(..gone as usize));
@@ -126,8 +126,8 @@ impl Plan {
         mailbox.asks.through = mailbox.asks.through.max(through);
     }
 
-    /// A reader asks. The answer takes nothing from what is meant for it: it has
-    /// a place of its own, and a question has one answer at most.
+    /// Handles a reader's question. The answer has a place of its own, so it never delays a
+    /// notification; a question has at most one answer.
     pub(crate) fn ask(
         &mut self,
         key: Key,
@@ -182,14 +182,14 @@ impl Plan {
         }
     }
 
-    /// Whether a reader waits for what there is not yet, given the last question
-    /// whose answer it needs no more.
+    /// Whether a reader waits for a version that does not exist yet, given the last question whose
+    /// answer it no longer needs.
     pub(crate) fn awaits(&self, key: Key, through: u64) -> bool {
         let wanted = self.mailbox(key).and_then(|mailbox| mailbox.asks.wanted);
         wanted.is_some_and(|(question, _)| question > through)
     }
 
-    /// A reader does not wait for an answer any more.
+    /// Withdraws a reader's open question.
     pub(crate) fn withdraw(&mut self, key: Key) {
         if let Some(mailbox) = self.mailbox_mut(key) {
             mailbox.asks.wanted = None;
@@ -198,10 +198,9 @@ impl Plan {
         }
     }
 
-    /// Takes back answers that are needed no more, so that their slots, or their
-    /// records, can come free. True if there was one. For when
-    /// [`lend`](Self::lend) finds no slot, before growing or waiting, and when
-    /// there is no record.
+    /// Removes answers that their readers no longer need, so that slots and records come free; true
+    /// if there was one. Used when [`lend`](Self::lend) finds no slot, before growing or waiting,
+    /// and when no record is free.
     pub(crate) fn clear_taken(&mut self, steps: &mut Vec<Step>) -> bool {
         let before = steps.len();
         for (worker, mailbox) in &mut self.mailboxes {
@@ -217,7 +216,7 @@ impl Plan {
     }
 }
 
-/// The mailbox of a reader that is still told sets, and is the one that is meant.
+/// The mailbox of this reader, if it is open.
 fn open_mailbox(
     mailboxes: &mut BTreeMap<WorkerId, Mailbox>,
     (worker, joined): Key,

@@ -5,16 +5,16 @@ use crate::set::{ModelSet, SetRecord};
 
 use super::Step;
 
-/// What was last written into each record. A record that nothing holds keeps
-/// what it says until it is written again.
+/// What was last written into each record. A record that nothing refers to keeps its content until
+/// it is written again.
 #[derive(Debug)]
 pub(super) struct Records {
-    /// How many of them there are.
+    /// How many records there are.
     count: u8,
-    /// 0: never written.
+    /// The sequence number of each record; 0 if it was never written.
     sequences: [u64; MAX_RECORDS],
     sets: [ModelSet; MAX_RECORDS],
-    /// How often mailboxes refer to it.
+    /// How often mailboxes refer to each record.
     referenced: [u32; MAX_RECORDS],
 }
 
@@ -28,13 +28,13 @@ impl Records {
         }
     }
 
-    /// So few of them that every way of using them again can be explored.
+    /// Few records, so that loom can explore every way to use them again.
     #[cfg(loom)]
     pub(super) fn keep(&mut self, count: u8) {
         self.count = count;
     }
 
-    /// Whether one is free to be written, given those that readers pin.
+    /// Whether a record is free to be written, given those that readers pin.
     pub(super) fn has_free(&self, pins: SlotSet) -> bool {
         self.referenced()
             .union(pins)
@@ -42,19 +42,19 @@ impl Records {
             .is_some()
     }
 
-    /// A mailbox refers to this record from now on.
+    /// Counts a mailbox's reference to a record.
     pub(super) fn refer(&mut self, record: u8) {
         self.referenced[usize::from(record)] += 1;
     }
 
-    /// A mailbox refers to these no more.
+    /// Removes a mailbox's references to these records.
     pub(super) fn release(&mut self, records: impl IntoIterator<Item = u8>) {
         for record in records {
             self.referenced[usize::from(record)] -= 1;
         }
     }
 
-    /// Those that mailboxes refer to.
+    /// The records that mailboxes refer to.
     pub(super) fn referenced(&self) -> SlotSet {
         let referenced =
             (0..MAX_RECORDS as u8).filter(|record| self.referenced[usize::from(*record)] > 0);
@@ -72,9 +72,9 @@ impl Records {
         }
     }
 
-    /// A record that says this, written for this sequence number or an earlier
-    /// one, but not before `since`; or one that is `in_use` by nothing and is
-    /// written with it. `None` if there is none. Either is in use from now on.
+    /// A record that holds `set`, written for a sequence number from `since` to this one. If there
+    /// is none, writes a record that nothing refers to and that is not `in_use`. `None` if there is
+    /// none either. The record is in use from now on.
     pub(super) fn provide(
         &mut self,
         (since, sequence): (u64, u64),
@@ -100,7 +100,7 @@ impl Records {
         Some(record)
     }
 
-    /// The sequence number of a record that says `set` and is newer than `referenced`.
+    /// The sequence number of a record that holds `set` and is newer than `referenced`.
     pub(super) fn newer(&self, referenced: u64, set: &ModelSet) -> Option<u64> {
         let records = self.sequences.iter().zip(&self.sets);
         let found = records.filter(|(sequence, other)| **sequence > referenced && *other == set);

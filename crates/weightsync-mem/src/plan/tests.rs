@@ -92,7 +92,7 @@ fn record_serves_every_mailbox_of_the_same_set() {
                 .contains(&(*key, Disposition::Notified))
         );
     }
-    // One that joins now is put on the record that is there.
+    // A reader that joins now is put on the existing record.
     let (late, steps) = join(&mut plan, 9, ALL, Delivery::Newest);
     assert_eq!(steps.len(), 1);
     assert_eq!(shown(&plan, late, &steps), Some([1, 1]));
@@ -120,7 +120,7 @@ fn a_worker_comes_back_to_what_was_last_meant_for_it() {
     assert_eq!(shown(&plan, key, &steps), Some([2, 1]));
     let (other, steps) = join(&mut plan, 4, ALL, Delivery::Newest);
     assert_eq!(shown(&plan, other, &steps), Some([1, 1]));
-    // What goes to all replaces what was its own.
+    // A set for all workers replaces the worker's own.
     assert!(plan.leave(key).is_some());
     send(&mut plan, &[0], &Targets::All);
     let (key, steps) = join(&mut plan, 3, ALL, Delivery::Newest);
@@ -159,7 +159,7 @@ fn held_worker_keeps_its_version_until_released() {
 
 #[test]
 fn record_taken_off_a_mailbox_is_not_written_at_once() {
-    // Its reader may have pinned it after the pins were looked for.
+    // A reader may have pinned the record after the sender had looked for pins.
     let mut plan = Plan::new([2; 1], 0);
     let workers = [0, 1, 2].map(WorkerId);
     let keys = [0, 1, 2].map(|worker| join(&mut plan, worker, ALL, Delivery::Newest).0);
@@ -248,7 +248,7 @@ fn released_worker_gets_the_newest_with_a_full_queue() {
     plan.deliver(SlotSet::default(), &mut steps);
     assert_eq!(shown(&plan, key, &steps), Some([3, 0]));
     assert!(!plan.anything_waits());
-    // What waits comes before it where there is room by then.
+    // A waiting set comes first if there is room by then.
     let (waits, _) = send(&mut plan, &[0], &Targets::All);
     plan.hold(&[WorkerId(0)]);
     send(&mut plan, &[0], &Targets::All);
@@ -259,12 +259,12 @@ fn released_worker_gets_the_newest_with_a_full_queue() {
 }
 
 #[test]
-fn what_waits_for_room_is_kept_but_no_reason_to_grow() {
+fn waiting_sets_keep_slots_but_do_not_grow() {
     let mut plan = Plan::new([2; 1], 0);
     join(&mut plan, 0, ALL, Delivery::Every { bound: 1 });
     send(&mut plan, &[0], &Targets::All); // in the queue
     send(&mut plan, &[0], &Targets::All); // waits, and meant for all
-    // Those two are needed, and one to write.
+    // Two slots are needed, and one to write.
     let decided = plan.lend(0, SlotSet::default(), 2);
     assert_eq!(decided, Lend::Grow { needed: true });
     let written = [(0, lend(&mut plan, 0, 2))];
@@ -295,7 +295,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
         assert_eq!((shown(&plan, key, &steps), version), (None, version));
     }
     let (model, version) = (1, Version);
-    for (want, told) in [
+    for (want, notified) in [
         (Want::Newest, [4, 4]),
         (Want::Newest, [4, 4]),
         (
@@ -322,7 +322,7 @@ fn asking_finds_what_is_kept_and_names_it_otherwise() {
     ] {
         let (answer, steps) = ask(&mut plan, key, want);
         assert_eq!(answer, Answer::Notified, "{want:?}");
-        assert_eq!(shown(&plan, key, &steps), Some(told), "{want:?}");
+        assert_eq!(shown(&plan, key, &steps), Some(notified), "{want:?}");
     }
     for gone in [1, 5] {
         let want = Want::Exactly {
@@ -370,7 +370,7 @@ fn not_everybody_may_ask_for_everything() {
 }
 
 #[test]
-fn what_was_asked_for_and_taken_frees_its_slots() {
+fn answered_set_frees_its_slots_once_taken() {
     let mut plan = Plan::new([2; 1], 0);
     let (key, _) = join(&mut plan, 0, ALL, Delivery::Asked);
     send(&mut plan, &[0], &Targets::All);
@@ -438,10 +438,10 @@ fn a_slot_stays_to_write_the_next_version_into() {
             Err(refused) => break (refused, slot),
         }
     };
-    assert_eq!(refused.0, Crowded { model: 0 });
+    assert_eq!(refused.0, SlotsExhausted { model: 0 });
     assert_eq!((sent, plan.slots(0)), (62, 64));
     plan.give_back(0, refused.1);
-    // What goes to all makes room again.
+    // A set for all workers makes room again.
     send(&mut plan, &[0], &Targets::All);
     send(&mut plan, &[0], &to(&[100]));
 }
@@ -490,19 +490,19 @@ fn mailboxes_wait_where_records_run_out() {
         send(&mut plan, &[1], &to(&named));
     }
     let expected = |(a, b, _)| [u64::from(a) + 1, u64::from(b) + 1];
-    let mut told = 0;
+    let mut notified = 0;
     let mut last = Vec::new();
     for one in workers() {
         let (key, steps) = join(&mut plan, one.2, ALL, Delivery::Newest);
         match shown(&plan, key, &steps) {
             Some(set) => {
                 assert_eq!(set, expected(one));
-                told += 1;
+                notified += 1;
             }
             None => last.push((key, expected(one))),
         }
     }
-    assert_eq!((told, last.len()), (MAX_RECORDS, 72 - MAX_RECORDS));
+    assert_eq!((notified, last.len()), (MAX_RECORDS, 72 - MAX_RECORDS));
     assert!(last.iter().all(|(key, _)| plan.waits(*key, 0)));
     for worker in 0..last.len() as u32 {
         assert!(plan.leave((WorkerId(worker), 1)).is_some());

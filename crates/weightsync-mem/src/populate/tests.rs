@@ -5,7 +5,7 @@ use super::*;
 use crate::error::Error;
 use crate::map::OwnedFile;
 
-/// What `/proc/self/smaps` says of the mappings of a memory file.
+/// The fields of `/proc/self/smaps` for the mappings of a memory file.
 fn smaps(name: &str) -> Vec<String> {
     let all = std::fs::read_to_string("/proc/self/smaps").unwrap();
     // A mapping's first line has its name, if it has one, and its last its flags.

@@ -103,9 +103,9 @@ struct Sender {
 struct Known {
     key: Key,
     claims: Claims,
-    /// Its head and its last question are looked at.
+    /// Whether its head and its last question are read.
     moves: bool,
-    /// Its mailbox is taken down, or it is dead.
+    /// The mailbox is removed, or its reader is dead.
     gone: bool,
 }
 
@@ -438,7 +438,7 @@ fn reader_next_to_a_sender_sees_whole_versions() {
             move || [world.receive(0, WHOLE), world.receive(0, WHOLE)]
         };
         let (_, [first, second]) = beside(turned, sending, receiving);
-        // It may give up because the sender was faster twice.
+        // The reader may give up because the sender was faster twice.
         assert!(
             second.is_none() || second >= first,
             "{second:?} after {first:?}"
@@ -474,8 +474,8 @@ fn reader_stopped_at_any_step_blocks_only_its_pins() {
     }
 }
 
-/// Its death is noticed: its words leave the scan, and what no mailbox names is
-/// free whatever they say.
+/// The reader's death was noticed: its words no longer count, so every record and slot that no
+/// mailbox names is free.
 fn may_write_when_dead(world: &World, sender: &mut Sender) {
     for reader in sender.readers.drain(..) {
         assert!(sender.plan.leave(reader.key).is_some());

@@ -12,19 +12,17 @@ use crate::wait::Deadline;
 use crate::wire::{Delivery, FromReader, Want};
 
 impl Reader {
-    /// Asks the sender for a version; it comes by [`answer`](Self::answer), also
-    /// if this reader has had it before, and whatever is published meanwhile. One
-    /// question at a time: a new one takes the place of one that is not answered
-    /// yet.
+    /// Asks the sender for a set, which [`answer`](Self::answer) returns. It comes even if this
+    /// reader had it before, and whatever is published meanwhile. A reader has one question: a new
+    /// one replaces an unanswered one.
     ///
-    /// [`Want::AtLeast`] a version that there is not yet is answered when there
-    /// is, or not at all; [`Want::Exactly`] is answered at once.
+    /// [`Want::AtLeast`] a version that does not exist yet is answered once it exists, or never.
+    /// [`Want::Exactly`] is answered at once.
     ///
     /// # Errors
     ///
-    /// [`Error::BadOption`] if this reader takes every version, or asks about a
-    /// model it did not want, or for exactly `Version::NONE`; at least that is
-    /// [`Want::Newest`]. [`Error::SenderDied`] or [`Error::SenderClosed`].
+    /// [`Error::BadOption`] if this reader takes every version, or asks about a model that it did
+    /// not want, or for exactly version 0; and those of the operating system.
     pub fn ask(&mut self, want: Want) -> Result<(), Error> {
         self.book.header.usable()?;
         let bad = |option, expected, got: String| {
@@ -42,12 +40,12 @@ impl Reader {
             && !self.has(model)
         {
             return bad(
-                "the model asked for",
-                "one of this reader's",
+                "the model of a question",
+                "a model of this reader",
                 model.to_string(),
             );
         }
-        // The sender takes a question about version 0 for a breach of the protocol.
+        // The sender would take a question about version 0 for a breach of the protocol.
         let want = match want {
             Want::AtLeast {
                 version: Version::NONE,
@@ -58,8 +56,8 @@ impl Reader {
                 ..
             } => {
                 return bad(
-                    "the version asked for",
-                    "one that can be published, from 1 on",
+                    "the version of a question",
+                    "a version from 1 on",
                     "0".into(),
                 );
             }
@@ -79,16 +77,16 @@ impl Reader {
         Ok(())
     }
 
-    /// Waits for the answer to the last question; `None` if the deadline comes
-    /// first, and then it can be waited for again, or [withdrawn](Self::withdraw).
+    /// Waits for the answer to the last question. `None` if the deadline comes first; the caller
+    /// may wait again, or [withdraw](Self::withdraw) the question.
     ///
-    /// It takes nothing from what [`next`](Self::next) hands out, unless it is
-    /// the newest: that is not handed out twice.
+    /// The answer does not affect what [`next`](Self::next) returns, except that a set is not
+    /// returned twice if it is also the newest.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSuchVersion`], [`Error::BadOption`] if there is no question
-    /// without an answer, and as [`next`](Self::next).
+    /// [`Error::NoSuchVersion`], [`Error::BadOption`] if there is no open question, and as
+    /// [`next`](Self::next).
     pub fn answer(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if !self.asks {
@@ -113,7 +111,7 @@ impl Reader {
         };
         let taken = match hold {
             Ok(Some(hold)) => self.hand_out(hold, deadline),
-            Ok(None) => Err(unexpected("an answer", "its place was empty".into())),
+            Ok(None) => Err(unexpected("an answer", "an empty mailbox".into())),
             Err(error) => Err(error),
         };
         if !matches!(taken, Ok(None) | Err(Error::Interrupted)) {
@@ -122,12 +120,11 @@ impl Reader {
         taken
     }
 
-    /// Takes back a question that has no answer yet. If the answer is on its way,
-    /// it is not looked at.
+    /// Withdraws an unanswered question. An answer that is already on its way is ignored.
     ///
     /// # Errors
     ///
-    /// Only of the operating system; a sender that is gone needs no telling.
+    /// Only those of the operating system; a sender that is gone need not know.
     pub fn withdraw(&mut self) -> Result<(), Error> {
         self.book.header.usable()?;
         if !self.asks {
@@ -138,13 +135,13 @@ impl Reader {
         self.book.socket()?.send(&packet, &[]).map(|_| ())
     }
 
-    /// Pins the answer; as what is meant for this reader, where it is that.
+    /// Pins the answer; if it is also the reader's newest set, as that.
     fn take_answer(&self) -> Result<Option<Hold>, Error> {
         let Some(mut hold) = self.book.pin_answer()? else {
             return Ok(None);
         };
         if self.delivery == Delivery::Newest {
-            // Whatever is wrong with what it is told is for `next` to say.
+            // `next` reports any problem of the live word.
             let live = self.book.look_live().ok().flatten();
             match live.filter(|live| live.is_of_the_set(&hold)) {
                 Some(live) => hold = live,
@@ -157,7 +154,7 @@ impl Reader {
         Ok(Some(hold))
     }
 
-    /// The answer to the last question, if it comes, is needed no more.
+    /// Ends the last question: an answer that still comes is no longer needed.
     fn close_question(&mut self) -> Result<(), Error> {
         self.asks = false;
         let through = &self.book.control()?.through;

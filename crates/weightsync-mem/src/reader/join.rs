@@ -3,22 +3,22 @@
 use super::*;
 
 impl Reader {
-    /// Joins a segment, waiting until the deadline for its sender to appear; one
-    /// that is there has a moment more to answer. Maps and faults in every slot
-    /// of the models it wants, so that the first snapshot costs no page faults.
+    /// Joins a segment, and waits for its sender until the deadline. A sender that is there has a
+    /// moment more to answer. Maps and faults in every slot of the wanted models, so that the first
+    /// snapshot costs no page faults.
     ///
     /// # Errors
     ///
-    /// [`Error::NoSender`] at the deadline, [`Error::Denied`] with the sender's
-    /// reason, [`Error::Fenced`], [`Error::BadOption`], and [`Error::Protocol`] if
-    /// the other end is not a weightsync sender.
+    /// [`Error::NoSender`] at the deadline, [`Error::Denied`] with the sender's reason,
+    /// [`Error::Fenced`], [`Error::BadOption`], and [`Error::Protocol`] if the other end is not a
+    /// weightsync sender.
     pub fn attach(options: &AttachOptions, deadline: Deadline) -> Result<Self, Error> {
         Self::attach_by(options, deadline, || Ok(Some(options.address.clone())))
     }
 
-    /// As [`attach`](Self::attach), for a sender whose address may change until it
-    /// is there: `find` is asked for it before each attempt. The options' address
-    /// is that of [`Error::NoSender`].
+    /// Like [`attach`](Self::attach), for a sender whose address may change while it is looked for:
+    /// `find` returns the address before each attempt. [`Error::NoSender`] names the address of the
+    /// options.
     ///
     /// # Errors
     ///
@@ -37,7 +37,7 @@ impl Reader {
             {
                 return Ok(reader);
             }
-            // Nobody listens yet, or a sender that is going down hung up.
+            // There is no listener yet, or a sender that is shutting down hung up.
             if passed(deadline) {
                 let nobody = Error::NoSender {
                     address: options.address.clone(),
@@ -51,7 +51,7 @@ impl Reader {
         }
     }
 
-    /// Tries to join once. `None` if nobody answers, or the sender hangs up.
+    /// Tries to join once. `None` if there is no answer, or the sender hangs up.
     fn join(
         address: &str,
         options: &AttachOptions,
@@ -61,7 +61,7 @@ impl Reader {
             return Ok(None);
         };
         let control = OwnedFile::new("weightsync-control", CONTROL_BYTES)?;
-        let mut giving_up = GivingUp {
+        let mut giving_up = LeaveUnlessJoined {
             control: control.map.clone(),
             has_joined: false,
         };
@@ -124,17 +124,17 @@ impl Reader {
             specs.push((model, spec));
             mapped[model] = Some(pages);
         }
-        let home = Home::Reader {
+        let owner = PinOwner::Reader {
             control,
             mailbox,
             socket,
         };
-        let book = Arc::new(PinBook::new(home, header, doorbell, models));
+        let book = Arc::new(PinBook::new(owner, header, doorbell, models));
         let queued = matches!(options.delivery, Delivery::Every { .. });
         let watch = match Watch::start(book.clone(), mapped, queued) {
             Ok(watch) => watch,
             Err(error) => {
-                // Before the connection ends with the book.
+                // Dropped before the book, which ends the connection.
                 drop(giving_up);
                 return Err(error);
             }
@@ -159,14 +159,14 @@ impl Reader {
     }
 }
 
-/// Says on a control page that its reader leaves in order: one that went without
-/// a word has died.
-struct GivingUp {
+/// Marks the control page as left in order, unless the reader has joined. A reader that ends
+/// without a mark counts as dead.
+struct LeaveUnlessJoined {
     control: Arc<Mapping>,
     has_joined: bool,
 }
 
-impl Drop for GivingUp {
+impl Drop for LeaveUnlessJoined {
     fn drop(&mut self) {
         if !self.has_joined {
             let control: &Control = self.control.table();
@@ -203,11 +203,11 @@ fn check(options: &AttachOptions) -> Result<(), Error> {
     Ok(())
 }
 
-/// The sender's next words on the way in, with the descriptors that came with them.
-/// `None` if there are none by the deadline, or it has hung up.
+/// The sender's next message during the join, with its descriptors. `None` if there is none by the
+/// deadline, or the sender has hung up.
 ///
-/// A sender that is there gets the time to answer, also when the deadline only
-/// allowed a look: else a worker that polls would never join.
+/// A sender that is there gets time to answer even if the deadline is over: otherwise a worker that
+/// polls could never join.
 fn answer(
     socket: &Socket,
     deadline: Deadline,
@@ -217,7 +217,7 @@ fn answer(
         match socket.receive()? {
             Packet::Data(bytes, fds) => match FromSender::decode(&bytes)? {
                 FromSender::Denied { reason } => return Err(Error::Denied { reason }),
-                // A relay asks its sender, which has that time too.
+                // A relay first asks its sender, and has a limit of its own for that.
                 FromSender::Wait => {
                     deadline = deadline.map(|at| at.max(Instant::now() + RELAY_TIME));
                 }
@@ -226,7 +226,7 @@ fn answer(
             Packet::HungUp => return Ok(None),
             Packet::Empty if passed(deadline) => return Ok(None),
             Packet::Empty => match socket.peer_death() {
-                // A listener that a dead sender's child inherited never answers.
+                // If a dead sender's child has inherited the listener, it never answers.
                 Some(death) => {
                     let [_, died] = poll([socket.as_fd(), death], deadline)?;
                     if died {
@@ -239,7 +239,7 @@ fn answer(
     }
 }
 
-/// Maps one model's pages, all of them as the model's layout wants them.
+/// Maps one model's pages, and checks them against the model's layout.
 fn take_model(
     model: usize,
     packet: FromSender,

@@ -10,7 +10,7 @@ use crate::watch::{PinnedSlot, Slots};
 use crate::wire::Delivery;
 
 impl Reader {
-    /// Takes what a look has found there, or what has replaced it by now.
+    /// Takes the set that a look has found, or the one that has replaced it by now.
     pub(super) fn take(
         &mut self,
         sequence: u64,
@@ -20,9 +20,8 @@ impl Reader {
             Delivery::Every { .. } => {
                 let hold = self.book.take_queued(self.head);
                 self.head += 1;
-                // Taken back between the look and here if there is none any more;
-                // or it was handed out at another segment, and only its news was
-                // lost.
+                // The entry may have been taken back after the look, or the set was handed out at
+                // another segment and only the news of that was lost.
                 let had = |hold: &Hold| hold.sequence <= self.sequence;
                 if let Some(hold) = hold?.filter(|hold| !had(hold)) {
                     self.unmapped = Some(hold);
@@ -35,7 +34,7 @@ impl Reader {
                 }
             }
             Delivery::Newest | Delivery::Asked => {
-                // One that turns out to be corrupt is passed over as well.
+                // A corrupt set is passed over as well.
                 let before = std::mem::replace(&mut self.sequence, sequence);
                 let Some(hold) = self.book.take_live()? else {
                     return Ok(None);
@@ -49,7 +48,7 @@ impl Reader {
         }
     }
 
-    /// Hands out what was taken from the queue, once its slots have come.
+    /// Hands out the set that was taken from the queue, once its slots are here.
     pub(super) fn take_unmapped(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         match self.unmapped.take() {
             Some(hold) => self.hand_out(hold, deadline),
@@ -57,11 +56,11 @@ impl Reader {
         }
     }
 
-    /// Makes snapshots of what is pinned, and says that it is taken, or that it
-    /// is damaged; of what is in addition to what is meant for this reader, nothing.
+    /// Makes snapshots of the pinned slots, and tells the sender that the set is taken or damaged.
+    /// An answer other than the newest set is not reported.
     ///
-    /// `None` if a slot of it does not come in time, and [`Error::Interrupted`]
-    /// if it is not waited for: then it is as if it had not been taken.
+    /// `None` if one of its slots does not arrive in time, and [`Error::Interrupted`] if the wait
+    /// is interrupted; the set then counts as not taken.
     pub(super) fn hand_out(
         &mut self,
         hold: Hold,
@@ -91,7 +90,7 @@ impl Reader {
             }
         };
         let taken = self.checked(hold, pinned).inspect_err(damaged);
-        // One that turns out to be damaged is passed over.
+        // A damaged set is passed over.
         self.sequence = self.sequence.max(sequence);
         let taken = taken?;
         if sequence > 0 {

@@ -1,4 +1,4 @@
-//! What a reader does not believe, and what one that stops midway leaves behind.
+//! Pages that a reader rejects, and the state that a stopped reader leaves behind.
 
 mod pages;
 
@@ -161,7 +161,7 @@ fn stopped_reader_pins_its_slots_until_it_dies() {
         panic!("{error:?}")
     };
     assert_eq!(holders[0].versions, [Version(1)]);
-    // Its process ends: all that the sender sees is the hang-up.
+    // The process ends: the sender sees only the hang-up.
     reader.book.socket().unwrap().shut_down();
     publish(&mut writer);
     assert!(writer.readers().is_empty());
@@ -184,7 +184,7 @@ fn a_reader_that_dies_gives_its_queue_back() {
 }
 
 #[test]
-fn a_head_that_lies_harms_nobody() {
+fn false_queue_head_harms_no_other_reader() {
     for lie in [u64::MAX, 1 << 40, 7, 0] {
         let (mut writer, mut reader) = pair(Delivery::Every { bound: 2 });
         publish(&mut writer);
@@ -219,7 +219,7 @@ fn failed_reader_repeats_its_error() {
         panic!("{lines:?}")
     };
     assert!(reason.contains("0 descriptors"), "{reason}");
-    // It is told nothing more, and a sender's end is its end.
+    // The reader is notified of nothing more, and the sender's end is its end.
     let error = reader.next(soon()).unwrap_err();
     assert!(matches!(error, Error::Protocol { .. }), "{error}");
     drop(writer);
@@ -242,7 +242,7 @@ fn errors_that_are_said_again_are_the_same() {
     }
 }
 
-/// What is done at the end may be to drop the reader, by the thread that its drop waits for.
+/// The function at the end may drop the reader, on the thread that the drop waits for.
 #[test]
 fn a_reader_may_be_dropped_by_what_its_end_calls() {
     let (writer, reader) = pair(Delivery::Newest);

@@ -1,4 +1,4 @@
-//! A reader as the sender has it: its pages, and the way to reach it.
+//! A reader as the sender sees it: its pages, and the way to reach it.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -21,35 +21,34 @@ use crate::wire::Delivery;
 #[derive(Debug)]
 pub(crate) struct Reader {
     pub(crate) end: End,
-    /// Chosen by the worker when it first joined.
+    /// A number that the worker chose when it first joined.
     pub(crate) instance: u64,
     pub(crate) models: Models,
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
-    /// The set it cannot use, and why.
+    /// The set that the reader refused, and why.
     pub(crate) refused: Option<(u64, String)>,
-    /// Why it cannot use anything.
+    /// Why the reader cannot use anything.
     pub(crate) unusable: Option<String>,
-    /// Its going, or that it cannot use the models at all, has been told: there
-    /// is no second line about it.
+    /// Its departure or rejection has been reported; there is no second line about it.
     pub(crate) reported: bool,
-    /// It broke the protocol and is not listened to any more.
+    /// The reader broke the protocol, so its messages are ignored.
     pub(crate) deaf: bool,
-    /// It has closed its end, and the plan knows it no more; what its page says
-    /// later takes nothing of that back.
+    /// The reader has closed its end, and the plan no longer knows it. What its page says later
+    /// changes nothing.
     pub(crate) retired: bool,
-    /// New slots it has not been handed, each a model and its slot's number: they
-    /// go to it in order, as soon as they can.
+    /// New slots that it was not handed yet, each a model and a slot number. They are sent in
+    /// order, as soon as possible.
     pub(crate) owed: VecDeque<(u8, u8)>,
-    /// It has asked for something.
+    /// The reader has asked a question.
     pub(crate) asks: bool,
-    /// What its page may hold back.
+    /// The slots and records that its page may claim.
     pub(crate) claims: Claims,
-    /// Whether it was late for a publication, and where it stood then.
+    /// The publication for which the reader was late, and its progress then.
     pub(crate) late: Lateness<Progress>,
 }
 
-/// How far a reader is, as far as it has said: what changes once it moves.
+/// The progress that a reader has reported; any change means that it moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Progress {
     taken: u64,
@@ -59,16 +58,16 @@ pub(crate) struct Progress {
     refused: u64,
 }
 
-/// Where a reader's pages are, and how it is spoken to.
+/// Where a reader's pages are, and how it is reached.
 #[derive(Debug)]
 pub(crate) enum End {
-    /// It is a process of this host, which maps its pages.
+    /// A process of this host, which maps the pages.
     Process {
         socket: Arc<Socket>,
         control: Mapping,
         mailbox: Arc<Mapping>,
     },
-    /// It is elsewhere, and somebody in this process acts for it.
+    /// A worker elsewhere; a thread of this process acts for it.
     RemoteReader {
         pages: Box<PrivatePages>,
         pid: u32,
@@ -77,7 +76,7 @@ pub(crate) enum End {
 }
 
 /// Notifies the relay that acts for a remote reader that its mailbox has moved. Called under the
-/// lock: it neither waits nor calls back.
+/// lock, so it must neither wait nor call back.
 #[derive(Clone)]
 pub(crate) struct Call(pub(crate) Arc<dyn Fn(Key) + Send + Sync>);
 
@@ -104,7 +103,7 @@ impl Reader {
         delivery: Delivery,
         device: String,
     ) -> Self {
-        // What a remote reader's page says is written in this process.
+        // This process itself writes the page of a remote reader, so its claims are true.
         let claims = match &end {
             End::Process { .. } => Claims::new(models),
             End::RemoteReader { .. } => Claims::new(Models(0)),
@@ -141,7 +140,7 @@ impl Reader {
         self.end.control()
     }
 
-    /// What its page says it holds, and what of that may count.
+    /// The words of its page, and the claims that they may make.
     pub(crate) fn scanned(&mut self) -> (Words<'_>, &mut Claims) {
         let control = self.end.control();
         let words = Words {
@@ -152,8 +151,8 @@ impl Reader {
         (words, &mut self.claims)
     }
 
-    /// What its page said that it cannot, unless it can use nothing anyway: there is
-    /// nothing left to take from it then.
+    /// The first impossible claim of its page; none for a rejected reader, which has nothing left
+    /// to lose.
     pub(crate) fn take_breach(&self) -> Option<Breach> {
         self.claims
             .breach()
@@ -167,7 +166,7 @@ impl Reader {
         }
     }
 
-    /// Its process, wherever that is.
+    /// The reader's process, on whichever host.
     pub(crate) fn pid(&self) -> u32 {
         match &self.end {
             End::Process { socket, .. } => socket.peer_pid(),
@@ -175,7 +174,7 @@ impl Reader {
         }
     }
 
-    /// Its connection, if it is a process of this host.
+    /// The reader's connection, if it is a process of this host.
     pub(crate) fn socket(&self) -> Option<&Arc<Socket>> {
         match &self.end {
             End::Process { socket, .. } => Some(socket),
@@ -191,13 +190,13 @@ impl Reader {
         load_acquire(&self.control().taken)
     }
 
-    /// The last question whose answer it needs no more.
+    /// The last question whose answer the reader no longer needs.
     pub(crate) fn through(&self) -> u64 {
         load_acquire(&self.control().through)
     }
 
-    /// Whether it has closed its end. One that says that it failed has done so once
-    /// its words are here, as they come by another way.
+    /// Whether the reader has closed its end. If it says that it failed, this waits for its reason,
+    /// which comes over the socket.
     pub(crate) fn has_left(&self) -> bool {
         self.retired
             || match Exit::of(load_acquire(&self.control().left)) {
@@ -207,8 +206,8 @@ impl Reader {
             }
     }
 
-    /// Takes it out of the plan once it has closed its end. Its pins go on
-    /// counting, but nothing more comes to it. Whether it has left.
+    /// Removes the reader from the plan if it has closed its end; returns whether it has. Its pins
+    /// still count, but it gets nothing more.
     pub(crate) fn retire(&mut self, plan: &mut Plan, key: Key) -> bool {
         if !self.retired && self.has_left() {
             self.retired = true;
@@ -219,7 +218,7 @@ impl Reader {
         self.retired
     }
 
-    /// The version it has loaded of a model.
+    /// The version of a model that the reader has loaded.
     pub(crate) fn version(&self, model: usize) -> Version {
         let word = &self.control().versions[model];
         match self.models.contains(model) {
@@ -228,13 +227,13 @@ impl Reader {
         }
     }
 
-    /// The versions it has loaded, of the first `models` models.
+    /// The versions that the reader has loaded, of the first `models` models.
     pub(crate) fn versions(&self, models: usize) -> Vec<Version> {
         (0..models).map(|model| self.version(model)).collect()
     }
 
-    /// Clears what its mailbox's page says, after the plan has removed the mailbox: nothing
-    /// that is written from now on is named there.
+    /// Clears the mailbox's page after the plan has removed the mailbox. So the page names no slot
+    /// or record that is written from now on.
     pub(super) fn take_down(&self, _: Removed) {
         match self.delivery {
             Delivery::Every { .. } => self.mailbox().queue.0.shut(),
@@ -243,7 +242,7 @@ impl Reader {
         self.mailbox().answer.0.live.clear();
     }
 
-    /// Wakes this reader, if it sleeps until it is answered.
+    /// Wakes this reader if it sleeps until it gets an answer.
     pub(crate) fn wake_for_answer(&self, key: Key) {
         if let End::RemoteReader { call, .. } = &self.end {
             (call.0)(key);
@@ -252,7 +251,7 @@ impl Reader {
         }
     }
 
-    /// Wakes this reader, if it sleeps until it is told something.
+    /// Wakes this reader if it sleeps until it is notified.
     pub(crate) fn wake(&self, key: Key) {
         if let End::RemoteReader { call, .. } = &self.end {
             (call.0)(key);

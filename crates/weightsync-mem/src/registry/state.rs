@@ -13,50 +13,50 @@ use crate::set::Models;
 use crate::slot::Slot;
 use crate::wire::{Delivery, FromSender};
 
-/// How many of those that went are remembered.
+/// How many departed readers are remembered.
 const MAX_GONE: usize = 1 << 16;
 
-/// What changes, under one lock.
+/// The state that the lock guards.
 #[derive(Debug)]
 pub(crate) struct State {
     pub(crate) plan: Plan,
     /// How many models there are.
     models: usize,
     pub(crate) readers: BTreeMap<Key, Reader>,
-    /// Those whose pages say something that is not said here as well.
+    /// Readers whose pages hold facts that are not stored here as well.
     followed: BTreeSet<Key>,
-    /// How many of them are processes of this host.
+    /// How many readers are processes of this host.
     processes: usize,
-    /// For each that waits for remote readers, those of which something has become known.
+    /// For each thread that waits for remote readers, those that have changed.
     changed: BTreeMap<u64, BTreeSet<Key>>,
-    /// The last number of one that waits.
+    /// The number given to the last such thread.
     last_listener: u64,
     /// How many readers have joined so far.
     pub(crate) joined: u64,
-    /// The readers that went last; with those that nobody has been told of yet.
+    /// The readers that departed last, and those that no report has named yet.
     gone: VecDeque<Gone>,
-    /// How many of them nobody has been told of.
+    /// How many of them no report has named yet.
     unreported: usize,
-    /// Those that had loaded something and failed, died or were lost, by number, until a
-    /// reader of that number is back, or it is forgotten: each is a line of every
-    /// publication for it.
+    /// Readers that had loaded a version and then failed, died or were lost, by worker. Every
+    /// publication for such a worker has a line about it, until the worker is back or forgotten.
     missing: BTreeMap<WorkerId, Gone>,
     rejected: Vec<Rejected>,
     /// The data slots of each model.
     pub(crate) slots: Vec<Vec<Arc<Slot>>>,
-    /// How each model comes to more of them.
+    /// The state of each model's growth.
     pub(crate) growth: Vec<Growth>,
-    /// Kept to be used again.
+    /// A buffer for steps, kept to be used again.
     pub(crate) steps: Vec<Step>,
 }
 
-/// What is known of a reader that is not there any more.
+/// A record of a reader that has departed.
 #[derive(Clone, Debug)]
 pub(crate) struct Gone {
     pub(crate) key: Key,
     pub(crate) pid: u32,
     pub(crate) departure: Departure,
-    /// Why it could use nothing more, if it said so: then it failed, however it went.
+    /// Why the reader could use nothing more, if it said so. It then counts as failed, however it
+    /// departed.
     pub(crate) reason: Option<String>,
     pub(crate) applied: u64,
     pub(crate) models: Models,
@@ -65,21 +65,21 @@ pub(crate) struct Gone {
 }
 
 impl Gone {
-    /// Whether it closed its end and had no reason to give.
+    /// Whether the reader closed its end without giving a reason.
     pub(crate) fn is_in_order(&self) -> bool {
         self.departure == Departure::Left && self.reason.is_none()
     }
 }
 
-/// How a reader went.
+/// How a reader departed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Departure {
-    /// It closed its end in order.
+    /// The reader closed its end in order.
     Left,
-    /// Its process died.
+    /// The reader's process died.
     Died,
-    /// It has been silent for too long: a link, or the relay that acted for it, is
-    /// gone. It may come back.
+    /// The reader was silent for too long: its link, or the relay that acted for it, is gone. It
+    /// may come back.
     Lost,
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct Rejected {
 }
 
 impl Gone {
-    /// What is known of a reader that goes; in which way, unless it has closed its end.
+    /// The record of a departing reader. `unless_left` applies unless the reader closed its end.
     fn new(key: Key, reader: &Reader, unless_left: Departure, models: usize) -> Self {
         let applied = reader.applied();
         let reason = reader.unusable.clone();
@@ -100,7 +100,7 @@ impl Gone {
             true => Departure::Left,
             false => unless_left,
         };
-        // One that gives up joining says that it leaves, too.
+        // A worker that gives up joining also says that it leaves.
         let never_joined = departure == Departure::Left && applied == 0 && reason.is_none();
         Self {
             key,
@@ -136,7 +136,7 @@ impl State {
         }
     }
 
-    /// A reader is there from now on.
+    /// Adds a reader.
     pub(crate) fn add(&mut self, key: Key, reader: Reader) {
         let process = reader.socket().is_some();
         self.processes += usize::from(process);
@@ -146,7 +146,7 @@ impl State {
         self.readers.insert(key, reader);
     }
 
-    /// A reader is there no more, and its pins count no more.
+    /// Removes a reader; its pins no longer count.
     pub(crate) fn remove(&mut self, key: Key) -> Option<Reader> {
         let reader = self.readers.remove(&key)?;
         self.processes -= usize::from(reader.socket().is_some());
@@ -157,7 +157,7 @@ impl State {
         Some(reader)
     }
 
-    /// A reader asks for something, and will again.
+    /// Notes that a reader asks questions, and may ask more.
     pub(crate) fn asks(&mut self, key: Key) -> Option<&Reader> {
         let reader = self.readers.get_mut(&key)?;
         reader.asks = true;
@@ -170,9 +170,8 @@ impl State {
         (self.processes, self.readers.len() - self.processes)
     }
 
-    /// Each reader whose pages are to be looked at, with the plan that is to know. A
-    /// remote reader that only takes the newest pins nothing and is not among them: there may
-    /// be very many.
+    /// Calls `look` for each reader whose pages must be read, with the plan. A remote reader that
+    /// takes only the newest pins nothing, so it is left out: there may be very many.
     pub(crate) fn follow(&mut self, mut look: impl FnMut(&mut Plan, Key, &mut Reader)) {
         for key in &self.followed {
             if let Some(reader) = self.readers.get_mut(key) {
@@ -188,14 +187,14 @@ impl State {
         readers.filter(|(_, reader)| reader.socket().is_some())
     }
 
-    /// From here on it is [noted](Self::mark_changed) of which remote readers something becomes known.
+    /// Starts noting which remote readers [change](Self::mark_changed), for one waiting thread.
     pub(crate) fn listen(&mut self) -> u64 {
         self.last_listener += 1;
         self.changed.insert(self.last_listener, BTreeSet::new());
         self.last_listener
     }
 
-    /// Of which something has become known since.
+    /// The remote readers that have changed since the last call.
     pub(crate) fn take_changed(&mut self, listener: u64) -> BTreeSet<Key> {
         let changed = self.changed.get_mut(&listener);
         changed.map(std::mem::take).unwrap_or_default()
@@ -205,33 +204,33 @@ impl State {
         self.changed.remove(&listener);
     }
 
-    /// Something has become known of a remote reader.
+    /// Notes that a remote reader has changed.
     pub(crate) fn mark_changed(&mut self, key: Key) {
         for changed in self.changed.values_mut() {
             changed.insert(key);
         }
     }
 
-    /// Who can use nothing, of those that nobody has been told of.
+    /// Rejected readers that no report has named yet.
     pub(super) fn rejected(&self) -> &[Rejected] {
         &self.rejected
     }
 
-    /// Rejects a reader that has not said itself that it can go no further, and
-    /// tells it so: it would wait for ever.
+    /// Rejects a reader on the sender's behalf, and tells the reader; otherwise it would wait for
+    /// ever.
     pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
         if let Some(socket) = self.readers.get(&key).and_then(Reader::socket) {
             let denied = FromSender::Denied {
                 reason: reason.clone(),
             };
-            // One that does not read is not helped.
+            // If the reader does not read, it does not learn of this.
             let _ = socket.send(&denied.encode(), &[]);
         }
         self.reject(key, reason);
     }
 
-    /// Turns away a reader that breaks the protocol: nothing more is heard of it. But it
-    /// lives, and may hold snapshots: its pins go on counting.
+    /// Rejects a reader that breaks the protocol, and ignores its messages from now on. It lives
+    /// and may hold snapshots, so its pins still count.
     pub(crate) fn condemn(&mut self, key: Key, fault: String) {
         if let Some(reader) = self.readers.get_mut(&key) {
             reader.deaf = true;
@@ -239,10 +238,9 @@ impl State {
         self.turn_away(key, fault);
     }
 
-    /// Notes that a reader cannot use the models, once, and shuts its mailbox: a
-    /// worker that has failed for good must not take slots from the others. What
-    /// it pins goes on counting; pins that were looked for before are to be
-    /// looked for again.
+    /// Notes once that a reader cannot use the models, and shuts its mailbox: a worker that has
+    /// failed for good must not take slots from the others. Its pins still count, and the caller
+    /// must look for pins again.
     pub(crate) fn reject(&mut self, key: Key, reason: String) {
         self.mark_changed(key);
         let Some(reader) = self.readers.get_mut(&key) else {
@@ -263,14 +261,14 @@ impl State {
             pid: reader.pid(),
             reason,
         };
-        // A sender that never asks forgets the oldest.
+        // If nobody asks for rejections, the oldest is forgotten.
         if self.rejected.len() >= MAX_GONE {
             self.rejected.remove(0);
         }
         self.rejected.push(one);
     }
 
-    /// The rejections that nobody has been told of, of those `wanted`.
+    /// The rejections of `wanted` workers that no report has named yet; they now count as reported.
     pub(crate) fn report_rejected(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Rejected> {
         if self.rejected.is_empty() {
             return Vec::new();
@@ -281,8 +279,8 @@ impl State {
         reported
     }
 
-    /// Removes a reader, and with it its pins. Called only once its process is
-    /// known to be dead, or once it has closed its end with every snapshot gone.
+    /// Removes a reader and its pins. Called only once its process is known to be dead, or once it
+    /// has closed its end and all its snapshots are gone.
     pub(crate) fn bury(&mut self, key: Key, unless_left: Departure) {
         let Some(reader) = self.remove(key) else {
             return;
@@ -301,8 +299,8 @@ impl State {
         self.gone.push_back(gone);
     }
 
-    /// Takes a reader out of the plan once it has closed its end, and notes that it went.
-    /// Whether it has left.
+    /// Removes a reader that has closed its end from the plan, and notes its departure. Returns
+    /// whether it has left.
     pub(crate) fn retire(&mut self, key: Key) -> bool {
         let Some(reader) = self.readers.get_mut(&key) else {
             return true;
@@ -315,8 +313,8 @@ impl State {
         has_left
     }
 
-    /// Notes a reader that has closed its end while snapshots of it live on, if it did
-    /// not leave in order: nothing is published to it any more, and that is a line.
+    /// Counts a reader as missing if it has closed its end, not in order, while some of its
+    /// snapshots live on. It gets no more publications, and reports have a line about it.
     pub(crate) fn miss_retired(&mut self, key: Key) {
         if let Some(reader) = self.readers.get(&key) {
             let gone = Gone::new(key, reader, Departure::Left, self.models);
@@ -324,9 +322,9 @@ impl State {
         }
     }
 
-    /// Misses one that went, unless it left in order, never had anything, or another has
-    /// its number. One that left in order is the last of its number. If one is missed and
-    /// its successor ends before it had anything, the successor is missed in its place.
+    /// Counts a departed reader as missing, unless it left in order, never loaded anything, or has
+    /// a successor. A reader that leaves in order also ends the line about its predecessor. If a
+    /// successor ends before it has loaded anything, it is missing in place of its predecessor.
     fn miss(&mut self, gone: &Gone) {
         if self.is_back(gone) {
             return;
@@ -346,27 +344,27 @@ impl State {
         self.missing.insert(worker, gone.clone());
     }
 
-    /// Whether a reader that joined later has the number of one that is gone.
+    /// Whether a later reader has the number of a departed one.
     fn is_back(&self, gone: &Gone) -> bool {
         let (worker, joined) = gone.key;
         let later = (worker, joined + 1)..=(worker, u64::MAX);
         self.readers.range(later).next().is_some()
     }
 
-    /// Misses these no more, until they come and go again.
+    /// Removes these workers from the missing ones, until they come and depart again.
     pub(crate) fn forget(&mut self, workers: &[WorkerId]) {
         for worker in workers {
             self.missing.remove(worker);
         }
     }
 
-    /// Those that failed, died or were lost and are not back.
+    /// Readers that failed, died or were lost, and are not back.
     pub(crate) fn missing(&self) -> impl Iterator<Item = &Gone> {
         self.missing.values().filter(|gone| !self.is_back(gone))
     }
 
-    /// Those that have joined and are gone, the last of each number, in the order in which
-    /// they joined: as far as that is remembered.
+    /// Departed readers that are still remembered, the last of each number, in the order in which
+    /// they joined.
     pub(crate) fn gone(&self) -> Vec<Gone> {
         let closed = self.readers.iter().filter(|(_, reader)| reader.has_left());
         let closed =
@@ -376,8 +374,8 @@ impl State {
         all
     }
 
-    /// What is known of a reader that was there, and whether that was told before;
-    /// nobody need be told again.
+    /// The record of a departed reader, and whether it was reported before; it counts as reported
+    /// from now on.
     pub(crate) fn report_gone(&mut self, key: Key) -> Option<Gone> {
         let one = self.gone.iter_mut().rev().find(|one| one.key == key)?;
         let before = one.clone();
@@ -387,7 +385,7 @@ impl State {
         Some(before)
     }
 
-    /// Takes back that somebody was told that a reader has gone.
+    /// Marks a departed reader as not reported again.
     pub(crate) fn unreport(&mut self, key: Key) {
         if let Some(reader) = self.readers.get_mut(&key) {
             reader.reported = false;
@@ -398,7 +396,8 @@ impl State {
         }
     }
 
-    /// Those that went and that nobody has been told of, of those `wanted`.
+    /// Departed readers of `wanted` workers that no report has named yet; they now count as
+    /// reported.
     pub(crate) fn report_unreported(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
         if self.unreported == 0 {
             return Vec::new();

@@ -14,94 +14,93 @@ use crate::set::Models;
 use crate::socket::Socket;
 use crate::wire::{Delivery, Want};
 
-/// How many workers may wait to be let in.
+/// How many workers may wait for admission.
 const MAX_TICKETS: usize = 4096;
 
-/// A worker as its segment knows it: its number, and what it chose when it first
-/// joined.
+/// One life of a worker: its number, and a number that it chose when it first joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WorkerInstance {
-    /// Its number.
+    /// The worker's number.
     pub worker: WorkerId,
-    /// Its choice.
+    /// The number that it chose.
     pub instance: u64,
 }
 
-/// What a relay learns of its workers.
+/// An event of a relay's workers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// A worker wants to join: [`Relay::admit`](super::Relay::admit) or
     /// [`Relay::deny`](super::Relay::deny) it.
     Joins {
-        /// Names it in the answer.
+        /// Names the worker in the reply.
         ticket: u64,
-        /// Who it is.
+        /// The worker.
         who: WorkerInstance,
-        /// Its process.
+        /// The worker's process.
         pid: u32,
-        /// The models it wants; [`Models::ALL`] for every one there is.
+        /// The models that the worker wants; [`Models::ALL`] for all.
         models: Models,
-        /// Which versions it is to be given.
+        /// Which versions the worker gets.
         delivery: Delivery,
-        /// Where its weights live.
+        /// Where the worker's weights live.
         device: String,
-        /// The highest epoch it has seen.
+        /// The highest epoch that the worker has seen.
         seen: Epoch,
     },
-    /// How far a worker is, because that has changed.
+    /// A worker's progress has changed.
     Progress(Progress),
-    /// A worker can use nothing that comes, and says why.
+    /// A worker can use no version, and says why.
     Unusable {
-        /// Who.
+        /// The worker.
         who: WorkerInstance,
-        /// Its words.
+        /// The worker's reason.
         reason: String,
     },
-    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) it, or say that there
-    /// is [no such version](super::Relay::no_such_version).
+    /// A worker asks for a version: [`Relay::answer`](super::Relay::answer) the question, or report
+    /// that there is [no such version](super::Relay::no_such_version).
     Asks {
-        /// Who.
+        /// The worker.
         who: WorkerInstance,
-        /// The question's number.
+        /// The number of the question.
         question: u64,
-        /// Which version.
+        /// The set that the worker wants.
         want: Want,
     },
-    /// A worker does not wait for its answer any more.
+    /// A worker no longer waits for its answer.
     Withdraws {
-        /// Who.
+        /// The worker.
         who: WorkerInstance,
     },
     /// A worker has closed its end, or died.
     Gone {
-        /// Who.
+        /// The worker.
         who: WorkerInstance,
-        /// Whether it died.
+        /// Whether it died; otherwise it left in order.
         died: bool,
     },
 }
 
-/// How far a worker is.
+/// The progress of one worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// Who.
+    /// The worker.
     pub who: WorkerInstance,
-    /// The sequence number of the newest set it has taken; 0 before the first.
+    /// The sequence number of the newest set that the worker has taken; 0 before the first.
     pub taken: u64,
-    /// The last question whose answer it needs no more.
+    /// The last question whose answer the worker no longer needs.
     pub through: u64,
-    /// The sequence number of the newest set it has loaded; 0 before the first.
+    /// The sequence number of the newest set that the worker has loaded; 0 before the first.
     pub loaded: u64,
-    /// The version of each model it has loaded.
+    /// The version of each model that the worker has loaded.
     pub versions: Vec<(usize, Version)>,
-    /// The last set it could not use, and why.
+    /// The last set that the worker refused, and why.
     pub refused: Option<(u64, String)>,
 }
 
-/// What a relay's segment has in addition to a sender's.
+/// The part of a relay's segment that a sender's has not.
 #[derive(Debug)]
 pub(crate) struct Relayed {
-    /// The sender's process, wherever that is.
+    /// The sender's process, on whichever host.
     pub(crate) sender: u32,
     queue: Mutex<EventQueue>,
 }
@@ -109,12 +108,12 @@ pub(crate) struct Relayed {
 #[derive(Debug, Default)]
 struct EventQueue {
     events: VecDeque<Event>,
-    /// The last that each reader has said of questions: an earlier question of the same
-    /// reader is over with a later one, so one place for each is enough, however much it says.
+    /// The last message of each reader about questions. A later question replaces an earlier one of
+    /// the same reader, so one place for each reader is enough.
     questions: BTreeMap<WorkerInstance, Question>,
     tickets: BTreeMap<u64, Ticket>,
     last_ticket: u64,
-    /// How far each reader was when that was last told.
+    /// The progress of each reader when it was last reported.
     reported: BTreeMap<Key, Notified>,
 }
 
@@ -125,14 +124,14 @@ struct Notified {
     gone: bool,
 }
 
-/// What a reader says of questions.
+/// A reader's message about questions.
 #[derive(Debug)]
 enum Question {
     Asks(u64, Want),
     Withdraws,
 }
 
-/// A worker that waits to be let in.
+/// A worker that waits for admission.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     pub(crate) request: service::JoinRequest,
@@ -146,12 +145,12 @@ impl Relayed {
         Self { sender, queue }
     }
 
-    /// A worker that waits, which does so no more.
+    /// Takes a waiting worker from the queue.
     pub(super) fn take(&self, ticket: u64) -> Option<Ticket> {
         self.queue().tickets.remove(&ticket)
     }
 
-    /// All that wait.
+    /// Takes all waiting workers.
     pub(super) fn take_all(&self) -> impl Iterator<Item = Ticket> {
         std::mem::take(&mut self.queue().tickets).into_values()
     }
@@ -163,16 +162,15 @@ impl Relayed {
         ticket.is_some_and(|ticket| !service::is_gone(&ticket.socket))
     }
 
-    /// All is told once more, but of those that left.
+    /// Reports everything again, except departures.
     pub(super) fn report_again(&self) {
         self.queue().reported.retain(|_, reported| reported.gone);
     }
 
-    /// Keeps a worker waiting until it is admitted or denied; gives it back if too
-    /// many wait.
+    /// Queues a worker until it is admitted or denied; returns it if too many wait.
     pub(crate) fn ask_in(&self, ticket: Ticket, seen: Epoch) -> Result<(), Ticket> {
         let mut queue = self.queue();
-        // Those that have given up meanwhile make room, and nobody need hear of them.
+        // Workers that have given up meanwhile make room; nobody needs to hear of them.
         let before = queue.tickets.len();
         queue
             .tickets
@@ -220,7 +218,7 @@ impl Relayed {
             .insert(who(reader), Question::Withdraws);
     }
 
-    /// A reader goes: how far it came is told before that.
+    /// Notes a reader's departure, after its last progress.
     pub(crate) fn note_gone(&self, state: &State, key: Key, going: Departure) {
         let mut queue = self.queue();
         let Some(reader) = state.readers.get(&key) else {
@@ -229,7 +227,7 @@ impl Relayed {
         let mut events = std::mem::take(&mut queue.events);
         let reported = queue.reported.remove(&key);
         let was_gone = reported.as_ref().is_some_and(|reported| reported.gone);
-        // Nobody waits for the answer.
+        // The reader no longer waits for an answer.
         queue.questions.remove(&who((key, reader)));
         queue.note(&mut events, (key, reader), reported);
         queue.reported.remove(&key);
@@ -242,7 +240,7 @@ impl Relayed {
         queue.events = events;
     }
 
-    /// Readers that have left and of whom that has not been told.
+    /// Readers that have left and whose departure was not reported.
     pub(super) fn leaving(&self, state: &State) -> Vec<Key> {
         let queue = self.queue();
         let is_news = |(key, reader): &(&Key, &Reader)| {
@@ -272,20 +270,20 @@ impl Relayed {
             let reported = queue.reported.remove(key);
             queue.note(&mut events, (*key, reader), reported);
         }
-        // A worker that leaves and joins again with the same number has left first.
+        // If a worker left and joined again with the same number, the departure comes first.
         let joins = |event: &Event| matches!(event, Event::Joins { .. });
         events.make_contiguous().sort_by_key(joins);
         events.into()
     }
 
     fn queue(&self) -> MutexGuard<'_, EventQueue> {
-        // Whole events are pushed, so it holds after a panic.
+        // Events are pushed whole, so the queue is valid after a panic.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl EventQueue {
-    /// Tells what has changed of a reader since `reported`.
+    /// Reports the changes of a reader since `reported`.
     fn note(
         &mut self,
         events: &mut VecDeque<Event>,
@@ -318,7 +316,7 @@ impl EventQueue {
 }
 
 fn progress(who: WorkerInstance, reader: &Reader) -> Progress {
-    // The sequence number first: it is stored last.
+    // The sequence number first, because the reader stores it last.
     let loaded = reader.applied();
     let control = reader.control();
     let versions = reader.models.iter().filter_map(|model| {

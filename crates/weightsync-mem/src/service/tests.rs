@@ -1,4 +1,4 @@
-//! What the service thread does, one step at a time.
+//! The service thread, one step at a time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -94,7 +94,7 @@ fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
 }
 
 #[test]
-fn what_a_reader_said_before_it_died_is_heard() {
+fn last_messages_of_a_dead_reader_are_handled() {
     let shared = shared();
     let worker = joined(&shared, "service");
     worker.refuse(None, "no room for the bias").unwrap();
@@ -109,7 +109,7 @@ fn what_a_reader_said_before_it_died_is_heard() {
 /// that it leaves; without a word it is a death, also where the kernel does not
 /// tell of one.
 #[test]
-fn one_that_gives_up_joining_has_left() {
+fn reader_counts_as_left_after_giving_up_a_join() {
     let cases = [false, true].map(|again| [(again, true), (again, false)]);
     for (again, says_so) in cases.into_iter().flatten() {
         let process = std::process::id();
@@ -124,7 +124,7 @@ fn one_that_gives_up_joining_has_left() {
         let page: &Control = control.map.table();
         page.left.store(says_so.into(), Ordering::Release);
         drop(gives_up);
-        // Its next attempt may be what finds it gone.
+        // Perhaps only the next attempt finds it gone.
         let _next = again.then(|| knock(&address));
         let waiter = writer.waiter();
         let settle = |publication, level| waiter.settle(publication, level, soon()).unwrap();
@@ -154,14 +154,14 @@ fn a_reader_that_gives_up_joining_says_that_it_leaves() {
     let page = Mapping::of_peer(fds[0].as_fd(), CONTROL_BYTES).unwrap();
     let control: &Control = page.table();
     assert_eq!(control.left.load(Ordering::Acquire), 0);
-    // Nobody answers.
+    // There is no answer.
     let error = joining.join().unwrap();
     assert!(matches!(error, Error::NoSender { .. }), "{error}");
     assert_eq!(control.left.load(Ordering::Acquire), 1);
 }
 
 #[test]
-fn a_refusal_that_nobody_hears_is_an_error() {
+fn refusal_fails_if_the_sender_ignores_the_reader() {
     let shared = shared();
     let worker = joined(&shared, "refusal");
     let error = (0..100_000).find_map(|_| worker.refuse(Some(1), "no").err());
@@ -207,7 +207,7 @@ fn a_worker_can_ring_and_nothing_else() {
     let ring = |bell: &OwnedFd, count: u64| assert_eq!(write(bell, &count.to_ne_bytes()), Ok(8));
     shared.bells.silence();
     assert!(!rings());
-    // What it rings is heard, also if it reads it away, and makes its bell one that waits.
+    // Its rings are heard, even if it reads its bell and makes it blocking.
     ring(&honest, 1);
     fcntl_setfl(&mean, OFlags::empty()).unwrap();
     ring(&mean, 1);
@@ -225,7 +225,7 @@ fn a_worker_can_ring_and_nothing_else() {
 
 /// The peer that should be notified does not listen.
 #[test]
-fn what_a_relays_workers_say_is_kept_within_bounds() {
+fn messages_of_relayed_workers_are_bounded() {
     let address = format!("weightsync-test/news/{}", std::process::id());
     let listener = Listener::at(&address).unwrap();
     let relayed = crate::relay::Relayed::new(1);
@@ -314,9 +314,9 @@ fn a_forked_child_waits_for_no_lock_of_its_parent() {
     assert_eq!((ended, status), (child, 0));
 }
 
-/// The number was free when the worker said hello, and a remote reader was seated under it since.
+/// The number was free when the worker said hello, and a remote reader was admitted under it since.
 #[test]
-fn a_number_is_free_when_it_is_seated_or_not_at_all() {
+fn worker_number_is_checked_when_admitted() {
     let address = format!("weightsync-test/two-ways/{}", std::process::id());
     let options = SegmentOptions::default();
     let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
@@ -338,7 +338,7 @@ fn a_number_is_free_when_it_is_seated_or_not_at_all() {
     assert!(reason.contains("already connected"), "{reason}");
     assert_eq!(shared.readers().len(), 1);
 
-    // Its mailbox is told as before.
+    // Its mailbox is notified as before.
     send(&mut writer);
     let told = remote_reader.notifications().unwrap();
     assert_eq!(told[0].members[0].version(), Version(1));
@@ -456,7 +456,7 @@ fn no_debug_output_shows_the_secret() {
 }
 
 #[test]
-fn a_sender_that_closes_takes_nobody_in_again() {
+fn closing_sender_admits_no_reader() {
     let address = format!("weightsync-test/closing/{}", std::process::id());
     let shared = shared();
     let listener = Listener::at(&address).unwrap();
@@ -523,7 +523,7 @@ fn set_is_handed_out_after_its_slot_arrives() {
         assert_eq!(taken.members[0].snapshot.version(), Version(3));
         worker.applied(&taken).unwrap();
 
-        // What it did counts, also if it can use nothing from then on.
+        // Its earlier work counts, even if it can use nothing from then on.
         worker.refuse(None, "the device is gone").unwrap();
         while writer.take_rejected().is_empty() {
             thread::yield_now();
@@ -555,7 +555,7 @@ fn refused_reader_gets_the_reason() {
 }
 
 #[test]
-fn one_that_has_left_takes_no_new_slots() {
+fn departed_reader_gets_no_new_slots() {
     let address = format!("weightsync-test/no-more/{}", std::process::id());
     let segment = SegmentOptions::default();
     let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();

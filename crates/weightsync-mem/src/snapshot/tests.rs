@@ -1,5 +1,5 @@
-//! What verification notices, and what the memory itself refuses. The sender's
-//! own mapping is used to spoil what no public call can.
+//! Damage that verification detects, and writes that the memory itself refuses. The sender's own
+//! mapping is used to damage bytes that no public call can.
 
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -116,12 +116,12 @@ fn every_byte_is_under_a_checksum() {
             let error = snapshot.verify_checksums().unwrap_err();
             let Error::ChecksumMismatch {
                 version: Version(1),
-                chunk,
+                block,
             } = error
             else {
                 panic!("{error}")
             };
-            assert_eq!(chunk, at / CHECKSUM_BLOCK, "byte {at}");
+            assert_eq!(block, at / CHECKSUM_BLOCK, "byte {at}");
             spoil(&writer, slot, at);
         }
     }

@@ -41,7 +41,7 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
         outcomes(&settle(&writer, &publication)),
         [(0, Outcome::Asks), (1, applied.clone())]
     );
-    // What it does not ask for does not come, and nobody waits for it.
+    // A version that the reader does not ask for does not come, and no send waits for it.
     for _ in 2..=4 {
         let publication = send(&mut writer, &[0, 1], &Targets::All);
         take_set(&mut newest);
@@ -150,7 +150,7 @@ fn worker_on_an_older_version_does_not_count_as_newer() {
     late(&third, Level::Staged);
     reader.applied(&taken).unwrap();
     late(&third, Level::Applied);
-    // What comes after that, whole, stands for it; and so does the same again.
+    // A later complete set replaces it, and so does the same version again.
     let fourth = send(&mut writer, &[0], &Targets::All);
     take_set(&mut reader);
     for publication in [&third, &fourth] {
@@ -194,7 +194,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
     let old = reader.answer(within(20)).unwrap().unwrap();
     assert_eq!((versions(&old), old.sequence), (vec![(0, 3)], 0));
     reader.applied(&old).unwrap();
-    // It runs the older one, and that says nothing of what it was sent.
+    // The reader runs the older version, which says nothing about what it was sent.
     assert_eq!(writer.readers()[0].applied, [Version(3)]);
     let now = Some(Instant::now());
     let lines = writer.waiter().settle(&pushed, Level::Staged, now).unwrap();
@@ -207,7 +207,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
     assert_eq!(outcomes(&settle(&writer, &pushed)), [(0, Outcome::Applied)]);
     assert!(nothing_new(&mut reader));
 
-    // What was asked for and is what it is sent is not handed out twice.
+    // An answer that is also a notification is not handed out twice.
     let pushed = send(&mut writer, &[0], &Targets::All);
     reader.ask(Want::Newest).unwrap();
     let newest = reader.answer(within(20)).unwrap().unwrap();
@@ -231,7 +231,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
     assert!(
         match &answer {
             Ok(Some(taken)) => versions(taken) == [(0, 4)],
-            // It was asked for after the sends.
+            // The question came after the sends.
             Err(Error::NoSuchVersion { asked, .. }) => *asked == Version(4),
             _ => false,
         },
@@ -239,7 +239,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
     );
     drop(answer);
     assert_eq!(versions(&take_set(&mut reader)), [(0, 9)]);
-    // What it was answered is no reason to grow.
+    // An answered set is no reason to grow.
     for version in 0..20 {
         reader.ask(exactly(8 + version)).unwrap();
         let taken = reader.answer(within(20)).unwrap().unwrap();
@@ -253,7 +253,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
 }
 
 #[test]
-fn a_question_that_is_withdrawn_is_answered_to_nobody() {
+fn withdrawn_question_gets_no_answer() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut asks = joins(&address, 0, Delivery::Asked);
@@ -306,7 +306,7 @@ fn asking_out_of_turn_is_refused() {
 }
 
 #[test]
-fn what_was_asked_for_makes_room_once_it_is_not_held() {
+fn answered_set_makes_room_once_released() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut asks = joins(&address, 0, Delivery::Asked);
@@ -356,7 +356,7 @@ fn asking_for_version_0_costs_the_worker_nothing() {
     assert!(writer.take_rejected().is_empty());
 }
 
-/// It takes nothing until that comes, and that may come only after the send.
+/// The reader takes nothing until that version comes, and it may come only after the send.
 #[test]
 fn send_ignores_a_pull_that_waits_for_a_later_version() {
     let address = address();

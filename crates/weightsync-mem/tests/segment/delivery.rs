@@ -45,7 +45,7 @@ fn every_version_comes_in_order() {
     assert!(every.latest().unwrap().is_none(), "it is the caller's");
     assert!(nothing_new(&mut every));
     assert_eq!(outcomes(&settle(&writer, &last)), [(0, Outcome::Applied)]);
-    // One that joins gets what is newest for it, and from there on every one.
+    // A late reader gets its newest set, and every one from there on.
     let mut late = joins(&address, 1, Delivery::Every { bound: 1 });
     assert_eq!(versions(&take_set(&mut late)), [(0, 3), (1, 4)]);
     assert!(nothing_new(&mut late));
@@ -66,7 +66,7 @@ fn queued_version_is_pinned_only_while_kept() {
     check(&kept);
     drop(kept);
     for version in 2..=4 {
-        // What it takes next is live; what it took before is nobody's.
+        // The next version that it takes is live; earlier ones are released.
         assert_eq!(take(&mut every).version(), Version(version));
         send(&mut writer, &[0], &Targets::All);
     }
@@ -102,7 +102,7 @@ fn full_queue_is_a_report_line_and_delays_no_other() {
         );
         assert_eq!(outcomes(&lines), [(0, slow), (1, Outcome::Applied)]);
     }
-    // What was given up does not come later, what is sent from now on does.
+    // A given-up version does not come later; later sends do.
     assert_eq!(take(&mut every).version(), Version(1));
     assert_eq!(take(&mut every).version(), Version(2));
     assert!(nothing_new(&mut every));
@@ -113,7 +113,7 @@ fn full_queue_is_a_report_line_and_delays_no_other() {
 }
 
 #[test]
-fn a_worker_that_has_failed_for_good_stops_nobody() {
+fn failed_worker_stops_no_other() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 3));
     let mut fails = joins(&address, 0, Delivery::Every { bound: 2 });
@@ -139,12 +139,12 @@ fn a_worker_that_has_failed_for_good_stops_nobody() {
         );
     }
     assert_eq!(writer.slots(0), grown, "its queue takes no more");
-    // What it holds goes on counting, and nothing more comes to it.
+    // Its pins still count, and it gets nothing more.
     check(&held);
     assert!(nothing_new(&mut fails));
     drop(held);
-    // What was in its queue is free as well: with one slot for what is live and
-    // one to write there is room to hold as many as there are slots besides.
+    // Its queue is free as well. With one slot for the live version and one to write, all other
+    // slots can be held.
     let mut snapshots = Vec::new();
     for _ in 2..grown {
         snapshots.push(writer.snapshot(0).unwrap().unwrap());
@@ -238,7 +238,7 @@ fn a_sender_that_waits_fills_the_queue_as_it_empties() {
 }
 
 #[test]
-fn only_what_a_worker_has_is_said_to_be_applied() {
+fn outcome_is_applied_only_for_loaded_versions() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
     let options = AttachOptions {
@@ -353,7 +353,7 @@ fn a_late_reader_is_passed_over_until_it_moves() {
     let mut every = joins(&address, 2, Delivery::Every { bound: 8 });
     let waiter = writer.waiter();
     let first = send(&mut writer, &[0], &Targets::All);
-    // It takes the first, and is late for it all the same.
+    // The worker takes the first version, and is late for it all the same.
     assert_eq!(take(&mut slow).version(), Version(1));
     let first_too = send(&mut writer, &[0], &Targets::All);
     waiter.late(&first_too, Level::Applied).unwrap();
@@ -364,7 +364,7 @@ fn a_late_reader_is_passed_over_until_it_moves() {
     assert_eq!(outcomes(&lines), all_late);
     assert!(lines.iter().all(|line| line.late.is_some()), "{lines:?}");
     assert!(waiter.is_settled(&next, Level::Applied).unwrap());
-    // What it was late for, and what was before, can be waited for.
+    // The caller can wait for that publication, and for earlier ones.
     for earlier in [&first, &first_too] {
         assert!(!waiter.is_settled(earlier, Level::Applied).unwrap());
     }

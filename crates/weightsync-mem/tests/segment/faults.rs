@@ -36,7 +36,7 @@ fn a_reader_that_left_is_a_line_once() {
             .map(|line| line.outcome.clone())
     };
     assert_eq!(outcome(1), Some(Outcome::Applied));
-    // Its going may have been noticed before or after the list was made.
+    // The departure may have been noticed before or after the list was made.
     assert!(
         matches!(outcome(0), None | Some(Outcome::Left)),
         "{lines:?}"
@@ -248,7 +248,7 @@ fn options_out_of_range_are_named() {
 }
 
 #[test]
-fn nothing_is_left_behind() {
+fn closed_segment_leaves_nothing_behind() {
     let round = || {
         let address = address();
         let mut writer = small(&address, 2, slots(2, 3));

@@ -32,7 +32,7 @@ fn killed_sender_is_dead_with_sockets_in_a_child() {
     assert!(!is_served(&address).unwrap());
     assert!(since.elapsed() < AT_ONCE, "{:?}", since.elapsed());
     check(&held);
-    // Its name is still taken, and a process that comes to it knows that.
+    // The name is still taken, and a process that wants it learns that.
     let error = Listener::at(&address).unwrap_err();
     assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     for _ in 0..1100 {
@@ -68,12 +68,12 @@ fn closing_sender_refuses_joins_with_sockets_in_child() {
 #[test]
 fn closing_sender_disconnects_waiting_readers() {
     let address = address();
-    // It never takes the connection.
+    // This listener never accepts the connection.
     let listener = Listener::at(&address).unwrap();
     let child = Parent::fork(|| ());
     std::thread::scope(|scope| {
         let joining = scope.spawn(|| {
-            // It says no more, and the next attempt is refused.
+            // The sender says no more, and the next attempt is refused.
             Reader::attach(&attach(&address, 0), Some(Instant::now() + AT_ONCE))
         });
         let since = Instant::now();
@@ -101,7 +101,7 @@ fn killed_worker_is_dead_with_its_socket_in_a_child() {
         outcomes(&settle(&writer, &publication)),
         [(0, Outcome::Died)]
     );
-    // Its slot and its number are free.
+    // The dead worker's slot and number are free.
     publish(&mut writer, 3, CopyOptions::default());
     let mut next = Reader::attach(&attach(&address, 0), within(20)).unwrap();
     take(&mut next);
@@ -143,7 +143,7 @@ impl Parent {
                 // SAFETY: ends it without the exit handlers it was forked with.
                 unsafe { libc::_exit(1) };
             }
-            // What was made here lives as long as both.
+            // The sockets and memory made here live as long as both processes.
             loop {
                 // SAFETY: it has no preconditions.
                 unsafe { libc::pause() };

@@ -147,7 +147,7 @@ fn a_sender_that_hands_out_a_wrong_model_is_an_error() {
     };
     let page = sealed(b"", PAGE);
     let (len, description) = described(100);
-    // Its image would not fit any machine: nothing is made by what it claims.
+    // Such an image fits no machine: nothing is allocated from that claim.
     let (huge_len, huge) = described(1 << 49);
     let slot = sealed(b"", 4096);
     let doorbell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();

@@ -11,7 +11,7 @@ use crate::{
     RUN, SECRET, address, attach, check, model, pattern, publish, slots, small, take, within,
 };
 
-/// One that the thread that drops the last view sweeps, one that the watch sweeps.
+/// Two models: the thread that drops the last view sweeps the first, the watch the second.
 fn models() -> [ModelSpec; 2] {
     let small = small(&address(), 1, slots(2, 2)).models()[0].clone();
     let both = [small, model()];
@@ -53,7 +53,7 @@ fn private_writes_last_until_the_last_view() {
                 assert_ne!(bytes(&second, *index), snapshot.tensor_bytes(*index));
             }
             drop(second);
-            // One of the same version does not wait for the watch.
+            // A view of the same version does not wait for the watch.
             is_as_sent(&snapshot.private().unwrap());
             is_told(&told, &written);
         }
@@ -112,7 +112,7 @@ fn the_sender_can_write_in_a_snapshot_of_its_own() {
 /// A process may lock its memory: then nothing that is mapped is dropped, or
 /// every page is a copy from the start.
 #[test]
-fn what_the_kernel_will_not_drop_is_not_lent_again() {
+fn slot_is_not_lent_again_while_private_pages_remain() {
     let [model, _] = models();
     let (mut writer, [mut reader, _]) = pair(&model);
     for version in 1..=5 {
@@ -180,7 +180,7 @@ fn a_forked_child_has_no_view() {
     }
 }
 
-/// One that is told what was written, which then comes out at the other end.
+/// A view whose written tensors are reported at the other end.
 fn view(snapshot: &Snapshot) -> (PrivateView, Receiver<Vec<usize>>) {
     let (tell, told) = mpsc::channel();
     let view = snapshot.private_with(move |written| tell.send(written.to_vec()).unwrap());

@@ -1,4 +1,4 @@
-//! What a relay tells of its workers.
+//! The events of a relay's workers.
 
 use std::thread::JoinHandle;
 
@@ -13,7 +13,7 @@ use super::{RUN, SECRET, address, attach, model, within};
 fn departed_worker_is_reported_once() {
     let (relay, address) = relay();
     let (_, worker) = admitted(&relay, &address);
-    // It keeps what it has, so that it is not forgotten when it leaves.
+    // The worker keeps its version, so that it is not forgotten when it leaves.
     let held = taken(&relay, worker);
     let is_gone = |event: &Event| matches!(event, Event::Gone { .. });
     while !relay.wait(within(20)).unwrap().iter().any(is_gone) {}
@@ -87,7 +87,7 @@ fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
     (ticket, (who, joining.join().unwrap().unwrap()))
 }
 
-/// What a worker was told, which it keeps when it leaves.
+/// The worker's last set, which it keeps when it leaves.
 fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
     let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
     room.take(0).unwrap().keep();
@@ -142,7 +142,7 @@ fn reused_slot_keeps_its_version_until_written() {
     assert_eq!(lent.take_all(1..3).unwrap().base(), None);
     assert_eq!(lent.missing().count(), lent.pieces());
     drop(lent);
-    // What was begun is nothing that could be begun from.
+    // A slot with a partial version has no base.
     assert_eq!(room(3).base(), None);
 
     // Nor is what has turned out to be wrong: not what is there, not what was lent
@@ -162,7 +162,7 @@ fn reused_slot_keeps_its_version_until_written() {
     let fourth = lent.commit().unwrap();
     drop((lent, third, fourth));
     assert_eq!(room(5).base(), None);
-    // What comes from here on is known.
+    // Versions from here on are known.
     drop(fill(6));
     drop(fill(7));
     assert!(room(8).base().is_some());

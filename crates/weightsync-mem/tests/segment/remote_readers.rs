@@ -24,7 +24,7 @@ pub fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
     RemoteReaders::of(writer).join(options, |_| ()).unwrap()
 }
 
-/// It has taken and loaded what it was told last.
+/// Reports the last notification as taken and loaded.
 pub fn load(remote_reader: &RemoteReader) {
     let told = remote_reader.notifications().unwrap();
     let last = told.last().unwrap();
@@ -38,8 +38,8 @@ fn cpu() -> Duration {
     Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
 }
 
-/// What it costs a sender that so many join, and have one version each, while it waits
-/// for them, next to one that never has room.
+/// The sender's cost of this many readers that join and get one version each, next to a reader that
+/// never has room.
 fn cost_of(count: u32) -> Duration {
     let mut writer = small(&address(), 1, slots(8, 8));
     let full = join(&writer, count, Delivery::Every { bound: 1 });
@@ -56,7 +56,7 @@ fn cost_of(count: u32) -> Duration {
     });
     remote_readers.iter().for_each(load);
     let spent = cpu() - begun;
-    // What waits is told once there is room, and loaded.
+    // A waiting set is notified once there is room, and loaded.
     load(&full);
     load(&full);
     let (lines, waited) = waits.join().unwrap();
@@ -100,8 +100,8 @@ fn any_word_of_a_guest_wakes_its_wait() {
         (3, Outcome::Lost),
     ];
     assert_eq!(outcomes(&waits.join().unwrap().unwrap()), expected);
-    // What became of it in between is not forgotten by the next, and who was lost before
-    // it had anything has one line.
+    // The next publication remembers the outcomes in between. A reader that was lost before it had
+    // anything has one line.
     let publication = send(&mut writer, &[0], &Targets::All);
     load(&loads);
     load(&refuses);
@@ -110,7 +110,7 @@ fn any_word_of_a_guest_wakes_its_wait() {
     assert_eq!(lines[1].outcome, Outcome::Applied);
 }
 
-/// Of those that had a version; one that leaves in order has one line, once.
+/// Readers that had a version; one that leaves in order has a single line.
 #[test]
 fn departed_guest_has_a_line_until_back_or_forgotten() {
     let mut writer = small(&address(), 1, slots(2, 2));

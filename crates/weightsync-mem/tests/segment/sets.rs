@@ -41,7 +41,7 @@ fn each_reader_gets_its_models_together() {
     assert_eq!(versions(&take_set(&mut outer)), [(0, 1), (2, 1)]);
     assert_eq!(settle(&writer, &publication).len(), 3);
 
-    // What does not concern a reader does not move it, nor is it waited for.
+    // A publication of other models does not move a reader, and does not wait for it.
     let publication = send(&mut writer, &[1], &Targets::All);
     let second = take_set(&mut all);
     assert_eq!(versions(&second), [(0, 1), (1, 2), (2, 1)]);
@@ -57,7 +57,7 @@ fn each_reader_gets_its_models_together() {
         check(&member.snapshot);
     }
 
-    // One that joins late gets the whole set at once.
+    // A reader that joins late gets the whole set at once.
     let mut late = joins(&address, 3, &[0, 1]);
     let taken = take_set(&mut late);
     assert_eq!(versions(&taken), [(0, 1), (1, 2)]);
@@ -92,7 +92,7 @@ fn a_set_is_never_split() {
 }
 
 #[test]
-fn a_model_that_nobody_wants_costs_nobody_anything() {
+fn unwanted_model_costs_readers_nothing() {
     let address = address();
     let mut writer = small(&address, 2, slots(2, 2));
     let mut reader = joins(&address, 0, &[0]);
@@ -108,7 +108,7 @@ fn a_model_that_nobody_wants_costs_nobody_anything() {
 }
 
 #[test]
-fn what_goes_to_some_changes_nobody_else() {
+fn set_for_some_workers_changes_no_other() {
     let address = address();
     let mut writer = small(&address, 1, slots(2, 2));
     let mut readers: Vec<_> = (0..3).map(|worker| joins(&address, worker, &[0])).collect();
@@ -124,7 +124,7 @@ fn what_goes_to_some_changes_nobody_else() {
     );
     held.iter().for_each(check);
 
-    // What they have is known, and what is newest for all stays what it was.
+    // The workers' versions are known, and the newest for all stays the same.
     assert_eq!(writer.snapshot(0).unwrap().unwrap().version(), Version(1));
     let version = |targets| {
         let own = writer.snapshot_for(0, &targets).unwrap().unwrap();
@@ -141,13 +141,13 @@ fn what_goes_to_some_changes_nobody_else() {
         };
         assert_eq!(versions, [Version(1), Version(2)]);
     }
-    // Who comes (again) under a number that was sent to gets that.
+    // A worker that joins under a number that was sent to gets that set.
     readers.remove(1);
     let mut again = Reader::attach(&attach(&address, 1), within(20)).unwrap();
     let mut absent = Reader::attach(&attach(&address, 7), within(20)).unwrap();
     assert_eq!(take(&mut again).version(), Version(2));
     assert_eq!(take(&mut absent).version(), Version(2));
-    // What goes to all takes the place of it.
+    // A set for all workers replaces it.
     send(&mut writer, &[0], &Targets::All);
     for reader in readers.iter_mut().chain([&mut again, &mut absent]) {
         assert_eq!(take(reader).version(), Version(3));
@@ -196,7 +196,7 @@ fn more_versions_than_slots_can_be_are_refused() {
     assert!(
         matches!(
             error,
-            Error::Crowded {
+            Error::SlotsExhausted {
                 model: 0,
                 slots: 64
             }
@@ -284,7 +284,7 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
     };
     assert_eq!(kept(&writer), [5, 6, 7, 8]);
     assert_eq!(writer.slots(0), 5, "those kept, and one to write");
-    // One that somebody is held at is there as well.
+    // A version at which some worker is held exists as well.
     writer.hold(&[WorkerId(0)]).unwrap();
     for _ in 0..5 {
         send(&mut writer, &[0], &Targets::All);
@@ -292,7 +292,7 @@ fn old_versions_are_kept_as_far_as_the_history_goes() {
     assert_eq!(kept(&writer), [8, 10, 11, 12, 13]);
     let old = writer.old_snapshot(0, Version(8)).unwrap().unwrap();
     assert_eq!(old.version(), Version(8));
-    // What it will have is what all have.
+    // The version that the worker will have is the one for all.
     for targets in [workers(&[0]), Targets::All] {
         let own = writer.snapshot_for(0, &targets).unwrap().unwrap();
         assert_eq!(own.version(), Version(13));

@@ -1,4 +1,4 @@
-//! What readers see.
+//! The versions that readers see.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -134,7 +134,7 @@ fn a_segment_grows_instead_where_it_may() {
         writer.stage(&[0], within(0)).map(drop),
         Err(Error::AllSlotsPinned { slots: 4, .. })
     ));
-    // One that joins now gets all four.
+    // A reader that joins now gets all four.
     let mut late = Reader::attach(&attach(&address, 1), within(20)).unwrap();
     assert_eq!(take(&mut late).version(), Version(4));
     held.iter().for_each(check);

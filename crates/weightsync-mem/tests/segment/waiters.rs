@@ -94,7 +94,7 @@ fn waits_end_when_the_sender_closes() {
     }
     let after = waiter.settle(&publication, Level::Staged, None);
     assert!(matches!(after, Err(Error::SenderClosed)));
-    // What was sent can still be had.
+    // The last version stays readable.
     check(&only(take_set(&mut reader)));
 }
 

@@ -78,7 +78,7 @@ fn token_file_open_to_others_is_refused_with_a_chmod() {
 }
 
 #[test]
-fn what_is_no_file_is_refused_without_waiting() {
+fn token_path_must_be_a_regular_file() {
     let dir = tempfile::tempdir().unwrap();
     let mut paths: Vec<PathBuf> = vec![
         "/dev/null".into(),
@@ -121,7 +121,7 @@ fn secrets_and_keys_are_what_they_were() {
 }
 
 #[test]
-fn nothing_secret_is_shown() {
+fn debug_output_hides_secrets() {
     let access = Access {
         token: Some(Token::new(TEXT).unwrap()),
         insecure_plaintext: false,

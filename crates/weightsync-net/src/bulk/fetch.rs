@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
 use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
-use weightsync_mem::{ChunkWrite, PartialSlot, Snapshot};
+use weightsync_mem::{BlockWrite, PartialSlot, Snapshot};
 use weightsync_simd::Crc64;
 
 pub(crate) use self::make::Base;
@@ -21,18 +21,18 @@ use super::delta::{Coded, Delta, Span};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
-use super::throughput::{Came, Throughput};
+use super::throughput::{Throughput, Transferred};
 use crate::access::Key;
 use crate::link::blocking;
 use crate::relay::Item;
 use crate::wire::frame::{
-    self, CHUNK_HEAD_BYTES, ChunkHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
-    Header, Kind, SPAN_CHUNKS,
+    self, BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
+    Header, Kind, SPAN_BLOCKS,
 };
 use crate::wire::hello::Role;
-use crate::wire::message::{ChunkRange, MAX_RANGES, Message, ToChild, ToParent};
+use crate::wire::message::{BlockRange, MAX_RANGES, Message, ToChild, ToParent};
 
-/// How much is read before its checksum is made, so that it is still in the cache.
+/// How many bytes are read before their checksum is computed, so that they are still in the cache.
 const GULP: usize = 256 << 10;
 
 /// A process to fetch from.
@@ -40,39 +40,39 @@ const GULP: usize = 256 << 10;
 pub(crate) struct Parent {
     /// Its number; 0 is the sender.
     pub(crate) agent: u64,
-    /// Where it listens.
+    /// Its bulk listener.
     pub(crate) address: SocketAddr,
 }
 
 /// How a fetch ended.
 #[derive(Debug)]
 pub(crate) enum FetchEnd {
-    /// Everything has come.
+    /// Every block has arrived.
     Whole,
-    /// What was asked for has come; a fetch that was stopped still had the rest,
-    /// which is nobody's fault.
+    /// All requested blocks have arrived. The others were left to a fetch that was stopped, which
+    /// is no fault of the parent.
     Partly,
-    /// The parent does not have it.
+    /// The parent does not have the version.
     NotThere,
-    /// A connection broke, was silent for too long, or said what cannot be.
+    /// A connection broke, was silent for too long, or sent an invalid message.
     Broken(io::Error),
-    /// What it is made from is not what the deltas that come are made from.
-    Unfit(io::Error),
-    /// It was stopped.
+    /// The deltas were made from other bytes than the base here.
+    BaseMismatch(io::Error),
+    /// The fetch was stopped.
     Stopped,
 }
 
-/// Connections to parents that wait for the next fetch.
+/// Open connections to parents, ready for the next fetch.
 #[derive(Debug)]
 pub(crate) struct Connections {
     pub(crate) key: Key,
     pub(crate) run: Run,
-    /// This process, as the sender numbers it.
+    /// This process's number, which the sender assigned.
     pub(crate) agent: u64,
-    /// Most connections of one fetch.
+    /// The most connections of one fetch.
     pub(crate) most: usize,
     idle: Mutex<VecDeque<(Parent, TcpStream)>>,
-    /// Of each parent that something comes from.
+    /// The throughput of each parent that is in use.
     meters: Mutex<Vec<(Parent, Weak<Throughput>)>>,
 }
 
@@ -90,7 +90,7 @@ impl Connections {
 
     fn take(&self, parent: Parent) -> Option<TcpStream> {
         let mut idle = self.idle();
-        // Connections to others are not needed any more.
+        // Connections to other parents are not needed any more.
         idle.retain(|(to, _)| *to == parent);
         idle.pop_front().map(|(_, socket)| socket)
     }
@@ -119,7 +119,7 @@ impl Connections {
     }
 }
 
-/// A fetch under way. Dropped, it is stopped; its threads end without a join.
+/// A fetch under way. Dropping it stops it; its threads then end without a join.
 pub(crate) struct Fetch {
     shared: Arc<Shared>,
 }
@@ -143,38 +143,38 @@ struct Shared {
     store: Arc<Store>,
     threads: Arc<Threads>,
     stopped: AtomicBool,
-    /// A delta does not fit what is here.
-    unfit: AtomicBool,
-    /// Connections that have not ended.
+    /// A delta did not fit the base here.
+    base_mismatch: AtomicBool,
+    /// How many connections have not ended.
     left: AtomicUsize,
     first_end: Mutex<Option<FetchEnd>>,
-    /// The connections in use, to be ended when it is stopped.
+    /// The connections in use; stopping the fetch shuts them down.
     sockets: Mutex<Vec<TcpStream>>,
-    /// What came by this link, of this fetch and of others; and before it began, or what
-    /// has come was taken last.
+    /// The throughput of this link over all fetches, and its value when `take_transferred` was last
+    /// called.
     throughput: Arc<Throughput>,
-    before: Mutex<Came>,
-    /// What came by this fetch since then: of chunks, and of deltas, whose bytes are too
-    /// few to tell how fast the link is.
+    before: Mutex<Transferred>,
+    /// Bytes of this fetch since then, as blocks and as deltas. Deltas are too small to tell how
+    /// fast the link is.
     bytes: AtomicU64,
     coded: AtomicU64,
-    done: Box<dyn Fn(FetchEnd, Came) + Send + Sync>,
+    done: Box<dyn Fn(FetchEnd, Transferred) + Send + Sync>,
 }
 
 impl Fetch {
-    /// Begins to fetch what is missing in `room`, next to so many `others`; `done` is
-    /// called once, with what was not [taken](Self::take_came) before, from whichever
-    /// thread: it must not wait.
+    /// Begins to fetch the blocks missing in `room`, next to `others` fetches. Calls `done` once,
+    /// from any thread, with the bytes not [taken](Self::take_transferred) before. `done` must not
+    /// block.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
         (room, held, base): (Arc<PartialSlot>, Arc<Held>, Option<Base>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
-        done: impl Fn(FetchEnd, Came) + Send + Sync + 'static,
+        done: impl Fn(FetchEnd, Transferred) + Send + Sync + 'static,
     ) -> Self {
         let missing: Vec<usize> = room.missing().collect();
-        // A connection each for what is worth one.
+        // One connection for each part that is large enough to be worth one.
         let most = connections.most.saturating_sub(others);
         let count = most.min(missing.len().div_ceil(4)).max(1);
         let throughput = connections.throughput(parent);
@@ -188,7 +188,7 @@ impl Fetch {
             store: store.clone(),
             threads: threads.clone(),
             stopped: AtomicBool::new(false),
-            unfit: AtomicBool::new(false),
+            base_mismatch: AtomicBool::new(false),
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
@@ -200,9 +200,9 @@ impl Fetch {
         });
         for part in 0..count {
             let turns = missing.iter().copied().enumerate();
-            // What comes as one delta comes by one connection.
+            // The blocks of one span go over one connection, because they may come as one delta.
             let turn = |(turn, index): &(usize, usize)| match &shared.base {
-                Some(_) => index / SPAN_CHUNKS,
+                Some(_) => index / SPAN_BLOCKS,
                 None => *turn,
             };
             let mine = turns.filter(|one| turn(one) % count == part);
@@ -219,10 +219,10 @@ impl Fetch {
         Self { shared }
     }
 
-    /// What has come and was not taken before, if it is at least so many bytes;
-    /// otherwise nothing.
-    pub(crate) fn take_came(&self, least: u64) -> Came {
-        self.shared.take_came(least)
+    /// Takes the bytes transferred since the last call, if they are at least `least`; otherwise
+    /// nothing.
+    pub(crate) fn take_transferred(&self, least: u64) -> Transferred {
+        self.shared.take_transferred(least)
     }
 }
 
@@ -233,18 +233,19 @@ impl Drop for Fetch {
 }
 
 impl Shared {
-    /// One connection's part.
+    /// Fetches one connection's share.
     fn fetch(&self, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
         if indices.is_empty() {
             self.wait_for_the_rest();
             return Ok(None);
         }
         let mut waiting = indices;
-        // One that waited may have been closed meanwhile: then a new one.
+        // A connection that waited may be closed by now: then a new one is opened.
         let idle = self.connections.take(self.parent);
         if let Some(socket) = idle {
             match self.fetch_by(socket, waiting) {
                 Err(error) if is_stale(&error) && !self.is_stopped() => {
+                    // Blocks that arrived before the connection broke are not requested again.
                     let missing = |index: &usize| self.room.read(*index).is_none();
                     let first = waiting.iter().position(missing).unwrap_or(waiting.len());
                     waiting = &waiting[first..];
@@ -266,7 +267,7 @@ impl Shared {
         self.fetch_by(socket, waiting)
     }
 
-    /// A fetch that was stopped has all that is missing: it is about to release it.
+    /// Waits while a stopped fetch still holds the missing blocks; it is about to release them.
     fn wait_for_the_rest(&self) {
         let over = || {
             let (room, stopped) = (&self.room, self.is_stopped());
@@ -300,7 +301,7 @@ impl Shared {
             if let Some(end) = self.receive(&mut socket)? {
                 return Ok(Some(end));
             }
-            // It has said that this was all.
+            // The parent has said that it has sent everything.
             if let Some(index) = self.room.missing().find(|index| has(ranges, *index)) {
                 return Err(invalid(Unsent { index }));
             }
@@ -309,11 +310,11 @@ impl Shared {
         Ok(None)
     }
 
-    /// Takes chunks until the parent has sent all that was asked for.
+    /// Takes blocks until the parent has sent all that were requested.
     fn receive(&self, socket: &mut TcpStream) -> io::Result<Option<FetchEnd>> {
         let allowed = match self.base {
-            Some(_) => &[Kind::Bulk, Kind::Chunk, Kind::Delta][..],
-            None => &[Kind::Bulk, Kind::Chunk],
+            Some(_) => &[Kind::Bulk, Kind::Block, Kind::Delta][..],
+            None => &[Kind::Bulk, Kind::Block],
         };
         let mut scratch = Scratch::new();
         loop {
@@ -333,12 +334,12 @@ impl Shared {
                 made?;
                 continue;
             }
-            if header.kind == Kind::Chunk {
-                let mut head = [0; CHUNK_HEAD_BYTES];
+            if header.kind == Kind::Block {
+                let mut head = [0; BLOCK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
-                let taken = self.take(socket, &ChunkHead::decode(&head).map_err(invalid)?);
-                // It is there, or somebody else may fetch it now.
+                let taken = self.take(socket, &BlockHead::decode(&head).map_err(invalid)?);
+                // The block is here, or another fetch may take it now.
                 self.store.notify();
                 taken?;
                 continue;
@@ -354,21 +355,21 @@ impl Shared {
         }
     }
 
-    /// Reads one chunk into its place.
-    fn take(&self, socket: &mut TcpStream, head: &ChunkHead) -> io::Result<()> {
+    /// Reads one block into its place in the image.
+    fn take(&self, socket: &mut TcpStream, head: &BlockHead) -> io::Result<()> {
         let index = head.index as usize;
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.image_bytes == self.room.layout().bytes();
         let piece = self.room.take(index).filter(|_| of_this);
-        let mut piece = piece.ok_or_else(|| invalid(FrameError::Chunk { head: *head }))?;
+        let mut piece = piece.ok_or_else(|| invalid(FrameError::Block { head: *head }))?;
         let coming = self.throughput.begin(Instant::now());
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
             read_exact(socket, part)?;
             crc.update(part);
-            // With its checksum: what a buffer has taken before comes at the speed of
-            // memory, and says nothing of the link.
+            // Measured with the checksum: bytes that a buffer already holds come at the speed of
+            // memory, and tell nothing about the link.
             coming.more(part.len(), Instant::now());
             self.bytes.fetch_add(part.len() as u64, Ordering::Relaxed);
         }
@@ -384,7 +385,9 @@ impl Shared {
         let end = match end {
             Ok(end) => end,
             Err(_) if self.is_stopped() => Some(FetchEnd::Stopped),
-            Err(error) if self.unfit.load(Ordering::Acquire) => Some(FetchEnd::Unfit(error)),
+            Err(error) if self.base_mismatch.load(Ordering::Acquire) => {
+                Some(FetchEnd::BaseMismatch(error))
+            }
             Err(error) => Some(FetchEnd::Broken(error)),
         };
         let mut first = self
@@ -404,30 +407,30 @@ impl Shared {
             Some(end) => end,
             None => FetchEnd::Partly,
         };
-        (self.done)(end, self.take_came(0));
+        (self.done)(end, self.take_transferred(0));
     }
 
-    /// What has come and was not taken here before, if it is so much.
-    fn take_came(&self, least: u64) -> Came {
+    /// Takes the bytes transferred since the last call, if there are enough.
+    fn take_transferred(&self, least: u64) -> Transferred {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = self.bytes.load(Ordering::Relaxed);
         let coded = self.coded.load(Ordering::Relaxed);
         if bytes + coded < least {
-            return Came::default();
+            return Transferred::default();
         }
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.coded.fetch_sub(coded, Ordering::Relaxed);
         let all = self.throughput.came();
         let mut came = all.share(std::mem::replace(&mut before, all), bytes);
         if coded > bytes / 8 {
-            // No time is no measure.
+            // A time of zero is no measurement.
             came.busy = Duration::ZERO;
         }
         came.bytes += coded;
         came
     }
 
-    /// Ends the connections: what is on its way is not wanted any more.
+    /// Closes the connections, as data under way is no longer wanted.
     fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
         if self.left.load(Ordering::Acquire) > 0 {
@@ -447,14 +450,14 @@ impl Shared {
     }
 }
 
-/// A parent has ended without a chunk that it was asked for.
+/// The parent ended the fetch without a block that was requested.
 #[derive(Debug, thiserror::Error)]
 #[error("the parent says that it sent everything, but block {index} is missing")]
 struct Unsent {
     index: usize,
 }
 
-/// Reads all of it; silence is an error of its own.
+/// Fills the buffer. A timeout is an error that says how long the parent was silent.
 fn read_exact(socket: &mut TcpStream, bytes: &mut [u8]) -> io::Result<()> {
     socket.read_exact(bytes).map_err(|error| {
         let silent = matches!(
@@ -471,7 +474,7 @@ fn read_exact(socket: &mut TcpStream, bytes: &mut [u8]) -> io::Result<()> {
     })
 }
 
-/// Whether a connection that waited has turned out to be closed.
+/// Whether an open connection has turned out to be closed by the parent.
 fn is_stale(error: &io::Error) -> bool {
     use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
     matches!(
@@ -480,9 +483,9 @@ fn is_stale(error: &io::Error) -> bool {
     )
 }
 
-/// Whether ascending ranges have an index.
-fn has(ranges: &[ChunkRange], index: usize) -> bool {
-    let last = |range: &ChunkRange| (range.first + (range.count - 1)) as usize;
+/// Whether ascending ranges contain an index.
+fn has(ranges: &[BlockRange], index: usize) -> bool {
+    let last = |range: &BlockRange| (range.first + (range.count - 1)) as usize;
     let at = ranges.partition_point(|range| last(range) < index);
     ranges
         .get(at)
@@ -490,12 +493,12 @@ fn has(ranges: &[ChunkRange], index: usize) -> bool {
 }
 
 /// Ascending indices as ranges.
-fn ranges(indices: &[usize]) -> Vec<ChunkRange> {
-    let mut ranges: Vec<ChunkRange> = Vec::new();
+fn ranges(indices: &[usize]) -> Vec<BlockRange> {
+    let mut ranges: Vec<BlockRange> = Vec::new();
     for &index in indices {
         match ranges.last_mut() {
             Some(last) if last.end() == Some(index as u32) => last.count += 1,
-            _ => ranges.push(ChunkRange {
+            _ => ranges.push(BlockRange {
                 first: index as u32,
                 count: 1,
             }),
@@ -510,7 +513,7 @@ mod tests {
 
     #[test]
     fn indices_become_ranges() {
-        let range = |first, count| ChunkRange { first, count };
+        let range = |first, count| BlockRange { first, count };
         assert_eq!(ranges(&[]), []);
         assert_eq!(ranges(&[3]), [range(3, 1)]);
         assert_eq!(

@@ -1,6 +1,6 @@
 //! Moves versions: fetches them from above and serves them to relays below.
 //!
-//! A few plain threads per host read and write the sockets. Each chunk goes from a slot to the
+//! A few plain threads per host read and write the sockets. Each block goes from a slot to the
 //! socket and from the socket into a slot, and nowhere else.
 
 mod delta;
@@ -19,22 +19,22 @@ pub(crate) use self::store::replaced;
 pub(crate) use self::store::{Find, Held, Store};
 #[cfg(test)]
 pub(crate) use self::throughput::Gauge;
-pub(crate) use self::throughput::{Came, MEASURABLE};
+pub(crate) use self::throughput::{MEASURABLE, Transferred};
 
 use std::time::Duration;
 
 /// How often a parent that has nothing to send says so.
 const IDLE: Duration = Duration::from_millis(200);
 
-/// A link that has been silent for so long is given up. Longer than for a control link,
-/// by which the sender hears of a host's silence and names another parent: what is lost
-/// at a narrow link may take TCP a second and more to send again.
+/// A bulk link that is silent for this long is given up. This is longer than for a control link,
+/// where the sender notices a silent host and names another parent. On a narrow link, TCP may take
+/// a second or more to send lost bytes again.
 pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
 
-/// How long a relay asks above for a version that it does not have.
+/// How long a relay waits for a version that it does not have itself.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A relay below that takes nothing for so long is given up.
+/// A relay below that reads nothing for this long is given up.
 const STUCK: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

@@ -15,57 +15,57 @@ use weightsync_core::{Run, Version};
 
 use super::delta::{Delta, Span};
 use super::stop::Threads;
-use super::store::{Held, Look, Store};
+use super::store::{BlockState, Held, Store};
 use super::{IDLE, PATIENCE, STUCK};
 use crate::relay::Item;
 use crate::wire::frame::{
-    CHUNK, ChunkHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_CHUNKS,
+    BLOCK, BlockHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS,
 };
 use crate::wire::message::{Message, ToChild, ToParent};
 
-/// After so long a child that waits and whose host does not answer is given up.
+/// A waiting child is given up when its host has not answered for this long.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
 
 /// How many fetches are served at once; others wait for their turn.
 const AT_ONCE: usize = 64;
 
-/// How long a turn is while others wait for theirs: a chunk that has begun is ended.
+/// How long a turn is while other fetches wait. A block that has begun is sent to its end.
 const TURN: Duration = Duration::from_millis(250);
 
-/// After so long on its way a chunk is given up while others wait for their turn, and a
-/// delta of as many bytes as two chunks after twice as long: over 1 Mbit/s a chunk takes
-/// 8.4 s, and 67 s if eight connections share that.
+/// A block that takes longer than this to send is given up while others wait. A delta as large as
+/// two blocks gets twice the time. At 1 Mbit/s a block takes 8.4 s, and 67 s if eight connections
+/// share the link.
 const ON_ITS_WAY: Duration = Duration::from_secs(75);
 
-/// A child that has asked for nothing for so long loses its connection: it makes
-/// another when it asks again.
+/// A child that sends no fetch for this long loses its connection; it connects again for its next
+/// fetch.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// How many children may be connected, whether or not they ask for anything.
+/// How many children may be connected, whether they fetch or not.
 const CHILDREN: usize = 32_768;
 
-/// So many bytes that went to a child in one turn tell how fast its link is, whatever
-/// buffers have taken of them.
+/// A turn must send this many bytes to be used for measuring a link. The first few MiB may only
+/// fill buffers.
 const TELLING: u64 = 16 << 20;
 
-/// Of so many children that is remembered.
+/// The speeds of this many links are remembered.
 const REMEMBERED: usize = 1024;
 
-/// Why a version is not served to its end.
-const REPLACED: &str = "it was replaced by a newer one";
+/// The reason that a child gets when a newer version takes the place of the one it fetches.
+const REPLACED: &str = "a newer version has replaced it";
 
-/// What a parent notices while it serves.
+/// What a parent reports while it serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Served {
     /// A child wants a version.
     Wanted { item: Item },
-    /// It wants it no more: it has it, or is gone.
+    /// The child no longer wants the version: it has it, or has gone.
     Unwanted { item: Item },
-    /// So many bytes went to one.
+    /// This many bytes were sent to a child.
     Sent { bytes: u64 },
 }
 
-/// What a process serves from, and how many fetches at once.
+/// What a process serves, and how many fetches at once.
 #[derive(Clone)]
 pub(crate) struct Serving {
     pub(crate) run: Run,
@@ -76,7 +76,7 @@ pub(crate) struct Serving {
     pub(crate) notify: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
     children: Arc<Semaphore>,
-    /// How fast the link to each child is, in bytes a second, as far as it has shown.
+    /// The measured speed of the link to each child, in bytes a second.
     rates: Arc<Mutex<HashMap<u64, u64>>>,
     quiet: Duration,
 }
@@ -101,8 +101,8 @@ impl Serving {
         }
     }
 
-    /// Serves one child until it hangs up, or asks for nothing any more. Between two
-    /// fetches it costs a descriptor and no thread.
+    /// Serves one child until it hangs up or has been quiet for too long. A child that waits costs
+    /// a descriptor, but no thread: a sender may have thousands of them.
     pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
         let Ok(_one) = self.children.clone().try_acquire_owned() else {
             tracing::debug!("a relay below is not served: the limit is reached");
@@ -145,7 +145,7 @@ impl Serving {
             self.threads.spawn("weightsync-serve", move || {
                 let result = transfer.go_on(&mut plain);
                 drop((watched, permit));
-                // The child that waited for it may have gone.
+                // The child may have gone meanwhile; then nobody receives this.
                 let _ = done.send((transfer, result.map(|over| (plain, over))));
             })?;
             let Ok((same, result)) = served.await else {
@@ -161,14 +161,14 @@ impl Serving {
         }
     }
 
-    /// Waits for its turn, and has the child hear meanwhile that this end is there;
-    /// `None` once what it is served is served no more, which it has heard.
+    /// Waits for this fetch's turn, and sends `Idle` meanwhile so that the child does not take the
+    /// parent for dead. `None` if the version is revoked first; the child has then been notified.
     async fn turn(
         &self,
         socket: &mut tokio::net::TcpStream,
         transfer: &mut Transfer,
     ) -> io::Result<Option<OwnedSemaphorePermit>> {
-        // One and the same wait: another would be the last in line again.
+        // The same future throughout: a new one would be last in the queue again.
         let permit = self.at_once.clone().acquire_owned();
         tokio::pin!(permit);
         loop {
@@ -176,7 +176,8 @@ impl Serving {
                 return Ok(permit.ok());
             }
             if transfer.is_revoked() {
-                // Not for as long as the child takes to hear it.
+                // Releases the version now. It should not stay pinned while the child reads the
+                // reason.
                 transfer.held = None;
                 let reason = REPLACED.into();
                 let gone = words(&ToChild::Gone { reason })?;
@@ -191,37 +192,37 @@ impl Serving {
         }
     }
 
-    /// Looks for what changed in a span, and waits a moment for it if that is not known.
+    /// Looks up the delta of a span, and waits a moment if it is not known yet.
     fn look<'a>(
         &self,
         delta: &'a Delta,
         held: &Held,
         index: usize,
         scratch: &mut Scratch,
-    ) -> LookDelta<'a> {
-        let chunks = index * SPAN_CHUNKS..held.chunks().min((index + 1) * SPAN_CHUNKS);
-        // One that comes dense here is passed on so.
-        let came_dense = || !held.is_whole() && chunks.clone().all(|chunk| held.has(chunk));
+    ) -> DeltaState<'a> {
+        let blocks = index * SPAN_BLOCKS..held.blocks().min((index + 1) * SPAN_BLOCKS);
+        // A block that arrived dense here has no delta to pass on.
+        let came_dense = || !held.is_whole() && blocks.clone().all(|block| held.has(block));
         if held.is_revoked() {
-            return LookDelta::Gone;
+            return DeltaState::Gone;
         }
         match delta.span(index, held.layout(), scratch) {
-            Some(Span::Coded(coded)) => LookDelta::Ready(coded.sent(), coded.crc()),
-            Some(Span::Dense) => LookDelta::Dense,
-            None if came_dense() => LookDelta::Dense,
+            Some(Span::Coded(coded)) => DeltaState::Ready(coded.sent(), coded.crc()),
+            Some(Span::Dense) => DeltaState::Dense,
+            None if came_dense() => DeltaState::Dense,
             None => {
                 let known = || delta.is_known(index) || came_dense() || held.is_revoked();
                 self.store.wait_until(known, IDLE);
                 match self.store.is_closed() {
-                    true => LookDelta::Gone,
-                    false => LookDelta::NotYet,
+                    true => DeltaState::Gone,
+                    false => DeltaState::NotYet,
                 }
             }
         }
     }
 
-    /// So much went to a child. What it waited for counts too: to take a link for slower
-    /// than it is costs a fold.
+    /// Notes how fast a transfer was. Time that the child waited counts too: an estimate that is
+    /// too slow only costs a fold.
     fn note_rate(&self, agent: u64, bytes: u64, took: Duration) {
         if bytes < TELLING {
             return;
@@ -234,28 +235,28 @@ impl Serving {
     }
 
     fn rates(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        // Single insertions: it holds after a panic.
+        // Each change is one insertion, so the map is valid after a panic.
         self.rates.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether somebody waits for a turn.
+    /// Whether other fetches wait for a turn.
     fn others_wait(&self) -> bool {
         self.at_once.available_permits() == 0
     }
 }
 
-/// What a look for a span's delta finds.
-enum LookDelta<'a> {
-    /// The delta, and its checksum.
+/// The state of a span's delta.
+enum DeltaState<'a> {
+    /// The delta and its checksum.
     Ready(&'a [u8], u64),
-    /// Its chunks are to be sent.
+    /// The span is sent as blocks.
     Dense,
     NotYet,
     /// The version will not come.
     Gone,
 }
 
-/// Whether what is on its way is to be given up.
+/// Decides whether to give up a block or delta that is being sent.
 struct Lateness<'a> {
     serving: &'a Serving,
     begun: Instant,
@@ -263,13 +264,13 @@ struct Lateness<'a> {
 }
 
 impl<'a> Lateness<'a> {
-    /// Of so many bytes, that begin to be sent.
+    /// Starts the clock for a block or delta of this many bytes.
     fn new(serving: &'a Serving, bytes: usize) -> Self {
-        let chunks = bytes.div_ceil(CHUNK as usize).max(1) as u32;
+        let blocks = bytes.div_ceil(BLOCK as usize).max(1) as u32;
         Self {
             serving,
             begun: Instant::now(),
-            limit: ON_ITS_WAY * chunks,
+            limit: ON_ITS_WAY * blocks,
         }
     }
 
@@ -278,35 +279,35 @@ impl<'a> Lateness<'a> {
     }
 }
 
-/// The chunks of a whole span, if `left` begins with all of them; otherwise none.
-fn span_of(left: &[usize], chunks: usize) -> &[usize] {
+/// The blocks of a whole span, if `left` begins with all of them; otherwise none.
+fn span_of(left: &[usize], blocks: usize) -> &[usize] {
     let first = left.first().copied().unwrap_or_default();
-    let count = SPAN_CHUNKS.min(chunks.saturating_sub(first));
-    let begins = first.is_multiple_of(SPAN_CHUNKS) && left.len() >= count && count > 0;
+    let count = SPAN_BLOCKS.min(blocks.saturating_sub(first));
+    let begins = first.is_multiple_of(SPAN_BLOCKS) && left.len() >= count && count > 0;
     match begins && left[count - 1] == first + count - 1 {
         true => &left[..count],
         false => &[],
     }
 }
 
-/// A fetch that is served, in one turn or several.
+/// A fetch that is served in one turn or several.
 struct Transfer {
     serving: Serving,
     fetch: ToParent,
     /// When its first turn began.
     since: Option<Instant>,
-    /// When the child heard something last.
+    /// When something was last sent to the child.
     last_sent: Instant,
     held: Option<Arc<Held>>,
-    /// How many of the chunks that were asked for have gone out.
+    /// How many of the requested blocks have been sent.
     done: usize,
 }
 
-/// How a turn has ended.
+/// How a turn ended.
 enum End {
-    /// The child has all that it gets.
+    /// The fetch has ended.
     Over,
-    /// It is the others' turn.
+    /// Other fetches wait: it is their turn.
     Turn,
 }
 
@@ -330,12 +331,12 @@ impl Transfer {
         }
     }
 
-    /// Serves until it is over (true), or until it is the others' turn.
+    /// Serves one turn. True if the fetch has ended, false if it is another fetch's turn.
     fn go_on(&mut self, socket: &mut TcpStream) -> io::Result<bool> {
         let item = self.item();
         let &ToParent::Fetch { run, agent, .. } = &self.fetch;
         if run != self.serving.run {
-            send_gone(socket, "it belongs to another run")?;
+            send_gone(socket, "the version belongs to another run")?;
             return Ok(true);
         }
         if item.model >= self.serving.models {
@@ -349,6 +350,7 @@ impl Transfer {
         let (mut bytes, begun) = (0, Instant::now());
         let end = self.serve(socket, &mut bytes);
         self.serving.note_rate(agent, bytes, begun.elapsed());
+        // Between two turns the version stays held, so that the fetch can go on.
         if !matches!(end, Ok(End::Turn)) {
             self.since = None;
             if let Some(held) = self.held.take().filter(|_| end.is_err()) {
@@ -365,7 +367,7 @@ impl Transfer {
         end.map(|end| matches!(end, End::Over))
     }
 
-    /// Sends what was asked for, as far as one turn goes; `sent` is how many bytes of it.
+    /// Sends the requested blocks for one turn, and adds the bytes sent to `sent`.
     fn serve(&mut self, socket: &mut TcpStream, sent: &mut u64) -> io::Result<End> {
         let begun = Instant::now();
         let held = match self.held.clone() {
@@ -377,6 +379,8 @@ impl Transfer {
         };
         self.held = Some(held.clone());
         let Some(_going) = held.goes_by(socket)? else {
+            // Released before the child hears of it: a version that is held keeps a slot, and the
+            // child may read slowly.
             self.held = None;
             drop(held);
             send_gone(socket, REPLACED)?;
@@ -384,10 +388,11 @@ impl Transfer {
         };
         let (item, serving) = (self.item(), self.serving.clone());
         let ToParent::Fetch { agent, ranges, .. } = &self.fetch;
-        // They ascend, and none is asked for twice: what follows is bounded by this.
+        // Ranges ascend and do not overlap. So the end of the last one bounds the work that
+        // follows.
         let behind = ranges.last().and_then(|range| range.end());
-        if behind.is_some_and(|behind| behind as usize > held.chunks()) {
-            send_gone(socket, "it has fewer chunks")?;
+        if behind.is_some_and(|behind| behind as usize > held.blocks()) {
+            send_gone(socket, "the version has fewer blocks than were requested")?;
             return Ok(End::Over);
         }
         let indices = ranges.iter().flat_map(|range| {
@@ -397,6 +402,7 @@ impl Transfer {
         let indices: Vec<usize> = indices.skip(self.done).collect();
         let delta = self.base().and_then(|base| {
             let deltas = serving.store.deltas();
+            // The sender may be comparing the version now: a short wait can save sending it whole.
             let known = || !deltas.is_announced();
             serving.store.wait_until(known, IDLE);
             deltas.find(item, base, serving.rates().get(agent).copied())
@@ -407,12 +413,12 @@ impl Transfer {
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(End::Turn);
             }
-            let span = span_of(left, held.chunks());
+            let span = span_of(left, held.blocks());
             let whole = delta.as_ref().filter(|_| !span.is_empty());
             if let Some(delta) = whole {
-                let index = index / SPAN_CHUNKS;
+                let index = index / SPAN_BLOCKS;
                 match serving.look(delta, &held, index, &mut scratch) {
-                    LookDelta::Ready(bytes, crc) => {
+                    DeltaState::Ready(bytes, crc) => {
                         let head = DeltaHead {
                             model: item.model as u8,
                             version: item.version,
@@ -427,25 +433,26 @@ impl Transfer {
                         *sent += (head.frame().len() + bytes.len()) as u64;
                         self.went(span.len());
                         left = &left[span.len()..];
+                        // Folding the span has made the delta larger.
                         if delta.is_folded() {
                             serving.store.deltas().trim(item.model);
                         }
                         continue;
                     }
-                    LookDelta::NotYet => {
+                    DeltaState::NotYet => {
                         self.send_idle(socket)?;
                         continue;
                     }
-                    LookDelta::Gone => {
+                    DeltaState::Gone => {
                         send_gone(socket, REPLACED)?;
                         return Ok(End::Over);
                     }
-                    LookDelta::Dense => {}
+                    DeltaState::Dense => {}
                 }
             }
-            match serving.store.chunk(&held, index, IDLE) {
-                Look::Ready(bytes, crc) => {
-                    let head = ChunkHead {
+            match serving.store.block(&held, index, IDLE) {
+                BlockState::Ready(bytes, crc) => {
+                    let head = BlockHead {
                         model: item.model as u8,
                         version: item.version,
                         index: index as u32,
@@ -459,8 +466,8 @@ impl Transfer {
                     self.went(1);
                     left = &left[1..];
                 }
-                Look::NotYet => self.send_idle(socket)?,
-                Look::Gone => {
+                BlockState::NotYet => self.send_idle(socket)?,
+                BlockState::Gone => {
                     send_gone(socket, REPLACED)?;
                     return Ok(End::Over);
                 }
@@ -470,7 +477,7 @@ impl Transfer {
         Ok(End::Over)
     }
 
-    /// The version, once there is anything of it here; or how the turn ends without.
+    /// The version once part of it is here, or how the turn ends without it.
     fn find(
         &mut self,
         socket: &mut TcpStream,
@@ -502,25 +509,25 @@ impl Transfer {
         base
     }
 
-    /// So many chunks have gone out.
-    fn went(&mut self, chunks: usize) {
+    /// Notes that this many more blocks were sent.
+    fn went(&mut self, blocks: usize) {
         self.last_sent = Instant::now();
-        self.done += chunks;
+        self.done += blocks;
     }
 
-    /// Whether what it is served is served no more.
+    /// Whether the version is no longer served.
     fn is_revoked(&self) -> bool {
         self.held.as_ref().is_some_and(|held| held.is_revoked())
     }
 
-    /// Ends once that is so.
+    /// Ends once the version is no longer served.
     async fn revoked(&self) {
         while !self.is_revoked() {
             tokio::time::sleep(IDLE).await;
         }
     }
 
-    /// Says that this end is there, if it has said nothing for a while.
+    /// Sends `Idle` if nothing was sent for a while.
     fn send_idle(&mut self, socket: &mut TcpStream) -> io::Result<()> {
         if self.last_sent.elapsed() < IDLE {
             return Ok(());
@@ -531,13 +538,13 @@ impl Transfer {
 }
 
 impl Drop for Transfer {
-    /// Its child has gone while it waited for its turn.
+    /// The child left while its fetch waited for a turn.
     fn drop(&mut self) {
         if self.since.is_none() {
             return;
         }
         let (notify, item) = (self.serving.notify.clone(), self.item());
-        // The notified thread may have to be waited for, which no task may do.
+        // Reporting may block, which no async task may do.
         let spawned = self.serving.threads.spawn("weightsync-serve", move || {
             notify(Served::Unwanted { item });
         });
@@ -547,7 +554,7 @@ impl Drop for Transfer {
     }
 }
 
-/// Has the system find out when a child that waits is out of reach for good.
+/// Enables TCP keep-alive: the system notices when a waiting child's host is gone.
 fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
@@ -555,13 +562,14 @@ fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     Ok(sockopt::set_tcp_keepcnt(socket, 3)?)
 }
 
-/// The child's next words; `None` once it has hung up, or been quiet for too long.
+/// The child's next message; `None` once it has hung up or been quiet for too long.
 async fn read_fetch(
     socket: &mut tokio::net::TcpStream,
     quiet: Duration,
 ) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
-    // What a child has begun to say it goes on saying.
+    // A child that has sent the first byte must send the rest promptly, so the longer limit is only
+    // for that byte.
     let (first, rest) = header.split_at_mut(1);
     match tokio::time::timeout(quiet, socket.read_exact(first)).await {
         Err(_) => return Ok(None),
@@ -595,7 +603,7 @@ fn words(message: &ToChild) -> io::Result<Vec<u8>> {
     message.frame().map_err(invalid)
 }
 
-/// Writes both, unless it is too late for the rest of them.
+/// Writes both buffers, unless that takes too long.
 fn write_both(
     socket: &mut TcpStream,
     mut head: &[u8],

@@ -1,4 +1,4 @@
-//! Ends threads that wait in sockets.
+//! Stops threads that block in sockets.
 
 use std::collections::HashMap;
 use std::net::{Shutdown, TcpStream};
@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-/// Threads that serve or fetch, and the connections they wait in: ended and joined
-/// together.
+/// Threads that serve or fetch, and their connections: stopped and joined together.
 #[derive(Debug, Default)]
 pub(crate) struct Threads {
     sockets: Mutex<HashMap<u64, TcpStream>>,
@@ -16,7 +15,7 @@ pub(crate) struct Threads {
     stopped: std::sync::atomic::AtomicBool,
 }
 
-/// A connection that [`Threads::stop`] ends.
+/// A connection that [`Threads::stop`] shuts down.
 #[derive(Debug)]
 pub(crate) struct Watched {
     threads: Arc<Threads>,
@@ -24,7 +23,8 @@ pub(crate) struct Watched {
 }
 
 impl Threads {
-    /// Ends this connection too when everything is stopped; `None` if that is so.
+    /// Registers a connection to be shut down by [`stop`](Threads::stop); `None` if that has
+    /// already happened.
     pub(crate) fn watch(self: &Arc<Self>, socket: &TcpStream) -> std::io::Result<Option<Watched>> {
         let socket = socket.try_clone()?;
         let number = self.last.fetch_add(1, Ordering::Relaxed);
@@ -37,7 +37,7 @@ impl Threads {
         Ok(Some(Watched { threads, number }))
     }
 
-    /// Starts a thread that is joined with the others.
+    /// Starts a thread that [`join`](Threads::join) waits for.
     pub(crate) fn spawn(
         &self,
         name: &str,
@@ -50,12 +50,12 @@ impl Threads {
         Ok(())
     }
 
-    /// Whether everything is to end.
+    /// Whether [`stop`](Threads::stop) was called.
     pub(crate) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire)
     }
 
-    /// Ends every connection, without waiting for the threads.
+    /// Shuts down every connection, without waiting for the threads.
     pub(crate) fn stop(&self) {
         let sockets = self.sockets();
         self.stopped.store(true, Ordering::Release);
@@ -64,13 +64,13 @@ impl Threads {
         }
     }
 
-    /// Waits for the threads; not for the one that calls.
+    /// Waits for the threads, except the calling one.
     pub(crate) fn join(&self) {
         let handles = std::mem::take(&mut *self.handles());
         let own = std::thread::current().id();
         for handle in handles {
             if handle.thread().id() != own {
-                // A panic there has been reported by the panic hook already.
+                // The panic hook has already reported a panic there.
                 let _ = handle.join();
             }
         }

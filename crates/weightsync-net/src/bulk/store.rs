@@ -15,27 +15,28 @@ use weightsync_mem::{PartialSlot, Snapshot};
 use super::PATIENCE;
 use super::delta::Ring;
 use crate::relay::Item;
-use crate::wire::frame::CHUNK;
+use crate::wire::frame::BLOCK;
 
-// The checksums of a sender's copy pass are those of chunks.
-const _: () = assert!(CHUNK as usize == weightsync_mem::CHECKSUM_BLOCK);
+// [`Held::whole`] reuses the checksums of the sender's copy pass, so their blocks must have the
+// size of these blocks.
+const _: () = assert!(BLOCK as usize == weightsync_mem::CHECKSUM_BLOCK);
 
-/// For so long a sender keeps a version for one whose connection has broken.
+/// How long a sender keeps a version for a child whose connection broke.
 const COMES_AGAIN: Duration = Duration::from_secs(3);
 
-/// A version that can be served, as far as it is there.
+/// A version that can be served: whole, or the blocks that have arrived so far.
 #[derive(Debug)]
 pub(crate) struct Held {
     source: Source,
-    /// Of each chunk, once it is known.
+    /// The checksum of each block, once it is known.
     sums: Box<[OnceLock<u64>]>,
-    /// It is not to be served any more.
+    /// The version is no longer served.
     revoked: AtomicBool,
-    /// The connections by which it goes out now, by number.
+    /// The connections that send this version now, by number.
     outgoing: Mutex<(u64, HashMap<u64, TcpStream>)>,
 }
 
-/// That a version goes out by a connection.
+/// Registers a connection as sending a version, until this value is dropped.
 #[derive(Debug)]
 pub(super) struct OutgoingGuard<'a> {
     held: &'a Held,
@@ -51,50 +52,50 @@ impl Drop for OutgoingGuard<'_> {
 #[derive(Debug)]
 enum Source {
     Whole(Snapshot),
-    Coming(Arc<PartialSlot>),
+    Arriving(Arc<PartialSlot>),
 }
 
-/// What a look for a chunk finds.
-pub(crate) enum Look<'a> {
-    /// The chunk, and its checksum.
+/// The state of a block of a version.
+pub(crate) enum BlockState<'a> {
+    /// The block and its checksum.
     Ready(&'a [u8], u64),
     NotYet,
-    /// It will not come.
+    /// The block will not arrive.
     Gone,
 }
 
 impl Held {
-    /// A whole version.
+    /// Holds a whole version.
     pub(crate) fn whole(snapshot: Snapshot) -> Self {
-        let chunks = snapshot.layout().bytes().div_ceil(CHUNK.into()) as usize;
+        let blocks = snapshot.layout().bytes().div_ceil(BLOCK.into()) as usize;
         let sums = snapshot.block_sums().unwrap_or_else(|error| {
             tracing::error!("{error}; they are computed again");
             None
         });
-        let held = Self::with(Source::Whole(snapshot), chunks);
+        let held = Self::with(Source::Whole(snapshot), blocks);
         for (index, sum) in sums.into_iter().flatten().enumerate() {
             held.note_sum(index, sum);
         }
         held
     }
 
-    /// One that is coming.
+    /// Holds a version that is still arriving.
     pub(crate) fn coming(room: Arc<PartialSlot>) -> Self {
-        let chunks = room.pieces();
-        Self::with(Source::Coming(room), chunks)
+        let blocks = room.pieces();
+        Self::with(Source::Arriving(room), blocks)
     }
 
-    fn with(source: Source, chunks: usize) -> Self {
+    fn with(source: Source, blocks: usize) -> Self {
         Self {
             source,
-            sums: (0..chunks).map(|_| OnceLock::new()).collect(),
+            sums: (0..blocks).map(|_| OnceLock::new()).collect(),
             revoked: AtomicBool::new(false),
             outgoing: Mutex::default(),
         }
     }
 
-    /// From here on until that is dropped it goes out by this connection; `None` if it
-    /// is not to be served any more.
+    /// Registers a connection as sending this version until the result is dropped; `None` if the
+    /// version is no longer served.
     pub(super) fn goes_by(&self, socket: &TcpStream) -> io::Result<Option<OutgoingGuard<'_>>> {
         let socket = socket.try_clone()?;
         let mut outgoing = self.outgoing();
@@ -110,8 +111,8 @@ impl Held {
         }))
     }
 
-    /// It is not served any more, not even to the end of a chunk: who does not read
-    /// would else hold it for as long.
+    /// Stops serving the version at once, even within a block. Otherwise a child that stops reading
+    /// would hold the slot for as long as its connection lives.
     fn cut_off(&self) {
         let outgoing = self.outgoing();
         self.revoked.store(true, Ordering::Release);
@@ -124,8 +125,8 @@ impl Held {
         self.outgoing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many chunks there are.
-    pub(crate) fn chunks(&self) -> usize {
+    /// How many blocks the image has.
+    pub(crate) fn blocks(&self) -> usize {
         self.sums.len()
     }
 
@@ -137,63 +138,63 @@ impl Held {
     pub(crate) fn layout(&self) -> &Layout {
         match &self.source {
             Source::Whole(snapshot) => snapshot.layout(),
-            Source::Coming(room) => room.layout(),
+            Source::Arriving(room) => room.layout(),
         }
     }
 
-    /// Whether it was whole from the start: what is asked for is there then, and what
-    /// changed is made next to it.
+    /// Whether the version was whole from the start. Then every block can be sent at once, and this
+    /// process computes the deltas itself.
     pub(super) fn is_whole(&self) -> bool {
         matches!(self.source, Source::Whole(_))
     }
 
-    /// Whether a chunk is there.
+    /// Whether a block has arrived.
     pub(super) fn has(&self, index: usize) -> bool {
         match &self.source {
             Source::Whole(_) => true,
-            Source::Coming(room) => room.read(index).is_some(),
+            Source::Arriving(room) => room.read(index).is_some(),
         }
     }
 
-    /// Notes the checksum of a chunk that came with it.
+    /// Notes the checksum that came with a block.
     pub(crate) fn note_sum(&self, index: usize, crc: u64) {
         if let Some(sum) = self.sums.get(index) {
             let _ = sum.set(crc);
         }
     }
 
-    /// Whether it is not to be served any more.
+    /// Whether the version is no longer served.
     pub(super) fn is_revoked(&self) -> bool {
         self.revoked.load(Ordering::Acquire)
     }
 
-    fn look(&self, index: usize) -> Look<'_> {
+    fn look(&self, index: usize) -> BlockState<'_> {
         if self.is_revoked() {
-            return Look::Gone;
+            return BlockState::Gone;
         }
         let bytes = match &self.source {
             Source::Whole(snapshot) => {
-                let start = index * CHUNK as usize;
-                let end = (start + CHUNK as usize).min(snapshot.bytes().len());
+                let start = index * BLOCK as usize;
+                let end = (start + BLOCK as usize).min(snapshot.bytes().len());
                 snapshot.bytes().get(start..end)
             }
-            Source::Coming(room) => room.read(index),
+            Source::Arriving(room) => room.read(index),
         };
         match (bytes, self.sums.get(index)) {
             (Some(bytes), Some(sum)) => {
-                Look::Ready(bytes, *sum.get_or_init(|| weightsync_simd::crc64(bytes)))
+                BlockState::Ready(bytes, *sum.get_or_init(|| weightsync_simd::crc64(bytes)))
             }
-            _ => Look::NotYet,
+            _ => BlockState::NotYet,
         }
     }
 }
 
-/// Which of the versions of a model that a sender is serving it serves no more, once
-/// another is about to follow `newest`.
+/// Which versions of a model a sender stops serving when another version is about to follow
+/// `newest`.
 ///
-/// Of old ones it keeps the oldest: a slow relay below finishes what it has begun, and
-/// no more slots than one wait for it. Those that are `state` anyway, because they are
-/// still meant for somebody, cost no slot: they are never given up.
+/// The oldest of the old versions stays: a slow relay below can finish it, and only one slot is
+/// taken by slow relays. Versions that `is_retained` names stay too. They are still some worker's
+/// next version, so serving them costs no slot.
 pub(crate) fn replaced(
     served: impl IntoIterator<Item = Item>,
     model: usize,
@@ -209,10 +210,10 @@ pub(crate) fn replaced(
 
 /// What one process can serve to relays below it.
 pub(crate) struct Store {
-    /// Those of a relay, kept until they are removed.
+    /// The versions of a relay, until they are removed.
     held: Mutex<StoreState>,
     changed: Condvar,
-    /// Finds whole versions of a sender.
+    /// Finds a sender's whole versions.
     find: Option<Find>,
     /// What changed between versions.
     deltas: Ring,
@@ -224,11 +225,11 @@ pub(crate) type Find = Box<dyn Fn(Item) -> Option<Snapshot> + Send + Sync>;
 #[derive(Debug, Default)]
 struct StoreState {
     held: BTreeMap<Item, Arc<Held>>,
-    /// Those that somebody is being served, to find their checksums again.
+    /// The versions that are being served, so that their checksums are computed once.
     served: HashMap<Item, Weak<Held>>,
     refused: Vec<(Item, Instant)>,
-    /// Of each model the version of which somebody was served a part when its connection
-    /// broke, and since when it waits for that one to come again.
+    /// For each model, a version whose transfer broke off, and since when it is kept for the child
+    /// to come back.
     broken_off: BTreeMap<usize, (Item, Arc<Held>, Instant)>,
     closed: bool,
 }
@@ -242,12 +243,12 @@ impl fmt::Debug for Store {
 }
 
 impl Store {
-    /// A relay's: empty.
+    /// The store of a relay: empty at first.
     pub(crate) fn of_relay() -> Self {
         Self::with(None)
     }
 
-    /// A sender's.
+    /// The store of a sender.
     pub(crate) fn of_sender(find: Find) -> Self {
         Self::with(Some(find))
     }
@@ -266,12 +267,12 @@ impl Store {
         &self.deltas
     }
 
-    /// Whether nothing is served any more.
+    /// Whether the store serves nothing any more.
     pub(crate) fn is_closed(&self) -> bool {
         self.state().closed
     }
 
-    /// What there is of a version.
+    /// A version, if it is here, even in part.
     pub(crate) fn get(&self, item: Item) -> Option<Arc<Held>> {
         let mut state = self.state();
         if state.closed {
@@ -279,6 +280,7 @@ impl Store {
         }
         let known = state.held.get(&item).cloned();
         let known = known.or_else(|| state.served.get(&item)?.upgrade());
+        // A revoked version may be found again: a worker may have come to need it since.
         let usable = known.filter(|held| !held.is_revoked());
         if usable.is_some() {
             return usable;
@@ -292,18 +294,18 @@ impl Store {
         Some(held)
     }
 
-    /// Whether it is known what becomes of this version here.
+    /// Whether this is a sender's store. A sender knows at once whether a version will come.
     pub(crate) fn is_sender(&self) -> bool {
         self.find.is_some()
     }
 
-    /// From here on this is what there is of a version.
+    /// Registers a version, or replaces what was registered for it.
     pub(crate) fn put(&self, item: Item, held: Arc<Held>) {
         self.state().held.insert(item, held);
         self.changed.notify_all();
     }
 
-    /// Serves a version no more; who is served it now is told so.
+    /// Stops serving a version; threads that serve it now notice.
     pub(crate) fn remove(&self, item: Item) {
         if let Some(held) = self.state().held.remove(&item) {
             held.revoked.store(true, Ordering::Release);
@@ -311,9 +313,9 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// Serves the versions of a model no more that [are replaced](replaced), now that
-    /// another is about to follow `newest`. A child that is served them now loses its
-    /// connection, and asks for what it is to have by then.
+    /// Stops serving the versions of a model that are [`replaced`] when another follows
+    /// `newest`. Children that fetch them lose their connection. They ask again, for the versions
+    /// that they are to run by then.
     pub(crate) fn keep_oldest(&self, model: usize, newest: Version) {
         let Some(find) = &self.find else {
             return;
@@ -324,7 +326,7 @@ impl Store {
         let all: BTreeMap<Item, Arc<Held>> = all
             .filter_map(|(item, held)| Some((*item, held.upgrade()?)))
             .collect();
-        // What is kept only for one that may come again.
+        // A version that is kept only for a child that may come back.
         let is_left = |item: &Item| waits == Some(*item) && Arc::strong_count(&all[item]) == 2;
         let is_kept = |item| find(item).is_some();
         let served = all.keys().copied().filter(|item| !is_left(item));
@@ -349,9 +351,9 @@ impl Store {
         }
     }
 
-    /// A connection has broken by which somebody was served this: as long as nobody else
-    /// is served an old one, it is kept for a moment, for that one to come again. Of two
-    /// such versions the older is kept.
+    /// Notes that a connection broke while it sent this version. The sender keeps the version for a
+    /// moment, unless it serves another old one, so that the child can come back and resume. Of two
+    /// such versions it keeps the older, because the slower child needs it.
     pub(super) fn broke_off(&self, item: Item, held: Arc<Held>) {
         let mut state = self.state();
         if !self.is_sender() || state.closed || held.is_revoked() {
@@ -367,7 +369,7 @@ impl Store {
         }
     }
 
-    /// What there is of a version is not what was published: nobody gets it from here any more.
+    /// Stops serving a version that differs from the published one.
     pub(crate) fn spoil(&self, item: Item) {
         self.deltas.spoil(item);
         let mut state = self.state();
@@ -379,14 +381,15 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// A version that was waited for will not come.
+    /// Tells waiting fetches that a version will not come.
     pub(crate) fn refuse(&self, item: Item) {
         self.refuse_at(item, Instant::now());
     }
 
     fn refuse_at(&self, item: Item, now: Instant) {
         let mut state = self.state();
-        // Who waits for its turn hears of it only then, and waits no longer than that.
+        // Fetches that wait for their turn read this list only when their turn comes. None waits
+        // longer than `PATIENCE`.
         state
             .refused
             .retain(|(of, at)| *of != item && now.duration_since(*at) < PATIENCE);
@@ -395,7 +398,7 @@ impl Store {
         self.changed.notify_all();
     }
 
-    /// Whether it was refused since.
+    /// Whether the version was refused since then, or the store is closed.
     pub(crate) fn is_refused(&self, item: Item, since: Instant) -> bool {
         let state = self.state();
         state.closed
@@ -405,15 +408,15 @@ impl Store {
                 .any(|(refused, at)| *refused == item && *at >= since)
     }
 
-    /// Something of some version has come.
+    /// Wakes all waits here: a block or a delta has arrived.
     pub(crate) fn notify(&self) {
-        // Under the lock: who has just looked waits by now.
+        // Taking the lock closes a race: a thread that has just found nothing is waiting by now.
         drop(self.state());
         self.changed.notify_all();
     }
 
-    /// Waits until something is so that [is told](Self::notify) of here, or this is
-    /// closed; no longer than that.
+    /// Waits until `is_so` holds, the store is closed, or `patience` is over. `is_so` is checked
+    /// after each [`notify`](Self::notify).
     pub(crate) fn wait_until(&self, is_so: impl Fn() -> bool, patience: Duration) {
         let waits = |state: &mut StoreState| !state.closed && !is_so();
         let waited = self
@@ -422,7 +425,7 @@ impl Store {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits a moment for a version to be known here.
+    /// Waits up to `pause` until a version is registered.
     pub(crate) fn wait_for(&self, item: Item, pause: Duration) {
         let state = self.state();
         if state.closed || state.held.contains_key(&item) {
@@ -432,16 +435,21 @@ impl Store {
         drop(waited.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Looks for a chunk, and waits a moment for it if it is not there yet.
-    pub(crate) fn chunk<'a>(&self, held: &'a Held, index: usize, pause: Duration) -> Look<'a> {
-        if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
+    /// The state of a block; waits up to `pause` if it has not arrived.
+    pub(crate) fn block<'a>(
+        &self,
+        held: &'a Held,
+        index: usize,
+        pause: Duration,
+    ) -> BlockState<'a> {
+        if let look @ (BlockState::Ready(..) | BlockState::Gone) = held.look(index) {
             return look;
         }
         let state = self.state();
         if state.closed {
-            return Look::Gone;
+            return BlockState::Gone;
         }
-        if let look @ (Look::Ready(..) | Look::Gone) = held.look(index) {
+        if let look @ (BlockState::Ready(..) | BlockState::Gone) = held.look(index) {
             return look;
         }
         let waited = self.changed.wait_timeout(state, pause);
@@ -449,7 +457,7 @@ impl Store {
         held.look(index)
     }
 
-    /// Serves nothing any more; every wait here ends.
+    /// Stops serving everything, and ends every wait here.
     pub(crate) fn close(&self) {
         let mut state = self.state();
         state.closed = true;
@@ -466,7 +474,7 @@ impl Store {
     }
 
     fn state(&self) -> MutexGuard<'_, StoreState> {
-        // Single insertions and removals: it holds after a panic.
+        // Each change is one insertion or removal, so the state is valid after a panic.
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -520,7 +528,7 @@ mod tests {
         store.refuse_at(first, since);
         store.refuse_at(second, since + PATIENCE / 2);
         assert!(store.is_refused(first, since));
-        // Of one the last counts, which is the only one that is remembered.
+        // Only the last refusal of a version is remembered, so it counts.
         store.refuse_at(first, since + PATIENCE / 2);
         assert!(store.is_refused(first, since + PATIENCE / 2));
         store.refuse_at(second, since + 2 * PATIENCE);

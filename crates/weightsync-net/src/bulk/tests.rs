@@ -9,11 +9,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
-use super::{Came, Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads};
+use super::{Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads, Transferred};
 use crate::access::Key;
 use crate::link::listen::accept_all;
 use crate::relay::Item;
-use crate::wire::frame::{CHUNK, ChunkHead, HEADER_BYTES, Header, Kind};
+use crate::wire::frame::{BLOCK, BlockHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild};
 
 mod deltas;
@@ -33,8 +33,8 @@ const ITEM: Item = Item {
     version: Version(1),
 };
 
-/// How many chunks the version has.
-const CHUNKS: u32 = 6;
+/// How many blocks the version has.
+const BLOCKS: u32 = 6;
 
 /// A parent that answers whatever it is asked by these bytes, `pause` between one piece
 /// and the next; where it listens.
@@ -63,10 +63,10 @@ async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
     address
 }
 
-/// What fetches, and its segment.
+/// A fetching process, and its segment.
 struct Child {
     fetch: Fetch,
-    ends: mpsc::Receiver<(FetchEnd, Came)>,
+    ends: mpsc::Receiver<(FetchEnd, Transferred)>,
     _relay: Relay,
 }
 
@@ -76,14 +76,14 @@ fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
 
 fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
-    let bytes = u64::from(CHUNKS) * u64::from(CHUNK);
+    let bytes = u64::from(BLOCKS) * u64::from(BLOCK);
     let model = ModelSpec {
         layout: Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap(),
         note: Vec::new(),
     };
     let options = SegmentOptions::default();
     let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
-    let room = relay.room(ITEM.model, ITEM.version, CHUNK as usize);
+    let room = relay.room(ITEM.model, ITEM.version, BLOCK as usize);
     let room = room.unwrap().unwrap();
     let held = Arc::new(Held::coming(room.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
@@ -106,15 +106,15 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     }
 }
 
-fn chunk(index: u32) -> Vec<u8> {
-    let bytes = vec![index as u8; CHUNK as usize];
-    let head = ChunkHead {
+fn block(index: u32) -> Vec<u8> {
+    let bytes = vec![index as u8; BLOCK as usize];
+    let head = BlockHead {
         model: 0,
         version: ITEM.version,
         index,
-        bytes: CHUNK,
+        bytes: BLOCK,
         crc: weightsync_simd::crc64(&bytes),
-        image_bytes: u64::from(CHUNKS) * u64::from(CHUNK),
+        image_bytes: u64::from(BLOCKS) * u64::from(BLOCK),
     };
     [head.frame().as_ref(), &bytes].concat()
 }
@@ -130,7 +130,7 @@ fn runtime() -> tokio::runtime::Runtime {
 #[test]
 fn parent_that_ends_early_is_blamed() {
     let runtime = runtime();
-    let some: Vec<u8> = [0, 1, 3, 4, 5].map(chunk).concat();
+    let some: Vec<u8> = [0, 1, 3, 4, 5].map(block).concat();
     for (name, answer) in [("none", end()), ("some", [some, end()].concat())] {
         let whole = answer.len();
         let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
@@ -143,12 +143,12 @@ fn parent_that_ends_early_is_blamed() {
 #[test]
 fn block_changed_in_transit_is_rejected() {
     let runtime = runtime();
-    let whole = chunk(2).len();
-    let first = whole - CHUNK as usize;
+    let whole = block(2).len();
+    let first = whole - BLOCK as usize;
     for (name, at) in [("first", first), ("middle", whole / 2), ("last", whole - 1)] {
-        let mut chunks: Vec<Vec<u8>> = (0..CHUNKS).map(chunk).collect();
-        chunks[2][at] ^= 1;
-        let answer = [chunks.concat(), end()].concat();
+        let mut blocks: Vec<Vec<u8>> = (0..BLOCKS).map(block).collect();
+        blocks[2][at] ^= 1;
+        let answer = [blocks.concat(), end()].concat();
         let whole = answer.len();
         let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
         let child = child(name, address, 1);
@@ -163,7 +163,7 @@ fn block_changed_in_transit_is_rejected() {
 #[test]
 fn arrival_is_announced_once_before_it_completes() {
     let runtime = runtime();
-    let all: Vec<u8> = (0..CHUNKS).map(chunk).collect::<Vec<_>>().concat();
+    let all: Vec<u8> = (0..BLOCKS).map(block).collect::<Vec<_>>().concat();
     let whole = all.len() as u64;
     let answer = [all, end()].concat();
     let pause = Duration::from_millis(5);
@@ -171,9 +171,9 @@ fn arrival_is_announced_once_before_it_completes() {
     let child = child("told", address, 1);
     let mut told = 0;
     let (ended, last) = loop {
-        let came = child.fetch.take_came(u64::from(CHUNK) / 2);
+        let came = child.fetch.take_transferred(u64::from(BLOCK) / 2);
         if came.bytes > 0 {
-            assert!(came.bytes >= u64::from(CHUNK) / 2);
+            assert!(came.bytes >= u64::from(BLOCK) / 2);
             assert!(came.busy > Duration::ZERO);
         }
         told += came.bytes;
@@ -183,8 +183,8 @@ fn arrival_is_announced_once_before_it_completes() {
         }
     };
     assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
-    assert!(told >= 2 * u64::from(CHUNK), "{told}");
-    let heads = whole - u64::from(CHUNKS) * u64::from(CHUNK);
+    assert!(told >= 2 * u64::from(BLOCK), "{told}");
+    let heads = whole - u64::from(BLOCKS) * u64::from(BLOCK);
     assert_eq!(told + last.bytes + heads, whole);
 }
 

@@ -1,25 +1,24 @@
-//! Measures the speed of a link over all its parallel transfers, as each alone has only a share
-//! of it.
+//! Measures the speed of a link over all its parallel transfers, because each of them gets only a
+//! share.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What came, and how long that took.
+/// Bytes that were transferred, and how long that took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Came {
+pub(crate) struct Transferred {
     pub(crate) bytes: u64,
-    /// Without waits for a parent that did not have it yet: a chunk that has begun to
-    /// come is whole at the parent, so from there on only the link holds it up.
-    ///
-    /// The parent could not tell: what it writes may be taken by a buffer at once.
+    /// Time in which at least one block was arriving. Waits for a parent that did not have the
+    /// block yet are left out: a parent sends a block only once it has all of it. The parent cannot
+    /// measure this, as a buffer may accept its writes at once.
     pub(crate) busy: Duration,
 }
 
-/// Fewer bytes say little of how fast a link is, and are told together with what comes after them.
+/// Fewer bytes tell little about a link's speed, so they are reported together with later ones.
 pub(crate) const MEASURABLE: u64 = 1 << 20;
 
-impl Came {
-    /// How fast it came, in bytes a second; `None` of too few bytes.
+impl Transferred {
+    /// Bytes a second; `None` for too few bytes.
     pub(crate) fn rate(self) -> Option<f64> {
         let seconds = self.busy.as_secs_f64();
         let measurable = self.bytes >= MEASURABLE && seconds > 0.0;
@@ -27,34 +26,34 @@ impl Came {
     }
 }
 
-/// One link's.
+/// The throughput of one link.
 #[derive(Debug, Default)]
 pub(super) struct Throughput(Mutex<Gauge>);
 
 /// The same for one thread: plain values in, plain values out.
 #[derive(Debug, Default)]
 pub(crate) struct Gauge {
-    came: Came,
-    /// Chunks that are coming.
+    came: Transferred,
+    /// Blocks that are arriving now.
     coming: u32,
-    /// Up to when the time is counted, while any is.
+    /// Up to when the time is counted, while a block is arriving.
     counted: Option<Instant>,
 }
 
-/// A chunk that is coming. Dropped, it comes no more.
+/// A block that is arriving. Dropping it ends the arrival.
 #[derive(Debug)]
-pub(super) struct Coming<'a>(&'a Throughput);
+pub(super) struct Arrival<'a>(&'a Throughput);
 
 impl Throughput {
-    /// All that has come.
-    pub(super) fn came(&self) -> Came {
+    /// Everything that has been transferred.
+    pub(super) fn came(&self) -> Transferred {
         self.gauge().came()
     }
 
-    /// A chunk begins to come.
-    pub(super) fn begin(&self, now: Instant) -> Coming<'_> {
+    /// A block begins to arrive.
+    pub(super) fn begin(&self, now: Instant) -> Arrival<'_> {
         self.gauge().begin(now);
-        Coming(self)
+        Arrival(self)
     }
 
     fn gauge(&self) -> MutexGuard<'_, Gauge> {
@@ -62,38 +61,38 @@ impl Throughput {
     }
 }
 
-impl Coming<'_> {
-    /// So much more of it is there.
+impl Arrival<'_> {
+    /// More bytes of the block have arrived.
     pub(super) fn more(&self, bytes: usize, now: Instant) {
         self.0.gauge().more(bytes as u64, now);
     }
 }
 
-impl Drop for Coming<'_> {
+impl Drop for Arrival<'_> {
     fn drop(&mut self) {
         self.0.gauge().end();
     }
 }
 
 impl Gauge {
-    /// All that has come.
-    pub(crate) fn came(&self) -> Came {
+    /// Everything that has been transferred.
+    pub(crate) fn came(&self) -> Transferred {
         self.came
     }
 
-    /// A chunk begins to come.
+    /// A block begins to arrive.
     pub(crate) fn begin(&mut self, now: Instant) {
         self.count(now);
         self.coming += 1;
     }
 
-    /// So much more of one is there.
+    /// More bytes of a block have arrived.
     pub(crate) fn more(&mut self, bytes: u64, now: Instant) {
         self.count(now);
         self.came.bytes += bytes;
     }
 
-    /// One that has begun comes no more: what was not counted of it did not come.
+    /// A block no longer arrives. Its last bytes that were not counted did not arrive.
     pub(crate) fn end(&mut self) {
         self.coming -= 1;
     }
@@ -108,8 +107,8 @@ impl Gauge {
     }
 }
 
-impl Came {
-    /// What so many of the bytes took that came since then.
+impl Transferred {
+    /// The share of the time since `before` that this many of the bytes took.
     pub(crate) fn share(self, before: Self, bytes: u64) -> Self {
         let all = self.bytes - before.bytes;
         let busy = self.busy - before.busy;
@@ -132,7 +131,7 @@ mod tests {
     fn meter_sums_parallel_transfers() {
         let (throughput, start) = (Throughput::default(), Instant::now());
         let at = |seconds| start + Duration::from_secs(seconds);
-        let came = |bytes, millis| Came {
+        let came = |bytes, millis| Transferred {
             bytes,
             busy: Duration::from_millis(millis),
         };
@@ -147,10 +146,13 @@ mod tests {
         drop(other);
         assert_eq!(throughput.came(), came(30, 3000));
         assert_eq!(throughput.came().share(before, 15), came(15, 1500));
-        // Nobody waits for what the parent does not have yet.
+        // Time in which the parent itself waits for the block does not count.
         let late = throughput.begin(at(60));
         late.more(10, at(61));
         assert_eq!(throughput.came(), came(40, 4000));
-        assert_eq!(Came::default().share(Came::default(), 0), came(0, 0));
+        assert_eq!(
+            Transferred::default().share(Transferred::default(), 0),
+            came(0, 0)
+        );
     }
 }

@@ -9,10 +9,10 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// How many connections may be proving themselves at once.
+/// How many connections may be authenticating at once.
 const STRANGERS: usize = 256;
 
-/// How many of them may be of one address.
+/// How many of them may come from one address.
 const OF_ONE: usize = 64;
 
 /// How many failures of one address are answered in a [`WINDOW`].
@@ -21,10 +21,10 @@ const ANSWERS: u32 = 20;
 /// How long answers count.
 const WINDOW: Duration = Duration::from_secs(10);
 
-/// Addresses that are remembered; beyond that all others share one count.
+/// How many addresses have a count of their own; all others share one.
 const ADDRESSES: usize = 1024;
 
-/// The connections that have not proved themselves, the oldest first.
+/// The connections that have not authenticated, oldest first.
 #[derive(Debug)]
 pub(crate) struct Strangers<T> {
     all: VecDeque<(IpAddr, T)>,
@@ -37,14 +37,14 @@ impl<T> Strangers<T> {
         }
     }
 
-    /// Forgets those of which this is not so.
+    /// Forgets connections for which this does not hold.
     pub(crate) fn retain(&mut self, of: impl Fn(&T) -> bool) {
         self.all.retain(|(_, one)| of(one));
     }
 
-    /// Another comes. Who has to go for it, if they are too many: the oldest of its
-    /// address, or else of the address that has the most. One that proves itself is
-    /// quick, and is not the oldest for long.
+    /// Adds a connection. If there are too many, returns the one to drop: the oldest of the same
+    /// address, or else the oldest of the address that has the most. An honest client authenticates
+    /// quickly, so it is not the oldest for long.
     pub(crate) fn come(&mut self, from: IpAddr, stranger: T) -> Option<T> {
         let gone = self.full(from).and_then(|address| {
             let oldest = self.all.iter().position(|(of, _)| *of == address)?;
@@ -54,7 +54,7 @@ impl<T> Strangers<T> {
         gone.map(|(_, one)| one)
     }
 
-    /// At whose cost another is let in from there, if at anybody's.
+    /// The address that must give up a connection before another from here is admitted, if any.
     fn full(&self, from: IpAddr) -> Option<IpAddr> {
         let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
         for (of, _) in &self.all {
@@ -69,11 +69,11 @@ impl<T> Strangers<T> {
     }
 }
 
-/// Who was told lately that it is not let in.
+/// How many failures were answered lately, by address.
 #[derive(Debug, Default)]
 pub(crate) struct Answers {
     given: HashMap<IpAddr, Given>,
-    /// To all addresses that are not remembered one by one.
+    /// The shared count of all addresses without one of their own.
     others: Option<Given>,
 }
 
@@ -84,8 +84,8 @@ struct Given {
 }
 
 impl Answers {
-    /// Whether one from there is told that it has failed. Otherwise its connection is
-    /// closed without a word.
+    /// Whether a failure from this address gets an answer. Otherwise the connection is closed
+    /// without one.
     pub(crate) fn gives(&mut self, from: IpAddr, now: Instant) -> bool {
         self.given
             .retain(|_, given| now.duration_since(given.since) < WINDOW);

@@ -8,13 +8,13 @@ use super::{HANDSHAKE, nonce};
 use crate::access::Key;
 use crate::wire::hello::{Client, Next, Protocols, Role};
 
-/// Connects, and proves both ends to each other. Each step of it takes at most
-/// `patience`, and all of the proving as long as a server gives it.
+/// Connects and authenticates both ends. Each step takes at most `patience`; the server's own limit
+/// bounds the whole handshake.
 ///
 /// # Errors
 ///
-/// Of the connection; a [`HelloError`](crate::wire::hello::HelloError) inside an
-/// [`io::ErrorKind::InvalidData`] one.
+/// Those of the connection. A [`HelloError`](crate::wire::hello::HelloError) comes as an
+/// [`io::ErrorKind::InvalidData`] error.
 pub(crate) fn dial(
     address: SocketAddr,
     key: &Key,
@@ -26,7 +26,7 @@ pub(crate) fn dial(
     Ok(socket)
 }
 
-/// The same over a connection that there is.
+/// The same over an open connection.
 pub(crate) fn prove(
     socket: &mut TcpStream,
     key: &Key,
@@ -60,7 +60,7 @@ pub(crate) fn prove(
     }
 }
 
-/// Reads all of it: something each `patience`, and the rest by then.
+/// Fills the buffer. Each read takes at most `patience`, and all of them end by the deadline.
 fn read_until(
     socket: &mut TcpStream,
     mut bytes: &mut [u8],
@@ -94,12 +94,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_answers_a_byte_at_a_time_is_not_waited_for() {
+    fn handshake_ends_by_its_limit_at_a_slow_server() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let trickle = std::thread::spawn(move || {
             let (mut socket, _) = listener.accept().unwrap();
-            // Until nobody reads it any more.
+            // Writes until the other end closes.
             while socket.write_all(b"w").is_ok() {
                 std::thread::sleep(Duration::from_millis(150));
             }

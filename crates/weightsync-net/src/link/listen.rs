@@ -17,8 +17,8 @@ use crate::wire::hello::{HelloError, Role};
 /// A pause when the system has no descriptor for another connection.
 const BREATHE: Duration = Duration::from_millis(50);
 
-/// Accepts until it is dropped; `take` is given each connection that has proved
-/// itself, and `busy` says whether there are as many control links as may be.
+/// Accepts connections until dropped. `take` gets each one that has authenticated; `busy` says
+/// whether there are too many control links.
 pub(crate) async fn accept_all(
     listener: TcpListener,
     key: Key,
@@ -37,7 +37,7 @@ pub(crate) async fn accept_all(
         };
         let (mut socket, from) = match accepted {
             Ok(accepted) => accepted,
-            // Out of descriptors, most likely.
+            // The process is probably out of descriptors.
             Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
                 log(&log_limiter, "accept", || {
@@ -56,7 +56,7 @@ pub(crate) async fn accept_all(
             let answers = || locked(&answers).gives(from.ip(), Instant::now());
             match greet(&mut socket, &key, busy, answers).await {
                 Ok(agreed) => take(socket, from, agreed.role),
-                // As one does that gives an attempt up, and tries again.
+                // A client that gives up an attempt and tries again looks like this.
                 Err(error) if error.is_hang_up() => {
                     tracing::debug!("{from} disconnected before it was accepted: {error}");
                 }

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 /// How often one cause is logged.
 const LOG_EVERY: Duration = Duration::from_secs(60);
 
-/// LogLimiter that are remembered.
+/// How many causes are remembered.
 const CAUSES: usize = 64;
 
-/// What was logged when.
+/// When each cause was logged last.
 #[derive(Debug, Default)]
 pub(crate) struct LogLimiter {
     logged: HashMap<String, Logged>,
@@ -24,8 +24,7 @@ struct Logged {
 }
 
 impl LogLimiter {
-    /// Whether a cause is to be logged now; with how many were held back since the
-    /// last time. One line a minute for each.
+    /// Whether to log a cause now, and how many lines were held back since the last one.
     pub(crate) fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
         if let Some(logged) = self.logged.get_mut(cause) {
             if now.duration_since(logged.at) < LOG_EVERY {
@@ -52,7 +51,7 @@ impl LogLimiter {
     }
 }
 
-/// A warning, with how many like it were held back before.
+/// Logs a warning, and how many similar ones were held back.
 pub(crate) fn warn(held_back: u64, text: &str) {
     match held_back {
         0 => tracing::warn!("{text}"),

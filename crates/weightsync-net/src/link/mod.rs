@@ -32,13 +32,13 @@ use crate::wire::hello::{
 };
 use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
 
-/// How often an end that has nothing to say says so.
+/// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_millis(200);
 
-/// A link on which nothing has come for so long is silent.
+/// A link on which nothing arrives for this long is silent.
 pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
 
-/// A peer that takes nothing for so long does not read.
+/// A peer that reads nothing for this long is stuck.
 const STUCK: Duration = Duration::from_secs(5);
 
 /// How long a whole handshake may take.
@@ -47,14 +47,14 @@ pub(crate) const HANDSHAKE: Duration = Duration::from_secs(2);
 /// How many messages may wait to be sent.
 const QUEUE: usize = 4096;
 
-/// Messages of a control link in one direction.
-pub(crate) trait Word: Message + Send + 'static {
-    /// What says that its end is there.
+/// The messages of one direction of a control link.
+pub(crate) trait ControlMessage: Message + Send + 'static {
+    /// The message that only shows that this end is alive.
     fn ping() -> Self;
     fn is_ping(&self) -> bool;
 }
 
-impl Word for ToRoot {
+impl ControlMessage for ToRoot {
     fn ping() -> Self {
         Self::Ping
     }
@@ -64,7 +64,7 @@ impl Word for ToRoot {
     }
 }
 
-impl Word for FromRoot {
+impl ControlMessage for FromRoot {
     fn ping() -> Self {
         Self::Ping
     }
@@ -77,23 +77,23 @@ impl Word for FromRoot {
 /// Why a link has ended.
 #[derive(Debug)]
 pub(crate) enum LinkEnd {
-    /// The other end has closed the connection.
+    /// The peer closed the connection.
     HungUp,
-    /// Nothing has come for too long.
+    /// Nothing arrived for too long.
     Silent,
-    /// It does not read what it is sent.
+    /// The peer reads nothing.
     Stuck,
-    /// It reads, and more slowly than it is told things.
+    /// The peer reads more slowly than this end sends.
     Behind,
     /// The connection failed.
     Failed(io::Error),
-    /// What came is no frame, or no message.
+    /// The peer sent an invalid frame or message.
     Frame(FrameError),
     Message(MessageError),
 }
 
 impl LinkEnd {
-    /// What the other end did that it must not, in a word.
+    /// What the peer did wrong, in a word; `None` if it did nothing wrong.
     pub(crate) fn misbehaviour(&self) -> Option<&'static str> {
         match self {
             Self::Stuck => Some("stuck"),
@@ -119,30 +119,30 @@ impl std::fmt::Display for LinkEnd {
     }
 }
 
-/// What is handed to a link to be sent.
+/// What a link is to send.
 enum Outgoing {
     /// Frames.
     Frames(Arc<[u8]>),
-    /// Nothing more comes; what was handed over is still sent.
+    /// The end: everything before it is still sent.
     End,
 }
 
-/// One end of a control link. Dropped, it hangs up.
+/// One end of a control link. Dropping it hangs up.
 pub(crate) struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
-    /// A message found no room.
+    /// The queue was full, so a message was lost.
     full: Arc<Notify>,
-    /// The next sign of life is handed on.
+    /// The next ping goes to the events, too.
     sign: Arc<AtomicBool>,
     tasks: [JoinHandle<()>; 2],
     out: PhantomData<fn(Out)>,
 }
 
-impl<Out: Word> Link<Out> {
-    /// Takes over a connection whose handshake is done. Each message goes to
-    /// `events`, as `event` makes one of it, and so does the end, after which
-    /// nothing more comes but perhaps another end.
-    pub(crate) fn start<In: Word, E: Send + 'static>(
+impl<Out: ControlMessage> Link<Out> {
+    /// Starts a link on a connection whose handshake is done. Each message goes to `events`,
+    /// converted by `event`, and so does the end of the link. After that no message follows, but
+    /// perhaps another end.
+    pub(crate) fn start<In: ControlMessage, E: Send + 'static>(
         socket: TcpStream,
         events: &mpsc::Sender<E>,
         event: impl Fn(Result<In, LinkEnd>) -> E + Send + Sync + Clone + 'static,
@@ -178,8 +178,8 @@ impl<Out: Word> Link<Out> {
         }
     }
 
-    /// Sends a message. False: it could not be sent. A peer that does not keep up loses
-    /// its link by that: the end is an event like any other.
+    /// Sends a message. Returns false if the queue is full: the peer does not keep up, and its link
+    /// ends, which is an event as usual.
     pub(crate) fn send(&self, message: &Out) -> bool {
         match frames(std::slice::from_ref(message)) {
             Ok(frames) => self.send_frames(frames),
@@ -190,7 +190,7 @@ impl<Out: Word> Link<Out> {
         }
     }
 
-    /// Sends what was encoded before.
+    /// Sends encoded frames.
     pub(crate) fn send_frames(&self, frames: Arc<[u8]>) -> bool {
         let sent = self.sender.try_send(Outgoing::Frames(frames));
         if let Err(TrySendError::Full(_)) = sent {
@@ -199,13 +199,12 @@ impl<Out: Word> Link<Out> {
         sent.is_ok()
     }
 
-    /// Has the next that is read, whatever it is, followed by a ping among the events.
+    /// Follows the next thing that is read with a ping among the events, whatever it is.
     pub(crate) fn expect_sign(&self) {
         self.sign.store(true, Ordering::Relaxed);
     }
 
-    /// Sends what was handed over so far, then hangs up; waits for that, but not
-    /// long.
+    /// Sends everything queued so far, then hangs up; waits for that, but not long.
     pub(crate) async fn finish(mut self) {
         let _ = self.sender.try_send(Outgoing::End);
         let [_, write] = &mut self.tasks;
@@ -227,12 +226,12 @@ impl<Out> std::fmt::Debug for Link<Out> {
     }
 }
 
-/// Messages as they travel.
+/// Encodes messages as frames.
 pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageError> {
     let mut bytes = Vec::new();
     for message in messages {
         let payload = message.encode()?;
-        // Messages are bounded below what a frame takes.
+        // Messages are bounded to less than a frame takes.
         if frame::encode(M::KIND, &payload, &mut bytes).is_err() {
             return Err(MessageError::TooLong {
                 what: "bytes of a message",
@@ -244,7 +243,7 @@ pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageErr
     Ok(bytes.into())
 }
 
-async fn read_all<In: Word, E>(
+async fn read_all<In: ControlMessage, E>(
     mut reader: OwnedReadHalf,
     events: &mpsc::Sender<E>,
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
@@ -270,7 +269,7 @@ async fn read_all<In: Word, E>(
             match In::decode(frame.payload) {
                 Ok(message) if message.is_ping() => {}
                 Ok(message) => {
-                    // Nobody listens any more.
+                    // The receiver of the events has gone.
                     events.send(event(Ok(message))).await.ok()?;
                 }
                 Err(error) => return Some(LinkEnd::Message(error)),
@@ -282,7 +281,7 @@ async fn read_all<In: Word, E>(
     }
 }
 
-async fn write_all<Out: Word>(
+async fn write_all<Out: ControlMessage>(
     mut writer: OwnedWriteHalf,
     mut receiver: mpsc::Receiver<Outgoing>,
 ) -> Result<(), LinkEnd> {
@@ -347,13 +346,13 @@ pub(crate) async fn dial(
 /// Why a connection was not made.
 #[derive(Debug)]
 pub(crate) enum DialError {
-    /// No connection came about in time.
+    /// No connection was made in time.
     Silent,
-    /// A connection came about, and nobody answered on it in time.
+    /// A connection was made, but got no answer in time.
     Unanswered,
     /// The connection failed.
     Failed(io::Error),
-    /// The other end is not one to talk to.
+    /// The peer failed the handshake.
     Hello(HelloError),
 }
 
@@ -374,8 +373,8 @@ impl std::fmt::Display for DialError {
     }
 }
 
-/// Lets a client prove itself; each client has [`HANDSHAKE`] for all of it. One that
-/// fails is told so if `answers` says that.
+/// Authenticates a client within [`HANDSHAKE`]. A client that fails is notified only if `answers`
+/// allows it.
 pub(crate) async fn greet(
     socket: &mut TcpStream,
     key: &Key,
@@ -394,7 +393,7 @@ pub(crate) async fn greet(
                 });
             }
             let step = server.feed(&mut &bytes[..]);
-            // Who is told that there is no room has done nothing wrong.
+            // A client that is refused for lack of room has done nothing wrong.
             let failed =
                 matches!(&step.next, Next::Close(error) if *error != HelloError::TurnedAway);
             if !failed || (!step.send.is_empty() && answers()) {
@@ -415,16 +414,16 @@ pub(crate) async fn greet(
 /// Why a client was refused.
 #[derive(Debug)]
 pub(crate) enum GreetError {
-    /// It took too long.
+    /// The client took too long.
     Slow,
     /// The connection failed.
     Failed(io::Error),
-    /// It is not one to talk to.
+    /// The client failed the handshake.
     Hello(HelloError),
 }
 
 impl GreetError {
-    /// Whether the client hung up, and had done nothing wrong by then.
+    /// Whether the client hung up before it did anything wrong.
     pub(crate) fn is_hang_up(&self) -> bool {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
         match self {

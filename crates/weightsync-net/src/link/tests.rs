@@ -20,7 +20,7 @@ fn peer_that_does_not_read_loses_its_link() {
         let (events, mut inbox) = mpsc::channel(8);
         let link = Link::<FromRoot>::start(one, &events, |what: Result<ToRoot, _>| what);
         let (_reader, mut writer) = other.into_split();
-        // It says that it is there, and reads nothing.
+        // This peer sends signs of life, and reads nothing.
         let pings = async {
             loop {
                 writer
@@ -35,7 +35,7 @@ fn peer_that_does_not_read_loses_its_link() {
         };
         let part = frames(&[part]).unwrap();
         let begun = std::time::Instant::now();
-        // What the system takes, and the queue; then no more.
+        // Fills the system's buffers and the queue, until no more fits.
         while link.send_frames(part.clone()) {
             tokio::task::yield_now().await;
         }

@@ -9,19 +9,19 @@ use weightsync_engine::transport::ReceiverTransport;
 use super::route::Found;
 use super::{Shared, State};
 
-/// When a relay is looked for first; later less often. What a worker fetches for itself
-/// until then, its host fetches twice.
+/// The pause before the first look for a relay; later pauses are longer. Until the worker moves,
+/// its host fetches everything twice.
 const FIRST: Duration = Duration::from_millis(50);
 
-/// For so long a worker that has a version already stays where it is: a relay that has just
-/// begun has none, and the worker would find none there.
+/// How long a worker that has a version stays where it is: a relay that has just started has no
+/// version for it.
 const STAYS: Duration = Duration::from_millis(500);
 
 /// The longest pause between two looks.
 const LONGEST: Duration = Duration::from_secs(8);
 
 impl Shared {
-    /// Looks for a relay from here on, unless somebody does.
+    /// Starts looking for a relay, unless a thread already does.
     pub(super) fn look_out(shared: &Arc<Self>, state: &mut State) {
         if state.looks.is_some() || !shared.route.wants_a_relay() {
             return;
@@ -32,7 +32,7 @@ impl Shared {
             .spawn(move || Self::look_out_for_a_relay(&own));
         match looks {
             Ok(looks) => state.looks = Some(looks),
-            // The worker goes on as it is.
+            // The worker continues as its own agent.
             Err(error) => tracing::warn!("cannot start a thread to look for a relay: {error}"),
         }
     }
@@ -54,7 +54,7 @@ impl Shared {
             };
             shared.state().moving = false;
             let is_over = left.is_some();
-            // The sender has it there before it leaves here.
+            // The sender registers the new route before the worker leaves the old one.
             Self::take_in(shared, next);
             if is_over {
                 drop(left);
@@ -66,8 +66,8 @@ impl Shared {
         }
     }
 
-    /// Ends the looks for a relay, unless the one that was found has gone meanwhile and
-    /// the worker is its own agent again.
+    /// Ends the search for a relay, unless the relay has gone meanwhile and the worker is its own
+    /// agent again.
     pub(super) fn has_looked(&self) -> bool {
         let mut state = self.state();
         if self.closed.load(Ordering::SeqCst) {
@@ -79,8 +79,7 @@ impl Shared {
         !state.is_own_agent
     }
 
-    /// The segment of the relay, and the one that is left for it; else the one there
-    /// is.
+    /// The relay's segment and the one left for it; otherwise the current segment.
     fn at_the_relay(&self, old: Found) -> (Found, Option<Found>) {
         let handoff = old.attached.handoff();
         match self.route.find_relay(&handoff) {
@@ -98,7 +97,7 @@ impl Shared {
         }
     }
 
-    /// The segment, once no call has it; `None` if the worker leaves.
+    /// Takes the segment once no call uses it; `None` if the worker leaves.
     fn take_between_calls(&self) -> Option<Found> {
         let mut state = self.state();
         state.moving = true;
@@ -116,7 +115,7 @@ impl Shared {
         }
     }
 
-    /// Waits for so long; whether the worker leaves.
+    /// Waits this long; returns whether the worker leaves.
     fn rest(&self, pause: Duration) -> bool {
         let since = Instant::now();
         let mut state = self.state();

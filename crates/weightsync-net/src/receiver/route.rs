@@ -19,28 +19,26 @@ use crate::scheme::{Distributed, Share};
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// How long what lives at a name of this host has to answer before a worker asks again.
+/// How long the process at a name of this host may take to answer before a worker asks again.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// And a relay, before the worker looks elsewhere, of half the time it has: a relay has
-/// all its room to make first, which takes a second for each gigabyte, and may be
-/// stopped. A trainer is waited for as long as it lives: what it does not give here it
-/// does not give over a link either.
+/// How long a relay may take to answer before the worker looks elsewhere; half the worker's time if
+/// that is less. A relay first allocates its slots, up to a second for each gigabyte, and it may be
+/// stopped. A trainer has as long as it lives, because a link to it would not be faster.
 const SETTLES: Duration = Duration::from_secs(10);
 
-/// What one attempt has at the least.
+/// The least time of one attempt.
 const MOMENT: Duration = Duration::from_millis(300);
 
-/// After so many refusals in a row nobody listens where the sender did.
+/// After this many refused connections in a row, nothing listens at the sender's address.
 const REFUSALS: u32 = 5;
 
-/// How long a worker looks for another way to its sender before it takes this for an
-/// answer.
+/// How long a worker looks for another route before it takes a problem as final.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waits {
-    /// That it is turned away: the next look may find what was told of it meanwhile.
+    /// For being refused: until then, the refusal may rest on an outdated state.
     pub(super) denied: Duration,
-    /// That somebody listens where the sender did, and answers nobody.
+    /// For a sender that accepts connections and does not answer.
     pub(super) silent: Duration,
 }
 
@@ -53,7 +51,7 @@ impl Default for Waits {
     }
 }
 
-/// The way of one worker.
+/// The route of one worker.
 #[derive(Debug)]
 pub(super) struct Route {
     scheme: Distributed,
@@ -63,34 +61,34 @@ pub(super) struct Route {
     owner: Origin,
 }
 
-/// Where it has led.
+/// The segment that a route leads to.
 #[derive(Debug)]
 pub(super) struct Found {
-    // The worker leaves its segment before its agent leaves the sender.
+    // Dropped first: the worker leaves its segment before its agent leaves the sender.
     pub(super) attached: Attached,
-    /// The agent that this worker is itself.
+    /// The agent, if the worker is its own.
     agent: Option<Agent>,
 }
 
 impl Found {
-    /// Whether the segment is that of a relay of this host.
+    /// Whether the segment belongs to a relay of this host.
     pub(super) fn is_a_relays(&self) -> bool {
         self.agent.is_none() && self.attached.reader().is_relayed()
     }
 
-    /// Whether it was, and that has gone.
+    /// Whether the segment's relay has gone.
     pub(super) fn has_lost_its_relay(&self) -> bool {
         self.is_a_relays() && self.attached.reader().is_gone()
     }
 
-    /// Whether it is that of the worker's own agent.
+    /// Whether the segment belongs to the worker's own agent.
     pub(super) fn is_its_own_agents(&self) -> bool {
         self.agent.is_some()
     }
 }
 
-/// What came of one look.
-enum Look {
+/// The result of one search.
+enum SearchResult {
     Found(Box<Found>),
     Nothing(Reach),
 }
@@ -110,14 +108,14 @@ impl Route {
         !self.owner.is_here()
     }
 
-    /// Attaches to the trainer's segment if that is on this host, to that of the
-    /// host's relay if there is one, or fetches for itself.
+    /// Attaches to the trainer's segment if it is on this host, or to that of the host's relay, or
+    /// fetches for itself.
     pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<Found> {
         let since = Instant::now();
         let mut looks = 0;
         loop {
             let goes_on = || interrupt::at_most(None).is_ok();
-            if let Look::Found(found) = self.look(handoff, deadline, goes_on)? {
+            if let SearchResult::Found(found) = self.look(handoff, deadline, goes_on)? {
                 return Ok(*found);
             }
             interrupt::at_most(None)?;
@@ -133,8 +131,8 @@ impl Route {
         }
     }
 
-    /// The same after a relay has gone: until it is `closed`, or the sender is gone
-    /// as well. What hinders one look may be over at the next, unless it lasts.
+    /// Finds another route after a relay has gone, until the end is `closed` or the sender is gone
+    /// too. A problem may have passed at the next attempt, so only one that lasts is final.
     pub(super) fn find_again(
         &self,
         handoff: &Handoff,
@@ -142,16 +140,16 @@ impl Route {
         waits: Waits,
     ) -> Result<Option<Found>> {
         let (mut looks, mut refusals) = (0, 0);
-        // Since when nobody has answered.
+        // Since when the sender's address accepts connections without answering.
         let mut silent: Option<Instant> = None;
         let mut hindrances = LogLimiter::default();
-        // Since when it has been turned away at each look.
+        // Since when every attempt was refused.
         let mut denied: Option<Instant> = None;
         let goes_on = || !closed.load(Ordering::SeqCst);
         while goes_on() {
             let reach = match self.look(handoff, None, goes_on) {
-                Ok(Look::Found(found)) => return Ok(Some(*found)),
-                Ok(Look::Nothing(reach)) => {
+                Ok(SearchResult::Found(found)) => return Ok(Some(*found)),
+                Ok(SearchResult::Nothing(reach)) => {
                     denied = None;
                     reach
                 }
@@ -176,7 +174,8 @@ impl Route {
             };
             silent = match reach {
                 Reach::Unanswered => silent.or_else(|| Some(Instant::now())),
-                // The sender that answers nobody has a full queue by now, say.
+                // A silent sender's queue of connections may be full by now, so that attempts time
+                // out.
                 Reach::Unknown => silent,
                 Reach::Refused => None,
             };
@@ -190,7 +189,7 @@ impl Route {
         Ok(None)
     }
 
-    /// Whether the worker reads a relay's memory where there is one.
+    /// Whether the worker prefers a relay's memory.
     pub(super) fn wants_a_relay(&self) -> bool {
         self.scheme.share != Share::Nothing
     }
@@ -223,7 +222,7 @@ impl Route {
         local::names(self.at.secret(), self.at.address(), Owner::Host)
     }
 
-    /// Whether the sender may have a successor at the same place.
+    /// Whether the sender may have a successor at the same address.
     pub(super) fn restarts(&self) -> bool {
         self.at.restarts()
     }
@@ -233,8 +232,8 @@ impl Route {
         handoff: &Handoff,
         deadline: Deadline,
         mut goes_on: impl FnMut() -> bool,
-    ) -> Result<Look> {
-        // A caller that waits for the answer of the process there does so here, too.
+    ) -> Result<SearchResult> {
+        // A caller that waits for the answer of a process it reached does so here, too.
         let until = deadline.filter(|_| !self.joining.hears_out);
         let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
         let mut nearer = self.names();
@@ -246,7 +245,7 @@ impl Route {
                 }
                 match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
                     Ok(attached) => return Ok(found(attached, None)),
-                    // It does not answer, or is about to go.
+                    // This process does not answer, or is about to end.
                     Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
                     Err(error) => return Err(error),
                 }
@@ -254,10 +253,10 @@ impl Route {
             let is_trainer = silent.iter().any(|(owner, _)| *owner == Owner::Sender);
             let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
             if is_over && is_trainer {
-                return Ok(Look::Nothing(Reach::Unknown));
+                return Ok(SearchResult::Nothing(Reach::Unknown));
             }
             if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
-                // A worker that comes to another sender meanwhile is seen before this worker
+                // A worker that joins meanwhile through another name is noticed before this one
                 // fetches for itself.
                 nearer.retain(|one| !silent.contains(one));
                 break;
@@ -267,25 +266,26 @@ impl Route {
         let patience = match self.joining.hears_out {
             true => ATTEMPT.into(),
             false => Patience {
-                // Who only looks gives one that is there a moment to answer.
+                // Even an attempt without time left gives a process that is there a moment to
+                // answer.
                 dial: left(deadline, ATTEMPT).max(MOMENT),
                 until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
             },
         };
         let agent = match self.become_agent(nearer, patience, goes_on)? {
             Ok(agent) => agent,
-            Err(reach) => return Ok(Look::Nothing(reach)),
+            Err(reach) => return Ok(SearchResult::Nothing(reach)),
         };
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(attached) => Ok(found(attached, Some(agent))),
-            // The sender went in between.
-            Err(Error::NoSender { .. }) => Ok(Look::Nothing(Reach::Unknown)),
+            // The sender ended in between.
+            Err(Error::NoSender { .. }) => Ok(SearchResult::Nothing(Reach::Unknown)),
             Err(error) => Err(error),
         }
     }
 
-    /// The names at which this worker looks for others, in order.
+    /// The names at which this worker looks for a segment, in order.
     fn names(&self) -> Vec<(Owner, String)> {
         let names = |owner| {
             let names = local::names(self.at.secret(), self.at.address(), owner);
@@ -322,7 +322,7 @@ impl Route {
         Attached::new(reader, &self.joining, self.scheme.own_copy)
     }
 
-    /// Reaches the sender itself; how it is that that is not possible now.
+    /// Connects to the sender itself, or returns why that is not possible now.
     fn become_agent(
         &self,
         nearer: Vec<String>,
@@ -339,7 +339,7 @@ impl Route {
             seen: self.joining.seen,
             connections: self.scheme.connections,
             address: AgentAddress::Own(format!("weightsync/net/own/{high:016x}{low:016x}")),
-            // What stops a worker must not stop others.
+            // A stopped worker must not hold up other hosts.
             serves: false,
             access,
             nearer,
@@ -347,16 +347,16 @@ impl Route {
         match Agent::start(options, patience, goes_on) {
             Ok(agent) => Ok(Ok(agent)),
             Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
-            // It was about to be there when this worker looked.
+            // The segment on this host appeared after this worker had looked.
             Err(StartError::Nearer) => Ok(Err(Reach::Unknown)),
             Err(error) => Err(error.into_error(address())),
         }
     }
 
-    /// Whether a link to the sender is one that is wanted as it is.
+    /// Checks that the settings allow a link to the sender.
     fn may_dial(&self, access: &Access) -> Result<()> {
         use std::net::ToSocketAddrs;
-        // A name that is not found is for the attempt to say.
+        // A name that cannot be resolved is reported by the attempt to connect.
         let addresses = self.at.address().to_socket_addrs();
         for address in addresses.into_iter().flatten() {
             access
@@ -368,13 +368,13 @@ impl Route {
 }
 
 impl StartError {
-    /// As the session above knows it.
+    /// The error for the session.
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
             Self::Unreachable(_, reason) => NetError::Unreachable { address, reason }.into(),
             Self::Nearer => NetError::Unreachable {
                 address,
-                reason: "it is on this host".into(),
+                reason: "the sender is on this host".into(),
             }
             .into(),
             Self::Taken => NetError::AnotherRelay { address }.into(),
@@ -389,11 +389,11 @@ impl StartError {
     }
 }
 
-fn found(attached: Attached, agent: Option<Agent>) -> Look {
-    Look::Found(Box::new(Found { attached, agent }))
+fn found(attached: Attached, agent: Option<Agent>) -> SearchResult {
+    SearchResult::Found(Box::new(Found { attached, agent }))
 }
 
-/// Whether somebody who is there turns this worker away: another has its number, say.
+/// Whether a live process refuses this worker, for example because its number is taken.
 fn is_denied(error: &Error) -> bool {
     match error {
         Error::Denied { .. } => true,
@@ -404,12 +404,11 @@ fn is_denied(error: &Error) -> bool {
     }
 }
 
-/// What hindered a look and may be over at the next one.
+/// The text of a problem that may have passed at the next attempt.
 ///
 /// # Errors
 ///
-/// The error, if it would be the same then; that the sender has died, if another one
-/// is where it was.
+/// The error itself if it would be the same then; `SenderDied` if another sender has the address.
 fn passing(error: Error) -> Result<String> {
     let is_passing = match &error {
         Error::Fenced { .. } => None,
@@ -429,13 +428,13 @@ fn passing(error: Error) -> Result<String> {
         Some(true) => Ok(error.to_string()),
         Some(false) => Err(error),
         None => {
-            tracing::warn!("another one is where the sender was: {error}");
+            tracing::warn!("another sender has taken this sender's address: {error}");
             Err(Error::SenderDied { pid: None })
         }
     }
 }
 
-/// The pause after so many looks.
+/// The pause after this many attempts.
 fn pause(looks: u32) -> Duration {
     Duration::from_millis(5 << looks.min(4))
 }

@@ -51,7 +51,7 @@ impl Scheme for Joins {
     }
 }
 
-/// What worker 1 says as it joins.
+/// Worker 1's request to join.
 fn joining(info: &InitInfo) -> Joining {
     let joins = Joins::default();
     let setup = ReceiverSetup::new(info.clone(), 1).scheme(joins.clone());
@@ -131,7 +131,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     let first = receiver.next(deadline()).unwrap().unwrap();
     receiver.applied(&first).unwrap();
     assert!(shared.state().found.as_ref().unwrap().is_its_own_agents());
-    // It waits in a call all the time.
+    // The worker waits in a call all the time.
     let waits = thread::spawn(move || {
         let next = receiver.next(deadline()).unwrap();
         receiver.applied(next.as_ref().unwrap()).unwrap();
@@ -168,7 +168,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
 /// With which scheme a copy of this program is to be a trainer.
 const SCHEME: &str = "WEIGHTSYNC_TEST_SCHEME";
 
-/// What a copy of this program does, until its input ends: a line of that is a send.
+/// The copy of this program that acts as the trainer, until its input ends: each line is a send.
 #[test]
 fn as_a_trainer() {
     let Ok(scheme) = env::var(SCHEME) else {
@@ -319,7 +319,7 @@ fn background_receiver_joining_a_successor_ends() {
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
     let (_runtime, _, seen) = drones(at.address(), at.secret(), long_welcome());
-    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     drop(background);
     assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
@@ -331,7 +331,7 @@ fn failed_attempt_does_not_end_the_route_search() {
     let receiver = worker(&info);
     sender.shutdown();
     let at = info.endpoint();
-    // Its messages are invalid.
+    // The program there sends invalid messages.
     let (_runtime, _, seen) = drones(at.address(), at.secret(), Vec::new());
     let shared = receiver.shared.clone();
     let closed = Arc::new(AtomicBool::new(false));
@@ -341,7 +341,7 @@ fn failed_attempt_does_not_end_the_route_search() {
             .find_again(&Handoff::default(), &ends, Waits::default())
     });
     for _ in 0..3 {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }
@@ -368,7 +368,7 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
     assert!(begun.elapsed() >= waits.silent, "{:?}", begun.elapsed());
 }
 
-/// It has its room to make before it answers, here and over a link.
+/// A relay allocates its slots before it answers, here and over a link.
 #[test]
 fn worker_waits_for_a_local_trainer_without_dialling() {
     let (_other, info) = trainer();
@@ -422,7 +422,7 @@ fn worker_whose_number_stays_taken_gets_an_error() {
     let found = look(Duration::from_millis(100));
     let is_denied = matches!(&found, Err(Error::Denied { .. }));
     assert!(is_denied, "{found:?}");
-    // It may be that the sender has not heard yet that the other has gone.
+    // The sender may not have noticed yet that the other worker has gone.
     let found = thread::scope(|scope| {
         let search = scope.spawn(|| look(LONG));
         drop(first);
@@ -436,7 +436,7 @@ fn impostor_at_the_address_does_not_end_a_background() {
     let dir = tempfile::tempdir().unwrap();
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
-    // Its messages are invalid; it has another token.
+    // The program there sends invalid messages, or has another token.
     for (secret, complaint) in [
         (*at.secret(), "invalid message"),
         ([9; 16], "refused the token"),
@@ -492,8 +492,8 @@ fn worker_whose_new_relay_dies_finds_the_next() {
     assert!(receiver.shared.state().looks.is_none());
 }
 
-/// One comes by the memory of the trainer's host, the other by a link: the first one
-/// has the number, and the other is told so at once.
+/// Two workers with one number: the one over shared memory is first, so the one over a link is
+/// refused at once.
 #[test]
 fn one_of_two_workers_gets_a_contested_number() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
@@ -537,8 +537,8 @@ fn one_of_two_workers_gets_a_contested_number() {
         let workers = sender.workers();
         let of_it = workers.iter().filter(|one| one.worker.0 == number);
         assert_eq!(of_it.count(), 1, "{workers:?}");
-        // What is sent is what comes. To all: what is sent to one worker is kept for it,
-        // and would take a slot for each number.
+        // Each send arrives. They go to all workers: a version for one worker is kept for it, and
+        // would take a slot for each number.
         let options = SendOptions::new().wait(WaitFor::Sent);
         let sent = sender.send_with(&weights(), &options).unwrap().version();
         while winner.recv_timeout(LONG).unwrap().unwrap().version() < sent {}

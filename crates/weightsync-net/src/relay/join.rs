@@ -9,38 +9,38 @@ use tokio::sync::mpsc;
 use weightsync_core::{Layout, Remedy, Run};
 use weightsync_mem::ModelSpec;
 
-use super::engine::Event;
+use super::driver::Event;
 use super::{AgentOptions, Item, Patience, Reach, StartError};
 use crate::access::{Access, Key};
 use crate::link::{self, DialError, Link, LinkEnd};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot};
 
-/// How long a sender that is there may take for the next part of its welcome: more than
-/// that takes over a link of 1 Mbit/s.
+/// How long a sender may take for the next part of its welcome. Even over a link of 1 Mbit/s a part
+/// takes less.
 const NEXT: Duration = Duration::from_secs(10);
 
-/// What is heard by a link, before the engine hears it.
-type Words = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
+/// Messages of a link before the driver takes it over.
+type Messages = mpsc::Receiver<(u64, Result<FromRoot, LinkEnd>)>;
 
-/// What an agent knows once it is in.
+/// What an agent knows after it has joined.
 pub(crate) struct Joined {
     pub(crate) link: Link<ToRoot>,
     pub(crate) root: SocketAddr,
     pub(crate) run: Run,
-    /// Its number.
+    /// The number that the sender gave it.
     pub(crate) agent: u64,
-    /// What the sender calls itself.
+    /// The sender's name for itself.
     pub(crate) address: String,
     pub(crate) slots: u8,
     /// The sender's process.
     pub(crate) pid: u32,
     pub(crate) models: Vec<ModelSpec>,
-    /// Where this agent serves others, if it does.
+    /// The listener for other hosts, if the agent serves any.
     pub(crate) bulk: Option<TcpListener>,
 }
 
-/// What an agent says of itself when it comes back.
+/// What an agent tells the sender about itself when it reconnects.
 #[derive(Debug, Default)]
 pub(crate) struct Before {
     pub(crate) run: Option<Run>,
@@ -63,7 +63,7 @@ pub(crate) async fn join(
         let reason = format!("{} did not answer within {within:.1?}", options.root);
         Err(StartError::Unreachable(Reach::Unknown, reason))
     })?;
-    // Reached by the way the sender is.
+    // Other hosts can reach this machine at the address that this link uses.
     let own = socket.local_addr().map_err(|source| StartError::Os {
         action: "asking a socket for its address",
         source,
@@ -114,14 +114,14 @@ pub(crate) async fn join(
     })
 }
 
-/// Listens for others who fetch, if there is a port.
+/// Listens for other hosts that fetch, if that is allowed.
 async fn listen(own: IpAddr, access: &Access) -> Result<Option<TcpListener>, StartError> {
     let any = SocketAddr::new(own, 0);
     access.may_listen(any).map_err(StartError::Access)?;
     Ok(TcpListener::bind(any).await.ok())
 }
 
-/// What a sender says to an agent that comes.
+/// What a sender tells an agent that joins.
 pub(crate) struct Welcome {
     pub(crate) run: Run,
     pub(crate) agent: u64,
@@ -131,8 +131,8 @@ pub(crate) struct Welcome {
     pub(crate) models: Vec<ModelSpec>,
 }
 
-/// Says who this is, and hears the welcome. `number` tells this link's events from
-/// those of earlier ones.
+/// Introduces this agent and receives the welcome. `number` tells this link's events from those of
+/// earlier links.
 pub(crate) async fn greet(
     socket: TcpStream,
     options: &AgentOptions,
@@ -140,8 +140,8 @@ pub(crate) async fn greet(
     number: u64,
     events: &mpsc::Sender<Event>,
 ) -> Result<(Link<ToRoot>, Welcome), StartError> {
-    // A channel of its own, until the welcome is there: nothing else is mixed in.
-    let (own, mut words) = mpsc::channel(64);
+    // A channel of its own until the welcome is complete, so that no other events are mixed in.
+    let (own, mut messages) = mpsc::channel(64);
     let forward = events.clone();
     let link = Link::<ToRoot>::start::<FromRoot, _>(socket, &own, move |what| (number, what));
     drop(own);
@@ -154,10 +154,10 @@ pub(crate) async fn greet(
         holds: before.holds.clone(),
         run: before.run,
     });
-    let welcome = read_welcome(&mut words, NEXT).await?;
-    // What comes from here on goes to the engine.
+    let welcome = read_welcome(&mut messages, NEXT).await?;
+    // From here on, messages go to the driver.
     tokio::spawn(async move {
-        while let Some((number, what)) = words.recv().await {
+        while let Some((number, what)) = messages.recv().await {
             if forward.send(Event::Root { number, what }).await.is_err() {
                 return;
             }
@@ -166,7 +166,7 @@ pub(crate) async fn greet(
     Ok((link, welcome))
 }
 
-async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, StartError> {
+async fn read_welcome(messages: &mut Messages, patience: Duration) -> Result<Welcome, StartError> {
     let broken = |what: &str| StartError::Broken(what.into());
     let FromRoot::Welcome {
         run,
@@ -176,7 +176,7 @@ async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
         slots,
         max_slots: _,
         pid,
-    } = next(words, patience).await?
+    } = next(messages, patience).await?
     else {
         return Err(broken("expected a welcome first"));
     };
@@ -186,7 +186,7 @@ async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
             index,
             layout_bytes,
             note_bytes,
-        } = next(words, patience).await?
+        } = next(messages, patience).await?
         else {
             return Err(broken("expected a model"));
         };
@@ -201,7 +201,7 @@ async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
                 Ok(model) => break model,
                 Err(assembler) => assembler,
             };
-            let FromRoot::Part { bytes } = next(words, patience).await? else {
+            let FromRoot::Part { bytes } = next(messages, patience).await? else {
                 return Err(broken("expected a part of a model"));
             };
             assembler.push(&bytes).map_err(unusable)?;
@@ -222,8 +222,8 @@ async fn read_welcome(words: &mut Words, patience: Duration) -> Result<Welcome, 
     })
 }
 
-async fn next(words: &mut Words, patience: Duration) -> Result<FromRoot, StartError> {
-    let received = tokio::time::timeout(patience, words.recv()).await;
+async fn next(messages: &mut Messages, patience: Duration) -> Result<FromRoot, StartError> {
+    let received = tokio::time::timeout(patience, messages.recv()).await;
     let received = received.map_err(|_| {
         let reason = format!("it did not list its models within {patience:?}");
         StartError::Unreachable(Reach::Unknown, reason)
@@ -277,7 +277,7 @@ pub(crate) async fn dial(name: &str, key: &Key) -> Result<(TcpStream, SocketAddr
     Err(last)
 }
 
-/// Whether what answers there will not become the sender by waiting.
+/// Whether waiting cannot turn the peer into the right sender.
 fn is_final(error: &HelloError) -> bool {
     error.remedy() != Remedy::Retry
 }
@@ -290,8 +290,8 @@ fn host_name() -> String {
         .into_owned()
 }
 
-/// The same for every process of this host, and of no other: the machine's boot and
-/// the network namespace, to which local names belong.
+/// An id that all processes of this host share, and no other host has: from the machine's boot id
+/// and its network namespace, to which local names belong.
 pub(crate) fn host_id() -> [u8; 16] {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -308,15 +308,15 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_sender_that_says_nothing_is_not_waited_for() {
-        let (_kept, mut words) = mpsc::channel(1);
+    async fn join_gives_up_on_a_silent_sender() {
+        let (_kept, mut messages) = mpsc::channel(1);
         let patience = Duration::from_millis(20);
-        let received = tokio::time::timeout(2 * NEXT, read_welcome(&mut words, patience)).await;
+        let received = tokio::time::timeout(2 * NEXT, read_welcome(&mut messages, patience)).await;
         assert!(matches!(received, Ok(Err(StartError::Unreachable(..)))));
     }
 
     #[tokio::test]
-    async fn nothing_listens_off_loopback_without_a_token() {
+    async fn agent_listens_off_loopback_only_with_a_token() {
         let access = |token, insecure_plaintext| Access {
             token,
             insecure_plaintext,
@@ -325,7 +325,7 @@ mod tests {
         let own = Access::default();
         let loopback = listen([127, 0, 0, 1].into(), &own).await;
         assert!(loopback.unwrap().is_some());
-        // An address of nobody: binding it fails, which is no error.
+        // An address that no machine has, so that binding to it fails; that is no error.
         let elsewhere = || [192, 0, 2, 1].into();
         for refused in [access(None, true), access(token(), false)] {
             let refused = listen(elsewhere(), &refused).await;

@@ -4,7 +4,7 @@
 //! An agent is a process of its own (`weightsync relay`), or a few threads of a worker whose
 //! host has no relay.
 
-mod engine;
+mod driver;
 mod join;
 pub(crate) mod plan;
 mod service;
@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, oneshot};
 use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener, Origin};
 
-use self::engine::{Engine, Event};
+use self::driver::{Driver, Event};
 use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
@@ -27,16 +27,16 @@ use crate::access::{Access, AccessError, Key};
 use crate::wire::hello::HelloError;
 use crate::wire::message::ToRoot;
 
-/// How long tasks have to end, of which none waits.
+/// How long tasks get to end; none of them should wait.
 const END: Duration = Duration::from_secs(1);
 
-/// How often it is asked whether a joining is to go on.
+/// How often a join checks whether it should go on.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// How many events may wait for the engine.
+/// How many events may wait for the driver.
 const EVENTS: usize = 1024;
 
-/// How an agent joins, and what it is.
+/// What an agent is, and how it joins.
 #[derive(Clone, Debug)]
 pub(crate) struct AgentOptions {
     /// Where the sender listens, as `host:port`.
@@ -46,32 +46,32 @@ pub(crate) struct AgentOptions {
     pub(crate) seen: Epoch,
     /// Connections of one fetch.
     pub(crate) connections: usize,
-    /// Where its workers find it.
+    /// The address at which its workers find it.
     pub(crate) address: AgentAddress,
     /// Whether it passes versions on to other hosts.
     pub(crate) serves: bool,
     /// Which addresses it may use.
     pub(crate) access: Access,
-    /// Where one of these names of this host is served, what it would fetch can be read
-    /// there, and it does not start.
+    /// If one of these names is served on this host, the agent does not start: its workers can read
+    /// the versions there.
     pub(crate) nearer: Vec<String>,
 }
 
-/// Where the workers of an agent find it.
+/// The address at which the workers of an agent find it.
 #[derive(Clone, Debug)]
 pub(crate) enum AgentAddress {
-    /// All of this host, at the first of its names that is free.
+    /// For all workers of this host, at the first free one of the host's names.
     Host,
-    /// Only who knows the name.
+    /// For workers that know the name.
     Own(String),
 }
 
-/// How long a joining may take.
+/// Time limits of a join.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Patience {
-    /// Until the sender is reached.
+    /// To reach the sender.
     pub(crate) dial: Duration,
-    /// Until it has said all it says to who comes; as long as that takes without one.
+    /// To receive the whole welcome; no limit without it.
     pub(crate) until: Option<Instant>,
 }
 
@@ -84,10 +84,10 @@ impl From<Duration> for Patience {
 /// Why an agent did not start.
 #[derive(Debug)]
 pub(crate) enum StartError {
-    /// The sender cannot be reached, at least not now.
+    /// The sender cannot be reached now.
     Unreachable(Reach, String),
-    /// The sender, or what answers there, is not the one to talk to: trying again
-    /// does not help.
+    /// The sender, or the program that answers in its place, is the wrong peer: trying again does
+    /// not help.
     Refused(HelloError),
     /// The sender refused this host.
     Denied(String),
@@ -96,15 +96,15 @@ pub(crate) enum StartError {
         seen: Epoch,
         got: Epoch,
     },
-    /// Another agent serves this host by now.
+    /// Another agent already serves this host.
     Taken,
-    /// What it would fetch can be read on this host.
+    /// This host's workers can read the versions in another segment on this host.
     Nearer,
-    /// It must not listen where others would reach it.
+    /// The agent must not listen at an address that other machines reach.
     Access(AccessError),
     /// The sender sent an invalid message.
     Broken(String),
-    /// The system refused something.
+    /// The system refused an operation.
     Os {
         action: &'static str,
         source: std::io::Error,
@@ -112,33 +112,32 @@ pub(crate) enum StartError {
     Memory(weightsync_mem::Error),
 }
 
-/// How it is that a sender cannot be reached.
+/// Why a sender cannot be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Nobody listens there.
+    /// Nothing listens there.
     Refused,
-    /// Somebody listens, and does not answer.
+    /// A program listens there, and does not answer.
     Unanswered,
-    /// It is told nothing more.
+    /// The reason is not known.
     Unknown,
 }
 
-/// A running agent. Dropped, it leaves: its workers look for another way.
+/// A running agent. Dropping it makes it leave: its workers look for another route.
 #[derive(Debug)]
 pub(crate) struct Agent {
     events: mpsc::Sender<Event>,
     thread: Option<JoinHandle<Ending>>,
-    /// Where its workers find it.
+    /// The address at which its workers find it.
     pub(crate) address: String,
     pub(crate) run: Run,
-    /// Where it serves others.
+    /// The address at which it serves other hosts.
     pub(crate) serves: Option<SocketAddr>,
     owner: Origin,
 }
 
 impl Agent {
-    /// Connects to the sender, hears what models there are, and starts; that is given
-    /// up once it is not to go on.
+    /// Connects to the sender, receives its models, and starts. Gives up once `goes_on` says so.
     pub(crate) fn start(
         options: AgentOptions,
         patience: Patience,
@@ -155,7 +154,7 @@ impl Agent {
         let work = move || {
             let ending =
                 runtime.block_on(run(options, (patience, given_up), (own, inbox), started));
-            // Tasks end with it; nothing of them waits.
+            // Ends the tasks; none of them waits.
             runtime.shutdown_timeout(END);
             ending
         };
@@ -171,7 +170,7 @@ impl Agent {
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}
                 Err(RecvTimeoutError::Timeout) => {
                     drop(give_up);
-                    // It may have started just now.
+                    // The agent may have started just now.
                     break start.recv().ok();
                 }
                 begun => break begun.ok(),
@@ -201,7 +200,7 @@ impl Agent {
         }
     }
 
-    /// Waits until it ends without a shutdown; returns how.
+    /// Waits until the agent ends other than by [`stop`](Stopper::stop); returns how.
     pub(crate) fn wait(mut self) -> Ending {
         let thread = self.thread.take();
         thread.map_or(Ending::Moved, |thread| {
@@ -209,7 +208,7 @@ impl Agent {
         })
     }
 
-    /// What ends it from another thread.
+    /// Ends the agent from another thread.
     pub(crate) fn stopper(&self) -> Stopper {
         Stopper {
             events: self.events.clone(),
@@ -225,7 +224,7 @@ pub(crate) struct Stopper {
 
 impl Stopper {
     pub(crate) fn stop(&self) {
-        // One that has ended hears nothing.
+        // An agent that has ended receives nothing.
         let _ = self.events.blocking_send(Event::Stop);
     }
 }
@@ -233,7 +232,7 @@ impl Stopper {
 impl Drop for Agent {
     fn drop(&mut self) {
         if !self.owner.is_here() {
-            // The threads are the parent's and do not exist in a forked child.
+            // In a forked child the threads do not exist: they belong to the parent.
             if let Some(thread) = self.thread.take() {
                 std::mem::forget(thread);
             }
@@ -241,14 +240,14 @@ impl Drop for Agent {
         }
         if let Some(thread) = self.thread.take() {
             let _ = self.events.blocking_send(Event::Stop);
-            // A panic there has been reported by the panic hook already.
+            // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
     }
 }
 
-/// A runtime whose links are served by a thread of their own: what the engine does
-/// may take a moment, and silence is told apart from that.
+/// A runtime with a thread of its own for links: a driver that is busy for a moment must not look
+/// like a silent host.
 pub(crate) fn runtime(name: &str) -> std::io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -258,7 +257,7 @@ pub(crate) fn runtime(name: &str) -> std::io::Result<tokio::runtime::Runtime> {
         .build()
 }
 
-/// What an agent says once it runs.
+/// What an agent reports once it runs.
 struct Started {
     address: String,
     run: Run,
@@ -283,7 +282,7 @@ async fn run(
     };
     let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
     let joined = match joined {
-        // Before it makes room for all of that.
+        // Checked before it makes room for the models, which may be gigabytes.
         Ok(joined) if options.nearer.iter().any(is_served) => {
             joined.link.send(&ToRoot::Goodbye);
             joined.link.finish().await;
@@ -294,19 +293,19 @@ async fn run(
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.run;
-        let engine = Engine::start(&options, key, joined, listener, events)?;
-        let serves = engine.serves();
+        let driver = Driver::start(&options, key, joined, listener, events)?;
+        let serves = driver.serves();
         let begun = Started {
             address,
             run,
             serves,
         };
-        Ok((engine, begun))
+        Ok((driver, begun))
     });
     match made {
-        Ok((engine, begun)) => {
+        Ok((driver, begun)) => {
             let _ = started.send(Ok(begun));
-            engine.run(inbox).await
+            driver.run(inbox).await
         }
         Err(error) => {
             let _ = started.send(Err(error));
@@ -315,7 +314,7 @@ async fn run(
     }
 }
 
-/// A name for the workers of this host.
+/// Takes a name for the workers of this host.
 fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
     let names = match &options.address {
         AgentAddress::Own(name) => vec![name.clone()],
@@ -327,7 +326,7 @@ fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String),
     }
     match local::first_free(&names) {
         Ok(found) => Ok(found),
-        // Another relay may have come just now.
+        // Another relay may have started just now.
         Err(_) if names.iter().any(is_served) => Err(StartError::Taken),
         Err(error) => Err(StartError::Memory(error)),
     }
@@ -337,11 +336,11 @@ fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String),
 pub(crate) mod local {
     use weightsync_mem::{Error, Listener};
 
-    /// How many names there are. One that a forked child of a dead process keeps is
-    /// passed over.
+    /// How many names there are. A forked child of a dead process may keep a name; the next one is
+    /// used then.
     const NAMES: u8 = 8;
 
-    /// Whose they are.
+    /// Which process a name belongs to.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub(crate) enum Owner {
         /// The trainer's.
@@ -350,9 +349,9 @@ pub(crate) mod local {
         Host,
     }
 
-    /// The names, in the order in which they are looked at: abstract socket names,
-    /// which belong to the network namespace. Only who has the secret can make them;
-    /// everybody on the host can read those in use, and none of the others from them.
+    /// The names in the order in which they are tried: abstract socket names, which belong to the
+    /// network namespace. Only a process with the secret can make them. Everybody on the host can
+    /// read names in use, but cannot derive the others from them.
     pub(crate) fn names(secret: &[u8; 16], address: &str, owner: Owner) -> Vec<String> {
         let mut hasher = blake3::Hasher::new_derive_key("weightsync-net 2026-11 local names");
         hasher.update(secret);
@@ -370,13 +369,13 @@ pub(crate) mod local {
             .collect()
     }
 
-    /// The first name that nobody keeps, of the system's other users neither.
+    /// The first name that no process uses, including those of other users.
     pub(crate) fn first_free(names: &[String]) -> Result<(Listener, String), Error> {
         let mut taken = Vec::new();
         for name in names {
             match Listener::at_free(name) {
                 Ok(listener) => return Ok((listener, name.clone())),
-                // Another lives there, or a forked child of one that died keeps it.
+                // Another process serves this name, or a forked child of a dead one keeps it.
                 Err(Error::AddressInUse { address }) => taken.push(address),
                 Err(error) => return Err(error),
             }
@@ -387,12 +386,12 @@ pub(crate) mod local {
     }
 }
 
-/// When something that failed so often is tried again.
+/// The pause before the next attempt after this many failures.
 pub(crate) fn backoff(failures: u32) -> Duration {
     Duration::from_millis(20).saturating_mul(1 << failures.min(6))
 }
 
-/// The time left, at the least a moment.
+/// The time left, but at least a moment.
 pub(crate) fn left(until: Option<Instant>, most: Duration) -> Duration {
     let left = until.map_or(most, |at| at.saturating_duration_since(Instant::now()));
     left.clamp(Duration::from_millis(1), most)

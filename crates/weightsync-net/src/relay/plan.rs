@@ -27,7 +27,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use weightsync_core::Version;
 use weightsync_mem::{Delivery, WorkerInstance};
 
-/// Most fetches at once: a set of the most models there may be.
+/// The most fetches at once: a set of as many models as there may be.
 const SIDE_BY_SIDE: usize = 64;
 
 /// One version of one model.
@@ -42,56 +42,56 @@ pub struct Item {
 /// What has happened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
-    /// A worker was let in.
+    /// A worker was admitted.
     Joined {
         who: WorkerInstance,
         delivery: Delivery,
     },
-    /// A worker is gone.
+    /// A worker has left.
     Left { who: WorkerInstance },
-    /// The sender says what a worker is to run.
+    /// The sender notified a worker of a set.
     Notified {
         who: WorkerInstance,
         sequence: u64,
         set: Vec<Item>,
     },
-    /// The sender answers a worker's question.
+    /// The sender answered a worker's question.
     Answered {
         who: WorkerInstance,
         question: u64,
         sequence: u64,
         set: Vec<Item>,
     },
-    /// A worker does not wait for the answers up to this question any more.
+    /// A worker no longer waits for the answers up to this question.
     Withdrawn { who: WorkerInstance, question: u64 },
-    /// There is somebody to fetch from (again).
+    /// There is a parent to fetch from (again).
     Parent,
-    /// The parent is gone, or has gone silent.
+    /// The parent is gone or silent.
     NoParent,
-    /// What was fetched is whole.
+    /// A fetched version is whole.
     Whole { item: Item },
-    /// A fetch has broken off.
+    /// A fetch broke off.
     Broken { item: Item },
-    /// The parent does not have it, or (`sender`) the sender itself does not.
+    /// The parent does not have the version; with `sender`, the sender itself does not have it.
     NotThere { item: Item, sender: bool },
-    /// It comes from the sender itself, which is not the parent any more.
+    /// The version is fetched from the sender itself, which is no longer the parent.
     FromSender { item: Item },
-    /// There may be room for a version by now.
+    /// There may be room for a version now.
     MayHaveRoom,
-    /// There was no room to fetch into.
+    /// There was no room to fetch the version into.
     NoRoom { item: Item },
-    /// What is here of a model is not what was published.
+    /// The bytes of a model here differ from the published ones.
     Spoiled { model: usize },
-    /// A relay below wants it.
+    /// A relay below wants a version.
     Wanted { item: Item },
-    /// A relay below wants it no more.
+    /// A relay below no longer wants a version.
     Unwanted { item: Item },
 }
 
 /// What is to be done.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Put a worker's mailbox on a set; every version of it is whole.
+    /// Put a worker's mailbox on a set; every version of the set is whole.
     Notify {
         who: WorkerInstance,
         sequence: u64,
@@ -104,30 +104,29 @@ pub enum Effect {
         sequence: u64,
         set: Vec<Item>,
     },
-    /// Fetch a version, from the parent or (`sender`) from the sender itself. What
-    /// was fetched of it before is kept.
+    /// Fetch a version from the parent or, with `sender`, from the sender itself. Blocks that are
+    /// already here are kept.
     Fetch { item: Item, sender: bool },
-    /// Break a fetch off; what came of it is kept until it is released.
+    /// Stop a fetch; its blocks are kept until the version is released.
     Stop { item: Item },
-    /// Nothing needs a version any more, whole or not.
+    /// Release a version, whole or not: nothing needs it any more.
     Release { item: Item },
-    /// Nobody has a version that a relay below wants.
+    /// Tell relays below that nobody has a version that they want.
     Refuse { item: Item },
 }
 
-/// What a relay has, and what it is to do.
+/// What a relay has, and what it must do next.
 #[derive(Debug, Default)]
 pub struct Plan {
     workers: BTreeMap<WorkerInstance, Worker>,
     items: BTreeMap<Item, State>,
-    /// What relays below want, and how many of them.
+    /// What relays below want, and how many of them want it.
     wanted: BTreeMap<Item, u32>,
-    /// What was refused to them, and how many have not said yet that they want it no
-    /// more.
+    /// Versions that were refused, and how many relays below have not withdrawn their request yet.
     refused: BTreeMap<Item, u32>,
     fetching: BTreeSet<Item>,
-    /// Sets that are finished in any case: each began to come while nothing of one of its
-    /// models was whole here.
+    /// Sets to finish in any case: each began to arrive while one of its models had nothing whole
+    /// here.
     firsts: Vec<Vec<Item>>,
     has_parent: bool,
     /// No room was found; nothing is fetched until there may be some.
@@ -136,29 +135,29 @@ pub struct Plan {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Some of it is here, perhaps.
+    /// A part of the version may be here.
     Begun,
     Whole,
-    /// The parent does not have it: it is fetched from the sender.
+    /// The parent does not have the version, so it is fetched from the sender.
     FromSender,
 }
 
 #[derive(Debug)]
 struct Worker {
     delivery: Delivery,
-    /// What it is to be told once it is whole, oldest first.
+    /// Sets to notify the worker of once they are whole, oldest first.
     pending: VecDeque<Notification>,
     answer: Option<(u64, Notification)>,
-    /// The last question that it has taken back.
+    /// The last question that the worker has withdrawn.
     withdrawn: u64,
-    /// What its mailbox is on, and the sequence number of that.
+    /// The set in the worker's mailbox, and its sequence number.
     notified: Vec<Item>,
     notified_at: u64,
-    /// What its last answer was.
+    /// The worker's last answer.
     answered: Vec<Item>,
-    /// A set was passed over since it was told one.
+    /// A set was passed over since the last notification.
     missed: bool,
-    /// The newest sequence number that came for it.
+    /// The newest sequence number that arrived for the worker.
     newest: u64,
 }
 
@@ -169,17 +168,19 @@ struct Notification {
 }
 
 impl Plan {
-    /// Before anything has happened.
+    /// The plan of a relay to which nothing has happened yet.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Notes what has happened; says what is to be done.
+    /// Notes what has happened; returns what to do.
     pub fn step(&mut self, inputs: impl IntoIterator<Item = Input>) -> Vec<Effect> {
         let mut effects = Vec::new();
         for input in inputs {
             self.note(input, &mut effects);
         }
+        // In this order: a delivery moves mailboxes off versions, their release makes room, and a
+        // fetch takes it.
         self.deliver(&mut effects);
         self.release(&mut effects);
         self.fetch(&mut effects);
@@ -215,7 +216,7 @@ impl Plan {
                 sequence,
                 set,
             } => {
-                // An answer may have been on its way when the question was taken back.
+                // An answer may cross the message that withdraws its question.
                 if let Some(worker) = self.workers.get_mut(&who)
                     && question > worker.withdrawn
                 {
@@ -235,6 +236,7 @@ impl Plan {
                 self.has_parent = false;
                 let items = &self.items;
                 let from_sender = |item: &Item| items.get(item) == Some(&State::FromSender);
+                // These go on: they come from the sender itself.
                 self.fetching.retain(from_sender);
             }
             Input::Whole { item } => {
@@ -245,8 +247,8 @@ impl Plan {
             }
             Input::Broken { item } => {
                 self.fetching.remove(&item);
-                // Also from the sender: it would be tried again at once, and as often
-                // as that fails. So it waits for a parent, and asks that first.
+                // A failed fetch from the sender is not tried again at once, because it could fail
+                // again without end. It waits for a parent, and asks that parent first.
                 if let Some(state @ State::FromSender) = self.items.get_mut(&item) {
                     *state = State::Begun;
                 }
@@ -271,7 +273,7 @@ impl Plan {
             Input::NoRoom { item } => {
                 self.fetching.remove(&item);
                 self.full = true;
-                // Nothing of it has begun to come.
+                // Nothing of the version has begun to arrive.
                 if self.items.get(&item) == Some(&State::Begun) {
                     self.items.remove(&item);
                     self.drop_firsts(|one| *one == item);
@@ -280,7 +282,8 @@ impl Plan {
             Input::Spoiled { model } => self.start_anew(model, effects),
             Input::Wanted { item } => *self.wanted.entry(item).or_default() += 1,
             Input::Unwanted { item } => {
-                // Not taken for one that came to want it after that.
+                // Until all who were refused have withdrawn, a withdrawal belongs to the refused
+                // request and not to a newer one.
                 let counts = match self.refused.contains_key(&item) {
                     true => &mut self.refused,
                     false => &mut self.wanted,
@@ -295,7 +298,7 @@ impl Plan {
         }
     }
 
-    /// What is whole here.
+    /// The versions that are whole here.
     pub fn whole(&self) -> impl Iterator<Item = Item> {
         let whole = self.items.iter();
         whole
@@ -303,30 +306,30 @@ impl Plan {
             .map(|(item, _)| *item)
     }
 
-    /// Whether a version is finished in any case.
+    /// Whether a version belongs to a set that is finished in any case.
     pub(crate) fn is_first(&self, item: &Item) -> bool {
         self.firsts.iter().flatten().any(|first| first == item)
     }
 
-    /// Sets that are finished in any case.
+    /// The sets that are finished in any case.
     #[cfg(test)]
     pub(crate) fn firsts(&self) -> &[Vec<Item>] {
         &self.firsts
     }
 
-    /// What is being fetched.
+    /// The versions that are being fetched.
     #[cfg(test)]
     pub(crate) fn fetching(&self) -> &BTreeSet<Item> {
         &self.fetching
     }
 
-    /// Whether some worker is still to be told something.
+    /// Whether some worker still waits for a notification.
     pub fn is_pending(&self) -> bool {
         let mut workers = self.workers.values();
         workers.any(|worker| !worker.pending.is_empty() || worker.answer.is_some())
     }
 
-    /// Whether something is to be fetched and there is no room for it.
+    /// Whether a version is to be fetched and there is no room for it.
     pub fn waits_for_room(&self) -> bool {
         self.full
     }
@@ -335,13 +338,12 @@ impl Plan {
         self.items.get(item) == Some(&State::Whole)
     }
 
-    /// Tells workers what is whole by now.
+    /// Notifies workers of the sets that are whole by now.
     fn deliver(&mut self, effects: &mut Vec<Effect>) {
         let items = &self.items;
         let whole = |next: &Notification| is_whole(items, &next.set);
         for (who, worker) in &mut self.workers {
-            // The newest that is whole stands for those before it, unless every
-            // one is to come.
+            // The newest whole set replaces those before it, unless the worker takes every set.
             let newest = !matches!(worker.delivery, Delivery::Every { .. });
             if newest && let Some(at) = worker.pending.iter().rposition(whole) {
                 worker.pending.drain(..at);
@@ -363,7 +365,7 @@ impl Plan {
         }
     }
 
-    /// Releases what nothing needs.
+    /// Releases versions that nothing needs.
     fn release(&mut self, effects: &mut Vec<Effect>) {
         let needed = self.needed();
         let mut newest: BTreeMap<usize, Version> = BTreeMap::new();
@@ -379,7 +381,7 @@ impl Plan {
             keep
         });
         self.items.retain(|item, state| {
-            // For relays below, and for workers to come.
+            // The newest whole version stays, for relays below and for workers that join later.
             let kept = *state == State::Whole && newest.get(&item.model) == Some(&item.version);
             let keep = kept || needed.contains(item);
             if !keep {
@@ -389,7 +391,7 @@ impl Plan {
         });
     }
 
-    /// Begins what is to be fetched next and is not under way.
+    /// Starts the fetches that come next and are not under way.
     fn fetch(&mut self, effects: &mut Vec<Effect>) {
         if self.full {
             return;
@@ -400,6 +402,7 @@ impl Plan {
                 break;
             }
             let sender = self.items.get(&item) == Some(&State::FromSender);
+            // The sender can be reached without a parent, too.
             if (sender || self.has_parent) && self.fetching.insert(item) {
                 self.items.entry(item).or_insert(State::Begun);
                 effects.push(Effect::Fetch { item, sender });
@@ -408,7 +411,7 @@ impl Plan {
         self.note_firsts(sets);
     }
 
-    /// Notes the sets that come to a relay that has nothing of one of their models.
+    /// Notes the sets that arrive at a relay while it has nothing whole of one of their models.
     fn note_firsts(&mut self, sets: Vec<Vec<Item>>) {
         let firsts = self.firsts.iter().flatten().copied();
         let known = self.whole().chain(firsts).map(|item| item.model);
@@ -423,9 +426,10 @@ impl Plan {
         }
     }
 
-    /// What to fetch next: these sets, for which workers here wait; then of each model the
-    /// oldest that relays below want, unless something older comes anyway. Above it would be
-    /// replaced meanwhile, and its bytes hold up the others.
+    /// The versions to fetch next. First these sets, which workers here wait for. Then, of each
+    /// model, the oldest version that relays below want, unless an older one is being fetched
+    /// anyway: a later fetch would find that it was replaced above. Newer ones wait, because their
+    /// bytes would hold up the others.
     fn next(&self, sets: &[Vec<Item>]) -> Vec<Item> {
         let here = sets.iter().flatten();
         let mut next: Vec<Item> = here.filter(|item| !self.is_whole(item)).copied().collect();
@@ -444,9 +448,9 @@ impl Plan {
         next
     }
 
-    /// The sets that workers here wait for and that are to come now: those that are
-    /// finished in any case, and what each worker waits for the first, unless another
-    /// version of one of its models comes before.
+    /// The sets to fetch now for workers here: the sets that are finished in any case, and the
+    /// first set that each worker waits for. A set waits while another version of one of its models
+    /// is to come first.
     fn sets(&self) -> Vec<&[Item]> {
         let (mut sets, mut others) = (Vec::new(), Vec::new());
         for worker in self.workers.values() {
@@ -456,6 +460,7 @@ impl Plan {
                 Delivery::Newest | Delivery::Asked => others.extend(worker.pending.front()),
             }
         }
+        // Sets that have begun come first, because a part of their bytes is here already.
         others.sort_by_key(|next| (!is_begun(&self.items, &next.set), next.sequence));
         let missing = |set: &[Item]| -> Vec<Item> {
             let missing = set.iter().filter(|item| !self.is_whole(item));
@@ -479,7 +484,7 @@ impl Plan {
         firsts.chain(sets).collect()
     }
 
-    /// What must not be released.
+    /// Versions that must not be released.
     fn needed(&self) -> BTreeSet<Item> {
         let workers = self.workers.values();
         let items = workers.flat_map(|worker| {
@@ -496,9 +501,9 @@ impl Plan {
             .collect()
     }
 
-    /// Releases all there is of a model: what came after a version may be made from it.
-    /// Every worker that is to be told of it from here on waits until it is fetched again; the
-    /// mailboxes of those who were told stay where they are.
+    /// Releases every version of a model, because later ones may be made from a wrong one. Workers
+    /// wait for further notifications until a version is fetched again. Mailboxes stay on the sets
+    /// that they name.
     fn start_anew(&mut self, model: usize, effects: &mut Vec<Effect>) {
         for item in self.items.extract_if(.., |item, _| item.model == model) {
             let (item, _) = item;
@@ -508,22 +513,23 @@ impl Plan {
             effects.push(Effect::Release { item });
         }
         self.drop_firsts(|item| item.model == model);
+        // Otherwise `needed` would go on naming versions that are gone.
         for worker in self.workers.values_mut() {
             worker.notified.retain(|item| item.model != model);
             worker.answered.retain(|item| item.model != model);
         }
     }
 
-    /// Nothing is here any more of such versions: sets of which nothing else has begun to
-    /// come need not be finished.
+    /// Drops sets to finish if these versions are gone and nothing else of the set has begun to
+    /// arrive.
     fn drop_firsts(&mut self, of: impl Fn(&Item) -> bool) {
         let items = &self.items;
         self.firsts
             .retain(|set| !set.iter().any(&of) || is_begun(items, set));
     }
 
-    /// Nobody has this version any more: who waits for it waits for what comes
-    /// after it.
+    /// Gives up a version that nobody has any more: workers that wait for it wait for its
+    /// successor.
     fn give_up(&mut self, item: Item, effects: &mut Vec<Effect>) {
         self.firsts.retain(|set| !set.contains(&item));
         for worker in self.workers.values_mut() {
@@ -552,17 +558,17 @@ impl Worker {
         }
     }
 
-    /// Whether this is older than what came for it, and newer than what it was told: it
-    /// may begin with that if it is here, and goes on to the newer one.
+    /// Whether a worker that runs nothing yet may begin with this older set if it is here. It goes
+    /// on to the newer set later.
     fn may_begin_with(&self, next: &Notification) -> bool {
         let newest = !matches!(self.delivery, Delivery::Every { .. });
         newest && self.notified_at < next.sequence && next.sequence < self.newest
     }
 
-    /// It is to be told this. `comes` says of a set whether it is finished in any case,
-    /// and whether it has begun to come.
+    /// Queues a notification for the worker. `comes` tells whether a set is finished in any case,
+    /// and whether it has begun to arrive.
     fn enqueue(&mut self, next: Notification, comes: impl Fn(&Notification) -> (bool, bool)) {
-        // It may be said again after a link broke.
+        // After a link broke, the sender may repeat a notification.
         if next.sequence <= self.newest {
             return;
         }
@@ -571,8 +577,10 @@ impl Worker {
             && let Some(front) = self.pending.front()
         {
             let (is_finished, is_begun) = comes(front);
+            // A set that has begun gives way to a newer one only once in a row: otherwise a host
+            // slower than the trainer's sends would never have a whole set.
             if is_finished || is_begun && self.missed {
-                // What is on its way is finished; what would come after it is replaced.
+                // A set that is on its way is finished; the sets behind it are replaced.
                 self.pending.truncate(1);
             } else {
                 self.pending.clear();
@@ -582,13 +590,13 @@ impl Worker {
         self.pending.push_back(next);
     }
 
-    /// Its mailbox is put on a set.
+    /// Puts the worker's mailbox on a set.
     fn put_on(
         &mut self,
         who: WorkerInstance,
         Notification { sequence, set }: Notification,
     ) -> Effect {
-        // An older one that is still on its way comes too late.
+        // An older set that is still on its way is no longer useful.
         self.pending.retain(|next| next.sequence > sequence);
         self.notified.clone_from(&set);
         self.notified_at = sequence;
@@ -601,7 +609,7 @@ fn is_whole(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
     set.all(|item| items.get(item) == Some(&State::Whole))
 }
 
-/// Whether some of a set is on its way, or was.
+/// Whether a part of a set has arrived or is arriving.
 fn is_begun(items: &BTreeMap<Item, State>, set: &[Item]) -> bool {
     let begun = |item| matches!(items.get(item), Some(State::Begun | State::FromSender));
     set.iter().any(begun)

@@ -64,22 +64,22 @@ struct StopState {
     agent: Option<Stopper>,
 }
 
-/// What a relay has to say.
+/// What a relay reports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum RelayEvent {
-    /// The sender was not joined, and why; each kind of reason is said once until it is.
+    /// The sender was not joined. Each kind of reason is reported once until the relay has joined.
     Looking {
-        /// Where it is looked for.
+        /// Where the relay looks for the sender.
         address: String,
-        /// What the attempt came to.
+        /// Why the attempt failed.
         reason: String,
     },
-    /// It has joined the sender.
+    /// The relay has joined the sender.
     Joined {
         /// The sender's run.
         run: Run,
-        /// Where it serves the next host.
+        /// Where the relay serves the next host.
         serves: Option<SocketAddr>,
     },
     /// The sender has shut down.
@@ -108,7 +108,7 @@ impl fmt::Display for RelayEvent {
 }
 
 impl Relay {
-    /// One for the sender at `address` (`host:port`), for who has its token.
+    /// A relay for the sender at `address` (`host:port`), with that sender's token.
     pub fn with_token(address: impl Into<String>, token: &Token) -> Self {
         Self {
             token: Some(token.clone()),
@@ -116,8 +116,8 @@ impl Relay {
         }
     }
 
-    /// One for the sender of an init info. Where others fetch from it over links that
-    /// leave this machine it wants a token too: that of the environment.
+    /// A relay for the sender of an init info. To serve other machines it also needs a token, which
+    /// it reads from the environment.
     pub fn of(info: &InitInfo) -> Self {
         let at = info.endpoint();
         Self::new(at.address().into(), *at.secret())
@@ -134,33 +134,32 @@ impl Relay {
         }
     }
 
-    /// Uses links that leave this machine, although they are not encrypted.
+    /// Allows unencrypted connections to other machines.
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;
         self
     }
 
-    /// Fetches by so many connections, 1 to 8.
+    /// Sets the number of connections of each fetch, 1 to 8.
     #[must_use]
     pub fn connections(mut self, connections: usize) -> Self {
         self.connections = connections.clamp(1, 8);
         self
     }
 
-    /// What ends [`run`](Self::run).
+    /// A handle that ends [`run`](Self::run).
     pub fn stopper(&self) -> RelayStop {
         RelayStop(self.stop.clone())
     }
 
-    /// Runs until it is stopped; `tell` hears what happens.
+    /// Runs until it is stopped; `notify` is called for each event.
     ///
     /// # Errors
     ///
     /// [`NetError`] as an [`Error::Transport`](weightsync_engine::Error::Transport) if trying
-    /// again would not help: a wrong token or another program at an address where its
-    /// sender was never found, another relay on this host, an address that is
-    /// not to be used as links are.
+    /// again would not help: a wrong token, another program at an address where the relay never
+    /// found its sender, another relay on this host, or an address that the settings forbid.
     pub fn run(&self, mut notify: impl FnMut(RelayEvent)) -> Result<()> {
         let mut seen = Epoch::default();
         let (mut failures, mut reported) = (0, Vec::new());
@@ -206,8 +205,7 @@ impl Relay {
         Ok(())
     }
 
-    /// Of what kind an error is that may be over the next time, and why it came; else
-    /// what it is to a caller.
+    /// The kind and the text of an error that may pass; otherwise the error for the caller.
     fn passing(
         &self,
         error: StartError,
@@ -225,7 +223,7 @@ impl Relay {
             | StartError::Broken(_)
             | StartError::Os { .. }
             | StartError::Memory(_) => (kind, error.into_error(self.address.clone()).to_string()),
-            // Somebody else is in its sender's place for now.
+            // Another program has the sender's address for now.
             StartError::Refused(_) if was_in => {
                 (kind, error.into_error(self.address.clone()).to_string())
             }
@@ -253,8 +251,8 @@ impl Relay {
         ending
     }
 
-    /// With the environment's words where nothing else was said. Where the sender is
-    /// on this machine alone, so is who fetches from here, and no token is wanted.
+    /// The access settings; the environment supplies those that were not set. If the sender listens
+    /// only on loopback, no other machine fetches from here either, and no token is needed.
     pub(crate) fn access(&self) -> Result<Access> {
         use std::net::ToSocketAddrs;
         let addresses = self.address.to_socket_addrs();
@@ -273,7 +271,7 @@ impl Relay {
 
     fn may_dial(&self, access: &Access) -> Result<()> {
         use std::net::ToSocketAddrs;
-        // A name that is not found is for the attempt to say.
+        // A name that cannot be resolved is reported by the attempt to connect.
         for address in self.address.to_socket_addrs().into_iter().flatten() {
             access.may_dial_with_secret(address).map_err(transport)?;
         }
@@ -282,7 +280,7 @@ impl Relay {
 }
 
 impl RelayStop {
-    /// Ends it: its workers look for another way. It may be called more than once.
+    /// Ends the relay: its workers look for another route. May be called more than once.
     pub fn stop(&self) {
         let mut state = self.0.state();
         state.stopped = true;
@@ -309,7 +307,7 @@ impl Stop {
     }
 }
 
-/// The sender as [`crate::status`] asks it.
+/// The error for a sender that does not answer a query of [`crate::status`].
 pub(crate) fn unreachable(address: &str, error: &io::Error) -> weightsync_engine::Error {
     let address = address.to_owned();
     let hello = error

@@ -51,7 +51,7 @@ pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
     (stop, running)
 }
 
-/// What an error of this crate is, and what to do about it.
+/// The error of this crate inside, and its remedy.
 fn net_error(error: &Error) -> (&NetError, Remedy) {
     let Error::Transport { source, remedy } = error else {
         panic!("{error}");
@@ -169,7 +169,7 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
             agent: 9,
             address: Some("192.0.2.1:9".into()),
         });
-        // It stays until the test is over.
+        // The connection stays open until the test ends.
         tokio::spawn(async move {
             std::future::pending::<()>().await;
             drop(link);
@@ -211,7 +211,7 @@ fn an_agent_fetches_only_where_it_may() {
 }
 
 #[test]
-fn nothing_is_fetched_that_can_be_read_on_this_host() {
+fn agent_does_not_start_on_the_senders_host() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let own = format!("weightsync/test/nearer/{}", std::process::id());
@@ -246,7 +246,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     });
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
-    // Its tasks end, and the links. Who comes from here on is not answered.
+    // Ends the tasks and the links. Later connections get no answer.
     drop(runtime);
     listener.set_nonblocking(false).unwrap();
     let (_silent, _) = listener.accept().unwrap();
@@ -256,10 +256,10 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     assert!(took < Duration::from_secs(1), "{took:?}");
 }
 
-/// What a sender that is none hears of who comes.
+/// Connections that a false sender has seen.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Seen {
-    Came,
+    Accepted,
     Left,
 }
 
@@ -284,7 +284,7 @@ pub(crate) fn drones(
             link.send(word);
         }
         let sees = sees.clone();
-        let _ = sees.send(Seen::Came);
+        let _ = sees.send(Seen::Accepted);
         tokio::spawn(async move {
             loop {
                 tokio::select! {
@@ -343,7 +343,7 @@ fn joining(root: &str) -> AgentOptions {
 fn join_ends_at_its_deadline_and_when_cancelled() {
     let (_runtime, root, seen) = drones("127.0.0.1:0", &[5; 16], long_welcome());
     let came_and_left = || {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     };
@@ -366,7 +366,7 @@ fn a_relay_that_joins_stops_at_once() {
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
     let running = thread::spawn(move || relay.run(|event| panic!("{event}")));
-    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Came);
+    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     stop.stop();
     running.join().unwrap().unwrap();
@@ -413,7 +413,7 @@ fn relay_searches_for_its_sender_after_any_failure() {
         (events, ran)
     });
     for _ in 0..3 {
-        for expected in [Seen::Came, Seen::Left] {
+        for expected in [Seen::Accepted, Seen::Left] {
             assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
         }
     }

@@ -16,7 +16,7 @@ use crate::bulk::{Delta, RING, Rate, Store, Threads};
 use crate::relay::Item;
 use crate::scheme::Deltas;
 
-/// Where the deltas of a sender are made, and kept.
+/// Where a sender makes its deltas and keeps them.
 #[derive(Clone, Debug)]
 pub(super) struct Comparing {
     pub(super) events: mpsc::Sender<Event>,
@@ -24,15 +24,15 @@ pub(super) struct Comparing {
     pub(super) store: Arc<Store>,
     pub(super) threads: Arc<Threads>,
     pub(super) deltas: Deltas,
-    /// Of each model, how many versions were published since one was scrubbed.
+    /// For each model, how many versions were published since the last scrubbed one.
     pub(super) unscrubbed: Arc<[AtomicU64]>,
 }
 
-/// Room for versions that are compared with those before them, once they are published.
+/// Versions that are being published and will be compared with those before them.
 #[derive(Debug)]
 pub(super) struct Compared<'a> {
     pub(super) inner: Box<dyn Staging + 'a>,
-    /// The version before it, of each model that has one.
+    /// The version before, for each model that has one.
     pub(super) bases: Vec<Snapshot>,
     pub(super) comparing: Comparing,
 }
@@ -64,7 +64,8 @@ impl Staging for Compared<'_> {
             bases,
             comparing,
         } = *self;
-        // Who asks for it before it is known what it is waits until that is.
+        // From here on, a child that asks for the version waits until it is known whether there is
+        // a delta.
         let announced = Announced::new(&comparing.store);
         let published = inner.publish(targets)?;
         let mut made = Vec::new();
@@ -84,7 +85,7 @@ impl Staging for Compared<'_> {
 }
 
 impl Comparing {
-    /// A version that what comes next is compared with, if it is there.
+    /// The version that the next one is compared with, if it is still here.
     pub(super) fn base(&self, model: usize, version: Version) -> Option<Snapshot> {
         let spoiled = self.store.deltas().is_spoiled(Item { model, version });
         if version.is_none() || spoiled || self.deltas == Deltas::Never {
@@ -93,18 +94,18 @@ impl Comparing {
         self.remote_readers.snapshot(model, version).ok().flatten()
     }
 
-    /// Has a version compared with the one before it, on a thread of its own.
+    /// Starts a thread that compares a version with the one before it.
     fn start(&self, base: Snapshot, item: Item) -> Option<Arc<Delta>> {
         let found = self.remote_readers.snapshot(item.model, item.version);
-        // Replaced already, or nobody is to run it.
+        // Already replaced, or no worker is to run it.
         let Some(new) = found.ok().flatten() else {
             self.store.deltas().forget(item.model);
             return None;
         };
-        // By number it might be none: a trainer may have numbers of its own.
+        // Counted here: version numbers may be the trainer's own, and might never hit a multiple.
         let since = &self.unscrubbed[item.model];
         let due = since.fetch_add(1, Ordering::Relaxed) + 1 >= SCRUBBED;
-        // Where the coordinator does not keep up, it is the next one.
+        // If the coordinator is busy, the next version is kept instead.
         if due && self.events.try_send(Event::Keep(new.clone())).is_ok() {
             since.store(0, Ordering::Relaxed);
         }
@@ -113,7 +114,7 @@ impl Comparing {
         let ring = self.store.deltas();
         ring.put(item.model, delta.clone(), layout.bytes() / RING);
         if delta.is_spoiled() {
-            // That the base is was found while the new version was written.
+            // The base was found to be wrong while the new version was written.
             return None;
         }
         let rate = match (self.deltas, ring.rate()) {
@@ -142,7 +143,7 @@ impl Comparing {
     }
 }
 
-/// Two versions that are compared, and last that they are released: in every case.
+/// Two versions being compared. Dropping the pair marks them as released, in every case.
 struct ComparedPair {
     base: Snapshot,
     new: Snapshot,
@@ -158,7 +159,7 @@ impl Drop for ReleaseGuard {
     }
 }
 
-/// A publication, and what changed by it.
+/// A publication, and its changes.
 #[derive(Debug)]
 struct Notified {
     inner: Box<dyn Outstanding>,
@@ -179,7 +180,7 @@ impl Outstanding for Notified {
     }
 
     fn changes(&self) -> Option<Changes> {
-        // Of all that was published, or nothing that could be misread.
+        // The changes of all models or none: a part could be misread as all.
         let all = self.made.len() == self.inner.versions().len();
         all.then(|| self.made.iter().map(|delta| delta.changes()).sum())?
     }
@@ -197,7 +198,7 @@ impl Outstanding for Notified {
     }
 }
 
-/// That a version is being published of which it is not known yet what changed.
+/// Marks a version as being published while its changes are not known yet.
 struct Announced<'a>(&'a Store);
 
 impl<'a> Announced<'a> {

@@ -36,39 +36,39 @@ use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
 
-/// How long a sender that shuts down goes on serving what it has announced.
+/// How long a sender that shuts down goes on serving the versions that it has announced.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What an agent did wrong that says it has more versions than its slots can take.
+/// The reason for closing the link of an agent that claims more versions than its slots can hold.
 const TOO_MUCH: &str = "it claims more versions than can exist";
 
-/// What a coordinator hears.
+/// What a coordinator reacts to.
 pub(crate) enum Event {
     /// An agent has connected.
     Connected { socket: TcpStream, from: SocketAddr },
-    /// An agent has said something, or its link has ended.
+    /// A message of an agent, or the end of its link.
     Message {
         agent: AgentId,
         what: Result<ToRoot, LinkEnd>,
     },
-    /// Somebody asks how things are.
+    /// A status query.
     Status(oneshot::Sender<String>),
-    /// Somebody has all that is held compared with what was published.
+    /// A request to compare all versions with the published ones.
     Scrub(oneshot::Sender<String>),
-    /// The digest of what the sender has of a version, and that of what was published, if it
-    /// was made then; none if it is there no more.
+    /// The digest of a version's bytes at the sender, and the published one if it was noted; `None`
+    /// if the sender no longer has the version.
     Found {
         item: Item,
         now: Option<Digest>,
         then: Option<Digest>,
     },
-    /// A version is published with which those who come to have it are compared.
+    /// A version was published that agents will be compared with.
     Keep(Snapshot),
     /// The sender shuts down.
     Stop,
 }
 
-/// Which workers there may be something new for.
+/// Workers that may need a notification.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     workers: Mutex<BTreeSet<WorkerId>>,
@@ -76,7 +76,7 @@ pub(crate) struct Changes {
 }
 
 impl Changes {
-    /// There may be something new for this worker.
+    /// Marks a worker as one that may need a notification.
     pub(crate) fn ring(&self, worker: WorkerId) {
         let mut workers = self.workers.lock().unwrap_or_else(PoisonError::into_inner);
         workers.insert(worker);
@@ -89,21 +89,21 @@ impl Changes {
     }
 }
 
-/// What the coordinator is of: the same for its whole life.
+/// What a coordinator works with; constant for its whole life.
 pub(crate) struct Settings {
-    /// What the sender calls itself.
+    /// The sender's name for itself.
     pub(crate) address: String,
     pub(crate) models: Vec<String>,
     pub(crate) slots: u8,
     pub(crate) max_slots: u8,
     pub(crate) arity: usize,
-    /// What every agent is told of the models, as frames.
+    /// The models as frames, the same for every agent.
     pub(crate) descriptions: Arc<[u8]>,
-    /// What went out from here, in bytes.
+    /// Bytes that this process has sent to children.
     pub(crate) served: Arc<AtomicU64>,
-    /// What it goes out from.
+    /// The versions that this process serves.
     pub(crate) store: Arc<Store>,
-    /// What else works for it.
+    /// The threads that serve them.
     pub(crate) threads: Arc<Threads>,
 }
 
@@ -113,19 +113,19 @@ pub(crate) struct Coordinator {
     changes: Arc<Changes>,
     events: mpsc::Sender<Event>,
     topology: Topology,
-    /// How many agents there are, for who lets them in.
+    /// How many agents there are, for the listener.
     count: Arc<AtomicUsize>,
     agents: BTreeMap<AgentId, Agent>,
     last_agent: AgentId,
-    /// Links of agents that were turned away, until that is said.
+    /// Links of refused agents, until the reason has been sent.
     ending: JoinSet<()>,
     log_limiter: LogLimiter,
     scrubs: Scrubs,
-    /// Who waits for comparisons.
+    /// Clients that wait for comparisons.
     rounds: Vec<Round<oneshot::Sender<String>>>,
     membership: Membership<Worker, Asks>,
     recent: Recent,
-    /// Workers that want the newest and have taken nothing yet, by their agents.
+    /// Workers that want the newest version and have taken none yet, by agent.
     fresh: BTreeSet<(AgentId, WorkerId)>,
     since: Instant,
 }
@@ -134,9 +134,9 @@ pub(crate) struct Coordinator {
 struct Agent {
     link: Link<FromRoot>,
     from: SocketAddr,
-    /// Its first words, once they have come.
+    /// The agent's first message, once it has arrived.
     known: Option<Known>,
-    /// It leaves in order.
+    /// The agent has said goodbye.
     leaves: bool,
     received: u64,
 }
@@ -175,8 +175,8 @@ impl Coordinator {
         }
     }
 
-    /// Takes events until the sender shuts down, and then until every agent has
-    /// what it was told of, but not for long.
+    /// Handles events until the sender shuts down, and then until every agent has the versions that
+    /// were announced to it, but not for long.
     pub(crate) async fn run(mut self, mut events: mpsc::Receiver<Event>) {
         let mut stops: Option<Instant> = None;
         let changes = self.changes.clone();
@@ -192,14 +192,14 @@ impl Coordinator {
                 event = events.recv() => match event {
                     Some(Event::Stop) => {
                         stops = Some(Instant::now() + LINGER);
-                        // What was published before is told before.
+                        // Sets published before this event are sent before it is handled.
                         self.notify(changes.take());
                         for agent in self.agents.values() {
                             agent.link.send(&FromRoot::Goodbye);
                         }
                     }
-                    // It has said goodbye to everybody: a client that comes now learns it from
-                    // a link that is closed, and looks for the next.
+                    // The sender has said goodbye to everybody. A new client sees a closed link,
+                    // and looks for the successor.
                     Some(Event::Connected { .. }) if stops.is_some() => {}
                     Some(event) => self.handle(event),
                     None => return,
@@ -242,7 +242,7 @@ impl Coordinator {
                 Err(end) => self.ended(agent, &end),
             },
             Event::Status(answer) => {
-                // Who asked may have gone.
+                // The client may have gone.
                 let _ = answer.send(self.status());
             }
             Event::Scrub(answer) => self.scrub(answer),
@@ -328,7 +328,7 @@ impl Coordinator {
                         pid,
                         seen,
                         models: Models(models),
-                        delivery: delivery.into(),
+                        delivery,
                         device,
                     },
                 },
@@ -392,7 +392,7 @@ impl Coordinator {
                 let assigned = self.topology.lost(agent, parent, self.now());
                 self.assign(&assigned);
             }
-            // It asks the sender itself next.
+            // The agent asks the sender itself next.
             ToRoot::Missing { .. } => {}
             ToRoot::Ping => self.is_there(agent),
             ToRoot::Goodbye => known.leaves = true,
@@ -420,15 +420,15 @@ impl Coordinator {
         }
     }
 
-    /// Says something to an agent. That of one that does not keep up is not said, and
-    /// its link ends by that.
+    /// Sends a message to an agent. If the agent does not keep up, the message is dropped and the
+    /// link ends.
     fn send(&self, agent: AgentId, message: &FromRoot) {
         if let Some(known) = self.agents.get(&agent) {
             known.link.send(message);
         }
     }
 
-    /// Has an agent go that may not stay, once it has been told why.
+    /// Refuses an agent, and closes its link once the reason has been sent.
     fn turn_away(&mut self, agent: AgentId, why: &FromRoot) {
         self.send(agent, why);
         if let Some(gone) = self.part(agent, LinkLoss::Silent, "it was refused") {
@@ -450,8 +450,8 @@ impl Coordinator {
         }
         let how = match end {
             LinkEnd::HungUp => LinkLoss::HungUp,
-            // What a process that is killed has not read is answered by the first of them,
-            // and what is written to it then by the others.
+            // A killed process resets its connections: the first kind of error answers data that it
+            // had not read, and the others answer later writes.
             LinkEnd::Failed(error)
                 if matches!(
                     error.kind(),
@@ -468,12 +468,12 @@ impl Coordinator {
         self.part(agent, how, &why);
     }
 
-    /// Since it began.
+    /// The time since the coordinator began.
     fn now(&self) -> Duration {
         self.since.elapsed()
     }
 
-    /// What an agent has done wrong: a line a minute for each cause.
+    /// Logs an agent's misbehaviour, at most one line a minute for each cause.
     fn warn(&mut self, cause: &str, agent: AgentId, why: &str) {
         let Some(one) = self.agents.get(&agent) else {
             return;
@@ -484,9 +484,9 @@ impl Coordinator {
         }
     }
 
-    /// An agent is gone.
+    /// Removes an agent that has gone.
     fn part(&mut self, agent: AgentId, how: LinkLoss, why: &str) -> Option<Agent> {
-        // As long as it is known who it was.
+        // Checked first, while the agent's name is still known.
         let checked = self.scrubs.gone(agent);
         self.checked(&checked);
         let gone = self.agents.remove(&agent)?;

@@ -18,15 +18,15 @@ use weightsync_mem::Departure;
 
 use super::topology::AgentId;
 
-/// How long workers whose agent hung up may take to come back by another way
-/// before they count as lost.
+/// How long workers whose agent hung up may take to return by another route before they count as
+/// lost.
 pub(super) const GRACE: Duration = Duration::from_millis(900);
 
-/// How long one that was its own agent may take to come back after that hung up before
-/// it counts as dead.
+/// How long a worker that was its own agent may take to return after its link closed before it
+/// counts as dead.
 pub(super) const BACK: Duration = Duration::from_millis(300);
 
-/// A process, wherever it is.
+/// A process of some host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Process {
     /// The same for every process of one host.
@@ -34,34 +34,33 @@ pub(crate) struct Process {
     pub(crate) pid: u32,
 }
 
-/// How an agent went.
+/// How an agent left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum LinkLoss {
-    /// It said goodbye.
+    /// The agent said goodbye.
     Left,
-    /// Its connection was closed, perhaps because it died.
+    /// The agent's connection was closed, perhaps because it died.
     HungUp,
-    /// Its connection failed on the way.
+    /// The agent's connection failed on the way.
     Cut,
-    /// It fell silent, or was given up.
+    /// The agent was silent, or was given up.
     Silent,
 }
 
-/// The membership; `T` is what the sender has of each worker, and `W` what one asks for that
-/// waits.
+/// The memberships. `T` is the sender's record of a worker, `W` a request that waits.
 #[derive(Debug)]
 pub(crate) struct Membership<T, W> {
     membership: BTreeMap<WorkerId, Member<T>>,
-    /// Until when those may come back that are not reached.
+    /// Until when unreachable workers may return.
     until: BTreeSet<(Duration, WorkerId)>,
-    /// At most one for each membership.
+    /// At most one waiting request for each membership.
     waiting: BTreeMap<WorkerId, Waiter<W>>,
 }
 
-/// One that waits for a membership.
+/// A request that waits for a membership.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Waiter<W> {
-    /// By whom it comes.
+    /// The agent that brings the request.
     pub(crate) agent: AgentId,
     pub(crate) worker: WorkerId,
     pub(crate) instance: u64,
@@ -73,54 +72,54 @@ struct Member<T> {
     of: T,
     instance: u64,
     process: Process,
-    /// By whom it is reached; `None` while it is not.
+    /// The agent that reaches the worker; `None` while none does.
     agent: Option<AgentId>,
-    /// By whom it was before, as long as that has not said that it is gone.
+    /// The agent that reached it before, as long as that agent has not reported its departure.
     before: Option<AgentId>,
-    /// Until when it may come from an agent that it was on its way to and that is gone,
-    /// should it have been there already.
+    /// The worker's agent has gone while the worker was moving to it. Until this time the worker
+    /// may return as one that had arrived there.
     went: Option<Duration>,
-    /// When it is given up, if it is not reached, and as what.
+    /// When the worker is given up if it is not reached, and what it then counts as.
     until: Option<(Duration, Departure)>,
 }
 
-/// What a worker that comes is.
+/// The outcome of a request to join.
 #[derive(Debug)]
 pub(crate) enum JoinOutcome<'a, T> {
-    /// One that has a membership and comes by another way.
+    /// The worker has a membership, and comes by another route.
     Back(&'a mut T),
-    /// One without. The worker that had its number and is now silent has died.
+    /// The worker has no membership. A silent worker that had its number has died.
     New(Option<T>),
-    /// Another life of it has the membership, and is reached by this agent, which may have
-    /// fallen silent: it [waits](Membership::wait) until that is known.
+    /// Another life of the worker has the membership. Its agent, named here, may be silent: the
+    /// request [waits](Membership::wait) until that is known.
     Waits(AgentId),
-    /// Another life of it has the membership, and is there.
+    /// Another life of the worker has the membership, and is alive.
     Two,
 }
 
-/// What it comes to that an agent says of a worker that it is gone.
+/// The effect of an agent's report that a worker has gone.
 #[derive(Debug, PartialEq)]
 pub(crate) enum LeaveOutcome<'a, T> {
-    /// It has no membership any more.
+    /// The membership has ended.
     Over(T),
-    /// It gave up waiting to be let in there. It has been at the agent before all
-    /// the time, and is reached by that one again.
+    /// The worker gave up joining this agent. It has been at its earlier agent all the time, and is
+    /// reached there again.
     Back(&'a mut T),
-    /// It is reached by another.
+    /// Another agent reaches the worker.
     Elsewhere,
 }
 
-/// What becomes of the workers of an agent that is gone.
+/// The effect of an agent's end on its workers.
 #[derive(Debug, PartialEq)]
 pub(crate) struct AgentDeparture<T> {
-    /// Those that have no membership any more.
+    /// Workers whose membership has ended.
     pub(crate) over: Vec<(T, Departure)>,
-    /// Those that are reached by the agent at which they have been all the time.
+    /// Workers that are reached again by an earlier agent, at which they have been all the time.
     pub(crate) back: Vec<WorkerId>,
 }
 
 impl<T, W> Membership<T, W> {
-    /// Nobody's yet.
+    /// No memberships yet.
     pub(crate) fn new() -> Self {
         Self {
             membership: BTreeMap::new(),
@@ -129,8 +128,7 @@ impl<T, W> Membership<T, W> {
         }
     }
 
-    /// A worker comes by this agent. One that has a membership is reached by it from now
-    /// on.
+    /// A worker comes by this agent, which reaches it from now on if it has a membership.
     pub(crate) fn comes(
         &mut self,
         agent: AgentId,
@@ -144,7 +142,7 @@ impl<T, W> Membership<T, W> {
         if !same {
             return match by {
                 None => JoinOutcome::New(self.take(worker)),
-                // This one is heard just now.
+                // The agent is alive: this request came from it.
                 Some(by) if by == agent => JoinOutcome::Two,
                 Some(by) => JoinOutcome::Waits(by),
             };
@@ -165,23 +163,22 @@ impl<T, W> Membership<T, W> {
         }
     }
 
-    /// One waits for a membership that another has; who has waited for that before, in vain.
+    /// Makes a request wait for a membership; returns a request that this one replaces.
     pub(crate) fn wait(&mut self, waiter: Waiter<W>) -> Option<Waiter<W>> {
         self.waiting.insert(waiter.worker, waiter)
     }
 
-    /// Who waited in vain: the membership is another's by this agent, of which something has
-    /// been heard.
+    /// Requests to deny: the agent that reaches the membership's worker is alive.
     pub(crate) fn in_vain(&mut self, agent: AgentId) -> Vec<Waiter<W>> {
         self.take_waiting(|by| by == Some(agent))
     }
 
-    /// Who may come again: nobody is reached any more who has the membership.
+    /// Requests to retry: no agent reaches the worker that has the membership.
     pub(crate) fn may_come(&mut self) -> Vec<Waiter<W>> {
         self.take_waiting(|by| by.is_none())
     }
 
-    /// Who waits for this worker's membership comes again, as another reaches it now.
+    /// Requests to retry because another agent now reaches the worker.
     pub(crate) fn comes_again(&mut self, worker: WorkerId) -> Option<Waiter<W>> {
         self.waiting.remove(&worker)
     }
@@ -192,7 +189,7 @@ impl<T, W> Membership<T, W> {
         taken.map(|(_, waiter)| waiter).collect()
     }
 
-    /// Gives a worker its membership.
+    /// Gives a worker a membership.
     pub(crate) fn put(
         &mut self,
         agent: AgentId,
@@ -213,7 +210,7 @@ impl<T, W> Membership<T, W> {
         self.membership.insert(worker, member);
     }
 
-    /// This life of a worker, if it is reached by this agent.
+    /// The record of this life of a worker, if this agent reaches it.
     pub(crate) fn member_at(
         &mut self,
         agent: AgentId,
@@ -224,13 +221,13 @@ impl<T, W> Membership<T, W> {
         (member.instance == instance && member.agent == Some(agent)).then_some(&mut member.of)
     }
 
-    /// A worker, and by whom it is reached, if it is.
+    /// A worker's record, and the agent that reaches it.
     pub(crate) fn reached(&mut self, worker: WorkerId) -> Option<(AgentId, &mut T)> {
         let member = self.membership.get_mut(&worker)?;
         Some((member.agent?, &mut member.of))
     }
 
-    /// An agent says that a worker is gone.
+    /// An agent reports that a worker has gone.
     pub(crate) fn gone(
         &mut self,
         agent: AgentId,
@@ -268,9 +265,9 @@ impl<T, W> Membership<T, W> {
         })
     }
 
-    /// An agent is gone. Those of its workers that had not left the agent before it are
-    /// reached by that one again. Of the others those are over that went with it, or that
-    /// cannot be told from them; the rest has a while to come back.
+    /// Removes an agent. Workers that had not left their earlier agent are reached there again. A
+    /// worker's membership ends if the worker went with the agent, or if nobody can tell the
+    /// difference. The others have some time to return.
     pub(crate) fn part(
         &mut self,
         agent: AgentId,
@@ -292,7 +289,7 @@ impl<T, W> Membership<T, W> {
                 continue;
             }
             let until = match how {
-                // It was its own agent.
+                // The worker was its own agent.
                 LinkLoss::HungUp if Some(member.process) == process => {
                     (now + BACK, Departure::Died)
                 }
@@ -311,12 +308,12 @@ impl<T, W> Membership<T, W> {
         AgentDeparture { over, back }
     }
 
-    /// When somebody is given up next.
+    /// When the next unreachable worker is given up.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.until.first().map(|(until, _)| *until)
     }
 
-    /// Gives up who was not reached in time.
+    /// Gives up workers that were not reached in time.
     pub(crate) fn late(&mut self, now: Duration) -> Vec<(T, Departure)> {
         let mut late = Vec::new();
         while let Some(&(until, worker)) = self.until.first()
@@ -329,13 +326,13 @@ impl<T, W> Membership<T, W> {
         late
     }
 
-    /// Everybody, with its process and by whom it is reached.
+    /// All workers, each with its process and the agent that reaches it.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (WorkerId, Process, Option<AgentId>, &T)> {
         let membership = self.membership.iter();
         membership.map(|(worker, member)| (*worker, member.process, member.agent, &member.of))
     }
 
-    /// The same, to be changed.
+    /// The same, mutably.
     #[cfg(test)]
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (WorkerId, &mut T)> {
         let membership = self.membership.iter_mut();

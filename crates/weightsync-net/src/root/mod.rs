@@ -36,20 +36,20 @@ use crate::wire::message::{FromRoot, Message, Status, model_messages};
 /// The most agents.
 const MAX_AGENTS: usize = 16_384;
 
-/// How many are told at once how things are; others wait for their turn.
+/// How many status queries are answered at once; others wait for their turn.
 const ASKING: usize = 64;
 
-/// How many may wait at once for all that is held to be compared.
+/// How many scrubs may wait at once.
 const SCRUBBING: usize = 4;
 
-/// How often a client that waits for an answer hears that there will be one.
+/// How often a client that waits for a scrub is notified that the answer is still to come.
 const NOT_YET_EVERY: Duration = Duration::from_secs(1);
 
-/// Who has had no answer for so long gets none.
+/// A scrub that has no answer after this time is disconnected.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 
-/// How long a shutdown waits for the release of versions that are being compared: they are as
-/// soon as the spans are done that are being coded.
+/// How long a shutdown waits until comparing threads release their versions. They do so after the
+/// span that they are coding.
 const LET_GO: Duration = Duration::from_millis(100);
 
 /// How many events may wait for the coordinator.
@@ -58,7 +58,7 @@ const EVENTS: usize = 1024;
 /// The trainer's end.
 #[derive(Debug)]
 pub(crate) struct NetSender {
-    // Before the segment: what was published goes out before that ends.
+    // Dropped before the segment: published versions are still sent before the segment ends.
     server: Server,
     segment: Segment,
 }
@@ -79,12 +79,12 @@ impl SenderTransport for NetSender {
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>> {
         let agents = self.server.agents.load(Ordering::Relaxed) > 0;
         let deltas = self.server.store.deltas();
-        // What leaves this host needs them, and one pass over memory is cheaper than two;
-        // unless it leaves as deltas.
+        // Dense versions need checksums on the link, and computing them in the copy pass saves a
+        // pass over memory. Deltas have checksums of their own.
         let dense = models.iter().any(|model| !deltas.pays(*model));
         self.segment.set_checksums(agents && dense);
-        // One that is being compared keeps two slots, and soon nobody wants it any more. A span
-        // takes less than a slot more would.
+        // A comparison holds two slots, and its result is soon out of date. Stopping it at the next
+        // span is faster than making another slot.
         models.iter().for_each(|model| deltas.stop(*model));
         let is_making = || models.iter().any(|model| deltas.is_making(*model));
         self.server.store.wait_until(|| !is_making(), LET_GO);
@@ -201,7 +201,7 @@ impl Server {
             unscrubbed: opening.models.iter().map(|_| AtomicU64::new(0)).collect(),
         };
         let count = settings.served.clone();
-        // What children want is not asked for anywhere: a sender has it or not.
+        // A sender has a version or not: it never asks another process for one.
         let notify = move |served| {
             if let Served::Sent { bytes } = served {
                 count.fetch_add(bytes, Ordering::Relaxed);
@@ -241,7 +241,7 @@ impl Server {
                     .await;
                 accepting.abort();
             });
-            // Tasks end with it; nothing of them waits.
+            // Ends the tasks; none of them waits.
             runtime.shutdown_timeout(link::HANDSHAKE);
         };
         let thread = std::thread::Builder::new()
@@ -263,16 +263,16 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         if !self.owner.is_here() {
-            // The threads are the parent's and do not exist in a forked child.
+            // In a forked child the threads do not exist: they belong to the parent.
             if let Some(thread) = self.thread.take() {
                 std::mem::forget(thread);
             }
             return;
         }
-        // A coordinator that has ended hears nothing.
+        // A coordinator that has ended receives nothing.
         let _ = self.events.blocking_send(Event::Stop);
         if let Some(thread) = self.thread.take() {
-            // A panic there has been reported by the panic hook already.
+            // The panic hook has already reported a panic there.
             let _ = thread.join();
         }
         self.store.close();
@@ -281,7 +281,7 @@ impl Drop for Server {
     }
 }
 
-/// What takes connections in.
+/// Accepts connections.
 struct Listening {
     key: Key,
     events: mpsc::Sender<Event>,
@@ -324,8 +324,8 @@ impl Listening {
     }
 }
 
-/// Says what was asked for by this event, and hangs up. Who has had no turn for long, or for
-/// very long no answer, is disconnected without that: it asks again.
+/// Sends the coordinator this event, forwards its answer, and hangs up. A client without a turn or
+/// without an answer in time is disconnected; it can ask again.
 async fn answer(
     mut socket: tokio::net::TcpStream,
     event: impl FnOnce(oneshot::Sender<String>) -> Event,
@@ -365,7 +365,7 @@ async fn answer(
     }
 }
 
-/// What every agent is told of the models, as frames.
+/// The models as frames, the same for every agent.
 fn descriptions(models: &[ModelSpec]) -> Result<Arc<[u8]>> {
     let mut messages = Vec::new();
     for (index, spec) in Segment::specs(models)?.iter().enumerate() {

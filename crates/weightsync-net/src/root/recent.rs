@@ -11,18 +11,18 @@ use weightsync_core::Version;
 
 use crate::relay::Item;
 
-/// How many sets are remembered. A relay that takes longer than so many sends for its first
-/// version gives its workers that version and nothing older; others wait for a newer one.
+/// How many sets are remembered. A relay whose first version takes longer than this many sends
+/// offers its workers nothing older; they wait for a newer version.
 const REMEMBERED: usize = 4096;
 
-/// The last sets that were sent to all, each with a sequence number that no later set has.
+/// The last sets sent to all workers, each with a sequence number below that of any later set.
 #[derive(Debug, Default)]
 pub(crate) struct Recent {
     sets: VecDeque<(u64, Vec<Item>)>,
 }
 
 impl Recent {
-    /// This set was sent to all, and no sequence number above this was given out so far.
+    /// Notes a set that was sent to all. No higher sequence number was given out so far.
     pub(crate) fn note(&mut self, sequence: u64, set: Vec<Item>) {
         if set.is_empty() || self.sets.back().is_some_and(|(_, last)| *last == set) {
             return;
@@ -33,8 +33,8 @@ impl Recent {
         self.sets.push_back((sequence, set));
     }
 
-    /// The newest set before `meant`, which has this sequence number, that a worker with
-    /// the same models may begin with: one of which `has` is true of every version.
+    /// The newest set before `meant` that a worker with the same models may begin with. `meant` has
+    /// this sequence number, and `has` must hold for every version of the result.
     pub(crate) fn before(
         &self,
         (sequence, meant): (u64, &[Item]),
@@ -83,7 +83,7 @@ mod tests {
         let all = [(0, 1), (0, 2), (1, 1), (0, 4), (1, 2), (0, 5)];
         let first_three = [(0, 1), (0, 2), (1, 1)];
         let (newest, own) = (set(&[(0, 6), (1, 3)]), set(&[(0, 6)]));
-        // (what it is to run, by which sequence number, what its agent has, with what it begins)
+        // (current set, its sequence number, the agent's versions, the set to begin with)
         let cases = [
             (&newest, 7, set(&all), Some((5, set(&[(0, 5), (1, 2)])))),
             (&newest, 5, set(&all), Some((4, set(&[(0, 4), (1, 2)])))),
@@ -93,9 +93,9 @@ mod tests {
                 set(&first_three),
                 Some((2, set(&[(0, 2), (1, 1)]))),
             ),
-            // Of the models it wants.
+            // Only the models that the worker takes.
             (&own, 7, set(&[(0, 1)]), Some((1, set(&[(0, 1)])))),
-            // One model is none of its sets.
+            // No set has one of its models.
             (&newest, 7, set(&[(0, 5)]), None),
             (&newest, 7, Vec::new(), None),
         ];
@@ -103,13 +103,13 @@ mod tests {
             let found = recent.before((sequence, meant), |item| held.contains(item));
             assert_eq!(found, expected, "{held:?}");
         }
-        // What is meant for it is not what is meant for all.
+        // The worker's set is not the one for all workers.
         let held = set(&[(0, 5), (0, 4)]);
         assert_eq!(recent.before((7, &held), |_| true), None);
     }
 
     #[test]
-    fn only_so_many_sets_are_remembered() {
+    fn recent_sets_are_bounded() {
         let mut recent = Recent::default();
         for version in 1..=REMEMBERED as u64 + 1 {
             recent.note(version, set(&[(0, version)]));

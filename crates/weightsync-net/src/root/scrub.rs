@@ -13,24 +13,23 @@ use super::topology::AgentId;
 use crate::relay::Item;
 use crate::scrub::Check;
 
-/// The sender's own memory, among those that have a version.
+/// The sender's own memory, among the holders of a version.
 pub(super) const OWN: AgentId = 0;
 
-/// What is being compared.
+/// The comparisons that are under way.
 #[derive(Debug, Default)]
 pub(super) struct Scrubs {
-    /// The digests of what was published, of versions that somebody is compared with, and
-    /// of those that are kept.
+    /// The published digests of versions that are compared or kept.
     expected: BTreeMap<Item, Digest>,
-    /// Of each model the newest whose digest was made as soon as it was published.
+    /// For each model the newest version whose digest was computed when it was published.
     kept: BTreeMap<usize, Item>,
-    /// Versions whose digest the sender is making.
+    /// Versions whose digest the sender is computing.
     finding: BTreeSet<Item>,
-    /// Who has been asked for which, and what it has said.
+    /// Digests requested from agents, and their answers.
     asked: BTreeMap<(Item, AgentId), Option<Digest>>,
 }
 
-/// What a comparison has come to.
+/// The result of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Checked {
     pub(super) item: Item,
@@ -45,25 +44,25 @@ pub(super) enum Verdict {
         expected: Digest,
         got: Digest,
     },
-    /// It is the sender's, and nothing was noted of it when it was published.
+    /// The sender's own bytes, which have no digest from when they were published.
     Unknown,
-    /// One end has it no more.
+    /// One of the two ends no longer has the version.
     Replaced,
-    /// The agent is gone.
+    /// The agent has gone.
     Gone,
 }
 
-/// What follows from what is asked for.
+/// The requests that follow from a question.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Asks {
-    /// Who is to be asked for what it has.
+    /// Which agents must report the digest of which version.
     pub(super) agents: Vec<(Item, AgentId)>,
-    /// Versions whose digest the sender is to make.
+    /// Versions whose digest the sender must compute.
     pub(super) own: Vec<Item>,
 }
 
 impl Scrubs {
-    /// Has all of these compared. A host that is already asked is not asked again.
+    /// Starts these comparisons. An agent that was already asked is not asked again.
     pub(super) fn ask(&mut self, pairs: impl IntoIterator<Item = (Item, AgentId)>) -> Asks {
         let mut asks = Asks::default();
         for (item, agent) in pairs {
@@ -82,9 +81,9 @@ impl Scrubs {
         asks
     }
 
-    /// A version is published whose digest is made at once, and kept until the next of them;
-    /// false if that is so already. Nobody is waited for any more who has not said by now what
-    /// it has of one before the last of these.
+    /// Keeps the digest of a version from its publication until the next such version; false if
+    /// that is already done. Agents that have not answered for versions before the last kept one
+    /// are no longer waited for.
     pub(super) fn keep(&mut self, item: Item) -> (bool, Vec<Checked>) {
         let mut late = Vec::new();
         if let Some(before) = self.kept.insert(item.model, item) {
@@ -102,12 +101,12 @@ impl Scrubs {
         (self.finding.insert(item), late)
     }
 
-    /// Whether this is the newest of its model whose digest was made at once.
+    /// Whether this is the newest version of its model whose digest was computed at publication.
     pub(super) fn is_kept(&self, item: Item) -> bool {
         self.kept.get(&item.model) == Some(&item)
     }
 
-    /// An agent says what it has; without being asked, that is nothing.
+    /// Handles an agent's digest; a digest that was not requested is ignored.
     pub(super) fn digest_received(
         &mut self,
         item: Item,
@@ -126,8 +125,8 @@ impl Scrubs {
         Some(self.end(item, agent, verdict))
     }
 
-    /// The sender has made the digest of the bytes that are there now, and knows that of what
-    /// was published, if it was made then; `None`: it has it no more.
+    /// Handles the digests that the sender computed: of the bytes that it has now, and of the
+    /// published ones if they were noted. `None` if it no longer has the version.
     pub(super) fn found(
         &mut self,
         item: Item,
@@ -161,7 +160,7 @@ impl Scrubs {
         checked
     }
 
-    /// An agent is gone.
+    /// Handles the end of an agent.
     pub(super) fn gone(&mut self, agent: AgentId) -> Vec<Checked> {
         let asked = self.asked.keys().filter(|(_, of)| *of == agent);
         let items: Vec<Item> = asked.map(|(item, _)| *item).collect();
@@ -181,7 +180,7 @@ impl Scrubs {
         }
     }
 
-    /// What nobody is compared with any more, and is not kept, is found again the next time.
+    /// Drops a digest that is neither compared nor kept; it can be computed again.
     fn forget(&mut self, item: Item) {
         let mut left = self.asked.range((item, OWN)..=(item, AgentId::MAX));
         if left.next().is_none() && self.kept.get(&item.model) != Some(&item) {
@@ -197,14 +196,14 @@ fn compare(expected: Digest, got: Digest) -> Verdict {
     }
 }
 
-/// Somebody who waits until all of this has been compared.
+/// A client that waits for a round of comparisons.
 #[derive(Debug)]
 pub(super) struct Round<A> {
     pub(super) waits: BTreeSet<(Item, AgentId)>,
     pub(super) answer: A,
-    /// How many are the same.
+    /// How many comparisons matched.
     pub(super) same: usize,
-    /// The others, as they are told of.
+    /// The other results, for the answer.
     pub(super) others: Vec<Check>,
 }
 
@@ -218,7 +217,7 @@ impl<A> Round<A> {
         }
     }
 
-    /// Notes what it waited for.
+    /// Notes a result that the client waited for.
     pub(super) fn note(&mut self, checked: &Checked, note: impl FnOnce() -> Check) {
         if !self.waits.remove(&(checked.item, checked.agent)) {
             return;

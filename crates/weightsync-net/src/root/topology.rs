@@ -19,47 +19,47 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use crate::bulk::Came;
+use crate::bulk::Transferred;
 
 /// An agent's number; 0 is the sender.
 pub(crate) type AgentId = u64;
 
-/// A link is slow if another is more than so many times as fast.
+/// A link is slow if another one is more than this many times as fast.
 const SLOW: f64 = 4.0;
 
-/// Below so many bytes a second (270 Mbit/s) it is worth an agent's move to find out
-/// whether its parent holds it up.
+/// Below this many bytes a second (270 Mbit/s), moving an agent is a fair price for knowing whether
+/// its parent slows it down.
 const MAY_BE_HELD_UP: f64 = 33_554_432.0;
 
-/// How fast a link looks after a measurement: so much of it is the newest.
+/// The weight of the newest measurement in the estimate of a link's speed.
 const FRESH: f64 = 0.5;
 
-/// For how long an agent is not given a parent again that it could not fetch from; twice
-/// as long each time that it cannot soon after it was given it again.
+/// How long an agent does not get a parent back after a fetch from it failed. The time doubles if
+/// the parent fails again soon after it was given back.
 const AVOIDED: Duration = Duration::from_secs(30);
 
-/// No longer than this.
+/// The longest such time.
 const MOST_AVOIDED: Duration = Duration::from_secs(960);
 
 /// The agents, in order.
 #[derive(Debug)]
 pub(crate) struct Topology {
-    /// How many fetch from each.
+    /// How many agents fetch from each.
     arity: usize,
-    /// Those that serve.
+    /// The agents that serve.
     order: Vec<AgentId>,
     agents: BTreeMap<AgentId, Agent>,
-    /// How fast each of those in order is, as far as it is known.
+    /// The known speeds of the agents in the order.
     speeds: BTreeSet<Rank>,
-    /// How fast each of the others is.
+    /// The known speeds of the other agents.
     beside: BTreeSet<Rank>,
-    /// Until when whom is not given which parent.
+    /// Until when an agent does not get a parent: (until, agent, parent).
     avoided: BTreeSet<(Duration, AgentId, AgentId)>,
-    /// The agent that was put first, until the sender has found out how fast it is.
+    /// The agent on trial: it stands first until the sender has measured it.
     tried: Option<AgentId>,
 }
 
-/// A speed and whose it is: a float that is not negative stands where its bits do.
+/// A speed and its agent. The bits of a float that is not negative sort like the float.
 type Rank = (u64, AgentId);
 
 /// Where an agent serves.
@@ -72,8 +72,8 @@ pub(crate) struct Endpoint {
 }
 
 impl Endpoint {
-    /// Whether that is where another host finds it: an address of the loopback is of
-    /// whichever host asks there.
+    /// Whether another host can reach this address. A loopback address means the machine that uses
+    /// it.
     fn is_found_by(&self, host: [u8; 16]) -> bool {
         !self.address.ip().is_loopback() || self.host == host
     }
@@ -81,25 +81,25 @@ impl Endpoint {
 
 #[derive(Debug)]
 struct Agent {
-    /// Where it serves, if it does.
+    /// Where the agent serves, if it does.
     endpoint: Option<Endpoint>,
-    /// Bytes a second by which it could take what was there for it, and from whom it
-    /// did so last.
+    /// The agent's speed in bytes a second while data for it was ready, and the parent of the last
+    /// measurement.
     speed: Option<(f64, AgentId)>,
-    /// Whom it was last told to fetch from.
+    /// The parent that was last announced to the agent.
     parent: Option<AgentId>,
-    /// Whether anything has come to it from the sender itself that says how fast it is.
+    /// Whether the agent was measured while it fetched from the sender itself.
     by_sender: bool,
-    /// Whom it could not fetch from.
+    /// The parents from which a fetch of this agent failed.
     failed: BTreeMap<AgentId, Failed>,
 }
 
-/// That one could not fetch from another.
+/// The record of a parent from which a fetch failed.
 #[derive(Clone, Copy, Debug)]
 struct Failed {
-    /// Whether it is not given it.
+    /// Whether the agent may not get this parent now.
     avoided: bool,
-    /// Until when that was to be so, which is so long.
+    /// The end of that time, and its length.
     until: Duration,
     pause: Duration,
 }
@@ -109,10 +109,10 @@ impl Agent {
         self.failed.get(&parent).is_some_and(|one| one.avoided)
     }
 
-    /// Until when.
+    /// Avoids a parent; returns until when.
     fn avoid(&mut self, parent: AgentId, now: Duration) -> Duration {
         let before = self.failed.get(&parent);
-        // What was well for as long as it was avoided before is well.
+        // A parent that worked for as long as it was avoided before is trusted again.
         let before = before.filter(|one| now < one.until + one.pause);
         let pause = before.map_or(AVOIDED, |one| (2 * one.pause).min(MOST_AVOIDED));
         let failed = Failed {
@@ -129,17 +129,17 @@ impl Agent {
     }
 }
 
-/// An agent is to fetch from another from now on.
+/// The new parent of an agent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Assigned {
     pub(crate) agent: AgentId,
     pub(crate) parent: AgentId,
-    /// Where; `None` for the sender.
+    /// The parent's address; `None` for the sender.
     pub(crate) address: Option<SocketAddr>,
 }
 
 impl Topology {
-    /// Without agents.
+    /// A topology without agents.
     pub(crate) fn new(arity: usize) -> Self {
         Self {
             arity: arity.max(1),
@@ -152,7 +152,7 @@ impl Topology {
         }
     }
 
-    /// An agent has come; it goes to the end.
+    /// Adds an agent at the end of the order.
     pub(crate) fn join(&mut self, agent: AgentId, endpoint: Option<Endpoint>) -> Vec<Assigned> {
         let fresh = Agent {
             endpoint,
@@ -166,17 +166,17 @@ impl Topology {
             return self.beside(agent);
         }
         self.order.push(agent);
-        // Not behind those that are known to be slow.
+        // Agents that are known to be slow stay behind the new one.
         self.sort();
         self.assign()
     }
 
-    /// One that does not serve, and is not told, is to fetch from the sender: together with the
-    /// others, where it takes nobody's place.
+    /// Announces the sender as the parent of an agent that does not serve, unless that was done.
+    /// Such an agent has no place in the order, so nobody moves.
     fn beside(&mut self, agent: AgentId) -> Vec<Assigned> {
         let one = self.agents.get_mut(&agent);
         let unannounced = one.filter(|one| one.parent != Some(0));
-        let told = unannounced.map(|one| {
+        let assigned = unannounced.map(|one| {
             one.parent = Some(0);
             Assigned {
                 agent,
@@ -184,10 +184,10 @@ impl Topology {
                 address: None,
             }
         });
-        told.into_iter().collect()
+        assigned.into_iter().collect()
     }
 
-    /// An agent is gone.
+    /// Removes an agent.
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         let gone = self.agents.remove(&agent);
         self.tried.take_if(|tried| *tried == agent);
@@ -198,6 +198,7 @@ impl Topology {
             return Vec::new();
         };
         self.rank(agent, gone.speed, None);
+        // Agent numbers are never used again, so nothing may be left under this one.
         for (parent, failed) in gone.failed {
             self.avoided.remove(&(failed.until, agent, parent));
         }
@@ -210,28 +211,28 @@ impl Topology {
         }
         if let Some(at) = self.order.iter().position(|one| *one == agent) {
             match self.arity {
-                // Everybody but the next keeps its parent.
+                // A chain keeps its order, so that only the next agent gets another parent.
                 1 => drop(self.order.remove(at)),
-                // Else that is so if the last takes the place.
+                // With more children each, fewest agents move if the last one takes the free place.
                 _ => drop(self.order.swap_remove(at)),
             }
         }
-        // With more than one child each, the last agent has taken the free place, and the last
-        // are the slow ones.
+        // With more than one child each, the last agent took the free place, and slow agents stand
+        // last: so sort again.
         if measured_by_it || self.arity > 1 {
             self.sort();
         }
         self.assign()
     }
 
-    /// An agent could not fetch from its parent, which is there: it is given
-    /// another, and that one not [for a while](Self::again). One that could not fetch
-    /// from the sender, be it in the parent's stead, waits to be told from whom to go on.
+    /// Reassigns an agent whose fetch from a live parent failed. The agent avoids this parent [for
+    /// a while](Self::again). If the failed parent was the sender, even in the parent's place, the
+    /// agent waits for the next assignment.
     pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId, now: Duration) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
             && (one.parent == Some(parent) || parent == 0)
         {
-            // Asked for again, even if it is the same.
+            // The agent expects an answer, so the parent is announced even if it stays the same.
             one.parent = None;
             if one.endpoint.is_none() {
                 return self.beside(agent);
@@ -249,12 +250,12 @@ impl Topology {
         Vec::new()
     }
 
-    /// When a parent that could not be fetched from may be given again next.
+    /// When an avoided parent may be assigned again next.
     pub(crate) fn due(&self) -> Option<Duration> {
         self.avoided.first().map(|(until, ..)| *until)
     }
 
-    /// Gives parents again that were avoided for long enough.
+    /// Allows parents again that were avoided for long enough.
     pub(crate) fn again(&mut self, now: Duration) -> Vec<Assigned> {
         let mut any = false;
         while let Some(&(until, agent, parent)) = self.avoided.first()
@@ -273,7 +274,7 @@ impl Topology {
         }
     }
 
-    /// So much went from a parent to an agent, while there was something for it.
+    /// Notes how many bytes a parent sent to an agent, and in what time.
     pub(crate) fn measured(
         &mut self,
         parent: AgentId,
@@ -285,7 +286,8 @@ impl Topology {
             let parent = self.agents.get(&parent);
             parent.is_some_and(|parent| parent.is_slow(fastest))
         });
-        let rate = Came { bytes, busy }.rate();
+        let rate = Transferred { bytes, busy }.rate();
+        // Behind a slow parent an agent looks as slow as its parent, whatever its own link is.
         let Some(measured) = rate.filter(|_| !slow) else {
             return Vec::new();
         };
@@ -293,11 +295,11 @@ impl Topology {
             return Vec::new();
         };
         let speed = match one.speed {
-            // Of the times that bytes take, not of the speeds: a link that has become
-            // a thousand times as slow looks half as fast by those.
+            // The mean of times, not of speeds: with speeds, a link that became a thousand times
+            // slower would still look half as fast.
             Some((before, by)) if by == parent => 1.0 / ((1.0 - FRESH) / before + FRESH / measured),
-            // What came through another says nothing of this one: that may have been
-            // slow, and not known to be.
+            // A measurement through another parent says nothing about this one: the other may have
+            // been slow without being known to be.
             _ => measured,
         };
         let mut trial_ends = false;
@@ -306,8 +308,8 @@ impl Topology {
                 one.by_sender = true;
                 trial_ends = self.tried.take_if(|tried| *tried == agent).is_some();
             }
-            // The sender found it much faster than it looks behind this parent, which may not
-            // be known to be slow: it may have another trial.
+            // The sender measured this agent as much faster than its parent does. The parent may be
+            // slow without being known to be, so the agent may have another trial.
             Some((before, 0)) if measured * SLOW < before => one.by_sender = false,
             _ => {}
         }
@@ -333,8 +335,8 @@ impl Topology {
         self.assign()
     }
 
-    /// Whether an agent may be faster than it looks: all that came to it came through one
-    /// that is as slow. One after the other is found out about.
+    /// Whether an agent may be faster than its measurements: all of them came through parents as
+    /// slow as itself. One such agent after the other gets a trial.
     fn may_be_held_up(&self, agent: AgentId) -> bool {
         let unknown = |one: &&Agent| !one.by_sender && self.tried.is_none();
         let Some(one) = self.agents.get(&agent).filter(unknown) else {
@@ -343,7 +345,7 @@ impl Topology {
         let Some((speed, by)) = one.speed.filter(|(speed, _)| *speed < MAY_BE_HELD_UP) else {
             return false;
         };
-        // One that is much faster would have shown that it is not.
+        // An agent much faster than its parent would have shown it.
         let as_slow = |parent: f64| parent <= speed * SLOW;
         self.speed(by).is_some_and(as_slow)
     }
@@ -355,15 +357,14 @@ impl Topology {
         }
     }
 
-    /// The slowest link by which anybody fetches, in bytes a second, as far as they are
-    /// known.
+    /// The slowest known link of all fetches, in bytes a second.
     pub(crate) fn slowest(&self) -> Option<f64> {
         let firsts = [&self.speeds, &self.beside].map(|speeds| speeds.first());
         let slowest = firsts.into_iter().flatten().min();
         slowest.map(|(speed, _)| f64::from_bits(*speed))
     }
 
-    /// The agents that serve, in order, then those that do not; each with its parent.
+    /// The agents that serve, in order, then the others; each with its parent.
     pub(crate) fn parents(&self) -> impl Iterator<Item = (AgentId, Option<AgentId>)> {
         let order = self.order.iter();
         let serve = order.filter_map(|agent| self.agents.get_key_value(agent));
@@ -377,13 +378,13 @@ impl Topology {
         self.order.iter().copied()
     }
 
-    /// Whether others may fetch from an agent.
+    /// Whether other agents may fetch from this one.
     pub(crate) fn serves(&self, agent: AgentId) -> bool {
         let one = self.agents.get(&agent);
         one.is_some_and(|one| one.endpoint.is_some())
     }
 
-    /// How fast the link to an agent was measured to be, in bytes a second.
+    /// The measured speed of the link to an agent, in bytes a second.
     pub(crate) fn speed(&self, agent: AgentId) -> Option<f64> {
         self.agents.get(&agent)?.speed.map(|(speed, _)| speed)
     }
@@ -392,14 +393,14 @@ impl Topology {
         self.speeds.last().map(|(speed, _)| f64::from_bits(*speed))
     }
 
-    /// One that serves has another speed. Whether that is to move somebody.
+    /// Updates the rank of an agent that serves. Returns whether agents have to move.
     fn rank(
         &mut self,
         agent: AgentId,
         before: Option<(f64, AgentId)>,
         after: Option<(f64, AgentId)>,
     ) -> bool {
-        // Below it a link is slow.
+        // Below this limit a link is slow.
         let limit = |own: &Self| own.fastest().unwrap_or(0.0) / SLOW;
         let old = limit(self);
         let [before, after] = [before, after].map(|speed| speed.map(|(speed, _)| speed));
@@ -420,7 +421,7 @@ impl Topology {
         let slow = |speed: Option<f64>, limit| speed.filter(|speed| *speed < limit);
         let moves = match (slow(before, old), slow(after, new)) {
             (None, None) => false,
-            // Among those that are slow it stands where it stood, or not.
+            // Slow agents are sorted among themselves, so look whether this one has moved.
             (Some(before), Some(after)) => {
                 self.speeds.remove(&(after.to_bits(), agent));
                 let passes = others(&self.speeds, before, after);
@@ -429,10 +430,11 @@ impl Topology {
             }
             _ => true,
         };
+        // A new limit moves the agents whose speeds lie between it and the old one.
         moves || old != new && others(&self.speeds, old, new)
     }
 
-    /// Puts the slow ones at the end, slowest last; the others stay as they are.
+    /// Puts the slow agents at the end, the slowest last; the others keep their order.
     fn sort(&mut self) {
         let Some(fastest) = self.fastest() else {
             return;
@@ -442,8 +444,8 @@ impl Topology {
         if slow.is_empty() {
             return;
         }
-        // Measured through one that has turned out to be slow, or is gone, and nobody can
-        // tell: to be measured again, before those that are slow.
+        // Agents whose measurements came through a slow parent or one that has gone. They stand
+        // before the slow ones, so that they are measured again.
         let doubtful =
             |by: AgentId| slow.contains(&by) || by != 0 && !self.agents.contains_key(&by);
         let by = |agent: &AgentId| self.agents.get(agent)?.speed.map(|(_, by)| by);
@@ -471,25 +473,26 @@ impl Topology {
         self.order = order;
     }
 
-    /// Gives everybody the parent of its place; tells of those that change.
+    /// Gives every agent the parent of its place; returns the changes.
     fn assign(&mut self) -> Vec<Assigned> {
         let mut assigned = Vec::new();
-        // Who serves, in order, with how many it has below it and where it is.
+        // The agents that serve, in order, each with its number of children and its address.
         let mut serving: Vec<(AgentId, usize, Option<Endpoint>)> = vec![(0, 0, None)];
-        // How many of the first have no room.
+        // How many of the first agents have no room for a child.
         let mut full = 0;
         for agent in &self.order {
             let Some(one) = self.agents.get_mut(agent) else {
                 continue;
             };
             let Some(own) = one.endpoint else { continue };
+            // Skipped for good: with thousands of agents the search for a parent must stay short.
             while serving
                 .get(full)
                 .is_some_and(|(_, below, _)| *below >= self.arity)
             {
                 full += 1;
             }
-            // The first with room: by arity 1 the one before.
+            // The first parent with room; in a chain that is the agent before.
             let fits = |(parent, below, endpoint): &&mut (AgentId, usize, Option<Endpoint>)| {
                 *below < self.arity
                     && !one.avoids(*parent)
@@ -500,7 +503,7 @@ impl Topology {
                     *below += 1;
                     (*parent, *endpoint)
                 }
-                // Nobody else is left.
+                // No parent is left but the sender.
                 None => (0, None),
             };
             serving.push((*agent, 0, one.endpoint));
@@ -513,8 +516,8 @@ impl Topology {
                 });
             }
         }
-        // An agent on trial may turn out to be one of the slow ones, which stand at the end.
-        // There the sender never measures it, and no other agent would have its trial.
+        // An agent on trial may turn out to be slow, and slow agents stand last. There the sender
+        // never measures it, and no other agent would get its trial.
         let agents = &self.agents;
         let is_first = |agent: &AgentId| agents.get(agent).is_some_and(|one| one.parent == Some(0));
         self.tried.take_if(|tried| !is_first(tried));

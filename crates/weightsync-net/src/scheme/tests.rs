@@ -28,7 +28,7 @@ fn every_setting_comes_back_from_its_text() {
         let scheme = Distributed::parse(&settings).unwrap();
         assert_eq!(BTreeMap::from_iter(scheme.settings()), settings);
     }
-    // What is so unless it is said is not said.
+    // Defaults do not appear in the text.
     for (key, value) in [("deltas", "auto"), ("share", "all"), ("arity", "1")] {
         let settings = BTreeMap::from([(key.to_owned(), value.to_owned())]);
         assert_eq!(Distributed::parse(&settings).unwrap().settings(), []);
@@ -76,7 +76,7 @@ fn an_advertised_port_of_0_is_the_one_it_listens_at() {
     let at = place(&scheme).unwrap();
     let (host, port) = host_and_port("advertise", at.address()).unwrap();
     assert_eq!(host, "10.0.0.1");
-    let bound = scheme.spots()[at.address()].address;
+    let bound = scheme.allocated()[at.address()].address;
     assert_eq!(port, bound.port());
     let said = place(&Distributed::new().advertise("[::1]:9")).unwrap();
     assert_eq!(said.address(), "[::1]:9");

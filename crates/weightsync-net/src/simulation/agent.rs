@@ -1,4 +1,4 @@
-//! A simulated agent: its state, and how it handles messages, as in the engine.
+//! A simulated agent: its state, and how it handles messages, as in the driver.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
 /// One agent's process.
 pub(super) struct Agent {
-    /// Which of its machine's agents, from 1.
+    /// The number of this agent of its machine, from 1.
     pub(super) life: u64,
     pub(super) plan: Plan,
     /// Whether others can fetch from it.
@@ -26,17 +26,17 @@ pub(super) struct Agent {
     /// Attempts in a row to reach the sender.
     pub(super) dials: u32,
     pub(super) parent: Option<Parent>,
-    /// Chunks that came, from the first on.
+    /// Blocks that have arrived, from the first on.
     pub(super) coming: BTreeMap<Item, u32>,
     pub(super) whole: BTreeSet<Item>,
     /// The transfers under way.
     pub(super) fetching: BTreeMap<Item, Fetching>,
     pub(super) failures: u32,
-    /// What the sender is told once it is time, and how many of those there were.
+    /// The lost parent to report when it is time, and how many there have been.
     pub(super) complain: Option<AgentId>,
     pub(super) complaints: u64,
     workers: BTreeMap<WorkerId, (WorkerInstance, Delivery)>,
-    /// Workers that the sender was asked about, by ticket.
+    /// Workers that wait for the sender's reply, by ticket.
     joining: BTreeMap<u64, (WorkerInstance, Delivery)>,
     tickets: u64,
 }
@@ -45,11 +45,11 @@ pub(super) struct Agent {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Fetching {
     pub(super) number: u64,
-    /// It comes from the sender in the parent's stead.
+    /// The fetch goes to the sender instead of the parent.
     pub(super) instead: bool,
 }
 
-/// From where an agent fetches.
+/// The source of a fetch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Parent {
     pub(super) agent: AgentId,
@@ -72,7 +72,7 @@ impl World {
             .filter(|agent| agent.life == life)
     }
 
-    /// The machine's agent, which is there.
+    /// The machine's agent, which exists.
     pub(super) fn agent_of(&mut self, node: Node) -> &mut Agent {
         self.hosts[node].agent.as_mut().expect("an agent is there")
     }
@@ -108,14 +108,14 @@ impl World {
             .after(self.network.latency, Event::Dial { node, life });
     }
 
-    /// It has reached the sender.
+    /// The agent has reached the sender.
     pub(super) fn linked(&mut self, node: Node, link: AgentId) {
         let agent = self.agent_of(node);
         agent.link = Some(link);
         agent.dials = 0;
         let (life, serves, own) = (agent.life, agent.serves, agent.own);
         let holds = agent.whole.iter().copied().collect();
-        // One that is its only worker's process is that process.
+        // The agent of a single worker has that worker's process.
         let pid = if own { 1000 + life as u32 } else { 1 };
         self.send(
             node,
@@ -139,7 +139,7 @@ impl World {
         agent.tickets += 1;
         let ticket = agent.tickets;
         agent.joining.insert(ticket, (who, delivery));
-        // Before the welcome it is told of with the others.
+        // Before the welcome, the worker is announced with the others.
         if agent.link.is_some() {
             self.send_join(node, ticket, who, delivery);
         }
@@ -159,14 +159,14 @@ impl World {
                 instance: who.instance,
                 pid,
                 models: u64::MAX,
-                delivery: delivery.into(),
+                delivery,
                 device: String::new(),
                 seen: weightsync_core::Epoch(1),
             },
         );
     }
 
-    /// The sender has said something.
+    /// Handles a message of the sender.
     pub(super) fn on_root_message(&mut self, node: Node, message: FromRoot) {
         let agent = self.agent_of(node);
         match message {
@@ -189,7 +189,7 @@ impl World {
                     self.clock.after(200 * MS, again);
                 }
             }
-            FromRoot::Tell {
+            FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -211,7 +211,7 @@ impl World {
         }
     }
 
-    /// Tells the sender (again) who is here, and how far everybody is.
+    /// Tells the sender again which workers are here, and how far they are.
     fn come_back(&mut self, node: Node) {
         let agent = self.agent_of(node);
         let known: Vec<_> = agent.workers.values().copied().collect();
@@ -250,7 +250,7 @@ impl World {
         self.send(node, ToRoot::Progress { workers });
     }
 
-    /// A worker is gone.
+    /// A worker has gone.
     pub(super) fn worker_left(&mut self, node: Node, who: WorkerInstance, died: bool) {
         let Some(agent) = self.hosts[node].agent.as_mut() else {
             return;
@@ -278,7 +278,7 @@ impl World {
         }
         let mut inputs = Vec::new();
         if agent.parent == Some(ROOT) {
-            // What is finished in any case goes on at the sender.
+            // The fetches of sets to finish go on at the sender.
             let plan = &agent.plan;
             let fetching = agent.fetching.iter_mut();
             let firsts = fetching.filter(|(item, one)| !one.instead && plan.is_first(item));

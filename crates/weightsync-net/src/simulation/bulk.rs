@@ -1,4 +1,4 @@
-//! Transfers: chunk after chunk over one connection each, and each chunk is passed on as soon
+//! Transfers: block after block over one connection each, and each block is passed on as soon
 //! as it has arrived.
 
 use super::agent::{Fetching, Parent, ROOT};
@@ -6,20 +6,20 @@ use super::clock::{MS, SECOND, Time};
 use super::network::{Arrival, Health, Network, Node};
 use super::perform::FetchEnd;
 use super::{Event, World};
-use crate::bulk::Came;
+use crate::bulk::Transferred;
 use crate::relay::Item;
 use crate::relay::plan::Input;
 
-/// As large as one on the wire.
-pub(super) const CHUNK: u64 = 1 << 20;
+/// As large as a block on the wire.
+pub(super) const BLOCK: u64 = 1 << 20;
 
 /// How long a relay asks above for a version that it does not have.
 const PATIENCE: Time = 30 * SECOND;
 
-/// How long a child waits for a parent that says nothing.
+/// How long a child waits for a silent parent.
 pub(super) const SUSPECT: Time = 2500 * MS;
 
-/// How long a parent waits for a child that takes nothing.
+/// How long a parent waits for a child that reads nothing.
 const STUCK: Time = 5 * SECOND;
 
 /// One fetch, as both of its ends see it.
@@ -28,34 +28,34 @@ pub(super) struct Transfer {
     pub(super) child: (Node, u64),
     pub(super) parent: Parent,
     pub(super) item: Item,
-    /// It comes from the sender although that is not the parent.
+    /// The fetch goes to the sender instead of the parent.
     pub(super) instead: bool,
-    /// It was not the newest any more, and somebody takes every version.
+    /// The version was not the newest when the fetch began, and some worker takes every version.
     late: bool,
-    /// The next chunk to come.
+    /// The next block to arrive.
     next: u32,
-    chunks: u32,
+    blocks: u32,
     pub(super) child_open: bool,
-    /// Whether the parent serves it: it was asked, and has not ended it.
+    /// The parent serves the fetch: it was asked, and has not ended.
     pub(super) parent_open: bool,
     pub(super) asked: bool,
-    /// The parent has begun with it.
+    /// The parent has begun to serve it.
     pub(super) found: bool,
     pub(super) revoked: bool,
-    /// A chunk is on its way.
+    /// A block is on its way.
     pub(super) sending: Option<Arrival>,
-    /// What has come is held up: a chunk, or the word that there is none.
+    /// An arrived block or reply is held up.
     pub(super) held: bool,
     pub(super) gone: bool,
-    /// Its first byte is there, and the last is not.
+    /// Its first byte has arrived, and its last has not.
     coming: bool,
     bytes: u64,
-    /// What had come by the link before it began.
-    before: Came,
+    /// The link's transferred bytes before it began.
+    before: Transferred,
 }
 
 impl Transfer {
-    /// Its child has closed it.
+    /// The child has closed the fetch.
     fn close(&mut self, network: &mut Network) {
         self.child_open = false;
         if std::mem::take(&mut self.coming) {
@@ -94,7 +94,7 @@ impl World {
             instead,
             late: self.options.every && item.version.0 < self.sender.versions[item.model],
             next,
-            chunks: self.chunks(item),
+            blocks: self.blocks(item),
             child_open: true,
             parent_open: false,
             asked: false,
@@ -110,7 +110,7 @@ impl World {
         self.trace(|| format!("fetch {number}: {child:?} {item:?} from {parent:?} {next}"));
         self.transfers.insert(number, transfer);
         self.counts.fetches += 1;
-        // A sender may also hang up on those that are too many.
+        // A sender may also hang up on children beyond its limit.
         let often = if instead { 10 } else { 1 };
         if parent.node == 0 && self.options.faults && self.dice.percent(often) {
             let pause = self.dice.span(MS / 10, SECOND);
@@ -124,11 +124,11 @@ impl World {
         }
     }
 
-    fn chunks(&self, item: Item) -> u32 {
-        self.sender.sizes[item.model].div_ceil(CHUNK) as u32
+    fn blocks(&self, item: Item) -> u32 {
+        self.sender.sizes[item.model].div_ceil(BLOCK) as u32
     }
 
-    /// A fetch arrives where it is asked.
+    /// A fetch reaches its parent.
     pub(super) fn asked(&mut self, number: u64) {
         let latency = self.network.latency;
         let Some(transfer) = self.transfers.get_mut(&number).filter(|one| one.child_open) else {
@@ -157,7 +157,7 @@ impl World {
         self.pump(number);
     }
 
-    /// Sends the next chunk, if it is there.
+    /// Sends the next block, if the parent has it.
     fn pump(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get(&number) else {
             return;
@@ -180,7 +180,7 @@ impl World {
                     let agent = self.agent_of(node);
                     let whole = agent.whole.contains(&item).then_some(u32::MAX);
                     match whole.or(agent.coming.get(&item).copied()) {
-                        // Until it is known here, or refused.
+                        // Waits until the version is known here, or refused.
                         None => return,
                         there => there,
                     }
@@ -191,7 +191,7 @@ impl World {
             self.gone(number);
             return;
         };
-        let bytes = CHUNK.min(self.sender.sizes[item.model] - u64::from(next) * CHUNK);
+        let bytes = BLOCK.min(self.sender.sizes[item.model] - u64::from(next) * BLOCK);
         let now = self.clock.now();
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -203,7 +203,7 @@ impl World {
             let begins = arrival.whole - arrival.busy;
             self.clock.after(begins - now, Event::Begins { number });
             self.clock
-                .after(arrival.whole - now, Event::Chunk { number });
+                .after(arrival.whole - now, Event::Block { number });
             if parent.node == 0 {
                 let beyond = transfer.instead || transfer.late;
                 self.note_served((item, to), bytes, beyond);
@@ -219,7 +219,7 @@ impl World {
         })
     }
 
-    /// The first byte of a chunk has come.
+    /// The first byte of a block has arrived.
     pub(super) fn begins(&mut self, number: u64) {
         if let Some(transfer) = self.transfers.get_mut(&number)
             && transfer.child_open
@@ -230,8 +230,8 @@ impl World {
         }
     }
 
-    /// A chunk has come.
-    pub(super) fn chunk(&mut self, number: u64) {
+    /// A block has arrived.
+    pub(super) fn block(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
         };
@@ -245,8 +245,8 @@ impl World {
             return;
         }
         transfer.sending = None;
-        let before = u64::from(transfer.next) * CHUNK;
-        let bytes = CHUNK.min(self.sender.sizes[item.model] - before);
+        let before = u64::from(transfer.next) * BLOCK;
+        let bytes = BLOCK.min(self.sender.sizes[item.model] - before);
         transfer.next += 1;
         transfer.bytes += bytes;
         transfer.coming = false;
@@ -255,7 +255,7 @@ impl World {
         gauge.end();
         let came = gauge.came().share(transfer.before, transfer.bytes);
         let next = transfer.next;
-        let whole = next == transfer.chunks;
+        let whole = next == transfer.blocks;
         let served = transfer.parent_open;
         let agent = self.agent_of(node);
         agent.coming.insert(item, next);
@@ -274,7 +274,7 @@ impl World {
         }
     }
 
-    /// What has come goes on to whom it is wanted by.
+    /// Passes an arrived block on to waiting children.
     pub(super) fn pass_on(&mut self, node: Node, item: Item) {
         let below = self
             .transfers
@@ -286,14 +286,14 @@ impl World {
         }
     }
 
-    /// A parent has ended with one.
+    /// A parent has ended a fetch.
     fn served(&mut self, item: Item, parent: Parent) {
         if parent.node != 0 && self.agent(parent.node, parent.life).is_some() {
             self.step(parent.node, vec![Input::Unwanted { item }]);
         }
     }
 
-    /// The parent does not have it, and says so.
+    /// The parent does not have the version, and says so.
     pub(super) fn gone(&mut self, number: u64) {
         let latency = self.network.latency;
         let Some(transfer) = self.transfers.get_mut(&number) else {
@@ -306,7 +306,7 @@ impl World {
         self.served(item, parent);
     }
 
-    /// The child hears that.
+    /// The child learns that.
     pub(super) fn not_there(&mut self, number: u64) {
         let Some(transfer) = self.transfers.get_mut(&number) else {
             return;
@@ -324,7 +324,7 @@ impl World {
         }
     }
 
-    /// It is asked above for long enough.
+    /// The parent has asked above for long enough.
     pub(super) fn patience(&mut self, number: u64) {
         let waits = |one: &&Transfer| one.parent_open && !one.found;
         if self.transfers.get(&number).filter(waits).is_some() {
@@ -332,7 +332,7 @@ impl World {
         }
     }
 
-    /// A child stops its fetch; its parent hears of it, sooner or later.
+    /// A child stops its fetch; its parent learns of it sooner or later.
     pub(super) fn stop_fetch(&mut self, node: Node, item: Item) {
         let latency = self.network.latency;
         let Some(agent) = self.hosts[node].agent.as_mut() else {
@@ -349,7 +349,7 @@ impl World {
         }
     }
 
-    /// The parent hears that the child has hung up.
+    /// The parent learns that the child has hung up.
     pub(super) fn hung_up(&mut self, number: u64) {
         if let Some(transfer) = self.transfers.get(&number)
             && !transfer.child_open
@@ -375,7 +375,7 @@ impl World {
         self.fetched(node, item, parent, FetchEnd::Broken);
     }
 
-    /// It has been silent since then.
+    /// The connection has been silent since then.
     pub(super) fn doubt(&mut self, number: u64, since: Time) {
         if let Some(transfer) = self.transfers.get(&number)
             && self.network.health(transfer.child.0, transfer.parent.node)

@@ -10,11 +10,11 @@ pub(super) type Time = u64;
 pub(super) const MS: Time = 1000;
 pub(super) const SECOND: Time = 1000 * MS;
 
-/// What is to happen, in order of time; at one time in the order in which it was
+/// Future events in the order of their times; for equal times in the order in which they were
 /// added.
 #[derive(Debug)]
 pub(super) struct Clock<E> {
-    /// What was real when it began: some times are of that kind.
+    /// The real time at its beginning: some decisions take an `Instant`.
     began: Instant,
     now: Time,
     added: u64,
@@ -45,14 +45,14 @@ impl<E> Clock<E> {
         self.began + Duration::from_micros(self.now)
     }
 
-    /// This happens so much later.
+    /// Schedules an event.
     pub(super) fn after(&mut self, pause: Time, event: E) {
         self.added += 1;
         let at = (self.now + pause, self.added);
         self.due.push(Reverse(Due { at, event }));
     }
 
-    /// What happens next; it is that time then.
+    /// The next event; moves the clock to its time.
     pub(super) fn next(&mut self) -> Option<E> {
         let Reverse(due) = self.due.pop()?;
         self.now = due.at.0;
@@ -80,7 +80,7 @@ impl<E> Ord for Due<E> {
     }
 }
 
-/// SplitMix64: plenty for choosing victims and moments.
+/// SplitMix64: good enough to choose victims and moments.
 #[derive(Clone, Debug)]
 pub(super) struct Dice(u64);
 
@@ -97,17 +97,17 @@ impl Dice {
         number ^ (number >> 31)
     }
 
-    /// Below `end`, which is not 0.
+    /// A number below `end`, which is not 0.
     pub(super) fn below(&mut self, end: u64) -> u64 {
         self.roll() % end
     }
 
-    /// So many times in a hundred.
+    /// True this many times in a hundred.
     pub(super) fn percent(&mut self, times: u64) -> bool {
         self.below(100) < times
     }
 
-    /// From `least` up to `most`, short ones as often as ones ten times as long.
+    /// From `least` to `most`; every order of magnitude is equally likely.
     pub(super) fn span(&mut self, least: Time, most: Time) -> Time {
         let share = self.below(1 << 20) as f64 / (1 << 20) as f64;
         let (least, most) = (least as f64, most as f64);

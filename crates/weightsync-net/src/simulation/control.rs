@@ -8,19 +8,19 @@ use crate::root::membership::LinkLoss;
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, ToRoot};
 
-/// A link on which nothing has come for so long is silent, as in `link`.
+/// A link on which nothing arrives for this long is silent, as in `link`.
 pub(super) const SUSPECT: Time = 800 * MS;
 
-/// How often an end that has nothing to say says so.
+/// How often an idle end sends a sign of life.
 const HEARTBEAT: Time = 200 * MS;
 
 /// One link; its number is the agent's.
 pub(super) struct Control {
     pub(super) node: Node,
-    /// Whether either end has not given it up.
+    /// Whether each end still keeps the link.
     pub(super) agent_open: bool,
     pub(super) root_open: bool,
-    /// What was said while nothing got through.
+    /// Messages that were sent while nothing got through.
     held: Vec<Envelope>,
 }
 
@@ -65,7 +65,7 @@ impl World {
         }
     }
 
-    /// An agent says something to the sender.
+    /// An agent sends a message to the sender.
     pub(super) fn send(&mut self, node: Node, message: ToRoot) {
         let latency = self.network.latency;
         let link = self.hosts[node].agent.as_ref().and_then(|one| one.link);
@@ -76,7 +76,7 @@ impl World {
         }
     }
 
-    /// The sender says something to an agent.
+    /// The sender sends a message to an agent.
     pub(super) fn send_to(&mut self, link: AgentId, message: FromRoot) {
         let latency = self.network.latency;
         if self.controls.get(&link).is_some_and(|one| one.root_open) {
@@ -86,7 +86,7 @@ impl World {
         }
     }
 
-    /// What was said arrives, if anything does.
+    /// A message arrives, if anything does.
     pub(super) fn delivered(&mut self, link: AgentId, envelope: Envelope) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
@@ -111,7 +111,7 @@ impl World {
         }
     }
 
-    /// What was held up comes at last.
+    /// Held-up messages arrive.
     pub(super) fn flush(&mut self, link: AgentId) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
@@ -124,14 +124,13 @@ impl World {
         }
     }
 
-    /// The sender is to hear whether an agent is there: the next that comes by its link
-    /// says so.
+    /// The sender wants a sign of life of an agent: the next message on its link is one.
     pub(super) fn expect_sign(&mut self, link: AgentId) {
         let pause = self.network.latency + self.dice.below(HEARTBEAT);
         self.clock.after(pause, Event::Sign { link });
     }
 
-    /// Something comes by a link, or would.
+    /// A sign of life arrives, or would.
     pub(super) fn sign(&mut self, link: AgentId) {
         let Some(control) = self.controls.get(&link) else {
             return;
@@ -139,13 +138,12 @@ impl World {
         match control.agent_open && control.root_open {
             true if self.network.is_good(control.node, 0) => self.is_there(link),
             true => self.expect_sign(link),
-            // The end of it is what is heard next.
+            // The end of the link is the next event.
             false => {}
         }
     }
 
-    /// One end gives a link up; the other one hears of it, unless nothing gets
-    /// through.
+    /// One end gives a link up; the other learns of it, unless nothing gets through.
     pub(super) fn close_link(&mut self, link: AgentId, at_root: bool) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
@@ -165,7 +163,7 @@ impl World {
         self.forget_link(link);
     }
 
-    /// One end hears that a link has ended.
+    /// One end learns that a link has ended.
     pub(super) fn link_ended(&mut self, link: AgentId, at_root: bool, how: LinkLoss) {
         let Some(control) = self.controls.get_mut(&link) else {
             return;
@@ -198,7 +196,7 @@ impl World {
         }
     }
 
-    /// It looks whether a link has been silent since then.
+    /// Checks whether a link has been silent since then.
     pub(super) fn suspect(&mut self, link: AgentId, since: Time, at_root: bool) {
         let Some(control) = self.controls.get(&link) else {
             return;
@@ -208,7 +206,7 @@ impl World {
         }
     }
 
-    /// It stands differently with the links of these machines.
+    /// Handles a change of these machines' links.
     pub(super) fn links_change(&mut self, of: impl Fn(Node) -> bool) {
         let links = self.controls.iter().filter(|(_, one)| of(one.node));
         let links: Vec<(AgentId, Node)> = links.map(|(link, one)| (*link, one.node)).collect();

@@ -10,19 +10,19 @@ use crate::bulk::replaced;
 use crate::relay::Item;
 
 impl World {
-    /// An agent serves this version no more.
+    /// An agent stops serving this version.
     pub(super) fn revoke(&mut self, node: Node, item: Item) {
         let revoked = |one: &Transfer| one.parent.node == node && one.item == item && one.found;
         self.end_serving(revoked);
     }
 
-    /// Nor will it.
+    /// The agent will not have this version.
     pub(super) fn refuse(&mut self, node: Node, item: Item) {
         let refused = |one: &Transfer| one.parent.node == node && one.item == item && !one.found;
         self.end_serving(refused);
     }
 
-    /// Old versions of a model are served no more, as far as they hold up slots.
+    /// Stops serving a model's old versions as far as they hold slots.
     pub(super) fn keep_oldest(&mut self, model: usize) {
         let newest = Version(self.sender.versions[model]);
         let served = self
@@ -46,7 +46,7 @@ impl World {
             })
             .collect();
         for number in ended {
-            // After the chunk that is on its way.
+            // The block under way is sent to its end.
             if !self
                 .transfers
                 .get(&number)
@@ -57,7 +57,7 @@ impl World {
         }
     }
 
-    /// It stands differently with the ways of these machines.
+    /// Handles a change of the routes between these machines.
     pub(super) fn transfers_change(&mut self, of: impl Fn(Node, Node) -> bool) {
         let latency = self.network.latency;
         let all = self.transfers.iter();
@@ -83,7 +83,7 @@ impl World {
                     if std::mem::take(&mut transfer.held) {
                         let event = match transfer.gone {
                             true => Event::NotThere { number },
-                            false => Event::Chunk { number },
+                            false => Event::Block { number },
                         };
                         self.clock.after(latency, event);
                     }
@@ -92,7 +92,7 @@ impl World {
         }
     }
 
-    /// An agent has died: what it fetched, and what was fetched from it.
+    /// An agent has died: ends what it fetched, and what was fetched from it.
     pub(super) fn transfers_end(&mut self, node: Node, life: u64) {
         let agent = self.hosts[node].agent.as_ref();
         let fetching = agent.map(|one| one.fetching.keys().copied().collect());
@@ -107,7 +107,7 @@ impl World {
             .filter(|(_, one)| (one.parent.node, one.parent.life) == (node, life) && one.asked);
         for (number, transfer) in from_it {
             transfer.parent_open = false;
-            // A peer that hears nothing gives the link up on its own.
+            // A peer that receives nothing gives the link up on its own.
             let good = self.network.is_good(transfer.child.0, node);
             let pause = if good { latency } else { SUSPECT };
             self.clock.after(pause, Event::Broken { number: *number });

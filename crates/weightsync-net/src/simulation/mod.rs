@@ -3,12 +3,12 @@
 //! These parts are real: the decisions ([`Plan`](crate::relay::plan::Plan),
 //! [`Topology`](crate::root::topology::Topology) and
 //! [`Membership`](crate::root::membership::Membership)) and the messages of control links.
-//! These parts are simulated: the code around the decisions in an agent's engine and in the
+//! These parts are simulated: the code around the decisions in an agent's driver and in the
 //! sender's coordinator; the sender's mailboxes and queues; machines with one agent and up to
 //! three workers each; links with a rate and a latency that are cut, fall silent, and come
-//! back; and transfers in chunks that are passed on as they arrive.
+//! back; and transfers in blocks that are passed on as they arrive.
 //!
-//! These parts are absent: TCP (a chunk takes its bytes at the slower end's rate; a machine's
+//! These parts are absent: TCP (a block takes its bytes at the slower end's rate; a machine's
 //! link sends and receives in order; a slow receiver holds up nobody else); several connections
 //! of one fetch; the machine itself (memory, slots, threads, clocks that differ); handshakes
 //! and their limits; wrong bytes; questions of workers; a sender that dies; and several agents
@@ -40,46 +40,46 @@ use self::sender::Sender;
 use crate::root::membership::LinkLoss;
 use crate::root::topology::AgentId;
 
-/// What is to happen at a time.
+/// A future event.
 #[derive(Debug)]
 enum Event {
     /// An agent tries to reach the sender.
     Dial { node: Node, life: u64 },
-    /// Something that was said arrives.
+    /// A message arrives.
     Delivered { link: AgentId, envelope: Envelope },
-    /// What was held up arrives.
+    /// Messages that were held up arrive.
     Flush { link: AgentId },
-    /// An end hears that a link has ended.
+    /// An end learns that a link has ended.
     LinkEnded { link: AgentId, at_root: bool },
     /// The sender waits for a sign of life on a link.
     Sign { link: AgentId },
-    /// An end finds that a link is silent.
+    /// An end finds a link silent.
     Suspect {
         link: AgentId,
         since: Time,
         at_root: bool,
     },
-    /// Workers that are not reached may be over.
+    /// Unreachable workers may be given up.
     Late,
-    /// Parents that could not be fetched from may be given again.
+    /// Avoided parents may be assigned again.
     Again,
-    /// A fetch reaches the one that is asked.
+    /// A fetch reaches its parent.
     Asked { number: u64 },
-    /// The first byte of a chunk has come.
+    /// The first byte of a block has arrived.
     Begins { number: u64 },
-    /// A chunk has come.
-    Chunk { number: u64 },
-    /// A child hears that its parent has not what it asked for.
+    /// A block has arrived.
+    Block { number: u64 },
+    /// A child learns that its parent does not have the version.
     NotThere { number: u64 },
     /// A child's connection has ended.
     Broken { number: u64 },
     /// A child finds that its connection is silent.
     Doubt { number: u64, since: Time },
-    /// A parent hears that a child has hung up.
+    /// A parent learns that a child has hung up.
     HungUp { number: u64 },
     /// A parent has asked above for long enough.
     Patience { number: u64 },
-    /// It is time to say that a parent is lost.
+    /// It is time to report a lost parent.
     Complain { node: Node, life: u64, number: u64 },
     /// There may be room.
     Room { node: Node, life: u64 },
@@ -89,18 +89,18 @@ enum Event {
         who: WorkerInstance,
         delivery: Delivery,
     },
-    /// A worker has taken what it was told.
+    /// A worker has taken its notification.
     Taken { node: Node, who: WorkerInstance },
-    /// Of the schedule.
+    /// An operation of the schedule.
     Op(Op),
 }
 
 /// One machine.
 struct Host {
     agent: Option<Agent>,
-    /// How many agents there were.
+    /// How many agents the machine has had.
     lives: u64,
-    /// Whether others can reach its agent.
+    /// Whether other machines can reach its agent.
     serves: bool,
     /// Whether its agent is the process of its only worker.
     own: bool,
@@ -112,7 +112,7 @@ struct Worker {
     delivery: Delivery,
     alive: bool,
     notified: u64,
-    /// Which life of which machine's agent told it last.
+    /// The machine and life of the agent that notified it last.
     told_by: (Node, u64),
     taken: u64,
 }
@@ -134,7 +134,7 @@ struct World {
     dice: Dice,
     network: Network,
     sender: Sender,
-    /// By node; that of the sender has no agent.
+    /// By node; the sender's has no agent.
     hosts: Vec<Host>,
     controls: BTreeMap<AgentId, Control>,
     transfers: BTreeMap<u64, Transfer>,
@@ -160,7 +160,7 @@ impl World {
             Event::Again => self.again(),
             Event::Asked { number } => self.asked(number),
             Event::Begins { number } => self.begins(number),
-            Event::Chunk { number } => self.chunk(number),
+            Event::Block { number } => self.block(number),
             Event::NotThere { number } => self.not_there(number),
             Event::Broken { number } => self.broken(number),
             Event::Doubt { number, since } => self.doubt(number, since),
@@ -202,7 +202,7 @@ impl World {
         }
     }
 
-    /// A worker of a machine comes to life (again).
+    /// A worker of a machine starts (again).
     fn start_worker(&mut self, node: Node, index: usize) {
         self.facts.instances += 1;
         let instance = self.facts.instances;
@@ -251,7 +251,7 @@ impl World {
         }
     }
 
-    /// A machine falls silent, and all that runs there dies.
+    /// A machine falls silent, and everything on it dies.
     fn vanish(&mut self, node: Node) {
         self.set_health(node, Health::Silent);
         self.end_agent(node, false);
@@ -260,7 +260,7 @@ impl World {
         }
     }
 
-    /// A worker of a machine that has vanished comes to life on another.
+    /// A worker of a machine that has vanished starts on another.
     fn move_worker(&mut self, from: Node, index: usize, to: Node) {
         let host = &mut self.hosts[from];
         let dead = host.workers.get(index).is_some_and(|one| !one.alive);
@@ -268,7 +268,7 @@ impl World {
             return;
         }
         let host = &mut self.hosts[from];
-        // What starts there is not its process.
+        // The worker that starts there is not the agent's process.
         host.own = false;
         let worker = host.workers.remove(index);
         self.hosts[to].workers.push(worker);
@@ -276,7 +276,7 @@ impl World {
         self.start_worker(to, self.hosts[to].workers.len() - 1);
     }
 
-    /// From now on it stands like this with a machine's link.
+    /// Sets the health of a machine's link.
     fn set_health(&mut self, node: Node, health: Health) {
         self.network.set(node, health, self.clock.now());
         self.disturb();
@@ -284,7 +284,7 @@ impl World {
         self.transfers_change(|one, other| one == node || other == node);
     }
 
-    /// The same for what is between two.
+    /// Sets the health between two machines.
     fn set_health_between(&mut self, one: Node, other: Node, health: Health) {
         let now = self.clock.now();
         self.network.set_between(one, other, health, now);
@@ -292,7 +292,7 @@ impl World {
         self.transfers_change(|a, b| (a, b) == (one, other) || (b, a) == (one, other));
     }
 
-    /// Everything is well again, and every worker that is to live does.
+    /// Everything is well again, and every worker that should live does.
     fn heal(&mut self) {
         self.network.heal(self.options.apart, self.clock.now());
         self.disturb();

@@ -9,36 +9,36 @@ use crate::root::topology::AgentId;
 /// A machine's number; 0 is the sender's.
 pub(super) type Node = usize;
 
-/// How it stands with a way.
+/// The health of a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Health {
     Good,
-    /// Nothing gets through, and nobody is told.
+    /// Nothing gets through, and no end is told.
     Silent,
-    /// Connections are refused; those there were have ended, and both ends know.
+    /// Connections are refused; earlier ones have ended, and both ends know.
     Cut,
 }
 
 #[derive(Debug)]
 pub(super) struct Network {
     ends: Vec<End>,
-    /// Ways between two machines of which something else is wrong than with either.
+    /// Routes between two machines with a health of their own.
     between: BTreeMap<(Node, Node), (Health, Time)>,
-    /// What came to each life of a machine's agent from each parent.
+    /// The throughput of each life of a machine's agent from each parent.
     gauges: BTreeMap<((Node, u64), AgentId), Gauge>,
-    /// Of every way, in one direction.
+    /// The latency of every route, in one direction.
     pub(super) latency: Time,
 }
 
 #[derive(Clone, Debug)]
 struct End {
-    /// Bytes a second, each way.
+    /// Bytes a second, in each direction.
     rate: u64,
-    /// When what was given to it has gone out.
+    /// When everything queued on it has been sent.
     free: Time,
-    /// To whom that goes which was given to it last.
+    /// The receiver of what was queued last.
     last: Node,
-    /// When each chunk that is on its way to it has come.
+    /// When each block under way to it arrives.
     coming: Vec<Time>,
     health: (Health, Time),
 }
@@ -64,12 +64,12 @@ impl Network {
         self.ends[node].rate
     }
 
-    /// What has come to a child from its parent.
+    /// The throughput of a child from its parent.
     pub(super) fn gauge(&mut self, child: (Node, u64), parent: AgentId) -> &mut Gauge {
         self.gauges.entry((child, parent)).or_default()
     }
 
-    /// How it stands between two, and since when.
+    /// The health between two machines, and since when.
     pub(super) fn health(&self, one: Node, other: Node) -> (Health, Time) {
         let between = self.between.get(&pair(one, other)).copied();
         let all = [
@@ -87,17 +87,17 @@ impl Network {
         self.health(one, other).0 == Health::Good
     }
 
-    /// From now on it stands like this with a machine's link.
+    /// Sets the health of a machine's link.
     pub(super) fn set(&mut self, node: Node, health: Health, now: Time) {
         self.ends[node].health = (health, now);
     }
 
-    /// The same for what is between two machines.
+    /// Sets the health between two machines.
     pub(super) fn set_between(&mut self, one: Node, other: Node, health: Health, now: Time) {
         self.between.insert(pair(one, other), (health, now));
     }
 
-    /// Everything is well again, but perhaps for what is between two machines.
+    /// Everything is well again, except perhaps between two machines.
     pub(super) fn heal(&mut self, apart: bool, now: Time) {
         if !apart {
             self.between.clear();
@@ -107,11 +107,10 @@ impl Network {
         }
     }
 
-    /// So much goes from one to the other, behind what is on its way out there, and
-    /// in at the other.
+    /// Sends bytes from one machine to another, behind everything queued at either end.
     pub(super) fn send(&mut self, from: Node, to: Node, bytes: u64, now: Time) -> Arrival {
         let slower = self.rate(from).min(self.rate(to));
-        // A slow one takes its share only.
+        // A slow receiver takes only its share.
         let out = taken(bytes, self.rate(from));
         let end = &mut self.ends[from];
         let begun = end.free.max(now);
@@ -123,7 +122,7 @@ impl Network {
         let comes = first + taken(bytes, end.rate);
         end.coming.push(comes);
         let whole = first + taken(bytes, slower);
-        // Behind what goes elsewhere it comes slowly; behind what comes here too, late.
+        // Bytes queued behind another receiver's arrive slowly; behind the same receiver's, late.
         let waits = if last == to { 0 } else { begun - now };
         Arrival {
             comes,
@@ -132,7 +131,7 @@ impl Network {
         }
     }
 
-    /// What is on its way to one does not come any more, and nothing waits for it.
+    /// Removes an arrival that is under way, so that nothing waits for it.
     pub(super) fn take_back(&mut self, to: Node, arrival: Arrival) {
         let coming = &mut self.ends[to].coming;
         if let Some(at) = coming.iter().position(|comes| *comes == arrival.comes) {
@@ -141,18 +140,18 @@ impl Network {
     }
 }
 
-/// When what was given to a link comes.
+/// When queued bytes arrive.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Arrival {
-    /// When the other's link is free again.
+    /// When the receiver's link is free again.
     comes: Time,
-    /// All of it.
+    /// When all bytes have arrived.
     pub(super) whole: Time,
-    /// How long it seems to take.
+    /// How long the transfer appears to take.
     pub(super) busy: Time,
 }
 
-/// How long so many bytes take.
+/// How long this many bytes take.
 pub(super) fn taken(bytes: u64, rate: u64) -> Time {
     (bytes * SECOND).div_ceil(rate)
 }

@@ -4,15 +4,15 @@ use super::agent::{Parent, ROOT};
 use super::clock::{MS, Time};
 use super::network::Node;
 use super::{Event, World};
-use crate::bulk::Came;
+use crate::bulk::Transferred;
 use crate::relay::Item;
 use crate::relay::plan::{Effect, Input};
 use crate::wire::message::ToRoot;
 
-/// How a transfer has ended for the one that fetched.
+/// How a fetch has ended for its child.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FetchEnd {
-    Whole { came: Came },
+    Whole { came: Transferred },
     NotThere,
     Broken,
 }
@@ -40,7 +40,7 @@ impl World {
                 assert!(whole, "{who:?} is told {set:?}, which is not whole");
                 self.notified(node, who, sequence);
             }
-            // Nobody asks here.
+            // No worker asks questions here.
             Effect::Answer { .. } => {}
             Effect::Fetch { item, sender } => return self.begin(node, item, sender),
             Effect::Stop { item } => {
@@ -79,13 +79,13 @@ impl World {
         agent.coming.entry(item).or_insert(0);
         self.start_fetch((node, life), item, parent, sender);
         if !known {
-            // An agent that waits for it finds that it is coming.
+            // A child that waits for the version learns that it is arriving.
             self.pass_on(node, item);
         }
         None
     }
 
-    /// The transfer under way has ended.
+    /// A fetch has ended.
     pub(super) fn fetched(&mut self, node: Node, item: Item, parent: Parent, end: FetchEnd) {
         let agent = self.agent_of(node);
         let fetching = agent.fetching.remove(&item);
@@ -135,7 +135,7 @@ impl World {
         self.send(node, ToRoot::Holds { have, dropped });
     }
 
-    /// Nothing comes from the parent any more; how many fetches that ends.
+    /// Stops all fetches from the parent; returns how many.
     pub(super) fn leave_parent(&mut self, node: Node) -> u64 {
         let agent = self.agent_of(node);
         agent.parent = None;
@@ -148,12 +148,12 @@ impl World {
         ended.len() as u64
     }
 
-    /// It is time to say that a parent is lost.
+    /// It is time to report a lost parent.
     pub(super) fn complain(&mut self, node: Node, life: u64, number: u64) {
         let Some(agent) = self.agent(node, life) else {
             return;
         };
-        // Without a link it is said once there is one.
+        // Without a link, the report follows once there is one.
         if agent.complaints != number || agent.link.is_none() {
             return;
         }

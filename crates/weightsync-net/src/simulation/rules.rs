@@ -7,7 +7,7 @@
 //!   conditions. First, nothing else happened from [`CALM`] before it until the next
 //!   publication: no fault, no arrival, no departure, no new parent. Second, the next
 //!   publication came no earlier than the time for all of this on the slowest link of the
-//!   worker's path from the sender: the bytes of three whole sets, a chunk more for each agent
+//!   worker's path from the sender: the bytes of three whole sets, a block more for each agent
 //!   on the path, two seconds, and the time to find out that a parent on it cannot be reached.
 //!   Three sets, because each agent may first finish a version that was replaced. Of two due
 //!   publications in a row, the worker must get one.
@@ -21,7 +21,7 @@
 //! * The sender itself serves no more than its publications, to as many agents as were its
 //!   children (the arity, while nothing breaks). In addition it may serve two whole sets for
 //!   each time that an agent became its child, versions that no parent had, old versions for
-//!   workers that take every one, and a chunk for each fetch that broke off.
+//!   workers that take every one, and a block for each fetch that broke off.
 //! * Agents with slow links that fetch anything stand behind those with fast links.
 
 use std::collections::BTreeMap;
@@ -29,44 +29,44 @@ use std::collections::BTreeMap;
 use weightsync_mem::{Delivery, WorkerInstance};
 
 use super::World;
-use super::bulk::{CHUNK, SUSPECT};
+use super::bulk::{BLOCK, SUSPECT};
 use super::clock::{MS, SECOND, Time};
 use super::network::{Node, taken};
 use super::{Event, Worker};
 use crate::relay::Item;
 use crate::root::topology::{AgentId, Assigned};
 
-/// Longer than anything that lasts after what caused it is over.
+/// Longer than any effect lasts after its cause is over.
 const CALM: Time = 40 * SECOND;
 
 #[derive(Debug, Default)]
 pub(super) struct Facts {
     pub(super) instances: u64,
-    /// When anything happened but publications and transfers.
+    /// When anything happened except publications and transfers.
     disturbed: Vec<Time>,
     publications: Vec<Publication>,
-    /// What each life of a worker was told.
+    /// The notifications of each life of a worker.
     pub(super) notified: BTreeMap<WorkerInstance, Vec<u64>>,
-    /// And when.
+    /// The times of these notifications.
     pub(super) notified_at: BTreeMap<WorkerInstance, Vec<Time>>,
-    /// Bytes that the sender may serve, by what has happened.
+    /// How many bytes the sender may serve, given what has happened.
     allowed: u64,
     pub(super) served: u64,
-    /// The same in chunks, by version and to whom.
-    chunks: BTreeMap<(Item, Node), u64>,
+    /// The blocks served, by version and receiver.
+    blocks: BTreeMap<(Item, Node), u64>,
 }
 
 #[derive(Debug)]
 struct Publication {
     at: Time,
     sequence: u64,
-    /// So many times as long a worker may be told nothing.
+    /// A worker may go without a notification for this many times as long.
     patience: u64,
-    /// How long it may take to each worker that wants the newest.
+    /// How long a version may take to each worker that wants the newest.
     needs: BTreeMap<WorkerInstance, Time>,
 }
 
-/// What there was of it all.
+/// Counts of everything that happened.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counts {
     pub(super) events: u64,
@@ -78,13 +78,13 @@ pub(super) struct Counts {
     pub(super) notified: u64,
     pub(super) died: usize,
     pub(super) lost: usize,
-    /// Workers that were not let in.
+    /// Workers that were not admitted.
     pub(super) denied: u64,
     /// Pairs of publications that were due.
     pub(super) pairs: u64,
-    /// Stretches in which somebody had to be told something.
+    /// Periods in which some worker had to be notified.
     pub(super) stretches: u64,
-    pub(super) chunks: u64,
+    pub(super) blocks: u64,
     pub(super) ordered: u64,
 }
 
@@ -102,18 +102,18 @@ impl Counts {
         self.denied += other.denied;
         self.pairs += other.pairs;
         self.stretches += other.stretches;
-        self.chunks += other.chunks;
+        self.blocks += other.blocks;
         self.ordered += other.ordered;
     }
 }
 
 impl World {
-    /// Something has happened that is not every day's.
+    /// Something unusual has happened.
     pub(super) fn disturb(&mut self) {
         self.facts.disturbed.push(self.clock.now());
     }
 
-    /// Versions of so many bytes are published.
+    /// Versions of this many bytes are published.
     pub(super) fn note_publication(&mut self, bytes: u64) {
         self.counts.publications += 1;
         let mut needs = BTreeMap::new();
@@ -143,7 +143,7 @@ impl World {
         self.facts.allowed += children.max(arity) * bytes;
     }
 
-    /// How many fetch from an agent.
+    /// How many agents fetch from an agent.
     fn children(&self, parent: AgentId) -> u64 {
         let parents = self.sender.topology.parents();
         parents.filter(|(_, of)| *of == Some(parent)).count() as u64
@@ -158,7 +158,7 @@ impl World {
         let rates = path.iter().map(|agent| share(*agent, node(*agent)));
         let slowest = rates.chain([share(0, 0)]).min().unwrap_or(1);
         let set: u64 = self.sender.sizes.iter().sum();
-        let bytes = 3 * set + path.len() as u64 * CHUNK;
+        let bytes = 3 * set + path.len() as u64 * BLOCK;
         // Tried again now and then, and silent: so long it takes to find out, once the
         // version under way is not replaced any more.
         let mut before = 0;
@@ -178,9 +178,9 @@ impl World {
     }
 
     pub(super) fn note_served(&mut self, (item, to): (Item, Node), bytes: u64, instead: bool) {
-        *self.facts.chunks.entry((item, to)).or_default() += 1;
+        *self.facts.blocks.entry((item, to)).or_default() += 1;
         self.facts.served += bytes;
-        self.counts.chunks += 1;
+        self.counts.blocks += 1;
         if instead {
             self.counts.instead += 1;
             self.facts.allowed += bytes;
@@ -199,7 +199,7 @@ impl World {
             delivery,
             ..
         } = worker;
-        // What it has from one agent it ignores where another is behind that.
+        // If another agent is behind, the worker ignores what it says.
         let before = std::mem::replace(told_by, by);
         if *delivery == Delivery::Newest && before == by {
             assert!(
@@ -233,7 +233,7 @@ impl World {
         self.clock.after(pause, Event::Taken { node, who });
     }
 
-    /// Nothing happens any more.
+    /// Checks the end, when nothing happens any more.
     pub(super) fn check_end(&mut self) {
         let left: Vec<_> = self.transfers.iter().collect();
         assert!(left.is_empty(), "transfers are left over: {left:?}");
@@ -241,12 +241,12 @@ impl World {
         self.check_pairs();
         self.check_progress();
         self.check_order();
-        let broken = self.counts.broken * CHUNK;
+        let broken = self.counts.broken * BLOCK;
         let (served, allowed) = (self.facts.served, self.facts.allowed + broken);
-        let chunks = &self.facts.chunks;
+        let blocks = &self.facts.blocks;
         assert!(
             served <= allowed,
-            "the sender served {served} bytes, not {allowed}: {chunks:?}"
+            "the sender served {served} bytes, not {allowed}: {blocks:?}"
         );
     }
 
@@ -330,7 +330,7 @@ impl World {
             .map(|agent| (agent, self.sender.agents[&agent].node))
             .collect();
         let rate = |node: Node| self.network.rate(node);
-        // One without workers fetches nothing while nobody is behind it.
+        // An agent without workers fetches nothing unless an agent below wants it.
         let fetches = |node: Node| !self.hosts[node].workers.is_empty();
         let slow = |(_, node): &(AgentId, Node)| rate(*node) < 1_000_000 && fetches(*node);
         if let Some(first) = order.iter().position(slow) {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use weightsync_core::WorkerId;
 use weightsync_mem::{Delivery, WorkerInstance};
 
-use super::bulk::CHUNK;
+use super::bulk::BLOCK;
 use super::clock::{Clock, Dice, MS, SECOND, Time};
 use super::network::{Health, Network, Node};
 use super::rules::{Counts, Facts};
@@ -14,19 +14,19 @@ use super::{Event, Host, Worker, World};
 
 /// Bytes a second of 1 Gbit/s.
 pub(super) const FAST: u64 = 125_000_000;
-/// Of 1 Mbit/s.
+/// Bytes a second of 1 Mbit/s.
 pub(super) const SLOW: u64 = 125_000;
 
-/// More than so many events, and a schedule runs in circles.
+/// With more events than this, a schedule runs in circles.
 const ENDLESS: u64 = 400_000;
 
-/// What is the same for a whole schedule.
+/// The constants of a schedule.
 #[derive(Clone, Debug)]
 pub(super) struct Options {
     pub(super) arity: usize,
-    /// Of a machine's link: bytes a second.
+    /// The speed of each machine's link, in bytes a second.
     pub(super) rates: Vec<u64>,
-    /// How often there is no room, in a hundred.
+    /// How often there is no room, in percent.
     pub(super) no_room: u64,
     /// Whether some workers take every version.
     pub(super) every: bool,
@@ -34,20 +34,20 @@ pub(super) struct Options {
     pub(super) faults: bool,
     /// Whether some machines never reach each other, as behind a firewall.
     pub(super) apart: bool,
-    /// How often versions come faster than some can take them, in a hundred.
+    /// How often versions come faster than some machines can take them, in percent.
     pub(super) bursts: u64,
     pub(super) trace: bool,
     /// How many versions are published once everything is well.
     pub(super) last: u32,
 }
 
-/// What a schedule does.
+/// An operation of a schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Op {
     Publish {
         models: u64,
     },
-    /// A machine's agent starts, with the workers that are there.
+    /// A machine's agent starts, with its present workers.
     Start {
         node: Node,
     },
@@ -59,8 +59,7 @@ pub(super) enum Op {
         node: Node,
         index: usize,
     },
-    /// A worker starts, and as often as it has been told nothing for so long it gives up
-    /// and starts again.
+    /// A worker starts; if it is not notified for this long, it gives up and starts again.
     Try {
         node: Node,
         index: usize,
@@ -71,11 +70,11 @@ pub(super) enum Op {
         index: usize,
         died: bool,
     },
-    /// A machine falls silent with all that runs there.
+    /// A machine falls silent, with everything on it.
     Vanish {
         node: Node,
     },
-    /// One of its workers is started on another machine.
+    /// One of the machine's workers starts on another machine.
     Elsewhere {
         from: Node,
         index: usize,
@@ -92,14 +91,13 @@ pub(super) enum Op {
     },
     /// All machines reach each other.
     Near,
-    /// The connection by which a machine's agent fetches ends; nothing else does.
+    /// The connection over which a machine's agent fetches ends; nothing else does.
     Reset {
         node: Node,
     },
-    /// Everything is well from now on; versions follow at times that are long
-    /// enough, mostly.
+    /// Everything is well from now on; the times between versions are mostly long enough.
     Heal,
-    /// Versions come faster than some can take them.
+    /// Versions come faster than some machines can take them.
     Burst {
         left: u64,
         pause: Time,
@@ -110,7 +108,7 @@ pub(super) enum Op {
 }
 
 impl Options {
-    /// At random.
+    /// Random options.
     pub(super) fn random(dice: &mut Dice) -> Self {
         let machines = 1 + dice.below(12) as usize;
         let slow = match dice.below(3) {
@@ -136,7 +134,7 @@ impl Options {
         }
     }
 
-    /// Nothing breaks, and machines have these rates.
+    /// Options without faults, for machines with these speeds.
     pub(super) fn calm(arity: usize, rates: &[u64]) -> Self {
         let mut all = vec![FAST];
         all.extend(rates);
@@ -154,7 +152,7 @@ impl Options {
     }
 }
 
-/// Whether everything that happens is printed.
+/// Whether to print every event.
 fn traced() -> bool {
     std::env::var_os("WEIGHTSYNC_SIMULATION_TRACE").is_some()
 }
@@ -184,15 +182,15 @@ impl World {
         }
     }
 
-    /// A schedule at random.
+    /// A random schedule.
     pub(super) fn random(seed: u64) -> Self {
         let mut dice = Dice::new(seed);
         let options = Options::random(&mut dice);
         let models = 1 + dice.below(3);
         let sizes = (0..models).map(|_| {
-            let chunks = 1 + dice.below(4);
-            // Enough to be measured, and not always whole chunks.
-            chunks * CHUNK + dice.below(2) * 1000
+            let blocks = 1 + dice.below(4);
+            // Enough to be measured, and not always a multiple of a block.
+            blocks * BLOCK + dice.below(2) * 1000
         });
         let sizes = sizes.collect();
         let mut world = Self::new(options, sizes, dice);
@@ -217,7 +215,7 @@ impl World {
         }
         if world.options.faults {
             for _ in 0..world.dice.below(12) {
-                // Most while something is on its way.
+                // Mostly while something is on its way.
                 let one = world.dice.below(publications.len() as u64) as usize;
                 let after = world.dice.span(MS / 10, 10 * SECOND);
                 world.add_fault(publications[one] + after);
@@ -227,7 +225,7 @@ impl World {
         world
     }
 
-    /// A machine with its workers; nothing of it runs yet.
+    /// Adds a machine with its workers; nothing on it runs yet.
     fn add_host(&mut self, node: Node) {
         let own = self.dice.percent(25);
         let workers = if own { 1 } else { self.dice.below(4) };
@@ -257,7 +255,7 @@ impl World {
         });
     }
 
-    /// A machine with so many workers that want the newest.
+    /// Adds a machine with this many workers that want the newest version.
     pub(super) fn add_plain_host(&mut self, workers: usize) {
         let node = self.hosts.len();
         let worker = |index| plain_worker(node, index);
@@ -334,7 +332,7 @@ impl World {
             Op::Publish { models } => self.publish(models),
             Op::Start { node } => {
                 if self.hosts[node].agent.is_none() {
-                    // All of its workers are there before it, or come with it.
+                    // All of its workers are there before the agent, or come with it.
                     for index in 0..self.hosts[node].workers.len() {
                         if !self.hosts[node].workers[index].alive {
                             self.start_worker(node, index);
@@ -412,7 +410,7 @@ impl World {
                 if left > 1 {
                     let all = self.time_for_all();
                     let pause = match self.dice.below(5) {
-                        // Too short for some.
+                        // Too short for some machines.
                         0 => self.dice.span(MS, all),
                         _ => all + self.dice.below(all),
                     };
@@ -423,14 +421,14 @@ impl World {
         }
     }
 
-    /// New versions of any of the models.
+    /// Publishes new versions of any of the models.
     fn publish_any(&mut self) {
         let all = (1 << self.sender.sizes.len()) - 1;
         let models = 1 + self.dice.below(all);
         self.publish(models);
     }
 
-    /// Takes event after event, until nothing happens any more.
+    /// Handles events until none are left.
     pub(super) fn run(&mut self) {
         while let Some(event) = self.clock.next() {
             self.trace(|| format!("{event:?}"));
@@ -440,7 +438,7 @@ impl World {
         }
     }
 
-    /// With `WEIGHTSYNC_SIMULATION_TRACE` everything that happens is printed.
+    /// Prints an event if `WEIGHTSYNC_SIMULATION_TRACE` is set.
     pub(super) fn trace(&self, what: impl Fn() -> String) {
         if self.options.trace {
             println!("{:>12} {}", self.clock.now(), what());
@@ -448,7 +446,7 @@ impl World {
     }
 }
 
-/// One that wants the newest.
+/// A worker that wants the newest version.
 fn plain_worker(node: Node, index: usize) -> Worker {
     Worker {
         who: WorkerInstance {

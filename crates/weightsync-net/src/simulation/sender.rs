@@ -35,7 +35,7 @@ pub(super) struct Sender {
     recent: Recent,
     pub(super) agents: BTreeMap<AgentId, Known>,
     pub(super) last_agent: AgentId,
-    /// When parents are given again next, as far as that is planned.
+    /// When avoided parents are assigned again next, if that is scheduled.
     again: Option<Duration>,
 }
 
@@ -44,11 +44,11 @@ pub(super) struct Known {
     pub(super) node: Node,
     process: Option<Process>,
     leaves: bool,
-    /// What it says that it has.
+    /// The versions that the agent reports to hold.
     holds: BTreeSet<Item>,
 }
 
-/// What a worker asks for that is to have a seat.
+/// What a worker that asks for a membership wants.
 #[derive(Debug)]
 pub(super) struct Asks {
     ticket: u64,
@@ -58,21 +58,21 @@ pub(super) struct Asks {
 
 type Notified = (u64, Vec<Item>);
 
-/// What a sender has of a worker elsewhere; as its mailbox in shared memory.
+/// The sender's record of a worker elsewhere, like its mailbox in shared memory.
 pub(super) struct RemoteReader {
     delivery: Delivery,
-    /// Of one that takes every version what it has not taken, of others the newest.
+    /// For a worker that takes every version the sets that it has not taken; for others the newest.
     queue: VecDeque<Notified>,
     /// How much of the queue was handed out.
     handed: usize,
-    /// What waits for room in the queue.
+    /// The sets that wait for room in the queue.
     waiting: VecDeque<Notified>,
     notified: u64,
-    /// The sequence number of the last older set that it may begin with, and whether it
-    /// has taken nothing yet.
+    /// The sequence number of the last older set that the worker may begin with, and whether it has
+    /// taken nothing yet.
     begins: u64,
     is_fresh: bool,
-    /// All that was put in its queue since it has this seat.
+    /// Everything put in its queue since it has this membership.
     pub(super) desired: Vec<u64>,
 }
 
@@ -103,7 +103,7 @@ impl Sender {
             .collect()
     }
 
-    /// Whether a version is there, whether or not it is being served.
+    /// Whether the sender has a version, served or not.
     pub(super) fn keeps(&self, item: Item) -> bool {
         let kept = |remote_reader: &RemoteReader| {
             let mut sets = remote_reader.queue.iter().chain(&remote_reader.waiting);
@@ -145,7 +145,7 @@ impl RemoteReader {
         }
     }
 
-    /// It is reached by another way.
+    /// The worker is reached by another route.
     fn start_over(&mut self) {
         self.notified = 0;
         self.begins = 0;
@@ -165,13 +165,13 @@ impl RemoteReader {
         } else if self.waiting.len() < bound {
             self.waiting.push_back(notified);
         } else {
-            // It does not get this one, and the report says so.
+            // The worker does not get this set, and the report says so.
             return;
         }
         self.desired.push(sequence);
     }
 
-    /// What is new for it; or, of the newest, what there is.
+    /// The worker's new sets; for one that wants the newest, the newest.
     fn new_sets(&mut self) -> Vec<Notified> {
         let from = match self.delivery {
             Delivery::Every { .. } => self.handed,
@@ -319,7 +319,7 @@ impl World {
         }
     }
 
-    /// A worker comes.
+    /// A worker asks to join.
     fn join(&mut self, joiner: Waiter<Asks>) {
         let agent = joiner.agent;
         match self
@@ -378,21 +378,21 @@ impl World {
         self.send_to(joiner.agent, denied);
     }
 
-    /// An agent is there.
+    /// An agent is alive.
     pub(super) fn is_there(&mut self, agent: AgentId) {
         for waiter in self.sender.membership.in_vain(agent) {
             self.deny(waiter);
         }
     }
 
-    /// Worker numbers that were waited for may be free.
+    /// Admits waiting workers whose number may be free.
     fn retry_waiting(&mut self) {
         for waiter in self.sender.membership.may_come() {
             self.join(waiter);
         }
     }
 
-    /// A worker is reached by the agent at which it has been all the time.
+    /// A worker is reached again by the agent at which it has been all the time.
     fn is_back(&mut self, worker: WorkerId) {
         if let Some((_, remote_reader)) = self.sender.membership.reached(worker) {
             remote_reader.start_over();
@@ -420,7 +420,7 @@ impl World {
             }
         }
         for ((agent, sequence), (set, workers)) in tells {
-            let notify = FromRoot::Tell {
+            let notify = FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -430,7 +430,7 @@ impl World {
         self.begin_with_what_is_there(workers);
     }
 
-    /// Workers that run nothing yet are told of an older set that their agent has.
+    /// Offers workers that run nothing yet an older set that their agent has.
     fn begin_with_what_is_there(&mut self, workers: impl IntoIterator<Item = WorkerId>) {
         for worker in workers {
             let Some((agent, remote_reader)) = self.sender.membership.reached(worker) else {
@@ -452,7 +452,7 @@ impl World {
             if let Some((sequence, set)) = older.filter(|(at, _)| *at > remote_reader.begins) {
                 remote_reader.begins = sequence;
                 let workers = vec![worker];
-                let notify = FromRoot::Tell {
+                let notify = FromRoot::Notify {
                     sequence,
                     set,
                     workers,
@@ -493,7 +493,7 @@ impl World {
         self.retry_waiting();
     }
 
-    /// Workers that nobody has reached in time are given up.
+    /// Gives up workers that were not reached in time.
     pub(super) fn late(&mut self) {
         let now = Duration::from_micros(self.clock.now());
         self.counts.lost += self.sender.membership.late(now).len();
@@ -508,7 +508,7 @@ impl World {
         }
     }
 
-    /// Parents are given again that could not be fetched from.
+    /// Allows avoided parents again.
     pub(super) fn again(&mut self) {
         let now = Duration::from_micros(self.clock.now());
         let assigned = self.sender.topology.again(now);
@@ -538,8 +538,8 @@ impl World {
         self.sender.last_agent
     }
 
-    /// When the next version may come so that everybody gets this one, by the
-    /// longest way: what an agent on it may have to finish first is counted too.
+    /// When the next version may follow so that all agents get this one over the longest path.
+    /// Includes what an agent on the path may have to finish first.
     pub(super) fn time_for_all(&self) -> Time {
         let agents = self.sender.topology.parents().map(|(agent, _)| agent);
         let agents: Vec<AgentId> = agents.collect();
@@ -565,7 +565,7 @@ fn welcome(agent: AgentId) -> FromRoot {
     }
 }
 
-/// Whom an agent is told to fetch from.
+/// The parent named in an assignment.
 pub(super) fn parent(agent: AgentId, address: Option<SocketAddr>) -> Parent {
     match address {
         None => ROOT,

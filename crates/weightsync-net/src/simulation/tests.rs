@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::bulk::CHUNK;
+use super::bulk::BLOCK;
 use super::clock::{Dice, MS, SECOND};
 use super::network::Health;
 use super::rules::Counts;
@@ -58,7 +58,7 @@ fn every_schedule_ends_with_all_workers_at_the_newest() {
             match catch_unwind(AssertUnwindSafe(run)) {
                 Ok(of_it) => counts.add(&of_it),
                 Err(_) => {
-                    // One is enough: the others end.
+                    // One failure is enough: the others end.
                     next.store(schedules, Ordering::Relaxed);
                     return Err(seed);
                 }
@@ -81,8 +81,8 @@ fn every_schedule_ends_with_all_workers_at_the_newest() {
     println!("{counts:#?}");
 }
 
-/// What is published at these times, to machines of these rates, each with two
-/// workers that want the newest.
+/// Publications at these times, to machines of these speeds, each with two workers that want the
+/// newest version.
 fn calm(
     arity: usize,
     rates: &[u64],
@@ -114,11 +114,11 @@ fn sender_load_does_not_grow_with_hosts() {
             let world = calm(
                 arity,
                 &vec![FAST; machines],
-                &[3 * CHUNK, CHUNK + 1000],
+                &[3 * BLOCK, BLOCK + 1000],
                 (1..=8).map(|number| number * SECOND),
             );
             let children = arity.min(machines) as u64;
-            let expected = 8 * (4 * CHUNK + 1000) * children;
+            let expected = 8 * (4 * BLOCK + 1000) * children;
             assert_eq!(world.facts.served, expected, "{arity}, {machines} machines");
             assert_eq!(world.counts.broken + world.counts.not_there, 0);
         }
@@ -136,7 +136,7 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
             0..6 => (1 + number * 200) * SECOND,
             _ => (1200 + number) * SECOND,
         };
-        for sizes in [&[3 * CHUNK][..], &[CHUNK, CHUNK + 1000, CHUNK]] {
+        for sizes in [&[3 * BLOCK][..], &[BLOCK, BLOCK + 1000, BLOCK]] {
             let world = calm(1, &rates, sizes, (0..106).map(at));
             for (who, notified) in &world.facts.notified {
                 let late = notified.iter().filter(|sequence| **sequence > 6).count();
@@ -149,11 +149,11 @@ fn a_slow_machine_holds_nobody_up_and_does_not_starve() {
     }
 }
 
-/// Its rate is not known to be low before somebody behind it has been before it.
+/// The agent is not known to be slow before an agent behind it stood before it.
 #[test]
 fn slow_first_host_delays_the_others_once() {
     let options = Options::calm(1, &[2_500_000, FAST, FAST]);
-    let mut world = World::new(options, vec![20 * CHUNK], Dice::new(1));
+    let mut world = World::new(options, vec![20 * BLOCK], Dice::new(1));
     for _ in 0..3 {
         world.add_plain_host(1);
     }
@@ -167,7 +167,7 @@ fn slow_first_host_delays_the_others_once() {
         let notified = world.facts.notified[&who]
             .iter()
             .zip(&world.facts.notified_at[&who]);
-        // Its first version took it nine seconds, as it did the slow one.
+        // The first version took this agent nine seconds, as it did the slow one.
         let late = notified.filter(|(sequence, at)| **at > (3 * **sequence - 1) * SECOND);
         let late: Vec<_> = late.collect();
         assert!(late.len() <= 3, "{who:?}: {late:?}");
@@ -179,7 +179,7 @@ fn slow_first_host_delays_the_others_once() {
 #[test]
 fn slow_host_has_a_version_in_one_transfer_time() {
     const RATE: u64 = 2_500_000;
-    const BYTES: u64 = 87 * CHUNK;
+    const BYTES: u64 = 87 * BLOCK;
     let transfer = BYTES * SECOND / RATE;
     // (bytes a second, when each worker comes, and when all are to have a version)
     let cases: [(u64, &[u64], u64); 3] = [
@@ -188,7 +188,7 @@ fn slow_host_has_a_version_in_one_transfer_time() {
         (RATE / 2, &[0], 2 * transfer),
     ];
     for (rate, workers, takes) in cases {
-        // One that is quick is before it.
+        // A quick agent stands before it.
         let options = Options::calm(1, &[FAST, rate]);
         let mut world = World::new(options, vec![BYTES], Dice::new(1));
         world.add_plain_host(1);
@@ -225,7 +225,7 @@ fn slow_host_has_a_version_in_one_transfer_time() {
 fn two_apart(until: u64, seconds: u64) -> World {
     let mut options = Options::calm(1, &[FAST; 2]);
     options.apart = true;
-    let mut world = World::new(options, vec![CHUNK], Dice::new(until));
+    let mut world = World::new(options, vec![BLOCK], Dice::new(until));
     for _ in 0..2 {
         world.add_plain_host(2);
     }
@@ -264,7 +264,7 @@ fn host_retries_an_unreachable_parent_with_backoff() {
 #[test]
 fn worker_restarted_elsewhere_joins_at_any_time() {
     for after in (0..1200).step_by(25) {
-        let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![CHUNK], Dice::new(after));
+        let mut world = World::new(Options::calm(1, &[FAST; 3]), vec![BLOCK], Dice::new(after));
         for _ in 0..3 {
             world.add_plain_host(2);
         }

@@ -4,41 +4,41 @@
 //! u32 payload bytes | u8 kind | 3 zeros | u64 CRC-64/NVME of those 8 bytes and the payload | payload
 //! ```
 //!
-//! Numbers are little-endian. A frame of kind [`Kind::Chunk`] has a [`ChunkHead`] as its
-//! payload, and the chunk's bytes follow it. These bytes belong to no frame: so they can be
+//! Numbers are little-endian. A frame of kind [`Kind::Block`] has a [`BlockHead`] as its
+//! payload, and the block's bytes follow it. These bytes belong to no frame: so they can be
 //! received straight into their final place, and they have a checksum of their own. A frame of
 //! kind [`Kind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
 //!
 //! The checksums guard against accidents. An attacker on the path can change a frame.
 
-mod chunk;
+mod block;
 mod decoder;
 mod delta;
 
 use weightsync_core::Remedy;
 use weightsync_simd::Crc64;
 
-pub use self::chunk::{ChunkHead, chunks};
+pub use self::block::{BlockHead, blocks};
 pub use self::decoder::{Decoder, Frame};
 pub use self::delta::DeltaHead;
 
 /// Bytes of a [`Header`].
 pub const HEADER_BYTES: usize = 16;
 
-/// Bytes of a [`ChunkHead`].
-pub const CHUNK_HEAD_BYTES: usize = 40;
+/// Bytes of a [`BlockHead`].
+pub const BLOCK_HEAD_BYTES: usize = 40;
 
 /// Bytes of a [`DeltaHead`].
 pub const DELTA_HEAD_BYTES: usize = 48;
 
-/// Bytes of an image that one delta covers; of its last span, what is left.
+/// Bytes of an image that one delta covers; the last span may be shorter.
 pub const SPAN: u64 = weightsync_core::delta::SPAN;
 
-/// Chunks of a span.
-pub const SPAN_CHUNKS: usize = (SPAN / CHUNK as u64) as usize;
+/// Blocks in a span.
+pub const SPAN_BLOCKS: usize = (SPAN / BLOCK as u64) as usize;
 
-/// Bytes of every chunk of an image but its last, which may be shorter.
-pub const CHUNK: u32 = 1 << 20;
+/// Bytes of every block of an image except the last, which may be shorter.
+pub const BLOCK: u32 = 1 << 20;
 
 /// The longest payload of a control frame, in bytes.
 pub const MAX_FRAME: usize = 1 << 20;
@@ -52,30 +52,30 @@ pub const MAX_MODELS: u8 = 64;
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A message of a control or a status link.
+    /// A message of a control, status or scrub link.
     Control,
     /// A message of a bulk link.
     Bulk,
-    /// The head of a chunk, of a bulk link.
-    Chunk,
-    /// The head of a delta, of a bulk link.
+    /// The head of a block, on a bulk link.
+    Block,
+    /// The head of a delta, on a bulk link.
     Delta,
 }
 
 impl Kind {
-    /// The byte it is on the wire.
+    /// The kind's byte on the wire.
     pub fn code(self) -> u8 {
         match self {
             Self::Control => 1,
             Self::Bulk => 2,
-            Self::Chunk => 3,
+            Self::Block => 3,
             Self::Delta => 4,
         }
     }
 
     /// The kind of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        [Self::Control, Self::Bulk, Self::Chunk, Self::Delta]
+        [Self::Control, Self::Bulk, Self::Block, Self::Delta]
             .into_iter()
             .find(|kind| kind.code() == code)
     }
@@ -85,7 +85,7 @@ impl Kind {
         match self {
             Self::Control => MAX_FRAME,
             Self::Bulk => MAX_BULK_FRAME,
-            Self::Chunk => CHUNK_HEAD_BYTES,
+            Self::Block => BLOCK_HEAD_BYTES,
             Self::Delta => DELTA_HEAD_BYTES,
         }
     }
@@ -94,31 +94,31 @@ impl Kind {
     fn min_payload(self) -> usize {
         match self {
             Self::Control | Self::Bulk => 1,
-            Self::Chunk => CHUNK_HEAD_BYTES,
+            Self::Block => BLOCK_HEAD_BYTES,
             Self::Delta => DELTA_HEAD_BYTES,
         }
     }
 }
 
-/// What is before every payload.
+/// The bytes before every payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What the frame is for.
+    /// The kind of the frame.
     pub kind: Kind,
-    /// Bytes of the payload: within the bounds of the kind.
+    /// The length of the payload, within the bounds of the kind.
     pub len: usize,
     crc: u64,
 }
 
 impl Header {
-    /// Reads a header and bounds the length it states: what is to hold the payload is allocated
-    /// after this.
+    /// Reads a header and bounds the length it states. The caller allocates room for the payload
+    /// only after this.
     ///
-    /// `allowed` are the kinds that make sense on this link and in this direction.
+    /// `allowed` are the kinds that are valid on this link in this direction.
     ///
     /// # Errors
     ///
-    /// [`FrameError::Kind`] for one that is not allowed, [`FrameError::Zeros`], and
+    /// [`FrameError::Kind`] for a kind that is not allowed, [`FrameError::Zeros`], and
     /// [`FrameError::Length`].
     pub fn decode(bytes: &[u8; HEADER_BYTES], allowed: &[Kind]) -> Result<Self, FrameError> {
         let [
@@ -161,11 +161,11 @@ impl Header {
         Ok(Self { kind, len, crc })
     }
 
-    /// Whether the payload is the one that was sent.
+    /// Checks that the payload arrived unchanged.
     ///
     /// # Errors
     ///
-    /// [`FrameError::Checksum`], also if it has another length.
+    /// [`FrameError::Checksum`], also for another length.
     pub fn check(&self, payload: &[u8]) -> Result<(), FrameError> {
         let first = first_half(self.kind, self.len as u32);
         match payload.len() == self.len && checksum(&first, payload) == self.crc {
@@ -178,11 +178,11 @@ impl Header {
     }
 }
 
-/// Puts a frame at the end of `out`.
+/// Appends a frame to `out`.
 ///
 /// # Errors
 ///
-/// [`FrameError::Length`] if the payload is too long, or too short, for its kind.
+/// [`FrameError::Length`] if the payload is too long or too short for its kind.
 pub fn encode(kind: Kind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), FrameError> {
     let (least, most) = (kind.min_payload(), kind.max_payload());
     if !(least..=most).contains(&payload.len()) {
@@ -200,7 +200,7 @@ pub fn encode(kind: Kind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), Frame
 }
 
 fn header(kind: Kind, payload: &[u8]) -> [u8; HEADER_BYTES] {
-    // No payload is longer than its kind's bound, which is far below 4 GiB.
+    // The bound of each kind is far below 4 GiB, so the length fits.
     let first = first_half(kind, payload.len() as u32);
     let mut bytes = [0; HEADER_BYTES];
     bytes[..8].copy_from_slice(&first);
@@ -220,8 +220,8 @@ fn checksum(first: &[u8; 8], payload: &[u8]) -> u64 {
     crc.value()
 }
 
-/// The payload of a frame of the kind whose payloads are all of `N` bytes, which begin with a
-/// model and seven zeros.
+/// The payload of a kind whose payloads have exactly `N` bytes, and begin with a model and seven
+/// zeros.
 fn head_of<const N: usize>(kind: Kind, payload: &[u8]) -> Result<&[u8; N], FrameError> {
     let bytes: &[u8; N] = payload.try_into().map_err(|_| FrameError::Length {
         kind,
@@ -235,24 +235,24 @@ fn head_of<const N: usize>(kind: Kind, payload: &[u8]) -> Result<&[u8; N], Frame
     }
 }
 
-/// The number at a place of a head.
+/// Reads a number of a head.
 fn number(bytes: &[u8], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
     u64::from_le_bytes(word)
 }
 
-/// Why the bytes of a link are no frame. The link is of no use any more: connect again.
+/// Why bytes are no valid frame. The link must be closed: connect again.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FrameError {
-    /// A kind there is not, or not on this link.
+    /// A kind that does not exist, or is not valid on this link.
     #[error("a frame of kind {got} is not valid on this link")]
     Kind {
-        /// Its byte.
+        /// The kind's byte.
         got: u8,
     },
-    /// Bytes that are to be zero are not.
+    /// Reserved bytes are not zero.
     #[error("reserved bytes are not zero: the frame is damaged, or of a newer version")]
     Zeros,
     /// A length that the kind does not allow.
@@ -260,41 +260,41 @@ pub enum FrameError {
     Length {
         /// The frame's kind.
         kind: Kind,
-        /// The length it states, in bytes.
+        /// The stated length, in bytes.
         got: u32,
-        /// The shortest possible.
+        /// The least bytes of this kind.
         least: usize,
-        /// The longest possible.
+        /// The most bytes of this kind.
         most: usize,
     },
-    /// What came is not what was sent.
+    /// The bytes were damaged in transit.
     #[error("the checksum of {what} of {bytes} bytes is wrong: the bytes were damaged in transit")]
     Checksum {
-        /// A frame, or a chunk.
+        /// A frame, or a block.
         what: &'static str,
-        /// How long it is.
+        /// Its length.
         bytes: u64,
     },
-    /// A chunk that cannot be.
+    /// A block's head with impossible fields.
     #[error(
-        "a chunk cannot be chunk {} of {} bytes of {} of model {}, whose image has {} bytes",
+        "invalid head of a block: block {} with {} bytes, of {} of model {}, an image of {} bytes",
         head.index, head.bytes, head.version, head.model, head.image_bytes
     )]
-    Chunk {
-        /// What its head says.
-        head: ChunkHead,
+    Block {
+        /// The head.
+        head: BlockHead,
     },
-    /// A delta that cannot be.
+    /// A delta's head with impossible fields.
     #[error(
-        "a delta cannot be {} bytes for span {} of {} of model {}, made from {}, whose image has {} bytes",
-        head.bytes, head.index, head.version, head.model, head.base, head.image_bytes
+        "invalid head of a delta: span {} with {} bytes, from {} to {} of model {}, an image of {} bytes",
+        head.index, head.bytes, head.base, head.version, head.model, head.image_bytes
     )]
     Delta {
-        /// What its head says.
+        /// The head.
         head: DeltaHead,
     },
-    /// An image with more chunks than can be counted.
-    #[error("an image of {bytes} bytes has more chunks of 1 MiB than 32 bits can count")]
+    /// An image with too many blocks.
+    #[error("an image of {bytes} bytes has more blocks of 1 MiB than 32 bits can count")]
     Image {
         /// Its length.
         bytes: u64,
@@ -302,7 +302,7 @@ pub enum FrameError {
 }
 
 impl FrameError {
-    /// What to do: connect again, and go on with what is still missing.
+    /// What to do: connect again, and request what is still missing.
     pub fn remedy(&self) -> Remedy {
         match self {
             Self::Image { .. } => Remedy::GiveUp,

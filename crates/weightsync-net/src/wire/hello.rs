@@ -27,7 +27,7 @@ pub use self::handshake::{Agreed, Client, Next, Server, Step};
 /// The newest protocol of this version.
 pub const PROTOCOL: u16 = 1;
 
-/// The oldest protocol this version still speaks: that before the newest.
+/// The oldest protocol that this version still speaks: the one before the newest.
 pub const OLDEST: u16 = if PROTOCOL > 1 { PROTOCOL - 1 } else { 1 };
 
 /// Bytes of a [`ClientHello`] and of a [`ServerHello`].
@@ -36,29 +36,29 @@ pub const HELLO_BYTES: usize = 64;
 /// Bytes of a client's proof.
 pub const CLIENT_PROOF_BYTES: usize = 32;
 
-/// Bytes of a server's proof: its verdict comes first.
+/// Bytes of a server's proof, including its verdict.
 pub const SERVER_PROOF_BYTES: usize = 33;
 
 /// Bytes of a nonce.
 pub const NONCE_BYTES: usize = 32;
 
-/// What both hellos begin with. The line break at its end tells a link that changes them.
+/// How both hellos begin. The line break shows whether a link changes line breaks.
 const MAGIC: [u8; 8] = *b"wsLINK\r\n";
 
-/// How much is shown of what a stranger says, in bytes.
+/// How many bytes of a stranger's data an error shows.
 const SHOWN: usize = 16;
 
-/// The protocols one end speaks.
+/// The protocols that one end speaks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Protocols {
-    /// The first of them, from 1.
+    /// The oldest, from 1.
     pub oldest: u16,
-    /// The last of them, not below `oldest`.
+    /// The newest, not below `oldest`.
     pub newest: u16,
 }
 
 impl Protocols {
-    /// Those of this version.
+    /// The protocols of this version.
     pub const OURS: Self = Self {
         oldest: OLDEST,
         newest: PROTOCOL,
@@ -103,18 +103,19 @@ impl fmt::Display for Protocols {
 /// What a link is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// An agent and its sender say who has what.
+    /// An agent and its sender exchange messages.
     Control,
     /// A child fetches versions from its parent.
     Bulk,
-    /// Somebody asks how things are.
+    /// A client asks for the status.
     Status,
-    /// Somebody has all that is held compared with what was published.
+    /// A client asks for a scrub: all versions that agents hold are compared with the published
+    /// ones.
     Scrub,
 }
 
 impl Role {
-    /// The byte it is on the wire.
+    /// The role's byte on the wire.
     pub fn code(self) -> u8 {
         match self {
             Self::Control => 1,
@@ -132,7 +133,7 @@ impl Role {
     }
 }
 
-/// The first words of a link.
+/// The first bytes of a link.
 ///
 /// | bytes | |
 /// |---|---|
@@ -140,20 +141,20 @@ impl Role {
 /// | 8..10 | newest protocol |
 /// | 10..12 | oldest protocol |
 /// | 12 | role |
-/// | 13..32 | zeros, not looked at |
+/// | 13..32 | zeros, not checked |
 /// | 32..64 | nonce |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClientHello {
-    /// What the client speaks.
+    /// The protocols that the client speaks.
     pub protocols: Protocols,
-    /// The [`Role`]'s byte; one that this version does not know may belong to a newer protocol.
+    /// The [`Role`]'s byte. An unknown one may belong to a newer protocol.
     pub role: u8,
     /// Random bytes, for this handshake alone.
     pub nonce: [u8; NONCE_BYTES],
 }
 
 impl ClientHello {
-    /// As it travels.
+    /// The wire form.
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         bytes[..8].copy_from_slice(&MAGIC);
@@ -164,11 +165,12 @@ impl ClientHello {
         bytes
     }
 
-    /// Reads it.
+    /// Decodes the wire form.
     ///
     /// # Errors
     ///
-    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for protocols that cannot be.
+    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for protocols that do not
+    /// ascend.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
         check_magic(bytes)?;
         Ok(Self {
@@ -179,17 +181,17 @@ impl ClientHello {
     }
 }
 
-/// What a server says to a [`ClientHello`].
+/// A server's verdict on a [`ClientHello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Go on, in this protocol.
+    /// The handshake continues in this protocol.
     GoOn {
         /// The newest that both ends speak.
         protocol: u16,
     },
     /// There is no protocol that both ends speak.
     NoCommonProtocol,
-    /// There are as many links as it takes.
+    /// The server has no room for another control link.
     Busy,
 }
 
@@ -198,9 +200,9 @@ pub enum Verdict {
 /// | bytes | |
 /// |---|---|
 /// | 0..8 | `wsLINK\r\n` |
-/// | 8..10 | the protocol chosen; 0 if none is |
+/// | 8..10 | the chosen protocol; 0 if there is none |
 /// | 10 | verdict: 0 go on, 1 no common protocol, 2 busy |
-/// | 11..28 | zeros, not looked at |
+/// | 11..28 | zeros, not checked |
 /// | 28..30 | the server's oldest protocol |
 /// | 30..32 | the server's newest protocol |
 /// | 32..64 | nonce |
@@ -208,14 +210,14 @@ pub enum Verdict {
 pub struct ServerHello {
     /// Whether the client may go on.
     pub verdict: Verdict,
-    /// What the server speaks.
+    /// The protocols that the server speaks.
     pub protocols: Protocols,
     /// Random bytes, for this handshake alone.
     pub nonce: [u8; NONCE_BYTES],
 }
 
 impl ServerHello {
-    /// As it travels.
+    /// The wire form.
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
         let (protocol, verdict) = match self.verdict {
@@ -232,12 +234,12 @@ impl ServerHello {
         bytes
     }
 
-    /// Reads it.
+    /// Decodes the wire form.
     ///
     /// # Errors
     ///
-    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for a verdict or protocols that
-    /// cannot be.
+    /// [`HelloError::NotWeightsync`], and [`HelloError::Malformed`] for an impossible verdict or
+    /// protocols that do not ascend.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, HelloError> {
         check_magic(bytes)?;
         let protocol = u16::from_le_bytes([bytes[8], bytes[9]]);
@@ -284,33 +286,33 @@ fn malformed(expected: &'static str, got: String) -> HelloError {
     HelloError::Malformed { expected, got }
 }
 
-/// Why a handshake came to nothing.
+/// Why a handshake failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HelloError {
-    /// The other end speaks something else altogether.
+    /// The peer does not speak this protocol at all.
     #[error(
         "the other end is not weightsync: it began with \"{first}\"; check the address and the port"
     )]
     NotWeightsync {
-        /// What it said first, as printable text, at most 16 bytes of it.
+        /// The first bytes of the peer, as printable text; at most 16 bytes.
         first: String,
     },
-    /// The versions of the two ends are too far apart.
+    /// The two ends have no protocol in common.
     #[error("the other end speaks {theirs}, this one {ours}: {}", who_is_older(*ours, *theirs))]
     NoCommonProtocol {
-        /// What this end speaks.
+        /// The protocols of this end.
         ours: Protocols,
-        /// What the other end speaks.
+        /// The protocols of the peer.
         theirs: Protocols,
     },
-    /// The other end has as many links as it takes.
+    /// The peer has no room for another link.
     #[error("the other end has reached its limit of links; try again later")]
     Busy,
-    /// This end has as many links as it takes, and said so.
+    /// This end has no room for another link, and has told the peer so.
     #[error("this end has reached its limit of links; the other end was told to try again later")]
     TurnedAway,
-    /// The other end did not believe this one.
+    /// The peer did not accept this end's proof.
     #[error(
         "the other end refused the token: give both the same (WEIGHTSYNC_TOKEN_FILE, or \
          WEIGHTSYNC_TOKEN), or the init info of the sender that runs there now"
@@ -319,31 +321,31 @@ pub enum HelloError {
     /// The client has another token.
     #[error("the other end has another token, or the init info of another sender")]
     WrongToken,
-    /// The server let this end in without being able to prove that it has the token.
+    /// The server accepted this end, but did not prove that it has the token itself.
     #[error(
         "the program there does not have the token that it claims to have: another program has \
          taken the address; nothing was sent to it"
     )]
     WrongServer,
-    /// A field that cannot be.
+    /// A field with an impossible value.
     #[error("the handshake is damaged: expected {expected}, got {got}")]
     Malformed {
-        /// What belongs there.
+        /// The accepted values.
         expected: &'static str,
-        /// What came.
+        /// The value.
         got: String,
     },
-    /// The other end hung up in the middle.
+    /// The peer hung up during the handshake.
     #[error(
         "the other end closed the connection during the handshake, {got} bytes into its next \
          message; is it \
          shutting down, or does it refuse this machine?"
     )]
     HungUp {
-        /// How many bytes of its next words had come.
+        /// How many bytes of the next message had arrived.
         got: usize,
     },
-    /// The handshake had ended before, well or not.
+    /// The handshake had already ended.
     #[error("the handshake was over already")]
     Over,
 }

@@ -5,7 +5,7 @@
 //! | an agent: the one process of a host that talks to the sender | the sender | [`ToRoot`] |
 //! | the sender | an agent | [`FromRoot`] |
 //! | a child | its parent, which has the version that the child wants | [`ToParent`] |
-//! | a parent | its child | [`ToChild`], and chunks |
+//! | a parent | its child | [`ToChild`], and blocks |
 //! | a sender | a program that asks for the status or a scrub | [`Status`] |
 //!
 //! On the wire a message is a byte with the format's number, then postcard of types that belong
@@ -24,12 +24,14 @@ use weightsync_core::{Remedy, Version};
 
 use self::convert::*;
 
-pub use self::bulk::{ChunkRange, ToChild, ToParent};
+pub use self::bulk::{BlockRange, ToChild, ToParent};
 pub use self::from_root::{FromRoot, RefusalRemedy};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerProgress};
 use super::frame::{self, Kind, MAX_FRAME, MAX_MODELS};
 pub use crate::relay::Item;
+/// Which versions a worker gets, and the set that it asks for: the same as for a local reader.
+pub use weightsync_mem::{Delivery, Want};
 
 /// The number of the messages' format, their first byte.
 pub const FORMAT: u8 = 1;
@@ -43,19 +45,19 @@ pub const MAX_DEVICE: usize = 64;
 /// The longest address, in bytes.
 pub const MAX_ADDRESS: usize = 1024;
 
-/// The most versions an agent says it has, or has no more, in one message.
+/// The most versions in one report of held or dropped versions.
 pub const MAX_HELD: usize = 4096;
 
 /// The most workers in one [`ToRoot::Progress`].
 pub const MAX_PROGRESS: usize = 4096;
 
-/// The most workers one [`FromRoot::Tell`] is for.
-pub const MAX_TOLD: usize = 65_536;
+/// The most workers in one [`FromRoot::Notify`].
+pub const MAX_NOTIFIED: usize = 65_536;
 
-/// The most versions that are named in place of one that there is not.
+/// The most known versions named in a [`FromRoot::NoSuchVersion`].
 pub const MAX_KNOWN: usize = 16;
 
-/// The most versions that may wait for a worker that gets every one.
+/// The most versions in the queue of a worker that takes every version.
 pub const MAX_BOUND: u8 = 32;
 
 /// The most slots of a model.
@@ -76,9 +78,9 @@ pub const MAX_NOTE: u64 = 16 << 20;
 /// The longest text of a [`Status`], in bytes: what fits a frame.
 pub const MAX_JSON: usize = MAX_FRAME - 64;
 
-/// One kind of messages: those of one direction of a link.
+/// The messages of one direction of a link.
 pub trait Message: Sized {
-    /// The kind of frame they travel in.
+    /// The kind of their frames.
     const KIND: Kind;
 
     /// The message as the payload of a frame.
@@ -112,45 +114,10 @@ pub trait Message: Sized {
     }
 }
 
-/// Which versions a worker is to be given.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Delivery {
-    /// The newest; what a newer one replaced before it was taken is skipped.
-    Newest,
-    /// Every one, in order.
-    Every {
-        /// How many may wait before the sender waits for this worker; 1 to [`MAX_BOUND`].
-        bound: u8,
-    },
-    /// None but what it asks for.
-    Asked,
-}
-
-/// What a worker asks for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Want {
-    /// The newest set meant for it.
-    Newest,
-    /// The newest set meant for it, once its version of this model is no older.
-    AtLeast {
-        /// The model's index.
-        model: u8,
-        /// The oldest version that will do, from 1.
-        version: Version,
-    },
-    /// The set with exactly this version of this model.
-    Exactly {
-        /// The model's index.
-        model: u8,
-        /// The version, from 1.
-        version: Version,
-    },
-}
-
-/// How things are, as JSON. A client of the role [`Status`](super::hello::Role::Status) gets it
-/// once the handshake is done, and says nothing itself. So does one of the role
-/// [`Scrub`](super::hello::Role::Scrub), once what is held has been compared; until then it gets an
-/// empty object every while.
+/// The status or the result of a scrub, as JSON. A client of the role
+/// [`Status`](super::hello::Role::Status) sends nothing, and gets this once the handshake is done.
+/// A client of the role [`Scrub`](super::hello::Role::Scrub) gets it once all comparisons are done;
+/// until then it gets an empty object every second.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Status {
     /// At most [`MAX_JSON`] bytes.
@@ -172,8 +139,8 @@ impl Message for Status {
     }
 }
 
-/// Why bytes are no message, or a message cannot be sent. From a peer it is its misbehaviour: the
-/// link is of no use any more.
+/// Why bytes are no valid message, or a message cannot be sent. If a peer sent them, it misbehaves,
+/// and the link must be closed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
@@ -186,10 +153,10 @@ pub enum MessageError {
         /// The first byte.
         got: u8,
     },
-    /// Bytes that are no message of this link.
+    /// Bytes that are no valid message of this link.
     #[error("invalid message of {bytes} bytes: {reason}")]
     Malformed {
-        /// How many they are.
+        /// The length of the payload.
         bytes: usize,
         /// What is wrong.
         reason: String,
@@ -197,26 +164,26 @@ pub enum MessageError {
     /// A text or list that is too long.
     #[error("{what}: {got} is over the limit of {limit}")]
     TooLong {
-        /// What was counted.
+        /// The text or list.
         what: &'static str,
-        /// How much of it there was.
+        /// Its length.
         got: u64,
-        /// The most that is accepted.
+        /// The limit.
         limit: u64,
     },
-    /// A number that cannot be.
+    /// A number out of its range.
     #[error("expected {expected}, got {got}")]
     OutOfRange {
-        /// What belongs there.
+        /// The accepted range.
         expected: &'static str,
-        /// What came.
+        /// The number.
         got: String,
     },
 }
 
 impl MessageError {
-    /// What to do: nothing automatic. Damage on the way shows in a frame's checksum, so one of the
-    /// two ends is wrong, or of another version.
+    /// What to do: nothing automatic. A frame's checksum detects damage in transit, so one of the
+    /// two ends is wrong or has another version.
     pub fn remedy(&self) -> Remedy {
         Remedy::GiveUp
     }
@@ -229,25 +196,25 @@ fn to_payload(wire: &impl Serialize) -> Result<Vec<u8>, MessageError> {
     })
 }
 
-/// Reads what the types demand; bounds are checked after it. What is allocated here is bounded by
-/// the payload's length, as no element takes less than a byte of it.
+/// Decodes a payload; the caller checks its bounds afterwards. Allocations are bounded by the
+/// payload's length, because each element takes at least a byte of it.
 fn from_payload<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<T, MessageError> {
     let malformed = |reason| MessageError::Malformed {
         bytes: payload.len(),
         reason,
     };
     match payload.split_first() {
-        None => Err(malformed("they are none".into())),
+        None => Err(malformed("it is empty".into())),
         Some((&FORMAT, body)) => match postcard::take_from_bytes(body) {
             Ok((wire, [])) => Ok(wire),
-            Ok((_, rest)) => Err(malformed(format!("{} are too many", rest.len()))),
+            Ok((_, rest)) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
             Err(error) => Err(malformed(error.to_string())),
         },
         Some((&got, _)) => Err(MessageError::Format { got }),
     }
 }
 
-/// At most `len` bytes of words meant for people, cut between characters.
+/// At most `len` bytes of a text for people, cut between characters.
 fn cut(words: &str, len: usize) -> &str {
     &words[..words.floor_char_boundary(len)]
 }

@@ -58,11 +58,11 @@ pub(crate) fn start(info: &InitInfo) -> Box<dyn Any> {
     })
 }
 
-/// What a relay's process does; `None` in any other.
+/// The work of a relay's process; `None` in any other.
 pub(crate) fn run() -> Option<ExitCode> {
     let info = env::var(ROLE).ok()?;
     let info: InitInfo = serde_json::from_str(&info).expect("an init info");
-    // It ends with the test, however that ends.
+    // The process ends with the test, however that ends.
     std::thread::spawn(|| {
         let _ = io::copy(&mut io::stdin(), &mut io::sink());
         std::process::exit(0);

@@ -5,11 +5,11 @@ use proptest::prelude::*;
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
-    ChunkRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
+    BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
     ToRoot, Want, WorkerProgress,
 };
 
-/// What the fields of a message are made of.
+/// Raw values for the fields of a message.
 #[derive(Clone, Debug)]
 struct Raw {
     worker: WorkerId,
@@ -140,10 +140,13 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
                 worker,
                 instance,
                 question,
-                want: match raw.choice % 3 {
-                    0 => Want::Newest,
-                    1 => Want::AtLeast { model, version },
-                    _ => Want::Exactly { model, version },
+                want: {
+                    let model = model.into();
+                    match raw.choice % 3 {
+                        0 => Want::Newest,
+                        1 => Want::AtLeast { model, version },
+                        _ => Want::Exactly { model, version },
+                    }
                 },
             },
             6 => ToRoot::Withdraw { worker, instance },
@@ -211,7 +214,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 ticket: raw.n[0],
                 reason: raw.text,
             },
-            6 => FromRoot::Tell {
+            6 => FromRoot::Notify {
                 sequence,
                 set: raw.set,
                 workers: bytes.iter().map(|byte| WorkerId((*byte).into())).collect(),
@@ -259,7 +262,7 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
             let first = behind + gap;
             behind = first + count;
             let count = *count;
-            ChunkRange { first, count }
+            BlockRange { first, count }
         });
         ToParent::Fetch {
             run: raw.run(),

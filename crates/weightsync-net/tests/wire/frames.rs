@@ -1,4 +1,4 @@
-//! Frames and chunks, out of pieces of any size.
+//! Frames and blocks, out of pieces of any size.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use weightsync_net::wire::frame::*;
 
 use crate::samples;
 
-const BULK: &[Kind] = &[Kind::Bulk, Kind::Chunk];
+const BULK: &[Kind] = &[Kind::Bulk, Kind::Block];
 
 proptest! {
     #[test]
@@ -31,30 +31,30 @@ proptest! {
     }
 
     #[test]
-    fn any_chunk_head_comes_back(
+    fn any_block_head_comes_back(
         (model, version, crc) in (0_u8..64, 1..=u64::MAX, any::<u64>()),
         (index, image_bytes) in (any::<u32>(), any::<u64>()),
     ) {
         let version = Version(version);
-        let mut head = ChunkHead { model, version, index, bytes: 1, crc, image_bytes };
-        // Of any image that has this chunk.
+        let mut head = BlockHead { model, version, index, bytes: 1, crc, image_bytes };
+        // An image that has this block.
         let least = head.offset() + 1;
         head.image_bytes = least + image_bytes % (u64::MAX - least);
         let left = head.image_bytes - head.offset();
-        head.bytes = left.min(CHUNK.into()) as u32;
+        head.bytes = left.min(BLOCK.into()) as u32;
         let frame = head.frame();
-        prop_assert_eq!(ChunkHead::decode(&frame[HEADER_BYTES..]), Ok(head));
+        prop_assert_eq!(BlockHead::decode(&frame[HEADER_BYTES..]), Ok(head));
     }
 
     #[test]
-    fn an_image_has_the_chunks_that_its_heads_may_name(image_bytes in 1_u64..(40 << 20)) {
-        let count = chunks(image_bytes).unwrap();
+    fn an_image_has_the_blocks_that_its_heads_may_name(image_bytes in 1_u64..(40 << 20)) {
+        let count = blocks(image_bytes).unwrap();
         let mut sum = 0;
         for index in 0..=count {
-            let left = image_bytes.saturating_sub(u64::from(index) * u64::from(CHUNK));
-            let bytes = left.min(CHUNK.into()) as u32;
-            let head = ChunkHead { index, bytes, image_bytes, ..samples::chunk() };
-            let decoded = ChunkHead::decode(&head.frame()[HEADER_BYTES..]);
+            let left = image_bytes.saturating_sub(u64::from(index) * u64::from(BLOCK));
+            let bytes = left.min(BLOCK.into()) as u32;
+            let head = BlockHead { index, bytes, image_bytes, ..samples::block() };
+            let decoded = BlockHead::decode(&head.frame()[HEADER_BYTES..]);
             prop_assert_eq!(decoded.is_ok(), index < count);
             sum += u64::from(bytes);
         }
@@ -63,17 +63,17 @@ proptest! {
 }
 
 #[test]
-fn the_bytes_behind_a_chunk_are_left_to_the_caller() {
-    let head = samples::chunk();
+fn decoder_leaves_block_bytes_to_the_caller() {
+    let head = samples::block();
     let mut stream = head.frame().to_vec();
-    stream.extend_from_slice(samples::CHUNK_DATA);
+    stream.extend_from_slice(samples::BLOCK_DATA);
     encode(Kind::Bulk, b"next", &mut stream).unwrap();
 
     let mut decoder = Decoder::new(BULK);
     let mut input = &stream[..];
     let frame = decoder.next(&mut input).unwrap().unwrap();
-    assert_eq!(frame.kind, Kind::Chunk);
-    let head = ChunkHead::decode(frame.payload).unwrap();
+    assert_eq!(frame.kind, Kind::Block);
+    let head = BlockHead::decode(frame.payload).unwrap();
     let data = input.split_off(..head.bytes as usize).unwrap();
     head.check(data).unwrap();
     let next = decoder.next(&mut input).unwrap().unwrap();
@@ -81,9 +81,9 @@ fn the_bytes_behind_a_chunk_are_left_to_the_caller() {
 }
 
 #[test]
-fn a_damaged_chunk_is_noticed() {
-    let head = samples::chunk();
-    let data = samples::CHUNK_DATA;
+fn a_damaged_block_is_noticed() {
+    let head = samples::block();
+    let data = samples::BLOCK_DATA;
     head.check(data).unwrap();
     head.check_crc(weightsync_simd::crc64(data)).unwrap();
     for bit in 0..8 * data.len() {
@@ -148,45 +148,45 @@ fn deltas_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn chunks_that_cannot_be_are_refused() {
-    let head = samples::chunk();
+fn impossible_block_heads_are_refused() {
+    let head = samples::block();
     let version = Version::NONE;
     for wrong in [
-        ChunkHead { model: 64, ..head },
-        ChunkHead { version, ..head },
-        ChunkHead { bytes: 0, ..head },
-        ChunkHead { bytes: 8, ..head },
-        ChunkHead { index: 2, ..head },
-        ChunkHead { index: 0, ..head },
-        ChunkHead {
+        BlockHead { model: 64, ..head },
+        BlockHead { version, ..head },
+        BlockHead { bytes: 0, ..head },
+        BlockHead { bytes: 8, ..head },
+        BlockHead { index: 2, ..head },
+        BlockHead { index: 0, ..head },
+        BlockHead {
             image_bytes: 0,
             ..head
         },
-        ChunkHead {
+        BlockHead {
             index: u32::MAX,
-            bytes: CHUNK,
+            bytes: BLOCK,
             ..head
         },
-        ChunkHead {
+        BlockHead {
             index: 0,
-            bytes: CHUNK + 1,
+            bytes: BLOCK + 1,
             image_bytes: u64::MAX,
             ..head
         },
     ] {
-        let decoded = ChunkHead::decode(&wrong.frame()[HEADER_BYTES..]);
-        assert_eq!(decoded, Err(FrameError::Chunk { head: wrong }));
+        let decoded = BlockHead::decode(&wrong.frame()[HEADER_BYTES..]);
+        assert_eq!(decoded, Err(FrameError::Block { head: wrong }));
     }
     let frame = head.frame();
     for at in 1..8 {
         let mut payload = frame[HEADER_BYTES..].to_vec();
         payload[at] = 1;
-        assert_eq!(ChunkHead::decode(&payload), Err(FrameError::Zeros));
+        assert_eq!(BlockHead::decode(&payload), Err(FrameError::Zeros));
     }
-    assert!(ChunkHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
-    assert_eq!(chunks(0), Ok(0));
-    assert_eq!(chunks(u64::from(u32::MAX) << 20), Ok(u32::MAX));
-    assert!(chunks((u64::from(u32::MAX) << 20) + 1).is_err());
+    assert!(BlockHead::decode(&frame[HEADER_BYTES..][1..]).is_err());
+    assert_eq!(blocks(0), Ok(0));
+    assert_eq!(blocks(u64::from(u32::MAX) << 20), Ok(u32::MAX));
+    assert!(blocks((u64::from(u32::MAX) << 20) + 1).is_err());
 }
 
 #[test]
@@ -197,13 +197,13 @@ fn lengths_are_within_the_bounds_of_the_kind() {
         bytes[4] = kind.code();
         Header::decode(
             &bytes,
-            &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta],
+            &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta],
         )
     };
     for (kind, least, most) in [
         (Kind::Control, 1, 1 << 20),
         (Kind::Bulk, 1, 64 << 10),
-        (Kind::Chunk, 40, 40),
+        (Kind::Block, 40, 40),
         (Kind::Delta, 48, 48),
     ] {
         for len in [least, most] {
@@ -226,7 +226,7 @@ fn lengths_are_within_the_bounds_of_the_kind() {
 }
 
 #[test]
-fn only_what_makes_sense_on_a_link_is_taken() {
+fn decoder_accepts_only_kinds_of_its_link() {
     let mut frame = Vec::new();
     encode(Kind::Control, b"hello", &mut frame).unwrap();
     let mut decoder = Decoder::new(BULK);
@@ -259,7 +259,7 @@ fn a_decoder_holds_what_came_and_no_more() {
     });
     assert!(claimed.bytes_max < 4000, "{claimed:?}");
 
-    // One that is too long.
+    // A length that is too long.
     header[2] = 0x10;
     header[0] = 1;
     let refused = allocation_counter::measure(|| {

@@ -92,7 +92,7 @@ fn pieces_of_any_size_make_the_same_handshake() {
 }
 
 #[test]
-fn what_comes_behind_the_handshake_is_left_alone() {
+fn handshake_leaves_later_bytes_alone() {
     let [hello, server_hello, client_proof, server_proof] = samples::handshake();
     let mut server = samples::server();
     let early = [&hello[..], &client_proof, b"frames"].concat();

@@ -1,4 +1,4 @@
-//! What was cut, damaged or made up is refused, without harm and without memory.
+//! Bytes that were cut, damaged or made up are refused, without harm and without large allocations.
 
 use std::fmt::Debug;
 
@@ -9,7 +9,7 @@ use weightsync_net::wire::message::*;
 use crate::golden::{all, frames};
 use crate::samples;
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Chunk, Kind::Delta];
+const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta];
 
 /// Every golden file that begins with a whole frame.
 fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
@@ -21,7 +21,7 @@ fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
 fn frame_rejects_every_cut_and_flipped_bit() {
     for (name, mut bytes) in golden_frames() {
         if name == "frame/chunk" {
-            bytes.truncate(HEADER_BYTES + CHUNK_HEAD_BYTES);
+            bytes.truncate(HEADER_BYTES + BLOCK_HEAD_BYTES);
         }
         if name == "frame/delta" {
             bytes.truncate(HEADER_BYTES + DELTA_HEAD_BYTES);
@@ -73,11 +73,11 @@ fn payload_decoder_survives_damage_past_the_checksum() {
     bears_damage(&samples::to_parent());
     bears_damage(&samples::to_child());
     bears_damage(&[("status", samples::status())]);
-    let frame = samples::chunk().frame();
-    for bit in 0..8 * CHUNK_HEAD_BYTES {
+    let frame = samples::block().frame();
+    for bit in 0..8 * BLOCK_HEAD_BYTES {
         let mut payload = frame[HEADER_BYTES..].to_vec();
         payload[bit / 8] ^= 1 << (bit % 8);
-        if let Ok(head) = ChunkHead::decode(&payload) {
+        if let Ok(head) = BlockHead::decode(&payload) {
             assert_eq!(head.frame()[HEADER_BYTES..], payload);
         }
     }
@@ -103,7 +103,7 @@ proptest! {
         let _ = ToParent::decode(&payload);
         let _ = ToChild::decode(&payload);
         let _ = Status::decode(&payload);
-        let _ = ChunkHead::decode(&bytes);
+        let _ = BlockHead::decode(&bytes);
     }
 }
 
@@ -113,7 +113,7 @@ fn huge_lengths_are_refused_before_allocation() {
     const HUGE: [u8; 9] = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let huge = |before: &[u8]| [&[FORMAT], before, &HUGE].concat();
     let host = [0; 16];
-    // What comes before the length: the variant, and the fields in front of it.
+    // The bytes before the length: the variant, and the fields before it.
     let to_root = [
         huge(&[0]),
         huge(&[&[0, 0][..], &host, &[0, 0, 0]].concat()),
@@ -155,7 +155,7 @@ fn huge_lengths_are_refused_before_allocation() {
 /// The most that a frame's worth of bytes makes of itself.
 #[test]
 fn decoded_frame_size_is_bounded() {
-    // Format, `Tell`, sequence, an empty set, then as many workers as a frame has bytes.
+    // Format, `Notify`, sequence, an empty set, then as many workers as a frame has bytes.
     let mut payload = vec![FORMAT, 6, 1, 0, 0xf0, 0xff, 0x3f];
     payload.resize(MAX_FRAME, 0);
     let used = allocation_counter::measure(|| {

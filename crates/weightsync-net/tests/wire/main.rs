@@ -1,5 +1,5 @@
-//! What is on the wire, from outside: the bytes are what they were (`golden`), everything comes
-//! back as it was sent, and what was damaged, cut or made up is refused without harm.
+//! The wire formats, from outside: the bytes stay the same (`golden`), every message decodes as it
+//! was sent, and damaged, cut or made-up bytes are refused without harm.
 
 mod any;
 mod frames;

@@ -32,7 +32,7 @@ proptest! {
     }
 }
 
-/// Refused when it is sent. What comes is held to the same: `what_comes_is_checked_as_well`.
+/// Refused when it is sent. What comes is held to the same: `decoding_refuses_messages_out_of_bounds`.
 fn refused<M: Message>(message: &M) -> String {
     message
         .encode()
@@ -74,7 +74,7 @@ fn fetch(ranges: &[(u32, u32)]) -> ToParent {
         version: Version(1),
         base: None,
         ranges: ranges
-            .map(|&(first, count)| ChunkRange { first, count })
+            .map(|&(first, count)| BlockRange { first, count })
             .collect(),
     }
 }
@@ -92,7 +92,7 @@ fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> F
 }
 
 #[test]
-fn what_the_other_end_would_refuse_is_not_sent() {
+fn encoding_refuses_messages_out_of_bounds() {
     let many = |count| vec![item(0, 1); count];
     let progress = |workers| ToRoot::Progress { workers };
     let worker = |versions| WorkerProgress {
@@ -157,7 +157,7 @@ fn what_the_other_end_would_refuse_is_not_sent() {
         assert!(words.contains(part), "{part} in {words}");
     }
 
-    let tell = |set, workers| FromRoot::Tell {
+    let tell = |set, workers| FromRoot::Notify {
         sequence: 1,
         set,
         workers,
@@ -230,7 +230,7 @@ fn what_the_other_end_would_refuse_is_not_sent() {
 /// Numbers of a sample that cannot be, put into its encoding: the decoder checks without the
 /// checksum.
 #[test]
-fn what_comes_is_checked_as_well() {
+fn decoding_refuses_messages_out_of_bounds() {
     // (a message, where in its payload, what is put there)
     let to_root: [(ToRoot, usize, u8); 5] = [
         // Format, variant, model.
@@ -262,7 +262,7 @@ fn what_comes_is_checked_as_well() {
         let is_out = matches!(error, MessageError::OutOfRange { .. });
         assert!(is_out, "{message:?} at {at}: {error}");
     }
-    let tell = FromRoot::Tell {
+    let tell = FromRoot::Notify {
         sequence: 1,
         set: vec![item(0, 1), item(1, 1)],
         workers: vec![],
@@ -282,10 +282,10 @@ fn what_comes_is_checked_as_well() {
 
 /// Texts and lists that no sender of this crate would make.
 #[test]
-fn what_is_too_long_is_refused_when_it_comes() {
+fn decoding_refuses_lists_that_are_too_long() {
     // Format, variant `Denied`, ticket, a text of 1025 bytes.
     let denied = [&[FORMAT, 5, 0, 0x81, 0x08][..], &[b'x'; 1025]].concat();
-    // Format, variant `Tell`, sequence, an empty set, 65,537 workers of number 0.
+    // Format, variant `Notify`, sequence, an empty set, 65,537 workers of number 0.
     let tell = [&[FORMAT, 6, 1, 0, 0x81, 0x80, 0x04][..], &[0; 65_537]].concat();
     // Format, variant `Part`, 524,289 bytes.
     let part = [&[FORMAT, 2, 0x81, 0x80, 0x20][..], &[0; 524_289]].concat();
@@ -336,10 +336,10 @@ fn the_longest_messages_fit_their_frames() {
         message.frame().unwrap();
     }
     let set = (0..MAX_MODELS).map(|model| item(model, u64::MAX)).collect();
-    let tell = FromRoot::Tell {
+    let tell = FromRoot::Notify {
         sequence: u64::MAX,
         set,
-        workers: vec![WorkerId(u32::MAX); MAX_TOLD],
+        workers: vec![WorkerId(u32::MAX); MAX_NOTIFIED],
     };
     tell.frame().unwrap();
     let bytes = vec![0xff; MAX_PART];
@@ -407,5 +407,5 @@ fn another_format_is_named() {
     let mut payload = ToRoot::Ping.encode().unwrap();
     payload.push(0);
     let words = ToRoot::decode(&payload).unwrap_err().to_string();
-    assert!(words.contains("1 are too many"), "{words}");
+    assert!(words.contains("1 bytes follow its end"), "{words}");
 }

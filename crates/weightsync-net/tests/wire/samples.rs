@@ -1,14 +1,14 @@
-//! One value of everything that travels, the same in every run.
+//! One value of each wire type, the same in every run.
 
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
-use weightsync_net::wire::frame::{ChunkHead, DeltaHead};
+use weightsync_net::wire::frame::{BlockHead, DeltaHead};
 use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
-    ChunkRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
+    BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
     WorkerProgress,
 };
 
@@ -37,7 +37,7 @@ pub fn server() -> Server {
     Server::new(key(), Protocols::OURS, false, [0x5e; 32])
 }
 
-/// What passes in a handshake, in order.
+/// The bytes of a handshake, in order.
 pub fn handshake() -> [Vec<u8>; 4] {
     let ((mut client, hello), mut server) = (client(), server());
     let server_hello = server.feed(&mut &hello[..]).send;
@@ -72,17 +72,17 @@ pub fn refusals() -> Vec<(&'static str, Vec<u8>)> {
     ]
 }
 
-/// A chunk's bytes: the last of an image of one whole chunk and these.
-pub const CHUNK_DATA: &[u8] = b"weights";
+/// A block's bytes: the last of an image of one whole block and these.
+pub const BLOCK_DATA: &[u8] = b"weights";
 
-pub fn chunk() -> ChunkHead {
-    ChunkHead {
+pub fn block() -> BlockHead {
+    BlockHead {
         model: 2,
         version: Version(42),
         index: 1,
-        bytes: CHUNK_DATA.len() as u32,
-        crc: weightsync_simd::crc64(CHUNK_DATA),
-        image_bytes: (1 << 20) + CHUNK_DATA.len() as u64,
+        bytes: BLOCK_DATA.len() as u32,
+        crc: weightsync_simd::crc64(BLOCK_DATA),
+        image_bytes: (1 << 20) + BLOCK_DATA.len() as u64,
     }
 }
 
@@ -294,7 +294,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
         ),
         (
             "tell",
-            FromRoot::Tell {
+            FromRoot::Notify {
                 sequence: 12,
                 set: set.clone(),
                 workers: vec![WorkerId(0), worker, WorkerId(u32::MAX)],
@@ -357,7 +357,7 @@ pub fn to_parent() -> Vec<(&'static str, ToParent)> {
         base: base.map(Version),
         ranges: ranges
             .iter()
-            .map(|&(first, count)| ChunkRange { first, count })
+            .map(|&(first, count)| BlockRange { first, count })
             .collect(),
     };
     vec![

@@ -4,13 +4,13 @@ use std::fmt;
 
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 
-/// What a worker says to a sender.
+/// Separates the bearer of workers' requests from other uses of the secret.
 const TO_SENDER: &str = "weightsync-serve 2026-11 bearer of requests to a sender";
 
-/// What a sender says to a worker.
+/// Separates the bearer of a sender's requests.
 const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker";
 
-/// What a sender shows to a worker.
+/// Separates a sender's proof.
 const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 
 /// The value of `Authorization: Bearer`, made of an endpoint's secret. The two directions have
@@ -57,7 +57,7 @@ impl Bearer {
             scheme.eq_ignore_ascii_case("bearer").then_some(digits)
         });
         let hash = digits.and_then(|digits| blake3::Hash::from_hex(digits).ok());
-        // This comparison of blake3's takes the same time wherever they differ.
+        // blake3's comparison takes the same time wherever the two differ.
         hash.is_some_and(|hash| hash == blake3::Hash::from(self.token))
     }
 }
@@ -97,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_the_right_value_lets_a_request_in() {
+    fn bearer_admits_only_the_right_value() {
         let right = Bearer::to_sender(&[7; 16]);
         let headers = |values: &[&str]| {
             let mut headers = HeaderMap::new();

@@ -26,7 +26,7 @@ const SLOW: Duration = Duration::from_secs(10);
 pub(crate) struct LinesBody(mpsc::Receiver<Bytes>);
 
 impl LinesBody {
-    /// The answer with such a body, and where its lines go: at most so many wait to be
+    /// An answer with such a body, and the sender of its lines. At most `waiting` lines wait to be
     /// sent.
     pub(crate) fn answer(waiting: usize) -> (mpsc::Sender<Bytes>, Response) {
         let (lines, body) = mpsc::channel(waiting);
@@ -55,7 +55,8 @@ pub(crate) fn problem(status: StatusCode, body: impl Serialize) -> Response {
     (status, Json(body)).into_response()
 }
 
-/// The JSON value that a request carries in no more than so many bytes; else why not.
+/// Reads the JSON value of a request of at most `limit` bytes; otherwise returns the status and the
+/// reason.
 pub(crate) async fn read<T: DeserializeOwned>(
     request: Request,
     limit: usize,

@@ -69,7 +69,7 @@ pub(crate) enum Fault {
     },
 }
 
-/// A peer that is asked.
+/// A peer that gets requests.
 #[derive(Debug)]
 pub(crate) struct Client {
     addr: SocketAddr,
@@ -81,21 +81,21 @@ pub(crate) struct Client {
 /// Whether a peer can be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Its system accepts connections, so its process is there.
+    /// The system accepts connections, so the process is there.
     Here,
-    /// Its system is there, and nobody listens.
+    /// The system answers, but nothing listens.
     Refused,
-    /// Its system does not answer.
+    /// The system does not answer.
     Away,
 }
 
-/// What is asked for.
+/// A request.
 #[derive(Clone, Debug)]
 pub(crate) struct Ask {
     pub(crate) method: Method,
     pub(crate) path: String,
     pub(crate) body: Bytes,
-    /// The first byte that is wanted of a body.
+    /// The first byte of the body to send.
     pub(crate) from: u64,
 }
 
@@ -162,8 +162,7 @@ impl Client {
         }
     }
 
-    /// Whether the peer's system answers in that time. It does so also for a process that
-    /// is stopped.
+    /// Whether the peer's system answers within this time. It also answers for a stopped process.
     pub(crate) async fn is_reachable(&self, patience: Duration) -> bool {
         self.reach(patience).await == Reach::Here
     }
@@ -275,7 +274,7 @@ pub(crate) struct Reply {
 }
 
 impl Reply {
-    /// All of the body, if it has no more than so many bytes.
+    /// The whole body, if it has at most `limit` bytes.
     pub(crate) async fn bytes(mut self, limit: usize, patience: Duration) -> Result<Bytes, Fault> {
         let mut all = BytesMut::new();
         while let Some(bytes) = self.next(patience).await? {
@@ -313,7 +312,7 @@ impl Reply {
                     });
                 }
             };
-            // Trailers say nothing here.
+            // Trailers carry nothing here.
             if let Ok(bytes) = frame.into_data() {
                 return Ok(Some(bytes));
             }
@@ -341,7 +340,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// The next one; `None` at the end. After [`Fault::Silent`] it can be asked again.
+    /// The next value; `None` at the end. After [`Fault::Silent`] the caller may ask again.
     pub(crate) async fn next<T: DeserializeOwned>(
         &mut self,
         patience: Duration,

@@ -74,13 +74,13 @@ enum Cause {
 #[derive(Debug)]
 pub(crate) struct Server {
     listener: TcpListener,
-    door: Arc<Door>,
+    admission: Arc<Admission>,
     limits: Limits,
 }
 
-/// What connections share.
+/// The state that all connections share.
 #[derive(Debug)]
-struct Door {
+struct Admission {
     bearer: Bearer,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
     complaints: AtomicU32,
@@ -102,7 +102,7 @@ impl Server {
         Ok(Self {
             listener,
             limits,
-            door: Arc::new(Door {
+            admission: Arc::new(Admission {
                 bearer,
                 strangers: Mutex::default(),
                 complaints: AtomicU32::new(0),
@@ -133,7 +133,7 @@ impl Server {
                 // Out of descriptors, most likely.
                 Err(_) if raise_files() => continue,
                 Err(error) => {
-                    self.door.complain(Cause::Accept, &error);
+                    self.admission.complain(Cause::Accept, &error);
                     sleep(PAUSE).await;
                     continue;
                 }
@@ -143,7 +143,7 @@ impl Server {
                 room = room_for_connections();
             }
             if connections.len() >= room {
-                self.door.complain(Cause::Connections, &peer);
+                self.admission.complain(Cause::Connections, &peer);
                 continue;
             }
             last += 1;
@@ -151,10 +151,10 @@ impl Server {
                 strangers: self.limits.strangers.min(room / 2),
                 ..self.limits
             };
-            let stranger = self.door.enter(last, &limits, peer);
+            let stranger = self.admission.enter(last, &limits, peer);
             connections.spawn(connection(
                 stream,
-                self.door.clone(),
+                self.admission.clone(),
                 (last, stranger),
                 TowerToHyperService::new(router.clone()),
                 stopping.clone(),
@@ -174,7 +174,7 @@ fn room_for_connections() -> usize {
     most.map_or(usize::MAX, |most| (most / 2) as usize)
 }
 
-impl Door {
+impl Admission {
     /// A stranger connects. If there are too many, the oldest stranger of its address is
     /// closed, or else the oldest of the address that has the most. A client with the right
     /// bearer is quick, so it is not the oldest for long.
@@ -245,7 +245,7 @@ fn crowded(
 
 async fn connection(
     stream: TcpStream,
-    door: Arc<Door>,
+    admission: Arc<Admission>,
     (number, stranger): (u64, Arc<Stranger>),
     router: TowerToHyperService<Router>,
     mut stopping: Stopping,
@@ -255,13 +255,13 @@ async fn connection(
     // A connection that is gone by now ends on its own.
     let _ = tune(&stream);
     let service = service_fn(|request: Request<Incoming>| {
-        let is_in = door.bearer.is_in(request.headers());
+        let is_in = admission.bearer.is_in(request.headers());
         if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
-            door.strangers().remove(&number);
+            admission.strangers().remove(&number);
         }
         let router = is_in.then(|| router.clone());
         if !is_in && let Ok(peer) = &peer {
-            door.complain(Cause::Bearer, peer);
+            admission.complain(Cause::Bearer, peer);
         }
         async move {
             match router {
@@ -290,7 +290,7 @@ async fn connection(
                 waits = false;
                 if !stranger.is_known.load(Ordering::Relaxed) {
                     if let Ok(peer) = &peer {
-                        door.complain(Cause::Slow, peer);
+                        admission.complain(Cause::Slow, peer);
                     }
                     break;
                 }
@@ -306,7 +306,7 @@ async fn connection(
             }
         }
     }
-    door.strangers().remove(&number);
+    admission.strangers().remove(&number);
 }
 
 /// The answer to a request without the right bearer.
@@ -327,8 +327,8 @@ mod tests {
     use super::*;
     use crate::http::HttpThread;
 
-    fn door() -> Arc<Door> {
-        Arc::new(Door {
+    fn admission() -> Arc<Admission> {
+        Arc::new(Admission {
             bearer: Bearer::to_sender(&[7; 16]),
             strangers: Mutex::default(),
             complaints: AtomicU32::new(0),
@@ -342,10 +342,10 @@ mod tests {
             of_one: 4,
             ..Limits::default()
         };
-        let door = door();
+        let admission = admission();
         let enter = |number: u64, last: u8| {
-            door.enter(number, &limits, SocketAddr::from(([10, 0, 0, last], 1)));
-            door.strangers().keys().copied().collect::<Vec<_>>()
+            admission.enter(number, &limits, SocketAddr::from(([10, 0, 0, last], 1)));
+            admission.strangers().keys().copied().collect::<Vec<_>>()
         };
         assert_eq!(enter(0, 2), [0]);
         for number in 1..20 {
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_become_known_meanwhile_does_not_have_to_go() {
+    fn authenticated_client_is_not_closed_for_others() {
         let (said, heard) = std::sync::mpsc::channel();
         let thread = HttpThread::start("test", move |stopping| async move {
             let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -372,7 +372,7 @@ mod tests {
             let router = Router::new().route("/", get(|| async { "here" }));
             let served = tokio::spawn(connection(
                 stream,
-                door(),
+                admission(),
                 (1, stranger),
                 TowerToHyperService::new(router),
                 stopping,

@@ -19,12 +19,12 @@ pub(crate) struct HttpThread {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Says when to stop.
+/// A signal to stop.
 #[derive(Clone, Debug)]
 pub(crate) struct Stopping(watch::Receiver<bool>);
 
 impl Stopping {
-    /// Waits until it is time.
+    /// Waits for the signal.
     pub(crate) async fn wait(&mut self) {
         // The owner sends the signal before it is dropped.
         let _ = self.0.wait_for(|stop| *stop).await;
@@ -32,8 +32,8 @@ impl Stopping {
 }
 
 impl HttpThread {
-    /// Starts a thread of this name, which runs `main` to its end. Whatever it has
-    /// spawned ends with it.
+    /// Starts a thread of this name, which runs `main` to its end. Tasks that `main` spawned end
+    /// with it.
     ///
     /// # Errors
     ///
@@ -61,7 +61,7 @@ impl HttpThread {
         })
     }
 
-    /// Where futures can be spawned from any thread.
+    /// A handle with which any thread can spawn futures.
     pub(crate) fn runtime(&self) -> &Handle {
         &self.runtime
     }
@@ -81,7 +81,7 @@ impl Drop for HttpThread {
             return;
         }
         let _ = self.stop.send(true);
-        // It panics only if a task of it does, and that was said there.
+        // It panics only if one of its tasks does, and the panic hook has reported that.
         let _ = thread.join();
     }
 }

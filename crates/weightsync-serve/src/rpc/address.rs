@@ -1,4 +1,4 @@
-//! Chooses a sender's address: it is final before anybody listens there.
+//! Chooses a sender's address, which is final before a socket listens there.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -71,7 +71,7 @@ pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
 fn free_port(host: IpAddr, fresh: &Endpoint) -> Result<u16> {
     let ports = match ephemeral_from() {
         Some(end) if end > LOWEST + 1000 => Some(LOWEST..end),
-        // All ports are given out by the system; then it may as well choose.
+        // The system may assign any port, so it may as well choose this one.
         _ => None,
     };
     let mut last = io::Error::other("none was tried");

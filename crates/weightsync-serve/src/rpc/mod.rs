@@ -9,7 +9,7 @@
 //! |---|---|
 //! | stage, swap | the sender's segment: every worker is a remote reader of it |
 //! | transport | `sender::caller` calls, `receiver::fetch` fetches |
-//! | verify | `receiver::fetch`, chunk by chunk; then the digest, if there is one |
+//! | verify | `receiver::fetch`, block by block; then the digest, if there is one |
 //! | hand over | `receiver::inbox` |
 //! | report the outcome | `receiver`; `sender::workers` passes it on to the segment |
 //!
@@ -48,7 +48,7 @@ const SILENCE: Duration = Duration::from_millis(800);
 /// system does not answer, the end is out of reach or off. If it does, the end is stopped.
 const PROBE: Duration = Duration::from_millis(250);
 
-/// The same where a version is on its way there, which may fill every queue.
+/// The same while a version is being sent there, which may fill every queue.
 const PROBE_BEHIND: Duration = Duration::from_millis(1500);
 const PROBE_AGAIN: Duration = Duration::from_secs(10);
 

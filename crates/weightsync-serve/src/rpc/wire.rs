@@ -9,10 +9,10 @@ use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
 /// The protocol of both ends. A worker with another protocol is refused.
 pub(crate) const PROTOCOL: u32 = 1;
 
-/// How many bytes have a checksum of their own.
-pub(crate) const CHUNK: u64 = 1 << 20;
+/// How many bytes of a version have a checksum of their own.
+pub(crate) const BLOCK: u64 = 1 << 20;
 
-/// The longest body of a registration and of a worker's words, in bytes.
+/// The longest body of a registration and of a worker's message, in bytes.
 pub(crate) const MAX_BODY: usize = 64 << 10;
 
 /// The longest description of a model, in bytes.
@@ -27,7 +27,7 @@ pub(crate) const MAX_DEVICE: usize = 64;
 /// The routes of a sender.
 pub(crate) mod of_sender {
     pub(crate) const WORKERS: &str = "/v1/workers";
-    pub(crate) const WORDS: &str = "/v1/workers/{id}/words";
+    pub(crate) const MESSAGES: &str = "/v1/workers/{id}/words";
     pub(crate) const SET: &str = "/v1/workers/{id}/set";
     pub(crate) const MODEL: &str = "/v1/models/{model}";
     pub(crate) const IMAGE: &str = "/v1/models/{model}/versions/{version}/image";
@@ -39,14 +39,14 @@ pub(crate) mod of_worker {
     pub(crate) const WEIGHTS: &str = "/v1/weights";
 }
 
-/// A worker's first words.
+/// A worker's first message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Register {
     pub(crate) protocol: u32,
     pub(crate) worker: u32,
     pub(crate) pid: u32,
     pub(crate) device: String,
-    /// The models it takes.
+    /// The models that the worker takes.
     pub(crate) models: Vec<ModelId>,
     /// Where the sender calls the worker, as `http://ADDRESS:PORT`.
     pub(crate) url: String,
@@ -59,7 +59,7 @@ pub(crate) struct Register {
     /// New and random for each registration. The sender proves itself with it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) nonce: Option<Digits>,
-    /// The worker sends [`Words::Joined`] once its own rendez-vous is over. A sender that waits
+    /// The worker sends [`WorkerMessage::Joined`] once its own rendez-vous is over. A sender that waits
     /// for workers counts it then; without this, it counts it at once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) announces: bool,
@@ -113,9 +113,9 @@ pub(crate) struct Part {
     pub(crate) version: Version,
     pub(crate) bytes: u64,
     pub(crate) chunk_bytes: u64,
-    /// CRC-64/NVME of each chunk, as 16 hexadecimal digits.
+    /// CRC-64/NVME of each block, as 16 hexadecimal digits.
     pub(crate) crc64: Vec<Crc>,
-    /// Of the whole version, if the sender has made it.
+    /// The digest of the whole version, if the sender has computed it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) digest: Option<Digest>,
 }
@@ -123,7 +123,7 @@ pub(crate) struct Part {
 /// A call to a worker.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
-    /// Of the worker's connection.
+    /// The name of the worker's connection.
     pub(crate) id: String,
     pub(crate) run: Run,
     pub(crate) sequence: u64,
@@ -151,7 +151,7 @@ pub(crate) enum Notified {
 /// The versions that a worker runs from here on.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Applied {
-    /// Of the call, or of the answer; 0 for one in addition to the newest.
+    /// The sequence of the call or the answer; 0 for an answer other than the newest set.
     pub(crate) sequence: u64,
     pub(crate) versions: Vec<Runs>,
 }
@@ -165,7 +165,7 @@ pub(crate) struct Runs {
 /// A worker's unasked report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum Words {
+pub(crate) enum WorkerMessage {
     /// The worker has read the models' descriptions, and they fit its own.
     Joined {},
     Applied(Applied),
@@ -182,7 +182,7 @@ pub(crate) enum Words {
 /// The question for a set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Question {
-    pub(crate) want: WantWord,
+    pub(crate) want: WireWant,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) model: Option<usize>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -194,7 +194,7 @@ pub(crate) struct Question {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(crate) enum WantWord {
+pub(crate) enum WireWant {
     Newest,
     AtLeast,
     Exactly,
@@ -203,7 +203,7 @@ pub(crate) enum WantWord {
 /// A set that was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Asked {
-    /// 0 for one in addition to the newest.
+    /// 0 for a set other than the newest.
     pub(crate) sequence: u64,
     pub(crate) models: Vec<Part>,
 }
@@ -269,12 +269,12 @@ impl TryFrom<String> for Digits {
 }
 
 impl Part {
-    /// Whether it is of a version of this layout, chunk by chunk.
+    /// Whether it is of a version of this layout, block by block.
     pub(crate) fn is_of(&self, layout: &Layout) -> bool {
-        let chunks = layout.bytes().div_ceil(CHUNK);
+        let blocks = layout.bytes().div_ceil(BLOCK);
         self.bytes == layout.bytes()
-            && self.chunk_bytes == CHUNK
-            && self.crc64.len() as u64 == chunks
+            && self.chunk_bytes == BLOCK
+            && self.crc64.len() as u64 == blocks
             && !self.version.is_none()
     }
 }
@@ -282,8 +282,8 @@ impl Part {
 /// The most bytes of a set of such layouts.
 pub(crate) fn max_set<'a>(layouts: impl Iterator<Item = &'a Layout>) -> usize {
     let parts = layouts.map(|layout| {
-        let chunks = usize::try_from(layout.bytes().div_ceil(CHUNK)).unwrap_or(usize::MAX);
-        chunks.saturating_mul(20).saturating_add(512)
+        let blocks = usize::try_from(layout.bytes().div_ceil(BLOCK)).unwrap_or(usize::MAX);
+        blocks.saturating_mul(20).saturating_add(512)
     });
     parts.fold(MAX_BODY, usize::saturating_add)
 }

@@ -62,7 +62,7 @@ fn off_loopback_takes_a_token_and_the_permission() {
     assert!(error.contains("not encrypted"), "{error}");
     access.insecure_plaintext = true;
     let sender = open(&access).expect("both are there");
-    // What the init info carries comes of the token.
+    // The init info's secret comes from the token.
     assert_eq!(parts(&sender.init_info()).1, token.secret());
 
     // A worker is not told where it may connect by an init info alone.
@@ -145,7 +145,7 @@ fn a_run_directory_keeps_the_port() {
     let mut receiver = worker(info.clone(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
 
-    // One that lives is left alone.
+    // A live sender is left alone.
     let second = prepare(2.0);
     assert_eq!(second.init_info(), info);
     let error = second
@@ -180,7 +180,7 @@ fn a_run_directory_keeps_the_port() {
     let other = other.run_dir(&run).expect("it can be used");
     assert_ne!(parts(&other.init_info()).0, parts(&info).0);
 
-    // What is no port is said to be none.
+    // A file with other content is rejected.
     let file = run.join(&port[0]);
     std::fs::write(&file, "seven").expect("it is ours");
     let error = setup(&initial, at_connect()).run_dir(&run);
@@ -202,7 +202,7 @@ fn a_place_is_final_before_anybody_listens() {
         let others = places[..index].iter();
         assert!(others.clone().all(|other| other.secret() != at.secret()));
         assert!(!at.restarts());
-        // Nobody is there.
+        // Nothing listens there.
         assert!(std::net::TcpStream::connect(at.address()).is_err());
     }
     let told = Rpc::default().listen("127.0.0.1:0").advertise("10.1.2.3:0");

@@ -51,7 +51,7 @@ fn the_first_weights_come_with_the_first_send() {
         assert!(report.all_applied() && report.version().0 == 1, "{report}");
         let workers = waits.map(|wait| wait.join().expect("no panic"));
         assert!(workers.iter().all(|(value, _)| *value == 2.0));
-        // One that comes late has it without a send.
+        // A late worker has the version without a send.
         let mut late = worker(info, 2).expect("it joins");
         assert_eq!(receive(&mut late), 2.0);
         let status = sender.workers();

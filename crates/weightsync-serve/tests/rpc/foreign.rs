@@ -26,7 +26,7 @@ pub fn proof(secret: &[u8; 16], nonce: &[u8; 32], id: &str) -> String {
     blake3::keyed_hash(&key, &of).to_hex().to_string()
 }
 
-/// One request by a connection of its own; the head of the answer, and the rest.
+/// One request on its own connection; returns the head of the answer, and the rest.
 pub fn ask(address: &str, bearer: &str, line: &str, body: &str) -> (String, BufReader<TcpStream>) {
     let mut stream = TcpStream::connect(address).expect("somebody listens");
     stream.set_read_timeout(Some(SOON)).expect("a timeout");
@@ -162,7 +162,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
             assert_eq!(spec["layout"][0]["name"], "layer.weight");
             assert_eq!(spec["layout"][0]["shape"], json!([300_000]));
 
-            // One call is applied, one refused.
+            // The worker applies one call and refuses the other.
             for refuses in [false, true] {
                 let (mut called, _) = listener.accept().expect("the sender");
                 let (first, call) = serve(&called, &to_worker);
@@ -176,11 +176,11 @@ fn a_worker_can_be_written_by_the_description_alone() {
                 );
                 let (head, mut image) = ask(&address, &to_sender, &fetch, "");
                 let image = body(&head, &mut image);
-                let chunks: Vec<_> = image.chunks(1 << 20).map(crc64_nvme).collect();
+                let blocks: Vec<_> = image.chunks(1 << 20).map(crc64_nvme).collect();
                 let told = part["crc64"].as_array().expect("checksums").iter();
                 let told = told.map(|crc| crc.as_str().expect("digits"));
                 let told = told.map(|crc| u64::from_str_radix(crc, 16).expect("hexadecimal"));
-                assert_eq!(chunks, told.collect::<Vec<_>>());
+                assert_eq!(blocks, told.collect::<Vec<_>>());
                 assert_eq!(json!(image.len()), part["bytes"]);
                 let value = f32::from_le_bytes([image[0], image[1], image[2], image[3]]);
                 assert_eq!(
@@ -197,7 +197,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
                 say(&mut called, &told);
                 called.write_all(b"0\r\n\r\n").expect("it reads");
             }
-            // It asks for one that is there, and one that is not.
+            // The worker asks for a version that exists, and one that does not.
             let question = format!("GET /v1/workers/{id}/set?want=newest&wait_ms=1000");
             let (head, mut answer) = ask(&address, &to_sender, &question, "");
             let asked: Value = serde_json::from_slice(&body(&head, &mut answer)).expect("JSON");
@@ -235,14 +235,14 @@ fn a_worker_can_be_written_by_the_description_alone() {
     let reason = "no TPU today".to_owned();
     assert_eq!(line.outcome, Outcome::Refused { reason });
     foreign.join().expect("no panic");
-    // It runs it after all, and has left.
+    // The worker runs the version after all, and has left.
     let report = sender.send_with(&weights(300_000, 4.0), &SendOptions::new());
     let report = report.expect("it is sent");
     let lines: Vec<_> = report.workers.iter().map(|line| &line.outcome).collect();
     assert!(lines.is_empty() || lines == [&Outcome::Left], "{report}");
 }
 
-/// Those of a crowd that are slow would cost each send as long as it waits for one.
+/// Otherwise slow workers of a crowd would each cost a send its whole wait.
 #[test]
 fn send_with_level_sent_does_not_wait_for_the_fetch() {
     let initial = weights(8, 1.0);
@@ -250,7 +250,7 @@ fn send_with_level_sent_does_not_wait_for_the_fetch() {
     let (address, secret) = parts(&sender.init_info());
     let (to_sender, to_worker) = (bearer(&secret, "sender"), bearer(&secret, "worker"));
     let sent = SendOptions::new().wait(WaitFor::Sent);
-    // Of several, for a machine that may be busy.
+    // The quickest of several, because the machine may be busy.
     let quickest = (0..3).map(|worker| {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let own = listener.local_addr().expect("an address");
@@ -269,7 +269,7 @@ fn send_with_level_sent_does_not_wait_for_the_fetch() {
         let register = register.to_string();
         let (head, answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
         assert!(head.starts_with("http/1.1 200"), "{head}");
-        // It is there, and fetches nothing.
+        // The worker is alive, and fetches nothing.
         let here = life.join().expect("no panic");
         let begun = Instant::now();
         let report = sender.send_with(&initial, &sent).expect("it is sent");

@@ -1,5 +1,5 @@
-//! What a worker keeps open at its sender: answers that never end, and versions that it
-//! does not read to their end.
+//! Workers that keep much open at their sender: answers that never end, and versions that they do
+//! not read to the end.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -117,7 +117,7 @@ fn answers_without_a_last_line_do_not_add_up() {
 
 #[test]
 fn no_send_waits_for_its_digest() {
-    // What a digest takes a while for, and a call no time.
+    // Large enough for its digest to take a while, and for a call to take no time.
     let initial = weights(16 << 20, 1.0);
     let setup = setup(&initial, Rpc::default()).digest(DigestPolicy::Background);
     let mut sender = setup
@@ -146,7 +146,7 @@ fn room_error_names_the_worker_that_holds_a_version() {
     let (address, secret) = parts(&sender.init_info());
     let to_sender = bearer(&secret, "sender");
     let foreign = Foreign::join(&sender, 5);
-    // It is called with none, and asks for them itself.
+    // The worker is not called, and asks for the set itself.
     sender.hold([5]).expect("no failure");
     let sent = SendOptions::new().wait(WaitFor::Sent);
     let unread: Vec<_> = (1..=2)

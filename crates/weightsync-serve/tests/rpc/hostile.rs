@@ -1,4 +1,4 @@
-//! Who sends nonsense, or nothing, costs the trainer and its workers nothing.
+//! Clients that send nonsense, or nothing, cost the trainer and its workers nothing.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -70,7 +70,7 @@ fn random_bytes_are_disconnected() {
             1 => b"GET /v1/models/0 HTTP/1.1\r\n",
             _ => b"POST /v1/workers HTTP/1.1\r\nContent-Length: 18446744073709551615\r\n",
         };
-        // It may have hung up before all is written.
+        // The server may have hung up before all is written.
         let _ = stream
             .write_all(start)
             .and_then(|()| stream.write_all(&bytes));
@@ -127,7 +127,7 @@ fn lengths_and_values_from_outside_are_bounded() {
             register("https://127.0.0.1:1", policy(), "cpu".into()),
             "422",
         ),
-        // Nobody is told to connect off this machine.
+        // No request may have the sender connect to another machine.
         (
             register("http://192.0.2.1:1", policy(), "cpu".into()),
             "403",
@@ -214,7 +214,7 @@ fn known_connections_are_bounded_by_descriptors() {
 fn worker_that_breaks_its_promise_is_late_or_dead() {
     let (mut sender, mut receiver, address, secret) = pair();
     let right = bearer(&secret, "sender");
-    // It answers its lifeline with nonsense without end.
+    // This worker sends nonsense on its lifeline without end.
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     let own = listener.local_addr().expect("an address");
     let liar = std::thread::spawn(move || {

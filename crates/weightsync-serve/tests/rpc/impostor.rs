@@ -16,7 +16,7 @@ use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 /// A model of so many.
 const FLOATS: usize = 64;
 
-/// What it says to each worker that registers.
+/// The impostor's answer to each worker that registers.
 #[derive(Clone)]
 enum Says {
     Welcome {
@@ -108,7 +108,7 @@ impl State {
         say(&mut stream, &json!({"welcome": welcome}));
         let open = stream.try_clone().expect("a descriptor");
         self.open.lock().expect("no panic").push(open);
-        // It is there as long as anybody listens.
+        // The impostor stays as long as a worker listens.
         let beat = b"c\r\n{\"beat\": 1}\n\r\n";
         thread::spawn(move || {
             while stream.write_all(beat).is_ok() {
@@ -135,7 +135,7 @@ impl Drop for Impostor {
 fn sender_without_the_secret_is_not_followed() {
     let info = setup(&weights(8, 1.0), at_connect()).init_info();
     let (_, secret) = parts(&info);
-    // One of another nonce, which it may have heard.
+    // A proof for another nonce, which the impostor may have heard.
     let heard = proof(&secret, &[7; 32], "0123456789abcdef-1");
     for (gives, came) in [(None, "got none"), (Some(heard), "got another")] {
         let impostor = Impostor::new(&info, Says::Welcome { proof: gives });

@@ -1,4 +1,4 @@
-//! What a network does to what travels.
+//! What a network can do to a transfer.
 
 use std::io::{BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -16,7 +16,7 @@ use super::foreign::{LINES, ask, bearer, say, serve};
 use super::proxy::{Answer, Harm, Proxy};
 use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
 
-/// A few megabytes, so that there are several chunks.
+/// A few megabytes, so that there are several blocks.
 const FLOATS: usize = 1 << 20;
 
 /// A sender that its worker reaches by a proxy.
@@ -41,7 +41,7 @@ fn staged() -> SendOptions {
 }
 
 #[test]
-fn what_is_damaged_or_broken_off_comes_again() {
+fn damaged_or_broken_fetch_is_repeated() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
     for (value, harm) in [
@@ -65,7 +65,7 @@ fn what_is_damaged_or_broken_off_comes_again() {
 fn persistent_damage_is_refused_and_never_visible() {
     let proxy = Proxy::new();
     let (mut sender, mut receiver) = behind(&proxy);
-    // As often as a chunk is asked for.
+    // As often as a block is asked for.
     proxy.harm(&[Harm::Flip(700_000); 5]);
     let report = sender
         .send_with(&weights(FLOATS, 2.0), &staged())
@@ -75,7 +75,7 @@ fn persistent_damage_is_refused_and_never_visible() {
         panic!("{report}");
     };
     assert!(
-        reason.contains("chunk 0") && reason.contains("damaged"),
+        reason.contains("block 0") && reason.contains("damaged"),
         "{reason}"
     );
     assert_eq!(proxy.harmed(), 5);
@@ -156,13 +156,13 @@ fn impossible_pull_fails_at_once() {
     let (mut sender, mut receiver) = behind(&proxy);
     assert!(sends(&mut sender, 2.0));
     assert_eq!(receive(&mut receiver), 2.0);
-    // As often as a chunk is asked for.
+    // As often as a block is asked for.
     proxy.harm(&[Harm::Flip(700_000); 5]);
     let first = Pull::version(Version::FIRST);
     let error = receiver.pull(first.clone()).unwrap_err();
     let words = error.to_string();
     assert!(
-        words.contains("chunk 0") && words.contains("damaged"),
+        words.contains("block 0") && words.contains("damaged"),
         "{words}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);
@@ -179,7 +179,7 @@ fn late_digest_reaches_workers_that_join_later() {
         .expect("a sender");
     sender.send(&weights(FLOATS, 2.0)).expect("it is sent");
     let sent = sender.snapshot().expect("it was sent");
-    // It is not waited for by the send.
+    // The send does not wait for the worker.
     let begun = Instant::now();
     let made = loop {
         assert!(begun.elapsed() < SOON, "no digest is made");
@@ -200,7 +200,8 @@ fn a_worker_goes_on_where_its_connections_broke() {
     let (mut sender, mut receiver) = behind(&proxy);
     for value in [2.0, 3.0, 4.0] {
         proxy.cut();
-        // It may take a moment until it is back, and it has what was sent by then.
+        // The worker may take a moment to be back, and then has the version that was sent
+        // meanwhile.
         let begun = Instant::now();
         let report = loop {
             let report = sender
@@ -216,7 +217,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
             std::thread::yield_now();
         };
         assert!(receive(&mut receiver) == value, "{report}");
-        // What the worker runs is told to the sender after `receive` has returned.
+        // The report reaches the sender after `receive` has returned.
         loop {
             let status = sender.workers();
             assert_eq!(status.len(), 1);
@@ -268,7 +269,7 @@ fn dropped_registration_does_not_mean_a_dead_sender() {
 fn worker_whose_number_was_taken_gets_an_error() {
     let proxy = Proxy::new();
     let (_sender, mut receiver) = behind(&proxy);
-    // What the sender says where another worker has the number and lives.
+    // The sender's answer if another live worker has the number.
     const TAKEN: &str = "409 Conflict\r\nContent-Length: 62\r\n\r\n\
                          {\"error\":\"worker 0 is already connected (pid 7)\",\"taken_by\":7}";
     // More than once: `cut` may also break the connection of the first new attempt.
@@ -342,7 +343,7 @@ struct Mute {
 impl Mute {
     fn join(sender: &Sender, worker: u32) -> Self {
         let (address, secret) = parts(&sender.init_info());
-        // One may wait there at most.
+        // At most one connection may wait there.
         let listener = Socket::new(Domain::IPV4, Type::STREAM, None).expect("a socket");
         let here = SocketAddr::from(([127, 0, 0, 1], 0));
         listener.bind(&here.into()).expect("a port");
@@ -374,7 +375,7 @@ impl Mute {
     }
 }
 
-/// What becomes of a worker to which this happens once it was called.
+/// The outcome at a worker to which this happens after its call.
 fn fate<T>(sender: &mut Sender, worker: u32, happens: impl FnOnce(Mute) -> T) -> Outcome {
     let mute = Mute::join(sender, worker);
     let report = thread::scope(|scope| {
@@ -401,7 +402,7 @@ fn closed_link_is_dead_and_silent_link_is_lost() {
         (mute, full)
     };
     assert_eq!(fate(&mut sender, 3, says_nothing), Outcome::Lost);
-    // Its lifeline is there.
+    // The worker's lifeline exists.
     let one_connection = |mute: Mute| (mute.life, mute.listener);
     assert_eq!(fate(&mut sender, 4, one_connection), Outcome::Lost);
 }

@@ -63,7 +63,7 @@ fn receive(receiver: &mut Receiver) -> f32 {
     values[0]
 }
 
-/// What an init info says, as its JSON form does.
+/// The parts of an init info's JSON form.
 fn parts(info: &InitInfo) -> (String, [u8; 16]) {
     let value = serde_json::to_value(info).expect("it has a JSON form");
     let address = value["at"]["address"].as_str().expect("an address");

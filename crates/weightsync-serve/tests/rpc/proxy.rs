@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// What it does to an answer of the sender.
+/// Changes of the sender's answer.
 #[derive(Clone, Copy, Debug)]
 pub enum Harm {
     /// Hangs up after so many bytes of it.
@@ -16,7 +16,7 @@ pub enum Harm {
     Flip(u64),
 }
 
-/// What becomes of a request in place of being passed on.
+/// Replacements for passing a request on.
 #[derive(Clone, Copy, Debug)]
 pub enum Answer {
     /// The connection ends.
@@ -24,7 +24,7 @@ pub enum Answer {
     /// The proxy answers it itself: the status line, and the headers that say of how
     /// long a body; then it hangs up.
     Says(&'static str),
-    /// One for a part is passed on without its `Range`.
+    /// A request for a part is passed on without its `Range`.
     All,
 }
 
@@ -89,7 +89,7 @@ impl Proxy {
         self.state.harms.lock().expect("no panic").extend(harms);
     }
 
-    /// What becomes of the next requests that begin so.
+    /// Sets the answers to the next requests that begin like this.
     pub fn answer(&self, request: &'static str, answers: &[Answer]) {
         let mut all = self.state.answers.lock().expect("no panic");
         all.extend(answers.iter().map(|answer| (request, *answer)));

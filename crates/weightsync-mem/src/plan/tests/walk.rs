@@ -34,7 +34,7 @@ enum Op {
     Leave {
         worker: u32,
     },
-    /// It can use nothing.
+    /// The reader can use nothing.
     Shut {
         worker: u32,
     },
@@ -47,11 +47,11 @@ enum Op {
     Pin {
         worker: u32,
     },
-    /// It goes on: data pins, and the record given back.
+    /// The reader goes on: it pins the data, and gives the record back.
     Take {
         worker: u32,
     },
-    /// It drops its snapshots.
+    /// The reader drops its snapshots.
     Drop {
         worker: u32,
     },
@@ -128,22 +128,22 @@ struct Reader {
     pinned: Option<(Live, Versions, Option<u64>)>,
     /// The slots it holds, with the versions it found.
     snapshots: BTreeSet<(usize, u8, u64)>,
-    /// What its mailbox is to show (or its queue to bring), oldest first. Several
-    /// only in a queue.
+    /// The sets that its mailbox must show or its queue must bring, oldest first; several only in a
+    /// queue.
     expected: VecDeque<Versions>,
-    /// What of that waits for room, by sequence number.
+    /// Those of them that wait for room, by sequence number.
     waiting: VecDeque<(u64, Versions)>,
     wanted: Option<(usize, u64)>,
-    told: u64,
+    notified: u64,
     shut: bool,
-    /// Its last question, and the last whose answer it needs no more.
+    /// The reader's last question, and the last whose answer it no longer needs.
     question: u64,
     through: u64,
-    /// What its place for answers shows, and must show.
+    /// The answer that is shown, and the one that must be.
     answer: Option<(u64, Live)>,
     answered: Option<Versions>,
-    answer_told: u64,
-    /// What the sender lets count of what it holds: all of it, as it keeps to the rules.
+    answer_notified: u64,
+    /// The claims that the sender accepts: all, because the reader keeps to the rules.
     claims: Claims,
 }
 
@@ -151,7 +151,7 @@ struct World {
     plan: Plan,
     joined: u64,
     records: Vec<Option<SetRecord>>,
-    /// What is written in each slot of each model.
+    /// The versions written in each slot of each model.
     written: Vec<Vec<u64>>,
     readers: BTreeMap<Key, Reader>,
     default: Versions,
@@ -244,7 +244,7 @@ impl World {
         self.carry_out(&steps);
     }
 
-    /// What the sender reads in the control pages.
+    /// Reads the control pages as the sender does.
     fn observe(&mut self) -> SlotSet {
         let mut pins = SlotSet::default();
         for (key, reader) in &mut self.readers {
@@ -263,7 +263,7 @@ impl World {
     fn key(&self, worker: u32) -> Option<Key> {
         let mut of = self.readers.range(all_of(worker));
         of.next_back()
-            .filter(|(_, reader)| reader.told != u64::MAX)
+            .filter(|(_, reader)| reader.notified != u64::MAX)
             .map(|(key, _)| *key)
     }
 
@@ -285,13 +285,13 @@ impl Reader {
             expected: VecDeque::new(),
             waiting: VecDeque::new(),
             wanted: None,
-            told: 0,
+            notified: 0,
             shut: false,
             question: 0,
             through: 0,
             answer: None,
             answered: None,
-            answer_told: 0,
+            answer_notified: 0,
             claims: Claims::new(models),
         }
     }

@@ -1,4 +1,4 @@
-//! Nobody sleeps through what it waits for.
+//! No wake-up is lost.
 
 use loom::sync::Notify;
 use loom::sync::atomic::{AtomicU64, Ordering};
@@ -127,7 +127,7 @@ fn sender_that_asks_for_room_is_woken_or_finds_it() {
                 for word in words.iter() {
                     word.announce();
                 }
-                // It looks once more, and is told by either bell.
+                // The reader looks once more, and either bell wakes it.
                 if world.mailboxes[0].head.load() == 0 {
                     bells[listens].wait();
                 }

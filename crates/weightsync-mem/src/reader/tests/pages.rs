@@ -6,7 +6,7 @@ use std::thread;
 use super::*;
 use crate::map::Table;
 
-/// What is written into a page.
+/// A change of a page.
 type Scribble = fn(&Control);
 
 const SCRIBBLES: [(&str, Scribble); 4] = [
@@ -64,7 +64,7 @@ fn hostile_page_does_not_affect_other_readers() {
             }
         }
         assert!(refused > 0, "{word}");
-        // What it held rightly it holds still.
+        // Bytes that it held rightly stay held.
         let bytes = held.members[0].snapshot.tensor_bytes(0);
         assert!(bytes.iter().all(|byte| *byte == 1), "{word}");
         assert!(writer.slots(0) <= 4);
@@ -74,7 +74,7 @@ fn hostile_page_does_not_affect_other_readers() {
 }
 
 #[test]
-fn who_holds_every_set_record_is_named() {
+fn send_names_the_holders_of_all_set_records() {
     let (mut writer, address) = segment(2, 64);
     let mut send = |at: usize, deadline| {
         let staging = writer.stage(&[at % 2], deadline)?;
@@ -99,7 +99,7 @@ fn who_holds_every_set_record_is_named() {
     let named: Vec<_> = named.collect();
     // The third is on the newest, as all are meant to be.
     assert_eq!(named, [(0, 32), (1, 32)]);
-    // One of them takes the second of its queue, and there is a record again.
+    // One reader takes the second set of its queue, so a record is free again.
     for _ in 0..2 {
         let taken = second.next(soon()).unwrap().unwrap();
         second.applied(&taken).unwrap();
@@ -255,7 +255,7 @@ fn scribble(
             continue;
         };
         let book = reader.book.clone();
-        let Home::Reader { control, .. } = &book.home else {
+        let PinOwner::Reader { control, .. } = &book.owner else {
             unreachable!("a reader's")
         };
         let page: &Words = control.map.table();

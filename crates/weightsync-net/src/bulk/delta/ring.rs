@@ -10,23 +10,23 @@ use weightsync_engine::Changes;
 use super::{Delta, RING, UNKNOWN, seconds};
 use crate::relay::Item;
 
-/// Bytes of deltas that are folded in a second on one core, of few changes: up to a hundredth of
-/// all elements they are merged as lists.
+/// Bytes of small deltas that one core folds in a second. Up to one changed element in a hundred,
+/// deltas are merged as lists.
 const FOLDED_FEW: u64 = 80 << 20;
 
-/// The same of many, and bytes of the image that it also takes: measured at a hundredth to
-/// nine tenths of all elements.
+/// The same for large deltas; bytes of the image count too. Measured with a hundredth to nine
+/// tenths of all elements changed.
 const FOLDED: u64 = 600 << 20;
 const FOLDED_OF: u64 = 12 << 30;
 
-/// The deltas of one process: of each model within a bound.
+/// The deltas of one process, within a bound for each model.
 #[derive(Debug, Default)]
 pub(crate) struct Ring {
     models: Mutex<BTreeMap<usize, OfModel>>,
     /// A version is being published.
     announced: AtomicBool,
-    /// How fast the slowest link is by which anything goes out, in bytes a second; 0 before
-    /// that is known.
+    /// The speed of the slowest link that anything is sent over, in bytes a second; 0 if it is not
+    /// known yet.
     rate: AtomicU64,
 }
 
@@ -34,14 +34,14 @@ pub(crate) struct Ring {
 #[derive(Debug, Default)]
 struct OfModel {
     deltas: VecDeque<Arc<Delta>>,
-    /// The most bytes of memory they take.
+    /// The most bytes of memory they may take.
     bound: u64,
-    /// A version that is not what was published: nothing is made from it.
+    /// A version that differs from the published one: nothing is made from it.
     spoiled: Option<Version>,
 }
 
 impl Ring {
-    /// Whether something is about to be put here: a thread that looks for it waits.
+    /// Says whether a delta is about to be put here; threads that look for it then wait.
     pub(crate) fn announce(&self, announced: bool) {
         self.announced.store(announced, Ordering::Release);
     }
@@ -50,8 +50,8 @@ impl Ring {
         self.announced.load(Ordering::Acquire)
     }
 
-    /// What there is of a version is not what was published: nothing is made from it any more,
-    /// and what was made from it is not sent.
+    /// Marks a version as different from the published one. Nothing is made from it any more, and
+    /// deltas that were made from it are not sent.
     pub(crate) fn spoil(&self, item: Item) {
         let mut models = self.models();
         let of = models.entry(item.model).or_default();
@@ -71,13 +71,13 @@ impl Ring {
             .is_some_and(|of| of.spoiled == Some(item.version))
     }
 
-    /// Releases what there is of a model: what comes next does not follow it.
+    /// Drops a model's deltas, because its next version does not follow them.
     pub(crate) fn forget(&self, model: usize) {
         self.stop(model);
         self.models().remove(&model);
     }
 
-    /// No more of a model's deltas is made: what is not known of them is sent whole.
+    /// Stops making a model's deltas; spans that are not known are sent as blocks.
     pub(crate) fn stop(&self, model: usize) {
         if let Some(of) = self.models().get(&model) {
             of.steps().for_each(|delta| delta.stop());
@@ -94,9 +94,8 @@ impl Ring {
         newest.any(|delta| !delta.released.load(Ordering::Acquire))
     }
 
-    /// Keeps a delta of a model; the oldest go once all together take more bytes than
-    /// `bound`, but never the newest step. One whose base is [spoiled](Self::spoil) by now is
-    /// spoiled too.
+    /// Keeps a delta of a model. The oldest ones go when all take more bytes than `bound`, but the
+    /// newest always stays. If its base is [spoiled](Self::spoil) by now, the delta is spoiled too.
     pub(crate) fn put(&self, model: usize, delta: Arc<Delta>, bound: u64) {
         let mut models = self.models();
         let of = models.entry(model).or_default();
@@ -108,21 +107,21 @@ impl Ring {
         of.trim();
     }
 
-    /// Has a model's deltas within their bound, once more is known of them.
+    /// Drops old deltas of a model that exceed its bound, now that more spans are known.
     pub(crate) fn trim(&self, model: usize) {
         if let Some(of) = self.models().get_mut(&model) {
             of.trim();
         }
     }
 
-    /// The one delta that leads from `base` to a version.
+    /// The single delta from `base` to a version.
     pub(crate) fn step(&self, item: Item, base: Version) -> Option<Arc<Delta>> {
         self.models().get(&item.model)?.direct(item.version, base)
     }
 
-    /// What leads from `base` to a version: one delta, or several that follow each
-    /// other, which are kept as one from here on, where that pays over a link of so many
-    /// bytes a second, or of the slowest that is known.
+    /// The delta from `base` to a version. If several consecutive deltas lead there, they are
+    /// folded and kept as one from here on. That is done only if it pays over a link of this speed,
+    /// or else of the slowest known speed.
     pub(crate) fn find(&self, item: Item, base: Version, link: Option<u64>) -> Option<Arc<Delta>> {
         let rate = self.rate().into_iter().chain(link).min();
         let mut models = self.models();
@@ -152,24 +151,24 @@ impl Ring {
         Some(folded)
     }
 
-    /// Notes how fast the slowest link is by which anything goes out, in bytes a second.
+    /// Notes the speed of the slowest link that anything is sent over, in bytes a second.
     pub(crate) fn note_rate(&self, rate: u64) {
         self.rate.store(rate, Ordering::Relaxed);
     }
 
-    /// How fast that is, if it is known.
+    /// That speed, if it is known.
     pub(crate) fn rate(&self) -> Option<u64> {
         Some(self.rate.load(Ordering::Relaxed)).filter(|rate| *rate > 0)
     }
 
-    /// Whether the newest delta of a model is worth something.
+    /// Whether the newest delta of a model is worth sending.
     pub(crate) fn pays(&self, model: usize) -> bool {
         let models = self.models();
         let newest = models.get(&model).and_then(|of| of.steps().next_back());
         newest.is_some_and(|delta| !delta.is_given_up() && delta.bytes() < delta.whole / RING)
     }
 
-    /// What has changed in a version since the one before it; `None` if that is not known.
+    /// What changed in a version since the one before it; `None` if that is not known.
     pub(crate) fn changes(&self, item: Item) -> Option<Changes> {
         let models = self.models();
         let mut steps = models.get(&item.model)?.steps();
@@ -182,9 +181,8 @@ impl Ring {
     }
 }
 
-/// Whether so many steps of so many bytes are folded and sent more quickly than the
-/// image of `whole` bytes is sent, at so many bytes a second. Each step is folded with
-/// what those before it have come to.
+/// Whether folding and sending `steps` deltas of `bytes` is faster than sending an image of `whole`
+/// bytes, at `rate` bytes a second. Each step is folded with the result of all earlier ones.
 pub(super) fn pays_to_fold((steps, bytes): (usize, u64), whole: u64, rate: Option<u64>) -> bool {
     let rate = rate.unwrap_or(UNKNOWN);
     let read = if steps > 1 {
@@ -199,7 +197,7 @@ pub(super) fn pays_to_fold((steps, bytes): (usize, u64), whole: u64, rate: Optio
 }
 
 impl OfModel {
-    /// Those that were made from two versions, and not from others.
+    /// Deltas that were made from two versions, not folded from others.
     fn steps(&self) -> impl DoubleEndedIterator<Item = &Arc<Delta>> {
         self.deltas.iter().filter(|delta| delta.parts.is_empty())
     }
@@ -219,7 +217,7 @@ impl OfModel {
                 return;
             };
             held = held.saturating_sub(gone.held());
-            // Those made from it would keep it.
+            // Deltas folded from it would keep it in memory.
             self.deltas.retain(|delta| {
                 let made_from = delta.parts.iter().any(|part| Arc::ptr_eq(part, &gone));
                 if made_from {

@@ -26,7 +26,7 @@ fn step(from: usize, place: usize) -> Arc<Delta> {
     Arc::new(delta)
 }
 
-/// What a delta makes of zeros; nothing while it is not known, or dense.
+/// The result of the delta on zeros; nothing while it is not known, or dense.
 fn applied(delta: &Delta) -> Option<Vec<usize>> {
     let (layout, mut scratch) = (layout(64 << 10), Scratch::new());
     let Span::Coded(coded) = delta.span(0, &layout, &mut scratch)? else {
@@ -88,7 +88,7 @@ fn fold_waits_for_its_parts_and_is_dense_if_one_is() {
     assert!(both.is_known(0));
     let span = both.span(0, &layout(64 << 10), &mut Scratch::new());
     assert!(matches!(span, Some(Span::Dense)));
-    // What was given up is not worth folding from the start.
+    // A delta that was given up is not worth folding from the start.
     ring.put(0, step(3, 7), 1 << 20);
     assert!(ring.find(item(0, V[4]), V[2], None).is_none());
 }
@@ -119,7 +119,7 @@ fn range_is_folded_when_that_is_faster_than_dense() {
         (Some(125_000_000), 2, 200 << 20, true),
         (Some(125_000_000), 40, 12 << 20, true),
         (Some(125_000_000), 400, 120 << 20, false),
-        // One is there already.
+        // A single delta is there already.
         (None, 1, 500 << 20, true),
     ];
     for (rate, steps, bytes, expected) in cases {
@@ -131,7 +131,7 @@ fn range_is_folded_when_that_is_faster_than_dense() {
 }
 
 #[test]
-fn what_is_spoiled_is_the_base_of_nothing() {
+fn spoiled_version_is_no_base() {
     let ring = Ring::default();
     ring.put(0, step(1, 5), 1 << 20);
     ring.put(1, step(1, 5), 1 << 20);
@@ -149,11 +149,11 @@ fn what_is_spoiled_is_the_base_of_nothing() {
         ring.find(item(1, V[2]), V[1], None).is_some(),
         "another model"
     );
-    // One that was begun before that was known, and is put there after it.
+    // A delta that was begun before that was known, and is put here after it.
     let late = step(2, 5);
     ring.put(0, late.clone(), 1 << 20);
     assert!(late.is_spoiled() && ring.find(item(0, V[3]), V[2], None).is_none());
-    // What follows it goes as what changed again.
+    // The next version goes as a delta again.
     ring.put(0, step(3, 5), 1 << 20);
     assert!(ring.find(item(0, V[4]), V[3], None).is_some());
 }
@@ -167,7 +167,7 @@ fn delta_slower_than_dense_is_not_used() {
         (ms(70), 1 << 20, 100 << 20, UNKNOWN, false),
         (ms(35), 1 << 20, 100 << 20, UNKNOWN, false),
         (ms(30), 1 << 20, 100 << 20, UNKNOWN, true),
-        // So little is put in where it belongs.
+        // Deltas this small are applied in place.
         (ms(90), 700 << 10, 100 << 20, UNKNOWN, true),
         (ms(100), 700 << 10, 100 << 20, UNKNOWN, false),
         (ms(70), 1 << 20, 100 << 20, 100 << 20, true),
@@ -230,7 +230,7 @@ fn parts_of_a_small_image_are_sampled_once_each_too() {
 }
 
 #[test]
-fn what_is_made_fits_the_link() {
+fn delta_codec_fits_the_link() {
     // (one element in so many changes, bytes a second, what each span begins with)
     let cases = [
         ("dense", 100, u64::MAX / 4, None),
@@ -266,7 +266,7 @@ fn what_is_made_fits_the_link() {
 }
 
 #[test]
-fn what_is_to_be_made_in_any_case_is() {
+fn delta_is_made_whenever_always_is_set() {
     let (_relay, [old, new]) = versions("any", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     delta.make((&old, &new), Rate::Any(None), || (), || false);
@@ -282,7 +282,7 @@ fn what_is_to_be_made_in_any_case_is() {
 }
 
 #[test]
-fn what_is_stopped_is_sent_whole() {
+fn stopped_delta_is_sent_dense() {
     let (_relay, [old, new]) = versions("stopped", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     let is_whole = |delta: &Delta| {
@@ -291,7 +291,7 @@ fn what_is_stopped_is_sent_whole() {
     };
     delta.make((&old, &new), Rate::Known(1), || (), || true);
     assert!(is_whole(&delta));
-    // So is what the next version stops.
+    // A delta that the next version stops is sent dense, too.
     let (delta, ring) = (
         Arc::new(Delta::new(V[1], V[2], new.layout())),
         Ring::default(),
@@ -344,7 +344,7 @@ fn delta_base_is_kept_until_its_maker_releases_it() {
 }
 
 #[test]
-fn what_is_not_made_because_of_a_panic_is_sent_whole() {
+fn delta_is_sent_dense_after_a_panic() {
     let (_relay, [old, new]) = versions("panic", 100);
     let delta = Delta::new(V[1], V[2], new.layout());
     let (told, asked) = (AtomicUsize::new(0), AtomicUsize::new(0));

@@ -1,31 +1,30 @@
-//! Makes a version from its base and the changes that a parent sent.
+//! Makes a version from its base and the deltas that a parent sent.
 
 use weightsync_core::Version;
 
 use super::*;
 use crate::bulk::delta::IN_PLACE;
 
-/// What a version can be made from: an older one that is whole here.
+/// An older version that is whole here, which deltas are applied to.
 #[derive(Clone, Debug)]
 pub(crate) struct Base {
     pub(crate) snapshot: Snapshot,
-    /// Where what comes is kept: for the next version, and to be passed on.
+    /// Keeps the deltas that arrive, for the next version and for relays below.
     pub(crate) recorded: Arc<Delta>,
-    /// Whether there are relays below; for oneself only few bytes are worth being kept.
+    /// Whether there are relays below. Without them only small deltas are worth keeping.
     pub(crate) passes_on: bool,
-    /// What leads to it from the still older version that the free slot holds, if that is
-    /// known.
+    /// The delta to `base` from the older version that the free slot still holds, if it is known.
     pub(crate) earlier: Option<Arc<Delta>>,
 }
 
-/// As [`IN_PLACE`], where one of them is thin: that takes so much longer to be read that
-/// reading one more seldom pays.
+/// The same limit as [`IN_PLACE`] if one delta is thin. Reading a thin delta takes so long that
+/// saving one copy pays less often.
 const IN_PLACE_THIN: u64 = 512;
 
-/// A delta came as it was sent, and nothing can be made of it.
+/// A delta arrived as it was sent, and cannot be applied.
 #[derive(Debug, thiserror::Error)]
 #[error("the delta of span {index} from {base} to {version} cannot be applied here: {source}")]
-struct Unfit {
+struct InvalidDelta {
     index: usize,
     base: Version,
     version: Version,
@@ -33,7 +32,7 @@ struct Unfit {
 }
 
 impl Shared {
-    /// Reads one delta, and makes its span of it.
+    /// Reads one delta, and makes its span from it.
     pub(super) fn make(
         &self,
         socket: &mut TcpStream,
@@ -46,12 +45,12 @@ impl Shared {
             && head.version == self.item.version
             && head.base == base.snapshot.version()
             && head.image_bytes == self.room.layout().bytes();
-        let first = head.index as usize * SPAN_CHUNKS;
-        let chunks = first..self.room.pieces().min(first + SPAN_CHUNKS);
-        let piece = self.room.take_all(chunks).filter(|_| of_this);
+        let first = head.index as usize * SPAN_BLOCKS;
+        let blocks = first..self.room.pieces().min(first + SPAN_BLOCKS);
+        let piece = self.room.take_all(blocks).filter(|_| of_this);
         let mut piece = piece.ok_or_else(wrong)?;
 
-        // Less than the span has: the head says so.
+        // The head was checked: a delta is smaller than its span, so this allocation is bounded.
         let mut bytes = vec![0; head.bytes as usize];
         read_exact(socket, &mut bytes)?;
         head.check(&bytes).map_err(invalid)?;
@@ -62,7 +61,7 @@ impl Shared {
         let coded = Coded::new(bytes, head.crc);
         if base.passes_on || are_few([&coded], piece.len()) {
             base.recorded.note(index, Span::Coded(coded.clone()));
-            // Relays below need not wait until it is put in here.
+            // Wakes relays below now: they need not wait until the delta is applied here.
             self.store.notify();
         }
         let made = self.put(&mut piece, base, index, &coded, scratch);
@@ -74,12 +73,13 @@ impl Shared {
             return Ok(());
         };
         match source {
-            // What came is as it was made: it may be of use to others.
-            DeltaError::Base { .. } => self.unfit.store(true, Ordering::Release),
-            // It is useless, whichever end made it.
+            // The delta is intact and only does not fit the base here; relays below may still use
+            // it.
+            DeltaError::Base { .. } => self.base_mismatch.store(true, Ordering::Release),
+            // The delta is invalid, whichever end caused that.
             _ => base.recorded.spoil(),
         }
-        Err(invalid(Unfit {
+        Err(invalid(InvalidDelta {
             index,
             base: head.base,
             version: head.version,
@@ -87,9 +87,9 @@ impl Shared {
         }))
     }
 
-    /// Keeps what changed in a span as it can be folded, for relays below that are some
-    /// versions behind: of a thin delta that cannot be done later, as it takes the base.
-    fn keep_foldable(&self, piece: &ChunkWrite, base: &Base, index: usize, scratch: &mut Scratch) {
+    /// Keeps a span's changes in a form that can be folded, for relays below that are several
+    /// versions behind. A thin delta cannot be converted later, because that needs the base.
+    fn keep_foldable(&self, piece: &BlockWrite, base: &Base, index: usize, scratch: &mut Scratch) {
         let layout = self.room.layout();
         let range = piece.range();
         let pattern = Pattern::of_span(layout, range.start as u64);
@@ -101,10 +101,10 @@ impl Shared {
         }
     }
 
-    /// Makes a span of its delta and what is here.
+    /// Writes a span from its delta and an older version.
     fn put(
         &self,
-        piece: &mut ChunkWrite,
+        piece: &mut BlockWrite,
         base: &Base,
         index: usize,
         coded: &Coded,
@@ -121,11 +121,11 @@ impl Shared {
             .try_for_each(|delta| apply(pattern, delta.sent(), piece, None, scratch).map(drop))
     }
 
-    /// What leads from the bytes of this place to the base, if it and what comes on top
-    /// of it are so few that both are put in here.
+    /// The delta from the bytes already in the slot to the base, if it and the new one are small
+    /// enough to apply both in place.
     fn few<'a>(
         &self,
-        piece: &ChunkWrite,
+        piece: &BlockWrite,
         base: &'a Base,
         index: usize,
         coded: &Coded,
@@ -141,8 +141,7 @@ impl Shared {
     }
 }
 
-/// Whether deltas of a span of so many bytes are so few that it does not take longer to put
-/// them in than to copy it.
+/// Whether applying these deltas to a span of this size takes no longer than copying it.
 fn are_few<const N: usize>(deltas: [&Coded; N], span: usize) -> bool {
     let bytes: usize = deltas.iter().map(|one| one.sent().len()).sum();
     let few = match deltas.iter().any(|one| one.is_thin()) {
@@ -156,7 +155,7 @@ fn are_few<const N: usize>(deltas: [&Coded; N], span: usize) -> bool {
 mod tests {
     use super::*;
 
-    /// One of a codec that begins like this.
+    /// A delta that begins with this codec's tag.
     fn coded(tag: u8, bytes: usize) -> Coded {
         Coded::new([vec![tag], vec![0; bytes - 1]].concat(), 0)
     }

@@ -9,7 +9,7 @@ use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
 use super::*;
 use crate::relay::runtime;
-use crate::wire::message::ChunkRange;
+use crate::wire::message::BlockRange;
 
 const RUN: Run = Run {
     epoch: Epoch(1),
@@ -38,7 +38,7 @@ fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
         model: 0,
         version: Version(version),
         base: None,
-        ranges: vec![ChunkRange { first, count }],
+        ranges: vec![BlockRange { first, count }],
     }
 }
 
@@ -76,7 +76,7 @@ fn coming(bytes: u64) -> (Relay, Arc<Held>) {
     let listener = Listener::at(&name).unwrap();
     let options = SegmentOptions::default();
     let relay = Relay::create(listener, [1; 16], (RUN, 1), &models, options).unwrap();
-    let room = relay.room(0, ITEM.version, CHUNK as usize);
+    let room = relay.room(0, ITEM.version, BLOCK as usize);
     (relay, Arc::new(Held::coming(room.unwrap().unwrap())))
 }
 
@@ -183,7 +183,7 @@ fn there_are_only_so_many_children() {
         }
         let mut second = child(&serving, RUN, 1);
         let read = tokio::task::spawn_blocking(move || second.read(&mut [0]));
-        // It is disconnected without a message.
+        // The child is disconnected without a message.
         assert!(!matches!(read.await.unwrap(), Ok(1..)));
         drop(first);
     });
@@ -214,12 +214,12 @@ fn that_nothing_has_come_is_said_now_and_then() {
     });
 }
 
-/// A few bytes can ask for more chunks than there is memory to count them.
+/// A few bytes can ask for more blocks than there is memory to count them.
 #[test]
-fn who_asks_for_more_chunks_than_there_are_gets_none() {
+fn fetch_beyond_the_last_block_gets_nothing() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let (_relay, held) = coming(u64::from(CHUNK) + 1);
+        let (_relay, held) = coming(u64::from(BLOCK) + 1);
         let serving = serving();
         serving.store.put(ITEM, held);
         for range in [(0, u32::MAX), (0, 3), (2, 1), (u32::MAX - 1, 1)] {
@@ -229,7 +229,7 @@ fn who_asks_for_more_chunks_than_there_are_gets_none() {
             // Nothing of it has come: who asked for what there is would wait.
             let heard = tokio::task::spawn_blocking(move || receive(&mut child)).await;
             match heard.unwrap() {
-                Some(ToChild::Gone { reason }) => assert!(reason.contains("chunks"), "{reason}"),
+                Some(ToChild::Gone { reason }) => assert!(reason.contains("blocks"), "{reason}"),
                 word => panic!("{range:?}: {word:?}"),
             }
         }
@@ -266,13 +266,13 @@ fn waiting_child_releases_a_withdrawn_version() {
     });
 }
 
-/// One that takes a little now and then would have its turn for ever.
+/// A child that reads a little now and then would otherwise keep its turn for ever.
 #[test]
-fn a_chunk_that_is_taken_too_slowly_is_given_up() {
+fn block_is_given_up_if_read_too_slowly() {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let mut reader = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (mut socket, _) = listener.accept().unwrap();
-    // A chunk is more than both take without being read.
+    // A block is more than both take without being read.
     sockopt::set_socket_send_buffer_size(&socket, 32 << 10).unwrap();
     socket.set_write_timeout(Some(5 * IDLE)).unwrap();
     let (stop, stopped) = mpsc::channel::<()>();
@@ -282,7 +282,7 @@ fn a_chunk_that_is_taken_too_slowly_is_given_up() {
             let _ = reader.read(&mut some);
         }
     });
-    let (head, bytes) = ([1; 40], vec![2; CHUNK as usize]);
+    let (head, bytes) = ([1; 40], vec![2; BLOCK as usize]);
     let begun = Instant::now();
     let late = || begun.elapsed() >= IDLE;
     for written in 0.. {

@@ -8,10 +8,10 @@ use crate::bulk::delta::{Coded, Ring, Span};
 use crate::bulk::{Base, Delta};
 use crate::wire::frame::{DeltaHead, SPAN};
 
-/// One with exponents, by which a thin delta sees that it does not fit.
+/// A dtype with exponents, by which a thin delta notices a wrong base.
 const DTYPE: Dtype = Dtype::F8_E5M2;
 
-const BYTES: usize = CHUNKS as usize * CHUNK as usize;
+const BYTES: usize = BLOCKS as usize * BLOCK as usize;
 
 const NEXT: Item = Item {
     model: 0,
@@ -35,7 +35,7 @@ fn changes(span: usize) -> Vec<u8> {
     changes_of([1, 3], span)
 }
 
-/// That from one version to another.
+/// The changes from one version to another.
 fn changes_of(versions: [u64; 2], span: usize) -> Vec<u8> {
     coded(Codec::Fast, versions, span)
 }
@@ -71,16 +71,16 @@ fn span(index: usize) -> Vec<u8> {
     frame(head(index, &bytes), &bytes)
 }
 
-/// Chunks of version 3.
-fn chunks(indices: std::ops::Range<usize>) -> Vec<u8> {
+/// Blocks of version 3.
+fn blocks(indices: std::ops::Range<usize>) -> Vec<u8> {
     let (image, mut all) = (image(3), Vec::new());
     for index in indices {
-        let bytes = &image[index * CHUNK as usize..][..CHUNK as usize];
-        let head = ChunkHead {
+        let bytes = &image[index * BLOCK as usize..][..BLOCK as usize];
+        let head = BlockHead {
             model: 0,
             version: NEXT.version,
             index: index as u32,
-            bytes: CHUNK,
+            bytes: BLOCK,
             crc: weightsync_simd::crc64(bytes),
             image_bytes: BYTES as u64,
         };
@@ -90,8 +90,8 @@ fn chunks(indices: std::ops::Range<usize>) -> Vec<u8> {
     all
 }
 
-/// What came of a fetch of version 3 by a process that has version 1.
-struct Came {
+/// The outcome of a fetch of version 3 by a process that has version 1.
+struct Fetched {
     end: FetchEnd,
     room: Arc<PartialSlot>,
     base: Snapshot,
@@ -143,10 +143,10 @@ fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchE
     ends.recv_timeout(LONG).unwrap()
 }
 
-fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
+fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Fetched {
     let relay = relay(name, SegmentOptions::default().slots);
     let snapshot = whole(&relay, ITEM.version, &image(1));
-    let room = relay.room(0, NEXT.version, CHUNK as usize);
+    let room = relay.room(0, NEXT.version, BLOCK as usize);
     let room = room.unwrap().unwrap();
     let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, room.layout()));
     let base = Base {
@@ -156,7 +156,7 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
         earlier: None,
     };
     let end = fetch(&room, has_base.then_some(base), answer);
-    Came {
+    Fetched {
         end,
         room,
         base: snapshot,
@@ -166,12 +166,12 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Came {
 }
 
 #[test]
-fn a_version_is_made_of_deltas_and_chunks() {
+fn a_version_is_made_of_deltas_and_blocks() {
     let cases = [
         ("deltas", [span(0), span(1)].concat()),
         ("turned", [span(1), span(0)].concat()),
-        ("mixed", [chunks(0..4), span(1)].concat()),
-        ("other", [span(0), chunks(4..6)].concat()),
+        ("mixed", [blocks(0..4), span(1)].concat()),
+        ("other", [span(0), blocks(4..6)].concat()),
     ];
     for (name, answer) in cases {
         let came = fetched(name, [answer, end()].concat(), true);
@@ -201,7 +201,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
     flipped[last] ^= 4;
     let mut broken = bytes.clone();
     broken.push(0);
-    // What begins a fast delta of bytes, and then a block that is none.
+    // The beginning of a fast delta of bytes, and then an invalid part.
     let none = [0x10, 0xff, 0xff];
     let cases = [
         // (name, what comes, spans that are there, whether what came is kept from others)
@@ -211,7 +211,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
         ("image", with(|head| head.image_bytes += 64), 0, false),
         ("index", with(|head| head.index = 1), 0, true),
         ("twice", [span(0), span(0)].concat(), 1, false),
-        ("after", [chunks(0..1), span(0)].concat(), 0, false),
+        ("after", [blocks(0..1), span(0)].concat(), 0, false),
         ("flipped", flipped, 0, false),
         ("cut", span(0)[..last - 5].to_vec(), 0, false),
         ("longer", frame(head(0, &broken), &broken), 0, true),
@@ -226,14 +226,14 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
         );
         assert!(came.base.bytes() == image(1), "{name}");
         assert_eq!(came.recorded.is_spoiled(), spoiled, "{name}");
-        // What is there is right.
-        let there = (0..CHUNKS as usize).filter_map(|index| Some((index, came.room.read(index)?)));
+        // Every block that is there is right.
+        let there = (0..BLOCKS as usize).filter_map(|index| Some((index, came.room.read(index)?)));
         let there: Vec<_> = there.collect();
         let single = usize::from(name == "after");
         assert_eq!(there.len(), 4 * spans + single, "{name}");
         for (index, bytes) in there {
             assert!(
-                *bytes == image(3)[index * CHUNK as usize..][..CHUNK as usize],
+                *bytes == image(3)[index * BLOCK as usize..][..BLOCK as usize],
                 "{name}"
             );
         }
@@ -250,7 +250,7 @@ fn delta_of_another_base_is_refused_and_kept() {
     encode(pattern, Codec::Thin, &old, &new, &mut bytes, scratch).unwrap();
     let answer = [frame(head(0, &bytes), &bytes), end()].concat();
     let came = fetched("unfit", answer, true);
-    let FetchEnd::Unfit(error) = &came.end else {
+    let FetchEnd::BaseMismatch(error) = &came.end else {
         panic!("{:?}", came.end);
     };
     let error = error.to_string();
@@ -261,7 +261,7 @@ fn delta_of_another_base_is_refused_and_kept() {
 }
 
 #[test]
-fn who_has_no_base_takes_no_delta() {
+fn child_without_a_base_rejects_deltas() {
     let came = fetched("baseless", [span(0), span(1), end()].concat(), false);
     assert!(matches!(came.end, FetchEnd::Broken(_)), "{:?}", came.end);
     assert_eq!(came.room.kept(), 0);
@@ -272,7 +272,7 @@ fn who_has_no_base_takes_no_delta() {
 #[test]
 fn small_change_is_applied_in_the_older_buffer() {
     let relay = relay("in-place", 2);
-    // What is left of the older version shows where it was used.
+    // The bytes that are left of the older version show where it was used.
     let marks = [3, SPAN as usize + 3];
     let marked = |version, marks: &[usize]| {
         let mut image = image(version);
@@ -282,7 +282,7 @@ fn small_change_is_applied_in_the_older_buffer() {
     let first = whole(&relay, ITEM.version, &marked(1, &marks));
     let snapshot = whole(&relay, Version(2), &image(2));
     drop(first);
-    let room = relay.room(0, NEXT.version, CHUNK as usize);
+    let room = relay.room(0, NEXT.version, BLOCK as usize);
     let room = room.unwrap().unwrap();
     assert_eq!(room.base(), Some(ITEM.version));
 
@@ -330,7 +330,7 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     let mut newest = whole(&relay, ITEM.version, &image(1));
     for version in [2, 3] {
         let base = newest.version();
-        let room = relay.room(0, Version(version), CHUNK as usize);
+        let room = relay.room(0, Version(version), BLOCK as usize);
         let room = room.unwrap().unwrap();
         let recorded = Arc::new(Delta::new(base, Version(version), room.layout()));
         ring.put(0, recorded.clone(), BYTES as u64);
@@ -371,7 +371,7 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     assert!(made == image(3));
 }
 
-/// One that has lost its connection comes again, and nobody else has the version by then.
+/// A child that has lost its connection comes back, and nobody else has the version by then.
 #[test]
 fn sender_keeps_a_version_briefly_for_a_lost_child() {
     for somebody_has_an_older_one in [false, true] {
@@ -400,7 +400,7 @@ fn sender_keeps_a_version_briefly_for_a_lost_child() {
 }
 
 #[test]
-fn what_is_not_what_was_published_is_served_no_more() {
+fn spoiled_version_is_no_longer_served() {
     let relay = relay("spoiled", 2);
     let sound = whole(&relay, Version(1), &image(1));
     let damaged = whole(&relay, Version(2), &image(3));

@@ -53,7 +53,7 @@ fn newest_skips_replaced_sets_but_never_two_in_a_row() {
          whole a6                  > tell 1 #6 a6, release a3, fetch a7
          whole a7                  > tell 1 #7 a7, release a6",
     );
-    // What has not begun to come is replaced, however often.
+    // A set that has not begun to arrive is replaced, however often.
     play(
         "join 1 newest             >
          tell 1 #1 a1              >
@@ -84,7 +84,7 @@ fn first_set_is_finished_after_any_departure() {
          whole a4                  >
          whole b4                  > tell 1' #4 a4+b4, release a1, release b1",
     );
-    // Of two models each has a first of its own.
+    // Two models each have a first set.
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
@@ -93,7 +93,7 @@ fn first_set_is_finished_after_any_departure() {
          left 1, left 2            >
          whole a1, whole b2        >",
     );
-    // Nobody has it any more.
+    // Nobody has the version any more.
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
@@ -168,7 +168,7 @@ fn a_set_that_was_cut_off_waits_for_the_first_set() {
 
 #[test]
 fn newer_whole_version_replaces_older_ones() {
-    // It came for a relay below, which was faster to ask for it.
+    // The version came for a relay below, which asked for it earlier.
     play(
         "join 1 newest, parent     >
          tell 1 #1 a1              > fetch a1
@@ -192,7 +192,7 @@ fn every_version_comes_in_order() {
          whole a2                  > tell 1 #2 a2, release a1, fetch a3
          whole a3                  > tell 1 #3 a3, release a2",
     );
-    // What is whole early waits for its turn.
+    // A set that is whole early waits for its turn.
     play(
         "join 1 newest, join 2 every, parent >
          tell 1 #1 a1                > fetch a1
@@ -261,7 +261,7 @@ fn cancelled_pull_is_not_fetched() {
          withdraw 1 ?1          >
          left 1                 > stop a2, release a2",
     );
-    // Who was answered already keeps that.
+    // A worker keeps the answer that it has.
     play(
         "join 1 asked, parent   >
          answer 1 ?1 #1 a1      > fetch a1
@@ -287,7 +287,7 @@ fn set_is_announced_when_all_of_it_is_whole() {
          whole b2                   >
          whole c2  > tell 1 #3 a1+b2+c2, release b1, release c1, fetch a2, fetch b3",
     );
-    // What of a set that was passed over is in the next one is not fetched again.
+    // A version of a passed-over set that is also in the next one is not fetched again.
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1+b1            > fetch a1, fetch b1
@@ -314,7 +314,7 @@ fn next_version_is_requested_at_once_and_kept_above() {
          whole b3                   >
          unwant b3                  > release b3",
     );
-    // Nobody waits until others have all that came before.
+    // No worker waits until others have all earlier versions.
     play(
         "join 1 every, join 2 newest, parent  >
          tell 2 #1 a1               > fetch a1
@@ -374,7 +374,7 @@ fn version_the_parent_lacks_comes_from_the_sender() {
          tell 1 #3 a3               > fetch a3
          whole a3                   > tell 1 #3 a3, release a1",
     );
-    // Who waits for several goes on with the next of them.
+    // A relay below that waits for several versions gets the next of them.
     play(
         "join 1 every, join 2 asked, parent  >
          tell 1 #1 a1, tell 1 #2 a2, answer 2 ?1 #1 a1 > fetch a1
@@ -409,8 +409,8 @@ fn transfer_from_the_sender_survives_the_parent() {
 }
 
 #[test]
-fn what_breaks_off_at_the_sender_waits_for_a_parent() {
-    // It is not tried again at once, and again, while nobody is reached.
+fn fetch_broken_at_the_sender_waits_for_a_parent() {
+    // The fetch is not repeated without end while no parent is reached.
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1
@@ -469,7 +469,7 @@ fn version_wanted_below_is_fetched_and_kept() {
          want a3                    > fetch a3
          unwant a3                  > stop a3, release a3",
     );
-    // What is nobody's but the newest stays for who comes.
+    // The newest version stays for workers that join later.
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1               > fetch a1

@@ -117,7 +117,7 @@ fn version_arrives_as_a_delta_bit_for_bit() {
             .find(|(version, _)| *version == report.version().0)
             .unwrap();
         assert!(got == bytes(&weights), "version {version}");
-        // What has come is told at the latest when it is whole.
+        // The bytes received are reported at the latest when the version is whole.
         let all = received(&info);
         let came = all - last;
         last = all;

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::relay::Item;
 use crate::wire::message::MAX_SLOTS;
 
-/// The versions one agent has, as far as it says so.
+/// The versions that one agent reports to hold.
 #[derive(Debug)]
 pub(super) struct Holdings {
     models: usize,
@@ -13,7 +13,7 @@ pub(super) struct Holdings {
 }
 
 impl Holdings {
-    /// Of nothing, where there are so many models.
+    /// An agent that holds nothing of this many models.
     pub(super) fn new(models: usize) -> Self {
         Self {
             models,
@@ -21,8 +21,8 @@ impl Holdings {
         }
     }
 
-    /// It has come to have some, and has others no more. False: that cannot be, as
-    /// there is no such model, or they are more than all of its slots.
+    /// Notes versions that the agent gained and dropped. False if the report is impossible: the
+    /// model does not exist, or the versions exceed all of the agent's slots.
     pub(super) fn change(&mut self, have: Vec<Item>, dropped: Vec<Item>) -> bool {
         self.versions.extend(have);
         for item in dropped {
@@ -59,7 +59,7 @@ mod tests {
         let mut holdings = Holdings::new(2);
         assert!(holdings.change(held(0, 1..=most), Vec::new()));
         assert!(holdings.change(held(1, 1..=most), Vec::new()));
-        // What it has already is no more than that.
+        // Versions that were already reported do not count twice.
         assert!(holdings.change(held(1, 1..=most), Vec::new()));
         assert!(holdings.change(held(0, 100..=100), held(0, 1..=1)));
         assert_eq!(holdings.iter().count() as u64, 2 * most);

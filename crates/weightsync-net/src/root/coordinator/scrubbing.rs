@@ -11,15 +11,15 @@ use crate::root::topology::AgentId;
 use crate::scrub;
 use crate::wire::message::FromRoot;
 
-/// One in so many versions is scrubbed: each host that gets it is compared with what was
-/// published.
+/// One version in this many is scrubbed automatically: each host that gets it is compared with the
+/// published bytes.
 pub(in crate::root) const SCRUBBED: u64 = 64;
 
 /// The most bytes of a host's name in an answer.
 const NAME: usize = 64;
 
 impl Coordinator {
-    /// Has all that is held compared, for who asks.
+    /// Starts comparing every version that an agent holds, for this client.
     pub(super) fn scrub(&mut self, answer: oneshot::Sender<String>) {
         let own = (0..self.settings.models.len()).map(|model| Item {
             model,
@@ -34,11 +34,11 @@ impl Coordinator {
         self.rounds.push(Round::new(pairs.iter().copied(), answer));
         let asks = self.scrubs.ask(pairs);
         self.perform(asks);
-        // It may be that there is nothing.
+        // There may be nothing to compare.
         self.checked(&[]);
     }
 
-    /// An agent has come to have versions.
+    /// An agent has gained versions.
     pub(super) fn came(&mut self, agent: AgentId, have: &[Item]) {
         let kept = have.iter().filter(|item| self.scrubs.is_kept(**item));
         let kept: Vec<Item> = kept.copied().collect();
@@ -46,7 +46,7 @@ impl Coordinator {
         self.perform(asks);
     }
 
-    /// A version is published that each host that gets it is compared with.
+    /// Keeps a published version, for comparison with each host that gets it.
     pub(super) fn keep(&mut self, snapshot: Snapshot) {
         let item = Item {
             model: snapshot.model(),
@@ -57,7 +57,7 @@ impl Coordinator {
         if is_new {
             self.find(vec![item], Some(snapshot));
         }
-        // Who was quicker than this was heard.
+        // Agents that had the version before this event was handled.
         let quick = self.agents.iter().filter(|(_, one)| {
             let mut known = one.known.iter();
             known.any(|known| known.holds.iter().any(|held| held == item))
@@ -66,14 +66,13 @@ impl Coordinator {
         self.perform(asks);
     }
 
-    /// An agent says what it has.
+    /// Handles an agent's digest.
     pub(super) fn scrubbed(&mut self, agent: AgentId, item: Item, digest: Option<Digest>) {
         let checked = self.scrubs.digest_received(item, agent, digest);
         self.checked(checked.as_slice());
     }
 
-    /// The sender's own digest is made: of the bytes that are there now, and of what was
-    /// published.
+    /// Handles the sender's own digests of a version: of its bytes now, and of the published ones.
     pub(super) fn found(&mut self, item: Item, now: Option<Digest>, then: Option<Digest>) {
         let checked = self.scrubs.found(item, now, then);
         self.checked(&checked);
@@ -92,8 +91,8 @@ impl Coordinator {
         }
     }
 
-    /// Makes the digests of versions as they are here, of which the first may be at hand. It
-    /// keeps their slots as a worker would for as long as that takes, half a memcpy.
+    /// Computes the digests of versions as they are here; the first of them may be at hand. This
+    /// pins their slots as a worker would, for about half the time of a memcpy.
     fn find(&mut self, items: Vec<Item>, first: Option<Snapshot>) {
         let (remote_readers, events) = (self.remote_readers.clone(), self.events.clone());
         let (threads, own) = (self.settings.threads.clone(), items.clone());
@@ -109,7 +108,7 @@ impl Coordinator {
                 let snapshot = at_hand.take().or_else(there);
                 let then = snapshot.as_ref().and_then(Snapshot::published_digest);
                 let now = snapshot.and_then(|one| one.digest_unless(|| threads.is_stopped()));
-                // A coordinator that has ended hears nothing.
+                // A coordinator that has ended receives nothing.
                 if events
                     .blocking_send(Event::Found { item, now, then })
                     .is_err()
@@ -126,14 +125,14 @@ impl Coordinator {
         }
     }
 
-    /// Acts on what comparisons have come to, and tells who waits for that.
+    /// Acts on the results of comparisons, and answers clients whose round is complete.
     pub(super) fn checked(&mut self, checked: &[Checked]) {
         for one in checked {
             let Checked { item, agent, .. } = *one;
             match one.verdict {
                 Verdict::Differs { expected, got } => self.spoiled(one, expected, got),
                 Verdict::Replaced | Verdict::Gone => {
-                    tracing::debug!("what agent {agent} has of {item:?} is not compared");
+                    tracing::debug!("agent {agent}'s copy of {item:?} is not compared");
                 }
                 Verdict::Same | Verdict::Unknown => {}
             }
@@ -147,7 +146,7 @@ impl Coordinator {
         for round in rounds {
             match round.waits.is_empty() {
                 true => self.answer_round(round),
-                // Who has gone needs no answer.
+                // A client that has gone needs no answer.
                 false if round.answer.is_closed() => {}
                 false => self.rounds.push(round),
             }
@@ -163,11 +162,11 @@ impl Coordinator {
             left_out: 0,
         };
         let json = serde_json::to_string(&scrub.shortened()).unwrap_or_default();
-        // Who asked may have gone.
+        // The client may have gone.
         let _ = round.answer.send(json);
     }
 
-    /// What is there of a version is not what was published.
+    /// Handles a version whose bytes differ from the published ones.
     fn spoiled(&mut self, checked: &Checked, expected: Digest, got: Digest) {
         let Checked { item, agent, .. } = *checked;
         let model = &self.settings.models[item.model];
@@ -189,12 +188,12 @@ impl Coordinator {
             version: item.version,
         };
         self.send(agent, &spoiled);
-        // It may have come so from here.
+        // The sender's own bytes may be the wrong ones, so compare those too.
         let asks = self.scrubs.ask([(item, OWN)]);
         self.perform(asks);
     }
 
-    /// A comparison as it is told of.
+    /// A result, for the answer.
     fn check(&self, checked: &Checked) -> scrub::Check {
         let Checked {
             item,

@@ -83,7 +83,7 @@ impl Coordinator {
                 .filter(|(_, _, by, _)| by.is_none())
                 .map(|(worker, ..)| worker.0)
                 .collect(),
-            left_out: status::LeftOut::default(),
+            left_out: status::Omitted::default(),
         }
         .to_json()
     }

@@ -18,10 +18,10 @@ use crate::relay::{Item, runtime};
 use crate::root::answer;
 use crate::scheme::Distributed;
 use crate::status::Status;
-use crate::wire::frame::CHUNK;
+use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    ChunkRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
+    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
 };
 
 /// Longer than anything here takes.
@@ -77,17 +77,17 @@ impl Fake {
         Self { link, on_event }
     }
 
-    /// Its first words.
+    /// Sends the agent's first message.
     fn send_agent(&self, seen: Epoch) {
         self.link.send(&agent(seen));
     }
 
-    /// It asks for a seat for worker 7.
+    /// Asks the sender to admit worker 7.
     fn send_join(&self, instance: u64) {
         self.link.send(&join(instance));
     }
 
-    /// What the sender says next; or how it has ended the link.
+    /// The sender's next message, or how it ended the link.
     async fn on_message(&mut self) -> Result<FromRoot, LinkEnd> {
         let on_event = timeout(SOON, self.on_event.recv()).await;
         on_event.expect("in time").expect("an end, at last")
@@ -154,7 +154,7 @@ fn fenced_agent_is_notified_and_disconnected() {
             panic!("it was not refused")
         };
         assert!(matches!(remedy, RefusalRemedy::Fenced { .. }), "{remedy:?}");
-        // It would go on saying that it is there.
+        // A live sender would go on sending signs of life.
         let end = fake.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp), "{end}");
     });
@@ -186,7 +186,7 @@ fn agent_that_claims_impossible_versions_is_dropped() {
 fn restarted_worker_joins_once_its_host_is_silent() {
     let (_sender, info) = sender();
     run(async {
-        // It says who is there, and nothing more.
+        // This agent introduces itself, and then sends nothing more.
         let mut silent = dial(&info).await;
         for words in [agent(Epoch(0)), join(100)] {
             silent.write_all(&words.frame().unwrap()).await.unwrap();
@@ -194,8 +194,8 @@ fn restarted_worker_joins_once_its_host_is_silent() {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
         wait_for(&info, |status| {
-            let seated = status.relays.iter().any(|relay| !relay.workers.is_empty());
-            seated.then_some(())
+            let admitted = status.relays.iter().any(|relay| !relay.workers.is_empty());
+            admitted.then_some(())
         })
         .await;
         fake.send_join(101);
@@ -266,8 +266,7 @@ fn worker_moving_to_a_dead_agent_keeps_its_own() {
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
         let is_new = |item: &Item| item.version == Version(2);
-        let notified =
-            |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if set.iter().any(is_new));
+        let notified = |word: &FromRoot| matches!(word, FromRoot::Notify { set, .. } if set.iter().any(is_new));
         agents[0].receive_until(notified).await;
     });
 }
@@ -290,7 +289,7 @@ fn worker_with_a_number_in_use_is_refused() {
         };
         assert_eq!(ticket, 101);
         assert!(reason.contains("already connected"), "{reason}");
-        // That the first is there has cost it nothing.
+        // The first worker was found alive at no cost to it.
         first.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
@@ -302,9 +301,9 @@ fn worker_with_a_number_in_use_is_refused() {
     });
 }
 
-/// It need not wait for the newest, which its agent may take long to fetch.
+/// The worker need not wait for the newest version, which its agent may take long to fetch.
 #[test]
-fn a_worker_that_comes_begins_with_what_its_agent_has() {
+fn new_worker_begins_with_versions_of_its_agent() {
     let (mut sender, info) = sender();
     let mut weights = Tensors::new();
     let values = vec![2.0_f32; 256];
@@ -313,13 +312,13 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
         model: 0,
         version: Version(version),
     };
-    let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Tell { set, .. } if *set == [item(version)]);
+    let notified = |version| move |word: &FromRoot| matches!(word, FromRoot::Notify { set, .. } if *set == [item(version)]);
     run(async {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
         fake.send_join(100);
         fake.receive_until(notified(1)).await;
-        // It has died before that came.
+        // The worker died before that arrived.
         fake.link.send(&ToRoot::Gone {
             worker: WorkerId(7),
             instance: 100,
@@ -327,7 +326,8 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
         });
         let sent = sender.send_async(&weights, &SendOptions::new());
         let _sent = sent.unwrap();
-        // What comes later is told when it is there; what is there when it comes, at once.
+        // A worker that joins is notified at once of a version that its agent has, and later of one
+        // that arrives.
         for (instance, has_it) in [(101, false), (102, true)] {
             let holds = ToRoot::Holds {
                 have: vec![item(1)],
@@ -337,14 +337,14 @@ fn a_worker_that_comes_begins_with_what_its_agent_has() {
                 fake.link.send(&holds);
             }
             fake.send_join(instance);
-            let FromRoot::Tell { sequence, .. } = fake.receive_until(notified(2)).await else {
+            let FromRoot::Notify { sequence, .. } = fake.receive_until(notified(2)).await else {
                 unreachable!()
             };
             if !has_it {
                 fake.link.send(&holds);
             }
             let older = fake.receive_until(notified(1)).await;
-            let FromRoot::Tell {
+            let FromRoot::Notify {
                 sequence: older,
                 workers,
                 ..
@@ -393,7 +393,7 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
         second.link.send(&received(parent, 1000));
         // The first has turned out to be slow: it is behind the second now.
         second.receive_until(notified(0)).await;
-        // What came by it before says nothing of what comes now.
+        // The measurement over the earlier link says nothing about this one.
         second.link.send(&received(parent, 1));
         let speeds = wait_for(&info, |status| {
             let relays = status.relays.iter();
@@ -406,7 +406,7 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
 }
 
 #[test]
-fn what_an_agent_says_has_come_may_be_any_number() {
+fn received_bytes_may_be_any_number() {
     let (_sender, info) = sender();
     run(async {
         let fake = Fake::dial(&info).await;
@@ -431,7 +431,7 @@ fn what_an_agent_says_has_come_may_be_any_number() {
 }
 
 #[test]
-fn who_asks_while_many_do_waits_for_its_turn() {
+fn status_query_waits_its_turn_among_many() {
     run(async {
         let (events, mut on_event) = mpsc::channel(1);
         let asking = Arc::new(Semaphore::new(1));
@@ -453,7 +453,7 @@ fn who_asks_while_many_do_waits_for_its_turn() {
 }
 
 #[test]
-fn a_sender_that_has_said_goodbye_lets_nobody_in() {
+fn sender_admits_nobody_after_goodbye() {
     let (sender, info) = sender();
     run(async {
         let mut first = Fake::dial(&info).await;
@@ -463,18 +463,18 @@ fn a_sender_that_has_said_goodbye_lets_nobody_in() {
         let ends = tokio::task::spawn_blocking(move || drop(sender));
         let goodbye = |word: &FromRoot| matches!(word, FromRoot::Goodbye);
         first.receive_until(goodbye).await;
-        // It still serves what it has announced.
+        // The sender still serves the versions that it has announced.
         let mut late = Fake::dial(&info).await;
         late.send_agent(Epoch(0));
         let end = late.on_message().await.unwrap_err();
         assert!(matches!(end, LinkEnd::HungUp | LinkEnd::Failed(_)), "{end}");
-        // So it does not wait for that one.
+        // So the sender does not wait for that agent.
         drop(first);
         ends.await.unwrap();
     });
 }
 
-/// One that fetches all of the first model's version, and reads only that it comes.
+/// A child that fetches the first model's version, and reads only its beginning.
 async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let key = Key::new(info.endpoint().secret());
@@ -485,14 +485,14 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
         model: 0,
         version: Version(version),
         base: None,
-        ranges: vec![ChunkRange {
+        ranges: vec![BlockRange {
             first: 0,
-            count: LARGE.div_ceil(CHUNK as usize) as u32,
+            count: LARGE.div_ceil(BLOCK as usize) as u32,
         }],
     };
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();
     let first = timeout(SOON, socket.read_u8()).await;
-    first.expect("in time").expect("a chunk");
+    first.expect("in time").expect("a block");
     socket
 }
 

@@ -13,32 +13,33 @@ use crate::root::membership::{JoinOutcome, LeaveOutcome, Process, Waiter};
 use crate::root::topology::AgentId;
 use crate::wire::message::{FromRoot, Want, WorkerProgress};
 
-/// One worker elsewhere.
+/// One worker on another host.
 pub(super) struct Worker {
     pub(super) remote_reader: RemoteReader,
     pub(super) device: String,
-    /// The last sequence and the last question's answer it was told.
+    /// The sequence of the last notification and the number of the last answered question.
     notified: u64,
     answered: u64,
-    /// What it was told last, and the sequence number of the last older set it may begin with.
+    /// The set of the last notification, and the sequence number of the last older set that the
+    /// worker may begin with.
     desired: Vec<Item>,
     begins: u64,
-    /// It wants the newest, and has taken nothing yet.
+    /// The worker wants the newest version and has taken none yet.
     is_fresh: bool,
     pub(super) versions: BTreeMap<usize, Version>,
 }
 
-/// What a worker asks for that is to have a seat.
+/// What a worker that asks for a membership wants.
 #[derive(Debug)]
 pub(super) struct Asks {
-    /// The question's number at its agent.
+    /// The number of the request at the worker's agent.
     pub(super) ticket: u64,
     pub(super) options: RemoteReaderOptions,
 }
 
 impl Coordinator {
-    /// A worker comes: it has the seat that it had, if it only comes by another way, or
-    /// one of its own, or waits until it is known whether there can be one.
+    /// A worker asks to join. It gets its earlier membership back if it only comes by another
+    /// route. Otherwise it gets a new one, or waits until it is known whether its number is free.
     pub(super) fn join(&mut self, joiner: Waiter<Asks>) {
         let agent = joiner.agent;
         match self.membership.comes(agent, joiner.worker, joiner.instance) {
@@ -48,7 +49,7 @@ impl Coordinator {
                 self.is_there(agent);
             }
             JoinOutcome::New(old) => {
-                // Another has its number now.
+                // Another worker has this number now.
                 if let Some(old) = old {
                     old.remote_reader.leave(Departure::Died);
                 }
@@ -70,7 +71,7 @@ impl Coordinator {
         }
     }
 
-    /// Lets a worker in, unless the memory has another of its number, or must not have it.
+    /// Admits a worker, unless the segment refuses it or has another worker of this number.
     fn admit(&mut self, joiner: Waiter<Asks>) {
         let Waiter {
             agent,
@@ -119,21 +120,22 @@ impl Coordinator {
         self.notify(BTreeSet::from([worker]));
     }
 
-    /// An agent is there: who waits for a seat of its workers waits in vain.
+    /// An agent has sent something, so it is alive: requests that wait for its workers' memberships
+    /// are denied.
     pub(super) fn is_there(&mut self, agent: AgentId) {
         for waiter in self.membership.in_vain(agent) {
             self.admit(waiter);
         }
     }
 
-    /// Worker numbers that were waited for may be free.
+    /// Admits waiting workers whose number may be free now.
     pub(super) fn retry_waiting(&mut self) {
         for waiter in self.membership.may_come() {
             self.join(waiter);
         }
     }
 
-    /// An agent says that a worker is gone.
+    /// An agent reports that a worker has gone.
     pub(super) fn gone(&mut self, agent: AgentId, who: (WorkerId, u64), died: bool) {
         let (worker, instance) = who;
         let now = self.now();
@@ -148,7 +150,7 @@ impl Coordinator {
         self.retry_waiting();
     }
 
-    /// A worker is reached by the agent at which it has been all the time.
+    /// A worker is reached again by the agent at which it has been all the time.
     pub(super) fn is_back(&mut self, worker: WorkerId) {
         if let Some((_, one)) = self.membership.reached(worker) {
             one.start_over();
@@ -195,7 +197,7 @@ impl Coordinator {
         let Some(member) = self.membership.member_at(agent, worker, instance) else {
             return;
         };
-        match member.remote_reader.ask(question, want.into()) {
+        match member.remote_reader.ask(question, want) {
             Ok(()) => self.notify(BTreeSet::from([worker])),
             Err(Memory::NoSuchVersion {
                 model,
@@ -225,10 +227,9 @@ impl Coordinator {
         }
     }
 
-    /// Tells workers what is new for them; those of one agent that are told the
-    /// same by one message.
+    /// Notifies workers of new sets. Workers of one agent with the same set share a message.
     pub(super) fn notify(&mut self, workers: BTreeSet<WorkerId>) {
-        // By sequence number first: of one worker the older comes before the newer.
+        // By sequence number first, so that each worker gets the older set before the newer one.
         let mut batches: BTreeMap<(AgentId, u64, Vec<Item>), Vec<WorkerId>> = BTreeMap::new();
         let (mut answers, mut fresh) = (Vec::new(), Vec::new());
         let (sequence, all) = self.remote_readers.sent_to_all();
@@ -239,7 +240,7 @@ impl Coordinator {
             let Some((agent, member)) = self.membership.reached(worker) else {
                 continue;
             };
-            // An error is the sender's own end.
+            // An error here means that the sender itself is ending.
             for notified in member.remote_reader.notifications().unwrap_or_default() {
                 if notified.sequence > member.notified {
                     member.notified = notified.sequence;
@@ -263,7 +264,7 @@ impl Coordinator {
             }
         }
         for ((agent, sequence, set), workers) in batches {
-            let notify = FromRoot::Tell {
+            let notify = FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -279,14 +280,14 @@ impl Coordinator {
         }
     }
 
-    /// An agent has something new: its workers that run nothing yet may begin with it.
+    /// An agent has a new version: its workers that run nothing yet may begin with it.
     pub(super) fn begin_at(&mut self, agent: AgentId) {
         for worker in self.fresh_at(agent) {
             self.begin_with_what_is_there((agent, worker));
         }
     }
 
-    /// An agent is gone, and its number does not come again.
+    /// Forgets the fresh workers of an agent that has gone; agent numbers are never used again.
     pub(super) fn forget_fresh(&mut self, agent: AgentId) {
         for worker in self.fresh_at(agent) {
             self.fresh.remove(&(agent, worker));
@@ -299,13 +300,13 @@ impl Coordinator {
         fresh.map(|(_, worker)| *worker).collect()
     }
 
-    /// A worker that runs nothing yet is told of an older set that its agent has: it need
-    /// not wait for the newest, which is on its way.
+    /// Offers a worker that runs nothing yet an older set that its agent already has, so that it
+    /// need not wait for the newest.
     fn begin_with_what_is_there(&mut self, (agent, worker): (AgentId, WorkerId)) {
         let reached = self.membership.reached(worker);
         let found = reached.filter(|(by, member)| *by == agent && member.is_fresh);
         let Some((_, member)) = found else {
-            // It has moved, or is another.
+            // The worker has moved, or another one has its number.
             self.fresh.remove(&(agent, worker));
             return;
         };
@@ -318,7 +319,7 @@ impl Coordinator {
         if let Some((sequence, set)) = older.filter(|(at, _)| *at > member.begins) {
             member.begins = sequence;
             let workers = vec![worker];
-            let notify = FromRoot::Tell {
+            let notify = FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -329,7 +330,7 @@ impl Coordinator {
 }
 
 impl Worker {
-    /// It comes by another route, and is told everything again.
+    /// The worker comes by another route: it must be notified of everything again.
     fn start_over(&mut self) {
         self.notified = 0;
         self.answered = 0;

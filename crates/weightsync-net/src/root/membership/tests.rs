@@ -7,7 +7,7 @@ fn process(pid: u32) -> Process {
 }
 
 /// A worker of process 50, reached by agent 1; what is had of it is a word.
-fn seated() -> Membership<&'static str, u64> {
+fn admitted() -> Membership<&'static str, u64> {
     let mut membership = Membership::new();
     assert!(matches!(
         membership.comes(1, WORKER, 100),
@@ -21,7 +21,7 @@ const NOW: Duration = Duration::from_secs(10);
 
 #[test]
 fn a_worker_is_heard_by_the_agent_that_reaches_it() {
-    let mut membership = seated();
+    let mut membership = admitted();
     assert_eq!(membership.member_at(1, WORKER, 100), Some(&mut "first"));
     assert_eq!(membership.member_at(1, WORKER, 99), None);
     assert_eq!(membership.member_at(2, WORKER, 100), None);
@@ -44,11 +44,11 @@ fn a_worker_is_heard_by_the_agent_that_reaches_it() {
 }
 
 #[test]
-fn who_gave_up_waiting_at_an_agent_is_where_it_was() {
+fn worker_stays_where_it_was_after_giving_up_a_move() {
     // (whether the first agent has gone meanwhile, whether it died)
     for (parts, died) in [(false, false), (false, true), (true, false)] {
-        let mut membership = seated();
-        // What it asked for long ago, while it was not heard there.
+        let mut membership = admitted();
+        // The worker asked to join here long ago, and could not be reached here before.
         assert!(matches!(
             membership.comes(2, WORKER, 100),
             JoinOutcome::Back(_)
@@ -70,7 +70,7 @@ fn worker_moving_to_a_dead_agent_stays() {
     use LinkLoss::{Cut, HungUp, Left, Silent};
     for how in [Left, HungUp, Cut, Silent] {
         let on_its_way = || {
-            let mut membership = seated();
+            let mut membership = admitted();
             assert!(matches!(
                 membership.comes(2, WORKER, 100),
                 JoinOutcome::Back(_)
@@ -89,7 +89,7 @@ fn worker_moving_to_a_dead_agent_stays() {
             on_its_way().gone(1, WORKER, 100, true, NOW),
             LeaveOutcome::Over("first")
         );
-        // It was there already, and leaves the first: it comes from there by another.
+        // The worker had arrived, and leaves the first agent: it comes from there by another.
         let mut membership = on_its_way();
         assert_eq!(
             membership.gone(1, WORKER, 100, false, NOW),
@@ -112,7 +112,7 @@ fn worker_moving_to_a_dead_agent_stays() {
             LeaveOutcome::Elsewhere
         );
         assert_eq!(membership.late(NOW + GRACE), [("first", Departure::Left)]);
-        // So long after that it has been nowhere else: it leaves.
+        // This long after that, the worker was nowhere else: it has left.
         let (mut membership, late) = (on_its_way(), NOW + GRACE);
         assert_eq!(
             membership.gone(1, WORKER, 100, false, late),
@@ -139,7 +139,7 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
         ),
     ];
     for (process, how, after, departure) in cases {
-        let mut membership = seated();
+        let mut membership = admitted();
         let over = membership.part(1, process, how, NOW).over;
         assert_eq!(membership.reached(WORKER), None);
         if after.is_zero() {
@@ -157,8 +157,8 @@ fn how_an_agent_goes_says_what_becomes_of_its_workers() {
 }
 
 #[test]
-fn who_comes_back_in_time_has_its_seat() {
-    let mut membership = seated();
+fn worker_keeps_its_membership_if_back_in_time() {
+    let mut membership = admitted();
     assert_eq!(membership.part(1, None, LinkLoss::HungUp, NOW).over, []);
     assert!(matches!(
         membership.comes(2, WORKER, 100),
@@ -182,7 +182,7 @@ fn who_comes_back_in_time_has_its_seat() {
 
 #[test]
 fn restarted_worker_replaces_a_silent_one() {
-    let mut membership = seated();
+    let mut membership = admitted();
     membership.part(1, None, LinkLoss::HungUp, NOW);
     assert!(matches!(
         membership.comes(2, WORKER, 101),
@@ -204,9 +204,9 @@ fn next_life(agent: AgentId, instance: u64) -> Waiter<u64> {
     }
 }
 
-/// It has come, and waits.
+/// A membership that another life of the worker asks for.
 fn contested() -> Membership<&'static str, u64> {
-    let mut membership = seated();
+    let mut membership = admitted();
     assert!(matches!(
         membership.comes(2, WORKER, 101),
         JoinOutcome::Waits(1)
@@ -241,7 +241,7 @@ fn restarted_worker_waits_for_news_of_its_predecessor() {
         LeaveOutcome::Over("first")
     );
     assert_eq!(membership.may_come(), [next_life(2, 101)]);
-    // It has come by another way, so it is there.
+    // The earlier life came by another route, so it is alive.
     let mut membership = contested();
     assert!(matches!(
         membership.comes(3, WORKER, 100),
@@ -251,8 +251,8 @@ fn restarted_worker_waits_for_news_of_its_predecessor() {
 }
 
 #[test]
-fn who_is_heard_just_now_is_there() {
-    assert!(matches!(seated().comes(1, WORKER, 101), JoinOutcome::Two));
+fn agent_counts_as_alive_after_a_message() {
+    assert!(matches!(admitted().comes(1, WORKER, 101), JoinOutcome::Two));
 }
 
 #[test]
@@ -278,7 +278,7 @@ fn waiting_worker_leaves_with_its_agent() {
 /// Then it is another whose silence is waited for.
 #[test]
 fn waiting_worker_retries_when_predecessor_is_found() {
-    let mut membership = seated();
+    let mut membership = admitted();
     assert!(matches!(
         membership.comes(3, WORKER, 100),
         JoinOutcome::Back(_)
@@ -288,7 +288,7 @@ fn waiting_worker_retries_when_predecessor_is_found() {
         JoinOutcome::Waits(3)
     ));
     assert_eq!(membership.wait(next_life(2, 101)), None);
-    // It gave up waiting there, and is where it was.
+    // The worker gave up the move, and is where it was.
     assert_eq!(
         membership.gone(3, WORKER, 100, false, NOW),
         LeaveOutcome::Back(&mut "first")

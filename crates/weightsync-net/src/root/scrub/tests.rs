@@ -48,12 +48,12 @@ fn scrub_reaches_one_verdict_in_either_order() {
         is(scrubs.digest_received(item(1), 4, digest(8))),
         [(1, 4, DIFFERS)]
     );
-    // What is over is found again the next time.
+    // A digest that was dropped is computed again the next time.
     assert_eq!(scrubs.ask([(item(1), 4)]).own, [item(1)]);
 }
 
 #[test]
-fn what_one_end_has_no_more_cannot_be_compared() {
+fn comparison_ends_when_one_end_drops_the_version() {
     let mut scrubs = Scrubs::default();
     scrubs.ask([(item(1), OWN), (item(1), 3), (item(2), 3), (item(2), 5)]);
     let found = scrubs.found(item(1), None, None);

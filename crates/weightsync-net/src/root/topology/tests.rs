@@ -57,7 +57,7 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
         chain.measured(agent - 1, agent, bytes, SECOND);
     }
     assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
-    // What is measured again counts more and more.
+    // Later measurements count more and more.
     for _ in 0..8 {
         chain.measured(4, 2, 100 << 20, SECOND);
     }
@@ -68,9 +68,9 @@ fn a_slow_agent_goes_to_the_end_and_slows_nobody_down() {
     assert_eq!(parents(&chain)[0], (1, 0));
 }
 
-/// What was fetched through a slow one was as slow.
+/// A version that came through a slow agent came as slowly.
 #[test]
-fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
+fn agent_behind_a_slow_one_is_not_taken_for_slow() {
     // (who is slow, in the order in which they came; the order they are to end in)
     let cases: [(&[AgentId], [AgentId; 5]); 4] = [
         (&[1], [2, 3, 4, 5, 1]),
@@ -82,7 +82,7 @@ fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
         let mut chain = with(1, 1..=5);
         for _ in 0..12 {
             let mut measured = parents(&chain);
-            // Those at the end of the chain are done last.
+            // Agents at the end of the chain finish last.
             for (agent, parent) in measured.drain(..) {
                 let through = slow.contains(&agent) || slow.contains(&parent);
                 let bytes = if through { 1 << 20 } else { 100 << 20 };
@@ -98,7 +98,7 @@ fn who_was_behind_a_slow_one_is_not_taken_for_slow() {
     }
 }
 
-/// What came to the others says nothing of them before one is fetching from the sender.
+/// Measurements of the others say nothing about their links until one fetches from the sender.
 #[test]
 fn a_slow_agent_that_came_first_goes_to_the_end() {
     let mib = |speed: u64| speed << 20;
@@ -142,8 +142,8 @@ fn a_slow_agent_that_came_first_goes_to_the_end() {
     }
 }
 
-/// That it was slow may become known late, when another parent has been measured
-/// meanwhile: what is measured by that one counts alone.
+/// A parent may be found to be slow late, after another parent was measured: then only the other's
+/// measurement counts.
 #[test]
 fn host_behind_a_slow_parent_is_fast_behind_the_next() {
     let mut chain = with(1, 1..=2);
@@ -167,7 +167,7 @@ fn host_slow_behind_a_dead_parent_is_measured_again() {
 }
 
 #[test]
-fn who_comes_stands_before_those_that_are_slow() {
+fn new_agent_stands_before_slow_ones() {
     let mut chain = with(1, 1..=3);
     for agent in 1..=3 {
         let bytes = if agent == 3 { 1 << 20 } else { 100 << 20 };
@@ -197,7 +197,7 @@ fn slow_link_is_noticed_at_once_and_recovery_later() {
         count += 1;
         assert!(count < 12, "{:?}", chain.speed(1));
     }
-    // It stays where it is: somebody has to be last.
+    // The agent stays where it is, because some agent has to be last.
     assert_eq!(parents(&chain), [(2, 0), (3, 2), (1, 3)]);
 }
 
@@ -209,7 +209,7 @@ fn host_that_does_not_serve_has_no_children() {
     chain.join(3, None);
     chain.join(4, address(4));
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (1, 0), (3, 0)]);
-    // It asks again, or goes, and that is nobody else's concern.
+    // The agent asks again, or leaves; no other agent moves.
     let [again] = chain.lost(3, 0, SECOND)[..] else {
         panic!("it waits for ever");
     };
@@ -261,7 +261,7 @@ fn loopback_address_serves_only_its_own_host() {
     assert_eq!(parents(&chain), [(1, 0), (2, 0), (3, 2), (4, 1)]);
 }
 
-/// What it costs that so many join, fetch a version each, and are asked what is due.
+/// The time in which this many agents join, fetch a version each, and are asked what is due.
 fn cost_of(agents: u64, serve: bool) -> Duration {
     let begun = cpu();
     let mut chain = Topology::new(1);
@@ -313,15 +313,15 @@ fn unreachable_parent_is_not_assigned_again_at_once() {
     assert_eq!(changed[0].parent, 0);
     // The sender itself is told again.
     assert_eq!(chain.lost(3, 0, SECOND).len(), 1);
-    // What is said of an earlier parent changes nothing.
+    // A report about an earlier parent changes nothing.
     assert_eq!(chain.lost(3, 2, SECOND), []);
-    // Who has another parent, and lost the sender in its stead, is told that again.
+    // An agent with another parent that lost the sender in its place gets its parent again.
     let [again] = chain.lost(2, 0, SECOND)[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
     assert_eq!(again.address, address(1).map(|endpoint| endpoint.address));
-    // One that has gone meanwhile is told nothing.
+    // An agent that has left meanwhile is assigned nothing.
     assert_eq!(chain.lost(9, 0, SECOND), []);
 }
 

@@ -2,15 +2,15 @@
 
 use super::*;
 
-/// Room a [`Decoder`] keeps between frames, in bytes: there is one for each of thousands of links.
+/// How many bytes of buffer a [`Decoder`] keeps between frames. There may be thousands of links.
 const KEPT: usize = 4 << 10;
 
-/// A frame that came whole, and as it was sent.
+/// A complete and undamaged frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
-    /// What it is for.
+    /// The kind of the frame.
     pub kind: Kind,
-    /// What it says.
+    /// The payload.
     pub payload: &'a [u8],
 }
 
@@ -40,7 +40,7 @@ pub struct Frame<'a> {
 pub struct Decoder {
     allowed: &'static [Kind],
     head: [u8; HEADER_BYTES],
-    /// How much of the head is there.
+    /// How many bytes of the header have arrived.
     filled: usize,
     header: Option<Header>,
     payload: Vec<u8>,
@@ -48,7 +48,7 @@ pub struct Decoder {
 }
 
 impl Decoder {
-    /// One for a direction of a link on which these kinds make sense.
+    /// A decoder for a direction of a link in which these kinds are valid.
     pub fn new(allowed: &'static [Kind]) -> Self {
         Self {
             allowed,
@@ -60,13 +60,13 @@ impl Decoder {
         }
     }
 
-    /// Takes from the front of `input` up to the end of one frame, and gives that frame if all of
-    /// it is there. `None` means that all of `input` was taken, and more is needed.
+    /// Takes bytes from the front of `input` up to the end of one frame, and returns that frame if
+    /// it is complete. `None` means that all of `input` was taken, and more is needed.
     ///
     /// # Errors
     ///
-    /// Those of [`Header::decode`] and [`Header::check`]; the same at every later call, as nobody
-    /// knows where the next frame would begin.
+    /// Those of [`Header::decode`] and [`Header::check`]. Later calls return the same error,
+    /// because nobody knows where the next frame would begin.
     pub fn next(&mut self, input: &mut &[u8]) -> Result<Option<Frame<'_>>, FrameError> {
         if let Some(failed) = &self.failed {
             return Err(failed.clone());
@@ -85,7 +85,7 @@ impl Decoder {
         }
     }
 
-    /// Whether every frame that has begun has ended: a peer that hangs up now has broken nothing off.
+    /// Whether no frame is incomplete: a peer that hangs up now has broken nothing off.
     pub fn is_between_frames(&self) -> bool {
         self.filled == 0
     }
@@ -102,7 +102,7 @@ impl Decoder {
         let header = match self.header {
             Some(header) => header,
             None => {
-                // The frame before has been looked at by now.
+                // The caller is done with the earlier frame.
                 self.payload.clear();
                 self.payload.shrink_to(KEPT);
                 *self
@@ -114,7 +114,7 @@ impl Decoder {
         let now = take(input, missing);
         let room = self.payload.capacity() - self.payload.len();
         if room < now.len() {
-            // Twice what has come, within what is to come.
+            // At most twice what has arrived, and no more than is missing.
             let more = now.len().max(self.payload.len()).min(missing);
             self.payload.reserve_exact(more);
         }

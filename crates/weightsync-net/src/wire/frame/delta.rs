@@ -4,17 +4,17 @@ use weightsync_core::Version;
 
 use super::*;
 
-/// Which bytes come behind a delta's frame.
+/// The head of a delta; the delta's bytes follow its frame.
 ///
 /// | bytes | |
 /// |---|---|
 /// | 0 | model |
 /// | 1..8 | zeros |
 /// | 8..16 | version |
-/// | 16..24 | the older version that is changed into it |
-/// | 24..28 | index of the span: it begins at `index` × [`SPAN`] of the image |
-/// | 28..32 | bytes of the delta; 0 if the span is the same in both |
-/// | 32..40 | CRC-64/NVME of them |
+/// | 16..24 | the base: the older version that the delta is applied to |
+/// | 24..28 | index of the span, which begins at `index` × [`SPAN`] of the image |
+/// | 28..32 | bytes of the delta; 0 if the span is the same in both versions |
+/// | 32..40 | CRC-64/NVME of these bytes |
 /// | 40..48 | bytes of the whole image |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeltaHead {
@@ -22,20 +22,20 @@ pub struct DeltaHead {
     pub model: u8,
     /// The version.
     pub version: Version,
-    /// The version it is made from: an older one, from 1.
+    /// The older version that the delta is applied to, from 1.
     pub base: Version,
-    /// Which span of the image, from 0.
+    /// The index of the span in the image, from 0.
     pub index: u32,
-    /// How many bytes follow: none, or fewer than the span has.
+    /// How many bytes follow: fewer than the span has, or none.
     pub bytes: u32,
-    /// Their checksum.
+    /// The checksum of the delta.
     pub crc: u64,
     /// Bytes of the whole image.
     pub image_bytes: u64,
 }
 
 impl DeltaHead {
-    /// The whole frame: what to send before the delta's bytes.
+    /// The whole frame, which is sent before the delta's bytes.
     pub fn frame(&self) -> [u8; HEADER_BYTES + DELTA_HEAD_BYTES] {
         let mut payload = [0; DELTA_HEAD_BYTES];
         payload[0] = self.model;
@@ -55,8 +55,8 @@ impl DeltaHead {
     ///
     /// # Errors
     ///
-    /// [`FrameError::Length`] if it is no head's, [`FrameError::Zeros`], and [`FrameError::Delta`]
-    /// for a model, a version, a base or a place in the image that cannot be.
+    /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
+    /// [`FrameError::Delta`] for a model, version, base, index or length that is impossible.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
         let bytes: &[u8; DELTA_HEAD_BYTES] = head_of(Kind::Delta, payload)?;
         let word = |at| number(bytes, at);
@@ -76,7 +76,7 @@ impl DeltaHead {
         }
     }
 
-    /// Whether these are the bytes that were sent.
+    /// Checks that these bytes arrived unchanged.
     ///
     /// # Errors
     ///

@@ -6,7 +6,7 @@ use crate::access::{Key, Proof};
 /// What both ends know once the handshake is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Agreed {
-    /// The protocol they speak from here on.
+    /// The protocol of the link.
     pub protocol: u16,
     /// What the link is for.
     pub role: Role,
@@ -16,20 +16,20 @@ pub struct Agreed {
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Step {
-    /// What to send first; nothing, if it is empty.
+    /// The bytes to send first; may be empty.
     pub send: Vec<u8>,
-    /// And then.
+    /// What comes after that.
     pub next: Next,
 }
 
-/// How a handshake goes on.
+/// How a handshake continues.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Next {
-    /// With what the other end says: this many bytes more before it is this end's turn.
+    /// Read at least this many bytes from the peer.
     Read(usize),
-    /// It is done; what comes now is frames.
+    /// The handshake is done: frames follow.
     Done(Agreed),
-    /// Not at all: the link is to be closed.
+    /// The handshake failed: close the link.
     Close(HelloError),
 }
 
@@ -63,7 +63,7 @@ enum ClientState {
 }
 
 impl Client {
-    /// A client, and the hello it begins with. The nonce must be new, and random.
+    /// A client, and the hello that it sends first. The nonce must be new and random.
     pub fn new(
         key: Key,
         role: Role,
@@ -87,8 +87,7 @@ impl Client {
         (client, hello)
     }
 
-    /// Takes from the front of `input` what belongs to the handshake; what is left behind it are
-    /// frames.
+    /// Takes the bytes of the handshake from the front of `input`; bytes left after it are frames.
     pub fn feed(&mut self, input: &mut &[u8]) -> Step {
         match self.state {
             ClientState::Hello => match gather_hello(&mut self.came, input) {
@@ -105,7 +104,7 @@ impl Client {
         }
     }
 
-    /// What it means that the other end hung up here.
+    /// The error if the peer hangs up now.
     pub fn hung_up(&self) -> HelloError {
         hung_up(&self.came, matches!(self.state, ClientState::Hello))
     }
@@ -174,9 +173,9 @@ enum ServerState {
 }
 
 impl Server {
-    /// A server for one client. The nonce must be new, and random. One that is `busy` has no room
-    /// for another control link: it says so to a client that speaks its protocol and wants one,
-    /// and no more. Links of other roles are of those who are in.
+    /// A server for one client. The nonce must be new and random. A `busy` server has no room for
+    /// another control link: it refuses a client that wants one. Other roles belong to agents that
+    /// are already in, so they are accepted.
     pub fn new(key: Key, ours: Protocols, busy: bool, nonce: [u8; NONCE_BYTES]) -> Self {
         Self {
             key,
@@ -188,8 +187,7 @@ impl Server {
         }
     }
 
-    /// Takes from the front of `input` what belongs to the handshake; what is left behind it are
-    /// frames.
+    /// Takes the bytes of the handshake from the front of `input`; bytes left after it are frames.
     pub fn feed(&mut self, input: &mut &[u8]) -> Step {
         match self.state {
             ServerState::Hello => match gather_hello(&mut self.came, input) {
@@ -211,7 +209,7 @@ impl Server {
         }
     }
 
-    /// What it means that the other end hung up here.
+    /// The error if the peer hangs up now.
     pub fn hung_up(&self) -> HelloError {
         hung_up(&self.came, matches!(self.state, ServerState::Hello))
     }
@@ -235,7 +233,7 @@ impl Server {
             let error = HelloError::NoCommonProtocol { ours, theirs };
             return Step::new(answer(Verdict::NoCommonProtocol), Next::Close(error));
         };
-        // Only now: a newer protocol may have roles of its own.
+        // Checked only after the protocol: a newer one may have other roles.
         let Some(role) = Role::from_code(client.role) else {
             return Step::close(malformed("a role of 1 to 3", client.role.to_string()));
         };
@@ -276,7 +274,7 @@ fn server_proof(
     key.proof(&[b"server", client, server, proof.bytes()])
 }
 
-/// Collects `N` bytes; says how many are still missing if `input` has not all of them.
+/// Collects `N` bytes, or returns how many are still missing.
 fn gather<const N: usize>(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; N], usize> {
     let missing = N.saturating_sub(came.len());
     let (now, rest) = input.split_at(missing.min(input.len()));
@@ -287,7 +285,7 @@ fn gather<const N: usize>(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; 
     Ok(whole)
 }
 
-/// Collects a hello; a stranger is told as soon as it has said enough.
+/// Collects a hello; a stranger is recognised as soon as its first bytes differ.
 fn gather_hello(came: &mut Vec<u8>, input: &mut &[u8]) -> Result<[u8; HELLO_BYTES], Step> {
     gather(came, input).map_err(|missing| match check_magic(came) {
         Err(error) if came.len() >= MAGIC.len() => Step::close(error),

@@ -5,52 +5,52 @@ use weightsync_core::{Run, Version};
 
 use super::*;
 
-/// What a child says to its parent.
+/// A message from a child to its parent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToParent {
-    /// It wants chunks of a version. The parent sends each as soon as it has it, or a delta in
-    /// place of all chunks of a span, then [`ToChild::End`].
+    /// Requests blocks of a version. The parent sends each as soon as it has it, or a delta in
+    /// place of all blocks of a span, then [`ToChild::End`].
     Fetch {
         /// The run the version belongs to.
         run: Run,
-        /// Which agent asks.
+        /// The number of the child.
         agent: u64,
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
-        /// An older one that the child has, from which it can be made by deltas.
+        /// An older version that the child has, to which deltas can be applied.
         base: Option<Version>,
-        /// Which chunks: ascending, none twice, at most [`MAX_RANGES`] ranges.
-        ranges: Vec<ChunkRange>,
+        /// The blocks: ascending, none twice, at most [`MAX_RANGES`] ranges.
+        ranges: Vec<BlockRange>,
     },
 }
 
-/// What a parent says to its child, besides chunks.
+/// A message from a parent to its child, besides blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToChild {
-    /// It is there, and has no chunk to send right now.
+    /// A sign of life: there is no block to send now.
     Idle,
-    /// Every chunk that was asked for has been sent.
+    /// Every requested block has been sent.
     End,
-    /// It cannot send what was asked for, or the rest of it.
+    /// The parent cannot send the requested blocks, or the rest of them.
     Gone {
-        /// Why; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
     },
 }
 
-/// Chunks that follow each other.
+/// A range of consecutive blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkRange {
+pub struct BlockRange {
     /// The index of the first.
     pub first: u32,
-    /// How many they are, from 1.
+    /// The number of blocks, from 1.
     pub count: u32,
 }
 
-impl ChunkRange {
-    /// The index behind the last, if it fits.
+impl BlockRange {
+    /// The index after the last block, unless it overflows.
     pub fn end(self) -> Option<u32> {
         self.first.checked_add(self.count)
     }
@@ -83,7 +83,7 @@ impl ToParent {
                 "ranges that ascend and do not overlap",
                 || {
                     format!(
-                        "{} chunks from {} behind {behind}",
+                        "{} blocks from {} behind {behind}",
                         range.count, range.first
                     )
                 },
@@ -94,7 +94,7 @@ impl ToParent {
     }
 }
 
-/// How it travels. The order of the variants is part of the format.
+/// The wire form. The order of the variants is part of the format.
 #[derive(Serialize, Deserialize)]
 enum WireToParent {
     Fetch {
@@ -107,7 +107,7 @@ enum WireToParent {
     },
 }
 
-/// How it travels. The order of the variants is part of the format.
+/// The wire form. The order of the variants is part of the format.
 #[derive(Serialize, Deserialize)]
 enum WireToChild<'a> {
     Idle,
@@ -150,7 +150,7 @@ impl Message for ToParent {
         } = from_payload(payload)?;
         let ranges = ranges
             .into_iter()
-            .map(|(first, count)| ChunkRange { first, count });
+            .map(|(first, count)| BlockRange { first, count });
         let message = Self::Fetch {
             run: run_from_wire(run),
             agent,

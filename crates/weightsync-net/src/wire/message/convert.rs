@@ -1,10 +1,10 @@
-//! Converts between the types of messages, of the wire, and of either end's memory.
+//! Converts between the types of messages and those of the wire.
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version};
-use weightsync_mem as memory;
+use weightsync_mem::{Delivery, Want};
 
-use super::{Delivery, Item, Want};
+use super::Item;
 
 /// An [`Item`] on the wire.
 pub(super) type WireItem = (u8, u64);
@@ -28,7 +28,7 @@ pub(super) enum WireWant {
 
 pub(super) fn items_to_wire(items: &[Item]) -> Vec<WireItem> {
     let items = items.iter();
-    // What is encoded has been checked.
+    // Encoding happens only after the checks, so the numbers fit.
     items
         .map(|item| (item.model as u8, item.version.0))
         .collect()
@@ -76,15 +76,16 @@ impl From<WireDelivery> for Delivery {
 }
 
 impl From<Want> for WireWant {
+    /// After the checks of [`super::check_want`], so the model's index fits.
     fn from(want: Want) -> Self {
         match want {
             Want::Newest => Self::Newest,
             Want::AtLeast { model, version } => Self::AtLeast {
-                model,
+                model: model as u8,
                 version: version.0,
             },
             Want::Exactly { model, version } => Self::Exactly {
-                model,
+                model: model as u8,
                 version: version.0,
             },
         }
@@ -96,64 +97,12 @@ impl From<WireWant> for Want {
         match want {
             WireWant::Newest => Self::Newest,
             WireWant::AtLeast { model, version } => Self::AtLeast {
-                model,
+                model: model.into(),
                 version: Version(version),
             },
             WireWant::Exactly { model, version } => Self::Exactly {
-                model,
+                model: model.into(),
                 version: Version(version),
-            },
-        }
-    }
-}
-
-impl From<Delivery> for memory::Delivery {
-    fn from(delivery: Delivery) -> Self {
-        match delivery {
-            Delivery::Newest => Self::Newest,
-            Delivery::Every { bound } => Self::Every { bound },
-            Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<Want> for memory::Want {
-    fn from(want: Want) -> Self {
-        match want {
-            Want::Newest => Self::Newest,
-            Want::AtLeast { model, version } => Self::AtLeast {
-                model: model.into(),
-                version,
-            },
-            Want::Exactly { model, version } => Self::Exactly {
-                model: model.into(),
-                version,
-            },
-        }
-    }
-}
-
-impl From<memory::Delivery> for Delivery {
-    fn from(delivery: memory::Delivery) -> Self {
-        match delivery {
-            memory::Delivery::Newest => Self::Newest,
-            memory::Delivery::Every { bound } => Self::Every { bound },
-            memory::Delivery::Asked => Self::Asked,
-        }
-    }
-}
-
-impl From<memory::Want> for Want {
-    fn from(want: memory::Want) -> Self {
-        match want {
-            memory::Want::Newest => Self::Newest,
-            memory::Want::AtLeast { model, version } => Self::AtLeast {
-                model: model as u8,
-                version,
-            },
-            memory::Want::Exactly { model, version } => Self::Exactly {
-                model: model as u8,
-                version,
             },
         }
     }

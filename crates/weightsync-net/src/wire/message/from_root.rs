@@ -6,133 +6,133 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
 
-/// What a sender says to an agent.
+/// A message from a sender to an agent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FromRoot {
-    /// The agent is in.
+    /// The sender accepts the agent.
     Welcome {
         /// The run of the sender.
         run: Run,
-        /// The agent's number in it, from 1.
+        /// The agent's number in this run, from 1.
         agent: u64,
-        /// What the sender calls itself; 1 to [`MAX_ADDRESS`] bytes.
+        /// The sender's name for itself; 1 to [`MAX_ADDRESS`] bytes.
         address: String,
-        /// How many models it has, 1 to [`MAX_MODELS`]; a [`FromRoot::Model`] follows for each.
+        /// How many models the sender has, 1 to [`MAX_MODELS`]; a [`FromRoot::Model`] follows for
+        /// each.
         models: u8,
-        /// How many slots each has to begin with, from 1.
+        /// How many slots each model has at first, from 1.
         slots: u8,
-        /// How many it may grow to, `slots` to [`MAX_SLOTS`].
+        /// How many slots a model may grow to, `slots` to [`MAX_SLOTS`].
         max_slots: u8,
         /// The sender's process.
         pid: u32,
     },
-    /// One of the models. As many [`FromRoot::Part`]s follow as its layout and note take: see
-    /// [`model_messages`] and [`ModelAssembler`].
+    /// One model. The [`FromRoot::Part`]s with its layout and note follow: see [`model_messages`]
+    /// and [`ModelAssembler`].
     Model {
-        /// Its index.
+        /// The model's index.
         index: u8,
         /// Bytes of the encoded layout; at most [`MAX_LAYOUT`].
         layout_bytes: u64,
-        /// Bytes of the note behind it; at most [`MAX_NOTE`].
+        /// Bytes of the note, which follows the layout; at most [`MAX_NOTE`].
         note_bytes: u64,
     },
-    /// A piece of the layout and note of the model named last.
+    /// A part of the layout and note of the last [`FromRoot::Model`].
     Part {
         /// 1 to [`MAX_PART`] bytes.
         bytes: Vec<u8>,
     },
-    /// The agent is turned away; nothing follows.
+    /// The sender refuses the agent; nothing follows.
     Refused {
-        /// Why; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
-        /// What it is to make of that.
+        /// What the agent should do.
         remedy: RefusalRemedy,
     },
-    /// The worker of this [`ToRoot::Join`] is in.
+    /// The sender admits the worker of this [`ToRoot::Join`].
     Joined {
-        /// The question's number.
+        /// The ticket of the `Join`.
         ticket: u64,
     },
-    /// The worker of this [`ToRoot::Join`] is not let in.
+    /// The sender does not admit the worker of this [`ToRoot::Join`].
     Denied {
-        /// The question's number.
+        /// The ticket of the `Join`.
         ticket: u64,
-        /// Why; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
     },
-    /// Workers of this host are to run a set.
-    Tell {
-        /// Counts what the sender tells.
+    /// Notifies workers of this host of the set that they are to run.
+    Notify {
+        /// Numbers all notifications and answers of the sender.
         sequence: u64,
         /// The set: no model twice.
         set: Vec<Item>,
-        /// Which workers; at most [`MAX_TOLD`].
+        /// The workers; at most [`MAX_NOTIFIED`].
         workers: Vec<WorkerId>,
     },
     /// The answer to a [`ToRoot::Ask`].
     Answer {
-        /// Who asked.
+        /// The worker that asked.
         worker: WorkerId,
         /// The question's number.
         question: u64,
-        /// Counts what the sender tells.
+        /// Numbers all notifications and answers of the sender.
         sequence: u64,
         /// The set: no model twice.
         set: Vec<Item>,
     },
-    /// The answer to a [`ToRoot::Ask`] that cannot be met.
+    /// There is no version that answers a [`ToRoot::Ask`].
     NoSuchVersion {
-        /// Who asked.
+        /// The worker that asked.
         worker: WorkerId,
         /// The question's number.
         question: u64,
-        /// The model asked about.
+        /// The model that was asked about.
         model: u8,
-        /// The version asked for; 0 if it was the newest.
+        /// The version that was asked for; 0 for the newest.
         asked: Version,
-        /// The newest versions that there are for this worker, newest first; at most
-        /// [`MAX_KNOWN`].
+        /// The newest versions that exist for this worker, newest first; at most [`MAX_KNOWN`].
         known: Vec<Version>,
     },
-    /// A worker gets nothing more.
+    /// The sender has turned a worker away: it gets no more sets.
     TurnAway {
-        /// Who.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
-        /// Why; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
     },
-    /// From whom the agent is to fetch from now on.
+    /// Assigns the agent a parent to fetch from.
     Parent {
-        /// Which agent; 0 for the sender itself.
+        /// The parent's number; 0 for the sender itself.
         agent: u64,
-        /// Where it listens, as `host:port`, 1 to [`MAX_ADDRESS`] bytes; `None` for where the
-        /// sender does.
+        /// The parent's bulk listener as `host:port`, 1 to [`MAX_ADDRESS`] bytes; `None` for the
+        /// sender's address.
         address: Option<String>,
     },
-    /// It is there.
+    /// A sign of life.
     Ping,
-    /// It goes, in order.
+    /// The sender shuts down.
     Goodbye,
-    /// It is to make the digest of a version that it has: [`ToRoot::Scrubbed`].
+    /// Asks for the digest of a version that the agent holds: [`ToRoot::Scrubbed`].
     Scrub {
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
     },
-    /// What it has of a version is not what was published: it is to make nothing from that, and
-    /// to pass nothing of it on.
+    /// The agent's bytes of a version differ from the published ones: it must not use them as a
+    /// base or pass them on.
     Spoiled {
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
     },
 }
 
-/// What an agent that was turned away is to make of it.
+/// What a refused agent should do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalRemedy {
     /// The sender has shut down, or is about to.
@@ -144,7 +144,7 @@ pub enum RefusalRemedy {
         /// The epoch of this sender.
         got: Epoch,
     },
-    /// What the reason says.
+    /// See the reason.
     Other,
 }
 
@@ -190,8 +190,8 @@ impl FromRoot {
                 require(!bytes.is_empty(), "at least one byte", || "none".into())?;
                 within("bytes of a part", bytes.len(), MAX_PART)
             }
-            Self::Tell { set, workers, .. } => {
-                within("workers in one message", workers.len(), MAX_TOLD)?;
+            Self::Notify { set, workers, .. } => {
+                within("workers in one message", workers.len(), MAX_NOTIFIED)?;
                 check_set(set)
             }
             Self::Answer { set, .. } => check_set(set),

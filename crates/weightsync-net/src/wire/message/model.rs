@@ -2,19 +2,19 @@
 
 use super::*;
 
-/// What a sender says of one of its models: a [`FromRoot::Model`], then the layout and behind it
-/// the note, in [`FromRoot::Part`]s. They are made one at a time.
+/// The messages that describe one of a sender's models: a [`FromRoot::Model`], then
+/// [`FromRoot::Part`]s with the layout and, after it, the note. The parts are made one at a time.
 ///
 /// # Errors
 ///
-/// [`MessageError`] if the layout or the note is longer than they may be, or the index too high.
+/// [`MessageError`] if the layout, the note or the index exceeds its limit.
 pub fn model_messages<'a>(
     index: u8,
     layout: &'a [u8],
     note: &'a [u8],
 ) -> Result<impl Iterator<Item = FromRoot> + 'a, MessageError> {
     let (layout_bytes, note_bytes) = (layout.len() as u64, note.len() as u64);
-    // So that what is sent is what an assembler takes.
+    // Refuses here what an assembler would refuse at the other end.
     ModelAssembler::new(index, layout_bytes, note_bytes)?;
     let model = FromRoot::Model {
         index,
@@ -26,10 +26,10 @@ pub fn model_messages<'a>(
     Ok(std::iter::once(model).chain(parts))
 }
 
-/// The layout and note of a model, out of the parts that come.
+/// Assembles a model's layout and note from parts.
 ///
-/// **Guarantee.** The lengths are bounded before anything is allocated, and what is allocated is at
-/// most twice what has come.
+/// **Guarantee.** Lengths are bounded before allocation. The memory in use is at most twice the
+/// bytes that have arrived.
 #[derive(Debug)]
 pub struct ModelAssembler {
     index: u8,
@@ -38,19 +38,19 @@ pub struct ModelAssembler {
     came: Vec<u8>,
 }
 
-/// A model's layout and note, whole.
+/// A model's complete layout and note.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AssembledModel {
     /// The model's index.
     pub index: u8,
-    /// The encoded layout, as it came.
+    /// The encoded layout as it arrived.
     pub layout: Vec<u8>,
-    /// The note, as it came.
+    /// The note as it arrived.
     pub note: Vec<u8>,
 }
 
 impl ModelAssembler {
-    /// Begins with what a [`FromRoot::Model`] says.
+    /// Begins with the fields of a [`FromRoot::Model`].
     ///
     /// # Errors
     ///
@@ -68,7 +68,7 @@ impl ModelAssembler {
         })
     }
 
-    /// How many bytes have not come yet.
+    /// How many bytes are still missing.
     pub fn missing(&self) -> usize {
         self.total - self.came.len()
     }
@@ -77,7 +77,7 @@ impl ModelAssembler {
     ///
     /// # Errors
     ///
-    /// [`MessageError::TooLong`] if they are more than are missing; nothing is taken then.
+    /// [`MessageError::TooLong`] if there are more than are missing; nothing is taken then.
     pub fn push(&mut self, part: &[u8]) -> Result<(), MessageError> {
         let missing = self.missing();
         within("bytes of a part", part.len(), missing)?;
@@ -89,7 +89,7 @@ impl ModelAssembler {
         Ok(())
     }
 
-    /// The model, if all of it has come; otherwise the assembler as it was.
+    /// The model if it is complete; otherwise the assembler unchanged.
     ///
     /// # Errors
     ///

@@ -7,160 +7,160 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
 
-/// What an agent says to its sender, of itself and of the workers of its host.
+/// A message from an agent to its sender, about itself and the workers of its host.
 ///
-/// `instance` is a number that each life of a worker has for itself, so that what is said of an
-/// earlier one is not taken for what is said of the one that came back.
+/// Each life of a worker has its own `instance`, so that a late message about an earlier life is
+/// not taken for one about its successor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToRoot {
-    /// The first words.
+    /// The first message.
     Agent {
-        /// Its name, for people to read; cut to [`MAX_TEXT`].
+        /// The agent's name, for people to read; cut to [`MAX_TEXT`].
         name: String,
-        /// Which host it is on: the same for every process of that host.
+        /// The id of the host: the same for every process of it.
         host: [u8; 16],
-        /// Its process.
+        /// The agent's process.
         pid: u32,
         /// The port at which children can fetch from it, if they can.
         bulk: Option<u16>,
-        /// The highest epoch it has seen.
+        /// The highest epoch that the agent has seen.
         seen: Epoch,
-        /// The whole versions it has, of `run`; at most [`MAX_HELD`].
+        /// The whole versions of `run` that the agent has; at most [`MAX_HELD`].
         holds: Vec<Item>,
-        /// The run it followed last.
+        /// The run that the agent followed last.
         run: Option<Run>,
     },
-    /// A worker wants to take part.
+    /// A worker asks to be admitted.
     Join {
-        /// The question's number: the answer names it.
+        /// Numbers the request: the reply names it.
         ticket: u64,
-        /// Who it is.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
-        /// Its process, on its host.
+        /// The worker's process, on its host.
         pid: u32,
-        /// The models it wants, a bit each; all ones for every one there is. At least one.
+        /// The models that the worker takes, a bit each, at least one; all ones for all models.
         models: u64,
-        /// Which versions it is to be given.
+        /// Which versions the worker gets.
         delivery: Delivery,
-        /// Where its weights live, for people to read; cut to [`MAX_DEVICE`].
+        /// Where the worker's weights live, for people to read; cut to [`MAX_DEVICE`].
         device: String,
-        /// The highest epoch it has seen.
+        /// The highest epoch that the worker has seen.
         seen: Epoch,
     },
-    /// How far workers have come, of whom that has changed; at most [`MAX_PROGRESS`].
+    /// The progress of workers for which it has changed; at most [`MAX_PROGRESS`].
     Progress {
         /// The workers; see [`ToRoot::progress`].
         workers: Vec<WorkerProgress>,
     },
-    /// A worker is no more.
+    /// A worker has gone.
     Gone {
-        /// Who.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
-        /// Whether it died; otherwise it left in order.
+        /// Whether the worker died; otherwise it left in order.
         died: bool,
     },
-    /// A worker is there and can use nothing more.
+    /// A worker is alive, but can use no more versions.
     Unusable {
-        /// Who.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
-        /// Why; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
     },
     /// A worker asks for a version.
     Ask {
-        /// Who.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
-        /// The question's number: the answer names it.
+        /// Numbers the question: the answer names it.
         question: u64,
-        /// Which version.
+        /// The version that the worker wants.
         want: Want,
     },
-    /// A worker does not wait for an answer any more.
+    /// A worker no longer waits for an answer.
     Withdraw {
-        /// Who.
+        /// The worker.
         worker: WorkerId,
-        /// Which life of it.
+        /// The instance of the worker.
         instance: u64,
     },
-    /// Which versions the agent has come to have whole, and has no more.
+    /// Whole versions that the agent has gained and dropped.
     Holds {
         /// New ones; at most [`MAX_HELD`].
         have: Vec<Item>,
-        /// Those given up; at most [`MAX_HELD`].
+        /// Dropped versions; at most [`MAX_HELD`].
         dropped: Vec<Item>,
     },
     /// A transfer has ended.
     Received {
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
-        /// Which agent it was fetched from; 0 for the sender itself.
+        /// The agent it was fetched from; 0 for the sender itself.
         parent: u64,
-        /// How much was fetched for it, in bytes.
+        /// How many bytes were fetched.
         bytes: u64,
-        /// How long its chunks took from their first byte to their last, in
-        /// microseconds.
+        /// How long the blocks took from their first byte to their last, in microseconds.
         micros: u64,
     },
-    /// The parent does not answer.
+    /// The agent has lost its parent.
     ParentLost {
-        /// Which agent that was.
+        /// The number of the parent.
         parent: u64,
-        /// Why it is taken for lost; cut to [`MAX_TEXT`].
+        /// The reason; cut to [`MAX_TEXT`].
         reason: String,
     },
-    /// The parent does not have a version it was asked for.
+    /// The parent does not have the version that was requested.
     Missing {
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
     },
-    /// It is there.
+    /// A sign of life.
     Ping,
-    /// It goes, in order.
+    /// The agent leaves in order.
     Goodbye,
     /// The answer to a [`FromRoot::Scrub`].
     Scrubbed {
-        /// Of which model.
+        /// The model's index.
         model: u8,
         /// The version.
         version: Version,
-        /// The digest of the bytes it has; `None` if it has not that version any more.
+        /// The digest of the agent's bytes; `None` if it no longer has the version.
         digest: Option<Digest>,
     },
 }
 
-/// How far a worker has come. Sequences are those of [`FromRoot::Tell`] and [`FromRoot::Answer`].
+/// The progress of one worker. Sequences are those of [`FromRoot::Notify`] and
+/// [`FromRoot::Answer`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WorkerProgress {
-    /// Who.
+    /// The worker.
     pub worker: WorkerId,
-    /// Which life of it.
+    /// The instance of the worker.
     pub instance: u64,
-    /// The newest sequence it has taken: its slots are pinned.
+    /// The newest sequence that the worker has taken: its slots are pinned.
     pub taken: u64,
-    /// The last question whose answer it needs no more.
+    /// The last question whose answer the worker no longer needs.
     pub through: u64,
-    /// The newest sequence it has loaded.
+    /// The newest sequence that the worker has loaded.
     pub loaded: u64,
-    /// What it runs: no model twice.
+    /// The set that the worker runs: no model twice.
     pub versions: Vec<Item>,
-    /// The last sequence it refused, 0 for any, and why; cut to [`MAX_TEXT`].
+    /// The last refused sequence, 0 for all, and the reason; cut to [`MAX_TEXT`].
     pub refused: Option<(u64, String)>,
 }
 
 impl WorkerProgress {
-    /// The most bytes it takes on the wire.
+    /// The most bytes of this on the wire.
     fn max_bytes(&self) -> usize {
         const NUMBER: usize = 10;
         let refused = self
@@ -172,9 +172,9 @@ impl WorkerProgress {
 }
 
 impl ToRoot {
-    /// [`ToRoot::Progress`] of any number of workers, in as many messages as it takes.
+    /// The progress of any number of workers, in as few [`ToRoot::Progress`] messages as possible.
     pub fn progress(workers: Vec<WorkerProgress>) -> Vec<Self> {
-        // What comes before the workers takes no more than this.
+        // The bytes before the workers fit in the rest.
         const ROOM: usize = MAX_FRAME - 32;
         let mut messages = Vec::new();
         let mut batch = Vec::new();

@@ -12,12 +12,12 @@ use weightsync_net::access::Key;
 use weightsync_net::status::Status;
 use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
-use weightsync_net::wire::message::{ChunkRange, FromRoot, Message, ToChild, ToParent, ToRoot};
+use weightsync_net::wire::message::{BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot};
 
 use super::roles::token;
 use super::scale::{Dice, PATIENCE};
 
-/// What is tried.
+/// The kinds of attacks.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Attack {
     /// Random bytes.
@@ -30,12 +30,12 @@ pub(crate) enum Attack {
     HalfOpen,
     /// Handshakes by another token.
     WrongTokens,
-    /// What somebody who has the token said, once more.
+    /// Messages of a process with the token, sent once more.
     Replays,
     /// After a handshake as it should be: frames that end in the middle, are too
     /// long, damaged, of another kind, or of nonsense.
     BadFrames,
-    /// Fetches of more chunks than there can be, by one who is in.
+    /// Fetches of more blocks than there can be, by one who is in.
     HugeFetches,
 }
 
@@ -71,7 +71,7 @@ fn noise(root: &str, dice: &mut Dice) -> Outcome {
     for _ in 0..200 {
         let mut socket = dial(root)?;
         let bytes = dice.bytes(1 + dice.clone().below(4096) as usize);
-        // It may hang up before all of it is said.
+        // The sender may hang up before all is written.
         let _ = socket.write_all(&bytes);
         let _ = socket.shutdown(std::net::Shutdown::Write);
         is_closed(&mut socket)?;
@@ -156,7 +156,7 @@ fn bad_frames(root: &str, dice: &mut Dice) -> Outcome {
         let mut huge = whole.clone();
         huge[..4].copy_from_slice(&u32::MAX.to_le_bytes());
         let mut other = Vec::new();
-        frame::encode(Kind::Chunk, &[0; 40], &mut other)?;
+        frame::encode(Kind::Block, &[0; 40], &mut other)?;
         let random = dice.bytes(1000);
         let cut = whole[..100].to_vec();
         for bytes in [whole, damaged, huge, other, random, cut] {
@@ -179,10 +179,10 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
             run,
             agent: 0,
             model: 0,
-            // It is there, or was a moment ago.
+            // The newest version now or a moment ago.
             version: Version(status.models[0].version),
             base: None,
-            ranges: vec![ChunkRange {
+            ranges: vec![BlockRange {
                 first: 0,
                 count: u32::MAX,
             }],

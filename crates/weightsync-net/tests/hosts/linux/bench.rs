@@ -1,5 +1,5 @@
-//! What is measured over hosts: a chain, what workers cost the sender, and how many
-//! there may be.
+//! Measurements over hosts: a chain, the sender's cost of workers, and the largest number of
+//! workers.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -106,7 +106,7 @@ fn sends(stage: &mut Stage, count: usize) -> Vec<Sent> {
 fn chain() -> Vec<Row> {
     const BYTES: usize = 256 * MIB;
     const SENDS: usize = 3;
-    /// Of the line rate, which headers are counted in.
+    /// The share of the line rate, headers included.
     const OF_LINE: f64 = 0.93;
     let line = Duration::from_secs_f64(BYTES as f64 * 8.0 / GIGABIT as f64);
     let mut rows = Vec::new();
@@ -140,9 +140,8 @@ fn chain() -> Vec<Row> {
     rows
 }
 
-/// One step of 1 GiB to a worker of another host, by a link of 1 Gbit/s, from publish to
-/// live: where so much has changed, over where all has, and nothing is to be said of it but
-/// the bytes themselves.
+/// One step of 1 GiB to a worker of another host over a link of 1 Gbit/s, from publish to live: the
+/// time with this many changes over the time with all changed.
 fn deltas() -> Vec<Row> {
     const BYTES: usize = 1 << 30;
     const SENDS: usize = 5;
@@ -186,8 +185,8 @@ fn deltas() -> Vec<Row> {
     rows
 }
 
-/// One step of 512 MiB by a link that nothing limits but the machine, where a delta pays only of
-/// few changes: in turns with the same sent whole.
+/// One step of 512 MiB over a link that only the machine limits, where a delta pays only for few
+/// changes; alternates with the same step sent whole.
 fn unlimited() -> Vec<Row> {
     const BYTES: usize = 512 * MIB;
     const SENDS: usize = 9;
@@ -231,7 +230,7 @@ fn sends_of(stage: &mut Stage, count: usize) -> Duration {
     median(sends(stage, count).iter().map(|sent| sent.took).collect())
 }
 
-/// What 64 MiB to 8 hosts cost the sender, with a worker on each and with eight.
+/// The sender's cost of 64 MiB to 8 hosts, with one worker each and with eight.
 fn cost() -> Vec<Row> {
     const BYTES: usize = 64 * MIB;
     const HOSTS: usize = 8;
@@ -275,7 +274,7 @@ fn cost() -> Vec<Row> {
     ]
 }
 
-/// What has gone out, once that is counted.
+/// Bytes that were sent, once they are counted.
 fn settled(stage: &mut Stage) -> u64 {
     let mut last = None;
     let status = stage.until_status("everything is counted", |status| {

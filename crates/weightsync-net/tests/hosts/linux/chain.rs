@@ -29,7 +29,7 @@ fn relays() {
         let sent = stage.send_everywhere();
         stage.note(&format!("version {} in {:?}", sent.version, sent.took));
     }
-    // Its first version, and those.
+    // The host's first version, and the sends.
     let once = (SENDS + 1) * bytes as u64;
     let status = stage.until_status("everything is counted", |status| {
         status.served >= once && status.relays.iter().all(|one| one.received >= once)
@@ -58,7 +58,7 @@ fn changes() {
         stage.start_workers(host, &[first, first + 1]);
     }
     stage.send_everywhere();
-    // Its first two versions may go out as a whole, as somebody comes while they do.
+    // The first two versions may go out whole, because hosts join meanwhile.
     let begun = stage.until_status("the first are counted", |status| {
         status.relays.iter().all(|one| one.received >= bytes as u64)
     });
@@ -66,7 +66,7 @@ fn changes() {
         let sent = stage.send_everywhere();
         stage.note(&format!("version {} in {:?}", sent.version, sent.took));
     }
-    // One element of eight bytes in a hundred, each of which becomes any other.
+    // One element of eight bytes in a hundred takes any other value.
     let once = SENDS * bytes as u64 / 100;
     let relayed = |status: &Status| -> Vec<u64> {
         let of = |agent| {
@@ -92,7 +92,7 @@ fn changes() {
     let model = &status.models[0];
     let share = model.changed.expect("it is sent as what changed");
     assert!((0.009..0.012).contains(&share), "{model:?}");
-    // Who has nothing gets all of it.
+    // A host without a version gets all of it.
     stage.start_relay(5);
     stage.start_workers(5, &[50]);
     stage.until_all_newest();

@@ -98,7 +98,7 @@ impl Agent {
     fn join(root: &str, number: u32) -> Result<Self, Box<dyn Error>> {
         let begun = Instant::now();
         let mut socket = loop {
-            // So many strangers come at once that the oldest are disconnected.
+            // So many strangers connect at once that the oldest are disconnected.
             match attacks::let_in(root, &token(), Role::Control, number.into()) {
                 Ok(socket) => break socket,
                 Err(error) if begun.elapsed() > PATIENCE => return Err(error.into()),
@@ -150,7 +150,7 @@ impl Agent {
                 Some(FromRoot::Denied { reason, .. } | FromRoot::Refused { reason, .. }) => {
                     return Err(reason.into());
                 }
-                Some(FromRoot::Tell {
+                Some(FromRoot::Notify {
                     sequence,
                     set,
                     workers,

@@ -1,4 +1,4 @@
-//! What a host holds is not what was published.
+//! Bytes that a host holds differ from the published ones.
 
 use super::messages::Content;
 use super::stage::{Actor, Stage};
@@ -8,7 +8,7 @@ pub(crate) const TESTS: &[(&str, fn())] =
 
 const MIB: usize = 1 << 20;
 
-/// What a relay holds is damaged, and the next delta says so by what its base is to be like.
+/// A relay's bytes are damaged; the next delta does not fit them, which the relay notices.
 fn unfit() {
     let content = Content::Weights {
         percent: 10.0,
@@ -16,7 +16,7 @@ fn unfit() {
         deltas: true,
     };
     let mut stage = Stage::of(2, MIB, content);
-    // So slow that deltas are worth every byte that is saved: the thin ones.
+    // So slow that the smallest deltas pay: the thin ones.
     stage.rate([1], 4_000_000);
     stage.start_relay(1);
     stage.start_workers(1, &[1]);
@@ -29,7 +29,7 @@ fn unfit() {
     let told = stage.errors(Actor::Relay(1)).next().map(str::to_owned);
     let told = told.unwrap_or_else(|| stage.fail("nothing was said of it"));
     assert!(told.contains("cannot be applied here"), "{told}");
-    // It came whole, and what follows it comes as what changed again.
+    // This version came whole, and later ones come as deltas again.
     for version in [sent.version, sent.version + 2] {
         let scrub = stage.scrub();
         assert!(

@@ -27,7 +27,7 @@ fn worker() {
     stage.start_relay(1);
     stage.start_workers(1, &[10, 11]);
     stage.start_workers(2, &[20]);
-    // It is there, and does nothing: its relay answers for it.
+    // The worker is stopped; its relay answers for it.
     stage.pause(Actor::Worker(11));
     let word = stage.begin_send();
     stage.until("the others have it", |stage| {
@@ -82,7 +82,7 @@ fn relay(host: usize) {
     let word = stage.begin_send();
     stage.until_came(Actor::Relay(host), bytes as u64 / 4);
     stage.kill(Actor::Relay(host));
-    // Its workers find another way, or are named; nobody else is in the report.
+    // The relay's workers find another route, or the report names them; it names no others.
     let sent = stage.report(word);
     stage.note(&format!("took {:?}, not at {:?}", sent.took, sent.failed()));
     for line in &sent.workers {

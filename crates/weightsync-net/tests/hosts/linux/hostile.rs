@@ -84,7 +84,7 @@ fn cause(line: &str) -> String {
     plain.collect::<Vec<_>>().join(" ")
 }
 
-/// What the trainer has in memory, in KiB.
+/// The trainer's memory, in KiB.
 fn memory(stage: &Stage) -> u64 {
     let path = format!("/proc/{}/status", stage.pid(Actor::Trainer));
     let text = std::fs::read_to_string(path).expect("a trainer that runs");

@@ -99,7 +99,7 @@ fn elsewhere() {
     let since = Instant::now();
     stage.kill(Actor::Relay(1));
     stage.kill(Actor::Worker(10));
-    // It fails where it is refused.
+    // A refused connection fails at once.
     stage.start_workers(2, &[10]);
     stage.note(&format!("it is back after {:?}", since.elapsed()));
     let sent = stage.send();
@@ -201,7 +201,7 @@ fn slow() {
     let first = stage.status().relays[0].address.clone();
     assert_eq!(first, stage.hosts.address(1).to_string());
     stage.rate([1], 1_000_000);
-    // It takes some seconds to be noticed, as that is how long a version takes.
+    // The loss is noticed after some seconds, as long as a version takes.
     let begun = Instant::now();
     stage.publish();
     let status = stage.until_status("the slow one is at the end", |status| {
@@ -235,7 +235,7 @@ fn slow() {
         "{} versions at the fast ones, in {took:?}; {of_slow} at the slow one",
         took.len()
     ));
-    // One of its versions takes ten seconds. A pause of a busy machine or two is no sign.
+    // One of its versions takes ten seconds. A pause or two of a busy machine proves nothing.
     let long = took.iter().filter(|one| **one > Duration::from_secs(2));
     assert!(long.count() <= 2 && took.len() > 20, "{took:?}");
     stage.until_all_newest();

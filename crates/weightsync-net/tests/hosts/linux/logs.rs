@@ -1,4 +1,4 @@
-//! What the crate under test logs, as lines to who started the process.
+//! Sends the log lines of the crate under test to the process that started this one.
 
 use std::fmt::{self, Write};
 

@@ -1,4 +1,4 @@
-//! What the tests and their processes say to each other: lines of JSON.
+//! The messages between the tests and their processes: lines of JSON.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -14,14 +14,14 @@ use super::attacks::Attack;
 /// The variable that makes this binary play a role.
 pub(crate) const ROLE: &str = "WEIGHTSYNC_TEST_ROLE";
 
-/// What every process here may connect with.
+/// The token of every process here.
 pub(crate) const TOKEN: &str = "a token for tests, of nobody else";
 
-/// What a process is.
+/// The role of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Role {
     Trainer(Lead),
-    /// Of the sender at this address.
+    /// A relay for the sender at this address.
     Relay(String),
     Worker(Join),
     /// Many workers.
@@ -45,11 +45,11 @@ pub(crate) struct Lead {
     pub(crate) arity: usize,
     /// The word of its first version.
     pub(crate) word: u64,
-    /// What its versions are.
+    /// The content of its versions.
     pub(crate) content: Content,
 }
 
-/// What the versions of a trainer are.
+/// The content of a trainer's versions.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Content {
     /// Elements that say which word they are of; from one word to the next one in so many
@@ -87,11 +87,11 @@ pub(crate) struct Simulated {
     /// The sender's address.
     pub(crate) root: String,
     pub(crate) agents: u32,
-    /// Of each agent.
+    /// Workers of each agent.
     pub(crate) workers: u32,
 }
 
-/// What a trainer is to do.
+/// A command to a trainer.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
     /// Sends a version full of this word, and waits until it is loaded everywhere.
@@ -106,7 +106,7 @@ pub(crate) enum Order {
     Scrub,
 }
 
-/// What a process says.
+/// A message of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Notice {
     /// A trainer: by this one joins.
@@ -133,7 +133,7 @@ pub(crate) enum Notice {
     Attacked,
     /// A warning of the crate under test.
     Log(String),
-    /// It cannot go on; also where a version was not whole.
+    /// The process cannot go on; also after a version that was not whole.
     Failed(String),
 }
 
@@ -151,7 +151,7 @@ pub(crate) struct Sent {
     pub(crate) word: u64,
     pub(crate) version: u64,
     pub(crate) took: Duration,
-    /// What it cost the trainer's process, by all of its threads.
+    /// The processor time of the trainer's process, over all of its threads.
     pub(crate) cpu: Duration,
     pub(crate) workers: Vec<Line>,
 }
@@ -187,15 +187,14 @@ impl Sent {
         }
     }
 
-    /// What became of it at a worker: at the process that has the number now, if
-    /// another had it before.
+    /// The outcome at a worker: at the process that has the number now, if another had it before.
     pub(crate) fn outcome(&self, worker: u32) -> &str {
         let lines = self.workers.iter().filter(|line| line.worker == worker);
         let line = lines.min_by_key(|line| line.outcome != "Applied");
         line.map_or("no line", |line| &line.outcome)
     }
 
-    /// Those that have not loaded it.
+    /// Workers that have not loaded the version.
     pub(crate) fn failed(&self) -> Vec<u32> {
         let failed = self.workers.iter().filter(|line| line.outcome != "Applied");
         failed.map(|line| line.worker).collect()

@@ -45,7 +45,7 @@ pub(crate) fn main() -> ExitCode {
 
 fn test() -> ExitCode {
     let mut arguments = Arguments::from_args();
-    // What is measured here is not what several of them do to each other.
+    // Tests that measure must not run side by side.
     arguments.test_threads.get_or_insert(1);
     libtest_mimic::run(&arguments, trials()).exit_code()
 }

@@ -45,7 +45,7 @@ pub(crate) fn play(role: Role) -> Outcome {
         Role::Attacker(root, attack, seed) => {
             attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
             emit(&Notice::Attacked);
-            // It ends when its test says so.
+            // The process ends when its test closes the input.
             std::io::stdin().read_to_end(&mut Vec::new())?;
             Ok(())
         }
@@ -149,7 +149,7 @@ fn send_all(
     Ok(())
 }
 
-/// What this process has cost since it began.
+/// Processor time of this process since it began.
 fn cpu() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -172,7 +172,7 @@ fn work(join: Join) -> Outcome {
     let mut receiver = loop {
         match setup.clone().connect(Some(PATIENCE)) {
             Ok(receiver) => break receiver,
-            // Nobody is there for longer than that.
+            // There is no sender for longer than that.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -180,7 +180,7 @@ fn work(join: Join) -> Outcome {
     let mut next = Version(1);
     loop {
         let received = match pulls {
-            // One question, for as long as it takes.
+            // One question, without a limit.
             true => receiver.pull(Pull::at_least(next)),
             false => receiver.recv_timeout(PATIENCE),
         };
@@ -198,7 +198,7 @@ fn work(join: Join) -> Outcome {
                 emit(&Notice::SenderGone { died: true })
             }
             Err(error) if error.is_sender_closed() => emit(&Notice::SenderGone { died: false }),
-            // Its successor is not there yet.
+            // The successor is not there yet.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
             Err(error) => return Err(error.into()),
         }
@@ -217,7 +217,7 @@ impl Versions {
         let mut tensors = Tensors::new();
         let mut training = None;
         match content {
-            // Of several lengths, one of them of no whole chunks.
+            // Several lengths, one of which is not a multiple of a block.
             Content::Words { .. } => {
                 let words = bytes / 8;
                 let first = words / 3 + 5;
@@ -276,7 +276,7 @@ struct Training {
 }
 
 impl Training {
-    /// Of a standard deviation of 0.02, of which about so many percent will change their
+    /// Values with a standard deviation of 0.02, of which about this many percent change their
     /// bfloat16 in each step.
     fn new(elements: usize, percent: f64) -> Self {
         let noise = Noise(1);

@@ -49,7 +49,7 @@ struct Schedule {
     dice: Dice,
     /// Hosts that are cut off.
     apart: BTreeSet<usize>,
-    /// What was killed and not started again, with its host.
+    /// Processes that were killed and not started again, with their hosts.
     dead: Vec<(Actor, usize)>,
     workers: u32,
 }
@@ -116,7 +116,7 @@ impl Schedule {
     fn kill(&mut self) {
         let processes = self.stage.processes();
         let (who, host) = *self.dice.pick(&processes);
-        // It may be what waits for others at this moment.
+        // Other hosts may depend on this process now.
         self.stage.kill(who);
         self.stage.note(&format!("{who} is killed"));
         self.dead.push((who, host));
@@ -124,7 +124,7 @@ impl Schedule {
 
     fn start_again(&mut self) {
         if self.dead.is_empty() {
-            // One that is late, then.
+            // A host that may be late, then.
             let host = 1 + self.dice.below(HOSTS as u64) as usize;
             let worker = self.workers;
             self.workers += 1;

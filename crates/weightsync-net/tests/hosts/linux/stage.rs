@@ -38,12 +38,12 @@ pub(crate) const GIGABIT: u64 = 1_000_000_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Actor {
     Trainer,
-    /// That of this host.
+    /// The relay of this host.
     Relay(usize),
     Worker(u32),
-    /// That of this number.
+    /// The crowd of this number.
     Crowd(usize),
-    /// That of this host.
+    /// The attacker on this host.
     Attacker(usize),
 }
 
@@ -104,7 +104,7 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// So many hosts, with a trainer on the first that has versions of so many bytes.
+    /// This many hosts; the trainer is on the first, and its versions have this many bytes.
     pub(crate) fn new(hosts: usize, bytes: usize) -> Self {
         Self::with(hosts, bytes, false, 1, Content::Words { every: 1 })
     }
@@ -246,12 +246,12 @@ impl Stage {
         attacks.by_ref().filter(going_on).count()
     }
 
-    /// What a process of the crate under test has warned of.
+    /// Warnings of a process's crate under test.
     pub(crate) fn warnings(&self, who: Actor) -> impl Iterator<Item = &str> {
         self.logged(who, "WARN ")
     }
 
-    /// What went wrong at a process of the crate under test.
+    /// Errors of a process's crate under test.
     pub(crate) fn errors(&self, who: Actor) -> impl Iterator<Item = &str> {
         self.logged(who, "ERROR ")
     }

@@ -1,4 +1,4 @@
-//! Fetches versions, checks them chunk by chunk, and resumes where a connection broke.
+//! Fetches versions, checks them block by block, and resumes where a connection broke.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use weightsync_simd::crc64;
 use super::inbox::{Fetched, Inbox};
 use super::joining::Session;
 use crate::http::{Ask, Fault};
-use crate::rpc::wire::{Asked, CHUNK, MAX_BODY, Part, Problem, Question, WantWord, max_set};
+use crate::rpc::wire::{Asked, BLOCK, MAX_BODY, Part, Problem, Question, WireWant, max_set};
 use crate::rpc::{PATIENCE, PROBE, SILENCE};
 
 /// How often a version is requested again without any progress.
@@ -26,27 +26,27 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     /// The sender has a newer version by now, or is another sender.
-    #[error("the sender no longer has it")]
+    #[error("the sender no longer has this version")]
     Replaced,
     #[error(
-        "chunk {chunk} of model {model} {version} is damaged: its CRC-64 should be \
-         {expected:016x} and is {got:016x}"
+        "block {block} of model {model} {version} is damaged: expected CRC-64 \
+         {expected:016x}, got {got:016x}"
     )]
     Damaged {
         model: usize,
         version: Version,
-        chunk: usize,
+        block: usize,
         expected: u64,
         got: u64,
     },
-    #[error("model {model} {version} is damaged: its digest should be {expected} and is {got}")]
+    #[error("model {model} {version} is damaged: expected digest {expected}, got {got}")]
     Digest {
         model: usize,
         version: Version,
         expected: Digest,
         got: Digest,
     },
-    #[error("the sender's {version} of model {model} is none of this model's")]
+    #[error("the sender's {version} of model {model} does not match the layout of this model")]
     Foreign { model: usize, version: Version },
     #[error("{0}")]
     Fault(#[from] Fault),
@@ -60,7 +60,7 @@ impl From<Failure> for weightsync_engine::Error {
             Failure::Own(error) => error,
             failure => Self::Transport {
                 source: failure.into(),
-                // The next version may be whole.
+                // The next version may arrive undamaged.
                 remedy: Remedy::Retry,
             },
         }
@@ -157,7 +157,7 @@ pub(super) struct Partial {
     image: Image,
     /// How many bytes are there.
     at: usize,
-    /// How many of them are whole chunks that were compared with their checksums.
+    /// How many of them are whole blocks that were compared with their checksums.
     checked: usize,
 }
 
@@ -176,7 +176,7 @@ impl<'a> Filling<'a> {
         let partial = match before {
             Some(same) if same.run == *run && same.version == part.version => same,
             before => {
-                // Its memory, at least.
+                // If the fetch of another version broke off, at least its memory is used again.
                 let spare = before.map(|partial| partial.image);
                 let spare = spare.or_else(|| inbox.spare(part.model));
                 let spare = spare.filter(|image| image.layout() == &spec.layout);
@@ -275,23 +275,23 @@ impl Drop for Filling<'_> {
 }
 
 impl Partial {
-    /// Compares the chunks that are whole by now with their checksums. Damaged chunks are
+    /// Compares the blocks that are whole by now with their checksums. Damaged blocks are
     /// requested again.
     fn check(&mut self, part: &Part) -> Result<(), Failure> {
         let all = self.image.bytes();
         while self.checked < self.at {
-            let end = (self.checked + CHUNK as usize).min(all.len());
+            let end = (self.checked + BLOCK as usize).min(all.len());
             if end > self.at {
                 break;
             }
-            let chunk = self.checked / CHUNK as usize;
-            let (expected, got) = (part.crc64[chunk].0, crc64(&all[self.checked..end]));
+            let block = self.checked / BLOCK as usize;
+            let (expected, got) = (part.crc64[block].0, crc64(&all[self.checked..end]));
             if expected != got {
                 self.at = self.checked;
                 return Err(Failure::Damaged {
                     model: part.model,
                     version: part.version,
-                    chunk,
+                    block,
                     expected,
                     got,
                 });
@@ -311,9 +311,9 @@ pub(super) async fn ask(
     deadline: Deadline,
 ) -> Result<Option<Fetched>, NoAnswer> {
     let (want, version) = match pull {
-        Which::AtLeast(version) => (WantWord::AtLeast, Some(version.0)),
-        Which::Exactly(version) => (WantWord::Exactly, Some(version.0)),
-        _ => (WantWord::Newest, None),
+        Which::AtLeast(version) => (WireWant::AtLeast, Some(version.0)),
+        Which::Exactly(version) => (WireWant::Exactly, Some(version.0)),
+        _ => (WireWant::Newest, None),
     };
     loop {
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -342,8 +342,8 @@ pub(super) async fn ask(
             // The sender's clock said so: this end's decides.
             Ok(None) => {}
             Err(Some(NoAnswer::Gone)) => {
-                // It may have given up a connection that broke, which this end finds out
-                // a little later.
+                // The sender may have given up a broken connection, which this end finds out a
+                // little later.
                 let until = Instant::now() + SILENCE + 2 * PROBE + PAUSE;
                 let knows = || session.is_broken() || session.id() != id || has_ended(&inbox);
                 while !knows() {
@@ -378,7 +378,7 @@ async fn asked(
     question: &Question,
     left: Option<Duration>,
 ) -> Result<Option<Asked>, Option<NoAnswer>> {
-    // One that waits for ever ends with its connection.
+    // A question without a limit ends with its connection.
     const FOR_EVER: Duration = Duration::from_secs(1 << 32);
     let patience = left.map_or(FOR_EVER, |left| left.saturating_add(PATIENCE));
     let ask = session.question(question);

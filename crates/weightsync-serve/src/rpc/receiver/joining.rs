@@ -20,8 +20,8 @@ use super::{server, wait_for};
 use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, ProofKey, Server};
 use crate::rpc::error::RpcError;
 use crate::rpc::wire::{
-    Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome, Words,
-    of_sender, url,
+    Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome,
+    WorkerMessage, of_sender, url,
 };
 use crate::rpc::{Addresses, PATIENCE, PROBE, SILENCE, address, passed};
 
@@ -47,12 +47,12 @@ pub(super) struct Session {
     proof: ProofKey,
     pub(super) run: Run,
     pub(super) pid: u32,
-    /// The models this worker takes, in the order it named them, and their places at
+    /// The models that this worker takes, in the order in which it named them, and their indices at
     /// the sender.
     pub(super) models: Vec<ModelSpec>,
     pub(super) wanted: Vec<usize>,
     pub(super) client: Arc<Client>,
-    /// The call that comes at once.
+    /// The sequence of the call that follows at once.
     sequence: u64,
 }
 
@@ -76,8 +76,8 @@ impl Session {
         Some(self.wanted[index])
     }
 
-    pub(super) fn words(&self, words: &Words) -> Ask {
-        Ask::post(of_sender::WORDS.replace("{id}", &self.id()), words)
+    pub(super) fn message(&self, message: &WorkerMessage) -> Ask {
+        Ask::post(of_sender::MESSAGES.replace("{id}", &self.id()), message)
     }
 
     pub(super) fn question(&self, question: &Question) -> Ask {
@@ -103,7 +103,7 @@ const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
 enum NotIn {
-    /// Nobody listens there, as the machine's system reports.
+    /// Nothing listens there, as the machine's system reports.
     Absent(String),
     /// The sender does not know this worker's secret. The worker asks again only if another
     /// sender may follow at that address.
@@ -127,12 +127,12 @@ enum NotIn {
 
 impl From<Fault> for NotIn {
     fn from(fault: Fault) -> Self {
-        let words = fault.to_string();
+        let reason = fault.to_string();
         match fault {
             Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
-                Self::Absent(words)
+                Self::Absent(reason)
             }
-            _ => Self::Silent(words),
+            _ => Self::Silent(reason),
         }
     }
 }
@@ -152,7 +152,8 @@ pub(super) fn join(
     access
         .may_dial_with_secret(sender)
         .map_err(RpcError::from)?;
-    // Where there is no way, nobody can be reached either.
+    // Without a route to the sender this address does not matter: the sender cannot be reached at
+    // all.
     let own = address::local_ip(sender).unwrap_or(Ipv4Addr::LOCALHOST.into());
     let own = SocketAddr::new(own, 0);
     access.may_listen(own).map_err(RpcError::from)?;
@@ -190,7 +191,7 @@ pub(super) fn join(
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let soon = deadline.and(ends);
-        // Who is heard out has its own time for each step, and the caller can end it.
+        // A caller that waits for the sender's answer gives each step its own time, and can cancel.
         let until = soon.filter(|_| !joining.hears_out);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
@@ -250,7 +251,7 @@ pub(super) fn join(
     }
 }
 
-/// Registers; the sender's first line, and those that follow.
+/// Registers. Returns the sender's first line, and the lines that follow.
 async fn register_at(
     client: &Arc<Client>,
     proof: &ProofKey,
@@ -273,8 +274,8 @@ async fn register_at(
             let Ok(problem) = problem else {
                 return Err(NotIn::Silent(format!("it answered {status}")));
             };
-            // With another status it is what is on the way that has no room for it now, or
-            // the sender that could not reach this worker or was not told all in time.
+            // Other statuses come from something on the way that has no room now, or from a sender
+            // that could not reach this worker or did not get the whole request in time.
             let is_word = matches!(
                 status,
                 StatusCode::BAD_REQUEST
@@ -296,7 +297,7 @@ async fn register_at(
     let Some(FromSender::Welcome(welcome)) = first else {
         return Err(NotIn::Silent("it did not welcome this worker".into()));
     };
-    // Before anything else that it says is looked at.
+    // Checked before anything else in the message is used.
     let expected = proof.proof(&nonce, &welcome.id);
     match welcome.proof {
         Some(Digits(got)) if got == expected => {}
@@ -306,7 +307,7 @@ async fn register_at(
     if welcome.run.epoch < register.seen {
         return Err(NotIn::Fenced(welcome.run.epoch));
     }
-    // It is part of paths from here on.
+    // The id becomes part of paths.
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
     if welcome.protocol != PROTOCOL || !welcome.id.bytes().all(plain) {
         return Err(NotIn::Denied("it speaks another protocol".into()));
@@ -447,7 +448,7 @@ async fn again(session: &Session, register: &Register) -> std::result::Result<Li
             Err(NotIn::Taken(reason)) => return Err(End::Denied { reason }),
             Err(_) => return Err(died),
         };
-        // It may be stopped, or its machine suspended, and goes on then.
+        // The sender may be stopped, or its machine suspended; it may continue later.
         if since.elapsed() > SILENT_SENDER {
             tracing::warn!(sender = %session.client.addr(), %why, "given up");
             return Err(died);

@@ -17,7 +17,7 @@ use weightsync_net::Access;
 
 use self::inbox::Inbox;
 use self::joining::Session;
-use super::wire::{Applied, Runs, Words, cut};
+use super::wire::{Applied, Runs, WorkerMessage, cut};
 use crate::http::HttpThread;
 
 /// How long a worker waits until its report has reached the sender. The answer to the sender's
@@ -55,9 +55,9 @@ impl RpcReceiver {
     }
 
     /// Sends a report to the sender, and waits a moment until the sender has it.
-    fn send(&self, words: &Words) -> Result<()> {
+    fn send(&self, message: &WorkerMessage) -> Result<()> {
         self.owner.check()?;
-        let ask = self.session.words(words);
+        let ask = self.session.message(message);
         let client = self.session.client.clone();
         let sent = async move {
             let reply = client.ask(ask, HEARD).await?;
@@ -184,7 +184,7 @@ impl ReceiverTransport for RpcReceiver {
     }
 
     fn joined(&mut self) -> Result<()> {
-        self.send(&Words::Joined {})
+        self.send(&WorkerMessage::Joined {})
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
@@ -200,20 +200,20 @@ impl ReceiverTransport for RpcReceiver {
             versions: versions.collect(),
         };
         self.inbox.applied(&applied);
-        self.send(&Words::Applied(applied))
+        self.send(&WorkerMessage::Applied(applied))
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
         self.owner.check()?;
         let reason = cut(reason);
-        let words = match set {
+        let message = match set {
             Some(set) => {
                 let sequence = set.sequence();
                 self.inbox.refused(sequence, &reason);
-                Words::Refused { sequence, reason }
+                WorkerMessage::Refused { sequence, reason }
             }
-            None => Words::Rejected { reason },
+            None => WorkerMessage::Rejected { reason },
         };
-        self.send(&words)
+        self.send(&message)
     }
 }

@@ -80,8 +80,8 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
     };
     // A sender may call before the worker has read that it was let in.
     let Ok(Some(session)) = timeout(PATIENCE, app.inbox.session()).await else {
-        let words = "this worker has not joined yet".into();
-        return wrong(StatusCode::CONFLICT, words);
+        let reason = "this worker has not joined yet".into();
+        return wrong(StatusCode::CONFLICT, reason);
     };
     let limit = max_set(session.models.iter().map(|model| &model.layout));
     let call: Call = match read(request, limit).await {
@@ -89,8 +89,8 @@ async fn weights(State(app): State<App>, request: Request) -> Response {
         Err((status, error)) => return wrong(status, error),
     };
     if call.id != session.id() || call.run != session.run {
-        let words = "this worker has joined another sender".into();
-        return wrong(StatusCode::CONFLICT, words);
+        let reason = "this worker has joined another sender".into();
+        return wrong(StatusCode::CONFLICT, reason);
     }
     let (lines, response) = LinesBody::answer(4);
     tokio::spawn(async move {

@@ -15,9 +15,9 @@ use weightsync_simd::crc64;
 use super::workers::{ConnectionId, Shared};
 use crate::http::{Ask, Client, Fault, Lines};
 use crate::rpc::PATIENCE;
-use crate::rpc::wire::{CHUNK, Call, Crc, Notified, Part, cut, of_worker};
+use crate::rpc::wire::{BLOCK, Call, Crc, Notified, Part, cut, of_worker};
 
-/// How long a call that did not come through is not made again.
+/// The pause before a failed call is repeated.
 const PAUSE: Duration = Duration::from_millis(200);
 
 /// How often a wait for a worker's last line looks whether the worker is still there.
@@ -36,7 +36,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
     while shared.is_here(id) {
         changes.mark_unchanged();
         let Some(weightsync_mem::Notified { sequence, members }) = shared.next_call(id) else {
-            // There is none from a sender that ends.
+            // The sender ends, so no set follows.
             if changes.changed().await.is_err() {
                 return;
             }
@@ -79,14 +79,14 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
 /// Describes a version for a call.
 pub(super) fn part(snapshot: &Snapshot) -> Part {
     let bytes = snapshot.bytes();
-    // The copy pass made them, of blocks of the same size.
+    // The copy pass made these, for blocks of the same size.
     let sums = snapshot.block_sums().ok().flatten();
-    let sums = sums.unwrap_or_else(|| bytes.chunks(CHUNK as usize).map(crc64).collect());
+    let sums = sums.unwrap_or_else(|| bytes.chunks(BLOCK as usize).map(crc64).collect());
     Part {
         model: snapshot.model(),
         version: snapshot.version(),
         bytes: bytes.len() as u64,
-        chunk_bytes: CHUNK,
+        chunk_bytes: BLOCK,
         crc64: sums.into_iter().map(Crc).collect(),
         digest: snapshot.published_digest(),
     }
@@ -126,7 +126,7 @@ async fn notify(
                 return Ok(lines);
             }
             Ok(None) => return Err("its answer ended".into()),
-            // What it fetches may be large.
+            // The worker may be fetching a large version.
             Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Err(fault) => return Err(fault.to_string()),
         }

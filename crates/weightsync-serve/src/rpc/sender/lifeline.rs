@@ -14,7 +14,7 @@ use weightsync_mem::{Departure, Models};
 
 use super::caller;
 use super::server::{App, wrong};
-use super::workers::{About, ConnectionId, Shared};
+use super::workers::{ConnectionId, Registration, Shared};
 use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
 use crate::rpc::wire::{
     Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
@@ -27,35 +27,35 @@ const CALLED_BACK: Duration = Duration::from_secs(2);
 
 /// How long the last messages of a worker that has disconnected may take on the other
 /// connection.
-const LAST_WORDS: Duration = Duration::from_millis(500);
+const LAST_MESSAGES: Duration = Duration::from_millis(500);
 
 pub(super) async fn register(State(app): State<App>, request: Request) -> Response {
     let register: Register = match read(request, MAX_BODY).await {
         Ok(register) => register,
         Err((status, error)) => return wrong(status, error),
     };
-    let about = match check(&app.shared, &register) {
-        Ok(about) => about,
+    let registration = match check(&app.shared, &register) {
+        Ok(registration) => registration,
         Err(refusal) => return *refusal,
     };
-    if let Err(taken) = may_come(&app.shared, &about).await {
+    if let Err(taken) = may_come(&app.shared, &registration).await {
         return taken;
     }
-    let client = Client::new(about.addr, app.shared.bearer.clone());
+    let client = Client::new(registration.addr, app.shared.bearer.clone());
     let lines = match call_back(&client, &register).await {
         Ok(lines) => lines,
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
     };
     let shared = app.shared;
     let (id, sequence) = loop {
-        // Two may come with one number at the same time.
-        let holder = match may_come(&shared, &about).await {
+        // Two workers may register with one number at the same time.
+        let holder = match may_come(&shared, &registration).await {
             Ok(holder) => holder,
             Err(taken) => return taken,
         };
-        match shared.admit(&about, holder) {
+        match shared.admit(&registration, holder) {
             Ok(None) => {}
-            Ok(Some(seated)) => break seated,
+            Ok(Some(admitted)) => break admitted,
             Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
         }
     };
@@ -76,7 +76,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         proof,
     });
     let (lines, response) = LinesBody::answer(4);
-    // There is room for the first.
+    // The channel is new, so it has room.
     let _ = lines.try_send(line(&welcome));
     tokio::spawn(beat(shared, id, client, lines, app.stopping));
     response
@@ -84,8 +84,11 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
 
 /// Checks whether a worker may have its number. It may not if another worker has it and is not
 /// silent. Returns the connection of a silent one.
-async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>, Response> {
-    let Some(holder) = shared.holder(about) else {
+async fn may_come(
+    shared: &Shared,
+    registration: &Registration,
+) -> Result<Option<ConnectionId>, Response> {
+    let Some(holder) = shared.holder(registration) else {
         return Ok(None);
     };
     let Some(before) = shared.signs(holder) else {
@@ -104,9 +107,11 @@ async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>
     if !heard {
         return Ok(Some(holder));
     }
-    let pid = shared.about(holder).map(|about| about.pid);
+    let pid = shared
+        .registration(holder)
+        .map(|registration| registration.pid);
     let pid = pid.unwrap_or_default();
-    let worker = about.worker;
+    let worker = registration.worker;
     let body = Problem {
         error: format!("{worker} is already connected (pid {pid}); give this one another number"),
         taken_by: Some(pid),
@@ -116,15 +121,15 @@ async fn may_come(shared: &Shared, about: &About) -> Result<Option<ConnectionId>
 }
 
 /// Checks a registration, if this sender can have such a worker.
-fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
-    let refuse = |status, words: String| Err(Box::new(wrong(status, words)));
+fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Response>> {
+    let refuse = |status, reason: String| Err(Box::new(wrong(status, reason)));
     if register.protocol != PROTOCOL {
-        let words = format!(
+        let reason = format!(
             "this sender speaks protocol {PROTOCOL}, the worker {}: install the same weightsync \
              on both",
             register.protocol
         );
-        return refuse(StatusCode::CONFLICT, words);
+        return refuse(StatusCode::CONFLICT, reason);
     }
     if register.seen > shared.run.epoch {
         let problem_body = Problem {
@@ -138,31 +143,31 @@ fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
         return Err(Box::new(problem(StatusCode::CONFLICT, problem_body)));
     }
     if register.run.is_some_and(|run| run != shared.run) {
-        let words = format!("this sender's is another run: {}", shared.run);
-        return refuse(StatusCode::CONFLICT, words);
+        let reason = format!("this sender's is another run: {}", shared.run);
+        return refuse(StatusCode::CONFLICT, reason);
     }
     if register.device.len() > MAX_DEVICE {
-        let words = format!("a device is named in at most {MAX_DEVICE} bytes");
-        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+        let reason = format!("a device is named in at most {MAX_DEVICE} bytes");
+        return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     }
     let mut wanted = Models(0);
     for model in &register.models {
         match shared.ids().position(|id| id == model) {
             Some(place) if !wanted.contains(place) => wanted = wanted.or(Models::of(&[place])),
             _ => {
-                let words = format!("this sender has no model {model}, or it is named twice");
-                return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+                let reason = format!("this sender has no model {model}, or it is named twice");
+                return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
             }
         }
     }
     let Some(addr) = addr_of(&register.url) else {
-        let words = "the worker's url is http://ADDRESS:PORT".into();
-        return refuse(StatusCode::UNPROCESSABLE_ENTITY, words);
+        let reason = "the worker's url is http://ADDRESS:PORT".into();
+        return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     };
     if let Err(error) = shared.access.may_dial_with_secret(addr) {
         return refuse(StatusCode::FORBIDDEN, error.to_string());
     }
-    let about = About {
+    let registration = Registration {
         worker: WorkerId(register.worker),
         pid: register.pid,
         addr,
@@ -170,7 +175,7 @@ fn check(shared: &Shared, register: &Register) -> Result<About, Box<Response>> {
         wanted,
         announces: register.announces,
     };
-    Ok(about)
+    Ok(registration)
 }
 
 /// Calls a worker that registers, and keeps its lifeline.
@@ -232,9 +237,9 @@ async fn follow(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>, mut 
 fn note_silence(shared: &Shared, id: ConnectionId, silent: bool) {
     if shared.note_silence(id, silent)
         && silent
-        && let Some(About { worker, pid, .. }) = shared.about(id)
+        && let Some(Registration { worker, pid, .. }) = shared.registration(id)
     {
-        tracing::warn!(%worker, pid, "it does not answer; it may be stopped");
+        tracing::warn!(%worker, pid, "the worker does not answer; it may be stopped");
     }
 }
 
@@ -256,16 +261,17 @@ async fn beat(
                     return;
                 }
                 count += 1;
-                // A worker that does not read has enough lines to read.
+                // A worker that does not read has enough lines in its buffer.
                 let _ = lines.try_send(line(&FromSender::Beat(count)));
             }
             () = lines.closed() => {
-                // Unless nothing would come by that one either.
+                // A silent worker would not get it over another connection either.
                 if !shared.is_silent(id) {
-                    sleep(LAST_WORDS).await;
+                    sleep(LAST_MESSAGES).await;
                 }
-                // A process that ends closes its lifeline with this, which tells first. One
-                // that listens has lost this connection alone, and registers again.
+                // A dead process has no listener either, so a refused connection shows its death.
+                // If the listener is there, only this connection was lost, and the worker
+                // registers again.
                 let departure = match client.reach(PROBE).await {
                     Reach::Refused => Departure::Died,
                     Reach::Here | Reach::Away => Departure::Lost,

@@ -28,7 +28,7 @@ const HANDOVER: Duration = Duration::from_secs(1);
 pub(super) struct RpcSender {
     shared: Arc<Shared>,
     owner: Origin,
-    /// Before the segment: dropped, it tells the workers and joins the thread.
+    /// Dropped before the segment: it tells the workers and joins the thread.
     _thread: HttpThread,
     segment: Segment,
 }
@@ -45,7 +45,7 @@ impl RpcSender {
             source,
         })?;
         let mut segment = Segment::open(opening, nobody_comes(opening)?, 0)?;
-        // Every chunk that a worker fetches has its checksum.
+        // A worker checks each block that it fetches against its checksum.
         segment.set_checksums(true);
         let remote_readers = segment.remote_readers();
         let shared = Arc::new(Shared::new(

@@ -24,9 +24,11 @@ use weightsync_mem::Want;
 use super::workers::{Answer, ConnectionId, Serving, Shared};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, read};
-use crate::rpc::wire::{Asked, MAX_BODY, Problem, Question, WantWord, Words, cut, of_sender};
+use crate::rpc::wire::{
+    Asked, MAX_BODY, Problem, Question, WireWant, WorkerMessage, cut, of_sender,
+};
 
-/// How much of a version is handed to a connection at once, in bytes.
+/// How many bytes of a version a connection gets at once.
 const PART: usize = 256 << 10;
 
 #[derive(Clone)]
@@ -39,7 +41,7 @@ pub(super) struct App {
 pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
     Router::new()
         .route(of_sender::WORKERS, post(lifeline::register))
-        .route(of_sender::WORDS, post(words))
+        .route(of_sender::MESSAGES, post(message))
         .route(of_sender::SET, get(set))
         .route(of_sender::MODEL, get(model))
         .route(of_sender::IMAGE, get(image))
@@ -59,26 +61,26 @@ pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
 
 /// The answer for an unknown connection, or one of another sender.
 fn gone() -> Response {
-    let words = "this sender no longer has this worker: register again";
-    wrong(StatusCode::GONE, words)
+    let reason = "this sender no longer has this worker: register again";
+    wrong(StatusCode::GONE, reason)
 }
 
-async fn words(State(app): State<App>, Path(name): Path<String>, request: Request) -> Response {
+async fn message(State(app): State<App>, Path(name): Path<String>, request: Request) -> Response {
     let Some(id) = app.shared.named(&name) else {
         return gone();
     };
-    let words: Words = match read(request, MAX_BODY).await {
-        Ok(words) => words,
+    let message: WorkerMessage = match read(request, MAX_BODY).await {
+        Ok(message) => message,
         Err((status, error)) => return wrong(status, error),
     };
     let shared = &app.shared;
-    let heard = match words {
-        Words::Joined {} => shared.joined(id),
-        Words::Applied(applied) => shared.applied(id, &applied),
-        Words::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
-        Words::Rejected { reason } => shared.rejected(id, cut(&reason)),
+    let known = match message {
+        WorkerMessage::Joined {} => shared.joined(id),
+        WorkerMessage::Applied(applied) => shared.applied(id, &applied),
+        WorkerMessage::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
+        WorkerMessage::Rejected { reason } => shared.rejected(id, cut(&reason)),
     };
-    match heard {
+    match known {
         true => StatusCode::NO_CONTENT.into_response(),
         false => gone(),
     }
@@ -107,17 +109,17 @@ async fn set(
         return gone();
     };
     let want = match (question.want, question.model, question.version) {
-        (WantWord::Newest, ..) => Want::Newest,
+        (WireWant::Newest, ..) => Want::Newest,
         (word, Some(model), Some(version)) if model < shared.ids().count() => {
             let version = Version(version);
             match word {
-                WantWord::Exactly => Want::Exactly { model, version },
+                WireWant::Exactly => Want::Exactly { model, version },
                 _ => Want::AtLeast { model, version },
             }
         }
         _ => {
-            let words = "a question for a version names a model and the version";
-            return wrong(StatusCode::UNPROCESSABLE_ENTITY, words);
+            let reason = "a question for a version names a model and the version";
+            return wrong(StatusCode::UNPROCESSABLE_ENTITY, reason);
         }
     };
     let over = async {
@@ -150,7 +152,7 @@ async fn set(
             Answer::Replaced => return StatusCode::NO_CONTENT.into_response(),
             Answer::Gone => return gone(),
             Answer::Later(question) if waiting.is_none() => {
-                // The segment may have the answer already.
+                // Asked only now: the segment may have answered the question meanwhile.
                 waiting = Some(Waiting {
                     shared,
                     id,
@@ -200,8 +202,8 @@ async fn image(
         return gone();
     };
     let Some(snapshot) = shared.find(model, Version(version)) else {
-        let words = "this version is no longer kept";
-        return wrong(StatusCode::NOT_FOUND, words);
+        let reason = "this version is no longer kept";
+        return wrong(StatusCode::NOT_FOUND, reason);
     };
     let all = snapshot.bytes().len();
     let asked = headers.get(RANGE).map(|range| part_of(range, all));
@@ -209,8 +211,8 @@ async fn image(
         None => (StatusCode::OK, 0..all),
         Some(Some(part)) => (StatusCode::PARTIAL_CONTENT, part),
         Some(None) => {
-            let words = format!("expected one range of bytes within {all}");
-            let mut response = wrong(StatusCode::RANGE_NOT_SATISFIABLE, words);
+            let reason = format!("expected one range of bytes within {all}");
+            let mut response = wrong(StatusCode::RANGE_NOT_SATISFIABLE, reason);
             content_range(response.headers_mut(), format!("bytes */{all}"));
             return response;
         }
@@ -238,7 +240,7 @@ fn content_range(headers: &mut HeaderMap, text: String) {
     }
 }
 
-/// The one range that a request asks for of so many bytes.
+/// The range that a request asks for, within this many bytes.
 fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
     let (first, last) = range
         .to_str()
@@ -263,7 +265,7 @@ struct ImageBody {
     left: Range<usize>,
 }
 
-/// A piece of a version.
+/// A part of a version.
 struct Piece {
     version: Arc<Serving>,
     range: Range<usize>,

@@ -31,22 +31,22 @@ use crate::rpc::{passed, wait_on};
 /// One registration of a worker. A worker that registers again gets another one.
 pub(super) type ConnectionId = u64;
 
-/// Who registers.
+/// A worker's registration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct About {
+pub(super) struct Registration {
     pub(super) worker: WorkerId,
     pub(super) pid: u32,
     /// The address at which the sender calls the worker. Another process of the same number, in
     /// another container for example, has another address.
     pub(super) addr: SocketAddr,
     pub(super) device: String,
-    /// The models it takes.
+    /// The models that the worker takes.
     pub(super) wanted: Models,
     /// The worker announces when its rendez-vous is over.
     pub(super) announces: bool,
 }
 
-impl About {
+impl Registration {
     /// Whether both are the same receiver of the same process.
     fn is_same(&self, other: &Self) -> bool {
         (self.pid, self.addr, self.wanted) == (other.pid, other.addr, other.wanted)
@@ -73,24 +73,24 @@ pub(super) enum Answer {
 
 #[derive(Debug)]
 struct Worker {
-    about: About,
+    registration: Registration,
     reader: RemoteReader,
     /// Wakes the tasks that call the worker and those that wait with its questions.
     changes: Arc<watch::Sender<()>>,
-    /// Its own rendez-vous is over.
+    /// The worker's own rendez-vous is over.
     joined: bool,
-    /// The newest sequence that it has fetched and checked.
+    /// The newest sequence that the worker has fetched and checked.
     staged: u64,
-    /// The newest sequence that it has refused.
+    /// The newest sequence that the worker has refused.
     refused: u64,
-    /// It can use nothing at all.
+    /// The worker can use nothing at all.
     rejected: bool,
-    /// The number of its last question.
+    /// The number of the worker's last question.
     asked: u64,
 }
 
 impl Worker {
-    /// The newest set it should have.
+    /// The newest set that the worker should have.
     fn newest(&self) -> Option<Notified> {
         // An error means that the sender ends.
         let newest = self.reader.notifications().ok()?.pop()?;
@@ -114,12 +114,12 @@ struct Connection {
     called: u64,
     /// The versions of the last call that the worker has not fetched yet.
     calling: Vec<Snapshot>,
-    /// It has begun to fetch that.
+    /// The worker has begun to fetch those versions.
     has_begun: bool,
     /// The worker was silent for so long that a sender that ends does not wait for it. The
     /// worker may be stopped: it is late, and not dead.
     silent: bool,
-    /// How many signs of life it has given.
+    /// How many signs of life came over this connection.
     signs: u64,
 }
 
@@ -146,10 +146,12 @@ impl Table {
     }
 
     /// The connection of another worker that has the number of one that registers.
-    fn holder(&self, about: &About) -> Option<ConnectionId> {
-        let holder = &self.workers.get(&about.worker)?.about;
-        let is_other = (holder.pid, holder.addr) != (about.pid, about.addr);
-        is_other.then(|| self.current(about.worker)).flatten()
+    fn holder(&self, registration: &Registration) -> Option<ConnectionId> {
+        let holder = &self.workers.get(&registration.worker)?.registration;
+        let is_other = (holder.pid, holder.addr) != (registration.pid, registration.addr);
+        is_other
+            .then(|| self.current(registration.worker))
+            .flatten()
     }
 
     /// Forgets a worker and its connections.
@@ -162,7 +164,7 @@ impl Table {
     }
 }
 
-/// What the trainer's thread and the one that serves share.
+/// The state that the trainer's thread and the serving thread share.
 #[derive(Debug)]
 pub(super) struct Shared {
     table: Mutex<Table>,
@@ -170,14 +172,14 @@ pub(super) struct Shared {
     changed: Condvar,
     remote_readers: RemoteReaders,
     models: Vec<ModelSpec>,
-    /// Each as JSON, made when it is asked for first.
+    /// The models' descriptions as JSON, each made at its first request.
     described: Vec<OnceLock<Bytes>>,
     pub(super) run: Run,
     pub(super) url: String,
     pub(super) access: Access,
-    /// For calls to workers.
+    /// Admits the sender's calls to workers.
     pub(super) bearer: Bearer,
-    /// For workers that ask who this is.
+    /// Proves to workers that this is their sender.
     pub(super) proof: ProofKey,
 }
 
@@ -207,11 +209,11 @@ impl Shared {
     }
 }
 
-/// Who comes and goes.
+/// Registrations and departures.
 impl Shared {
     /// The connection of another worker that has the number of one that registers.
-    pub(super) fn holder(&self, about: &About) -> Option<ConnectionId> {
-        self.table().holder(about)
+    pub(super) fn holder(&self, registration: &Registration) -> Option<ConnectionId> {
+        self.table().holder(registration)
     }
 
     /// Admits a worker and gives up `holder`. Refuses the worker if another connection than
@@ -223,45 +225,45 @@ impl Shared {
     /// As [`RemoteReaders::join`].
     pub(super) fn admit(
         &self,
-        about: &About,
+        registration: &Registration,
         holder: Option<ConnectionId>,
     ) -> Result<Option<(ConnectionId, u64)>, weightsync_mem::Error> {
         let mut table = self.table();
-        if table.holder(about) != holder {
+        if table.holder(registration) != holder {
             return Ok(None);
         }
-        let known = table.workers.get_mut(&about.worker);
-        if let Some(worker) = known.filter(|worker| worker.about.is_same(about)) {
-            worker.joined |= !about.announces;
+        let known = table.workers.get_mut(&registration.worker);
+        if let Some(worker) = known.filter(|worker| worker.registration.is_same(registration)) {
+            worker.joined |= !registration.announces;
         } else {
-            table.remove(about.worker, Departure::Died);
+            table.remove(registration.worker, Departure::Died);
             let changes = Arc::new(watch::Sender::new(()));
             let theirs = changes.clone();
             let options = RemoteReaderOptions {
-                worker: about.worker,
-                pid: about.pid,
+                worker: registration.worker,
+                pid: registration.pid,
                 seen: Epoch(0),
-                models: about.wanted,
+                models: registration.wanted,
                 delivery: Delivery::Newest,
-                device: about.device.clone(),
+                device: registration.device.clone(),
             };
             let call = move |_| theirs.send_replace(());
             let worker = Worker {
                 reader: self.remote_readers.join(options, call)?,
-                about: about.clone(),
+                registration: registration.clone(),
                 changes,
-                joined: !about.announces,
+                joined: !registration.announces,
                 staged: 0,
                 refused: 0,
                 rejected: false,
                 asked: 0,
             };
-            table.workers.insert(about.worker, worker);
+            table.workers.insert(registration.worker, worker);
         }
         table.last += 1;
         let id = table.last;
         let connection = Connection {
-            worker: about.worker,
+            worker: registration.worker,
             called: 0,
             calling: Vec::new(),
             has_begun: false,
@@ -299,9 +301,9 @@ impl Shared {
         self.table().connections.contains_key(&id)
     }
 
-    pub(super) fn about(&self, id: ConnectionId) -> Option<About> {
+    pub(super) fn registration(&self, id: ConnectionId) -> Option<Registration> {
         let mut table = self.table();
-        table.worker(id).map(|worker| worker.about.clone())
+        table.worker(id).map(|worker| worker.registration.clone())
     }
 
     /// Notes whether a connection was silent lately; true if that has changed.
@@ -358,7 +360,7 @@ impl Shared {
     pub(super) fn next_call(&self, id: ConnectionId) -> Option<Notified> {
         let mut table = self.table();
         let worker = table.worker(id).filter(|worker| !worker.rejected)?;
-        let (number, newest) = (worker.about.worker, worker.newest()?);
+        let (number, newest) = (worker.registration.worker, worker.newest()?);
         if table.current(number) != Some(id) {
             return None;
         }
@@ -466,7 +468,7 @@ impl Shared {
         let mut table = self.table();
         loop {
             let mut waiting = table.workers.values().filter(|worker| {
-                let connection = table.current(worker.about.worker);
+                let connection = table.current(worker.registration.worker);
                 let connection = connection.and_then(|id| table.connections.get(&id));
                 let is_heard = connection.is_some_and(|connection| !connection.silent);
                 is_heard
@@ -515,7 +517,7 @@ impl Shared {
             Ok(_) => return Answer::Later(question),
             Err(_) => return Answer::Gone,
         };
-        // Its place is free for the next answer.
+        // The segment keeps an answer until this is reported, and has one place for it.
         worker.reader.progress(0, question);
         let versions = |members: &[Snapshot]| -> Vec<_> {
             let versions = members.iter();
@@ -529,7 +531,7 @@ impl Shared {
         }
     }
 
-    /// A worker waits no more for the answer to a question.
+    /// A worker no longer waits for the answer to a question.
     pub(super) fn withdraw(&self, id: ConnectionId, question: u64) {
         let mut table = self.table();
         let worker = table.worker(id).filter(|one| one.asked == question);
@@ -585,10 +587,10 @@ impl Shared {
         let of_model = fetching.into_iter().filter(|(_, of, _)| *of == model);
         let fetching: Vec<_> = of_model
             .filter_map(|(id, _, version)| {
-                let about = &table.worker(id)?.about;
+                let registration = &table.worker(id)?.registration;
                 Some(Holder {
-                    worker: Some(about.worker),
-                    pid: about.pid,
+                    worker: Some(registration.worker),
+                    pid: registration.pid,
                     versions: vec![version],
                 })
             })

@@ -11,7 +11,8 @@ fn openapi() -> Value {
     serde_json::from_str(OPENAPI).unwrap()
 }
 
-/// What of a schema a value is not; the part of JSON Schema that the file uses.
+/// The parts of a schema that a value does not match, for the subset of JSON Schema that the file
+/// uses.
 fn faults(root: &Value, schema: &Value, value: &Value, at: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     let known = [
@@ -138,7 +139,7 @@ fn assert_described(name: &str, value: impl Serialize) {
 }
 
 #[test]
-fn what_is_sent_is_what_is_described() {
+fn messages_match_their_openapi_schemas() {
     let id = || "0123456789abcdef-3".to_owned();
     let run = Run {
         epoch: Epoch(3),
@@ -187,7 +188,7 @@ fn what_is_sent_is_what_is_described() {
         model: 0,
         version: Version(1),
         bytes: 64,
-        chunk_bytes: CHUNK,
+        chunk_bytes: BLOCK,
         crc64: vec![Crc(u64::MAX), Crc(1)],
         digest,
     };
@@ -230,15 +231,15 @@ fn what_is_sent_is_what_is_described() {
         assert_described("Notified", one);
     }
     for one in [
-        Words::Joined {},
-        Words::Applied(applied()),
-        Words::Refused {
+        WorkerMessage::Joined {},
+        WorkerMessage::Applied(applied()),
+        WorkerMessage::Refused {
             sequence: 1,
             reason: reason(),
         },
-        Words::Rejected { reason: reason() },
+        WorkerMessage::Rejected { reason: reason() },
     ] {
-        assert_described("Words", one);
+        assert_described("WorkerMessage", one);
     }
     let layout = Layout::new([("a".to_owned(), Dtype::BF16, vec![2, 3])]).unwrap();
     assert_described(
@@ -280,7 +281,7 @@ fn the_routes_are_those_described() {
     };
     let sender = routes(&[
         ("post", of_sender::WORKERS),
-        ("post", of_sender::WORDS),
+        ("post", of_sender::MESSAGES),
         ("get", of_sender::SET),
         ("get", of_sender::MODEL),
         ("get", of_sender::IMAGE),
@@ -294,7 +295,7 @@ fn the_routes_are_those_described() {
     );
     // A question is its parameters.
     let question = Question {
-        want: WantWord::Newest,
+        want: WireWant::Newest,
         model: Some(0),
         version: Some(0),
         wait_ms: Some(0),

@@ -13,9 +13,9 @@ impl World {
         for (key, reader) in &self.readers {
             if self.key(key.0.0) == Some(*key) && reader.models.contains(model) {
                 let answer = reader.answer.iter().map(|(_, live)| live);
-                let told = reader.live.iter().chain(&reader.queue).chain(answer);
-                let told = told.filter_map(|live| self.read(*live).get(&model).copied());
-                needed.extend(told);
+                let notified = reader.live.iter().chain(&reader.queue).chain(answer);
+                let notified = notified.filter_map(|live| self.read(*live).get(&model).copied());
+                needed.extend(notified);
             }
         }
         needed
@@ -55,8 +55,7 @@ impl World {
         }
     }
 
-    /// Of each model the newest older versions are kept, in the newest set that
-    /// has them.
+    /// For each model the newest older versions are kept, in the newest sets that have them.
     fn forget(&mut self) {
         let mut kept = BTreeSet::new();
         for model in 0..MODELS {

@@ -8,20 +8,20 @@ impl World {
     /// counts as in use to the last step.
     pub(super) fn carry_out(&mut self, steps: &[Step]) {
         let mailboxes = self.readers.values();
-        let told = mailboxes.flat_map(|reader| {
+        let notified = mailboxes.flat_map(|reader| {
             let answer = reader.answer.iter().map(|(_, live)| live);
             reader.live.iter().chain(&reader.queue).chain(answer)
         });
-        let told = told.fold(SlotSet::default(), |all, live| all.with(live.record));
+        let notified = notified.fold(SlotSet::default(), |all, live| all.with(live.record));
         for step in steps {
             match *step {
                 Step::Write { record } => {
-                    assert!(!told.contains(record), "written where a pin may be");
+                    assert!(!notified.contains(record), "written where a pin may be");
                     for reader in self.readers.values() {
                         let pinned = reader.pinned.iter().map(|(live, ..)| live);
                         let answer = reader.answer.iter().map(|(_, live)| live);
-                        let told = reader.live.iter().chain(&reader.queue);
-                        let mut used = pinned.chain(answer).chain(told);
+                        let notified = reader.live.iter().chain(&reader.queue);
+                        let mut used = pinned.chain(answer).chain(notified);
                         assert!(
                             used.all(|live| live.record != record),
                             "written while in use"
@@ -32,18 +32,18 @@ impl World {
                 Step::Flip { key, live } => {
                     self.tell(key, live);
                     let reader = self.reader(key);
-                    assert!(live.sequence > reader.told);
-                    reader.told = live.sequence;
+                    assert!(live.sequence > reader.notified);
+                    reader.notified = live.sequence;
                     reader.live = Some(live);
                 }
                 Step::Push { key, live } => {
                     self.tell(key, live);
                     let reader = self.reader(key);
-                    assert!(live.sequence > reader.told);
+                    assert!(live.sequence > reader.notified);
                     let Delivery::Every { bound } = reader.delivery else {
                         panic!("a push for a reader without a queue")
                     };
-                    reader.told = live.sequence;
+                    reader.notified = live.sequence;
                     reader.queue.push_back(live);
                     assert!(reader.queue.len() <= bound.into());
                     let came = |(sequence, _): &mut (u64, Versions)| *sequence == live.sequence;
@@ -56,9 +56,9 @@ impl World {
                 } => {
                     self.tell(key, live);
                     let reader = self.reader(key);
-                    assert!(live.sequence > reader.answer_told);
+                    assert!(live.sequence > reader.answer_notified);
                     assert_eq!(question, reader.question, "it has asked again");
-                    reader.answer_told = live.sequence;
+                    reader.answer_notified = live.sequence;
                     reader.answer = Some((question, live));
                 }
                 Step::Clear { key } => {
@@ -76,7 +76,7 @@ impl World {
         self.reader(key).claims.note_named(live.record, &set);
     }
 
-    /// What each mailbox shows is what it must show.
+    /// Checks that each mailbox shows the set that it must.
     pub(super) fn check(&mut self) {
         self.plan.check_counts();
         for (key, reader) in &self.readers {
@@ -101,7 +101,7 @@ impl World {
         }
         for model in 0..MODELS {
             let slots = self.written[model].len();
-            // One of them is the live one, another the one that is written.
+            // One of the slots is live, another is being written.
             let apart = self.most_needed[model].saturating_sub(2);
             let bound = self.most_needed[model].max(apart + usize::from(MAX_SLOTS));
             assert!(slots <= bound, "{slots} slots, {bound} needed");

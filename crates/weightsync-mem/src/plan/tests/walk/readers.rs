@@ -60,7 +60,7 @@ impl World {
             Delivery::Asked => {}
             Delivery::Every { bound } => {
                 let set = only(&set, mine);
-                // What waits comes first, as far as there is room.
+                // Waiting sets come first, as far as there is room.
                 let places = usize::from(bound) - reader.queue.len();
                 let waiting = reader.waiting.len().saturating_sub(places);
                 if places > reader.waiting.len() {
@@ -151,8 +151,7 @@ impl World {
         }
     }
 
-    /// What it holds stays; an entry of its queue that it was about to take was
-    /// taken back.
+    /// Its pins stay. An entry of its queue that it was about to take was taken back.
     pub(super) fn shut(&mut self, worker: u32) {
         let Some(key) = self.key(worker) else { return };
         assert_eq!(self.plan.shut(key).is_some(), !self.readers[&key].shut);
@@ -170,7 +169,7 @@ impl World {
         }
     }
 
-    /// Its snapshots stay; nothing more comes to it.
+    /// Its snapshots stay; it gets nothing more.
     pub(super) fn leave(&mut self, worker: u32) {
         if let Some(key) = self.key(worker) {
             assert!(self.plan.leave(key).is_some());
@@ -180,7 +179,7 @@ impl World {
             *reader = Reader::new(Models(0), Delivery::Newest);
             reader.snapshots = snapshots;
             reader.claims = claims;
-            reader.told = u64::MAX;
+            reader.notified = u64::MAX;
         }
     }
 }

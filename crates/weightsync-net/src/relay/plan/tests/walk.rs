@@ -29,12 +29,12 @@ proptest! {
     }
 }
 
-/// What a worker was meant to be told, and was.
+/// The notifications that a worker must get, and those it got.
 struct Known {
     who: WorkerInstance,
     delivery: Delivery,
-    /// What it is to be told since it was told anything, oldest first; given-up ones are
-    /// no longer in it. Of one that wants the newest only the last that came.
+    /// Sets that arrived since its last notification, oldest first, without given-up ones. For a
+    /// worker that wants the newest, only the last one.
     open: Vec<(u64, Vec<Item>)>,
     /// All that came for it since it was told anything.
     since: Vec<(u64, Vec<Item>)>,
@@ -61,14 +61,13 @@ struct World {
     from_sender: BTreeSet<Item>,
     whole: BTreeSet<Item>,
     full: bool,
-    /// What began to come for a worker while nothing of its model was whole.
+    /// Sets that began to arrive while one of their models had nothing whole.
     firsts: BTreeSet<Item>,
     /// The model that is spoiled just now.
     spoiled: Option<usize>,
-    /// What each relay below wants.
+    /// The versions that relays below want.
     wanted: Vec<Item>,
-    /// Those of them that were refused: they are about to say that they want it no
-    /// more.
+    /// Those of them that were refused: the relays will withdraw their requests.
     refused: Vec<Item>,
 }
 
@@ -364,7 +363,7 @@ impl World {
                 mailboxes.all(|item| whole.contains(item)),
                 "its mailbox is on it"
             );
-            // What is whole is told at once.
+            // A whole set is notified at once.
             let whole = |set: &[Item]| set.iter().all(|item| whole.contains(item));
             let due = known.open.first();
             assert!(!due.is_some_and(|(_, set)| whole(set)));
@@ -398,7 +397,7 @@ impl World {
         for set in firsts {
             assert!(all_comes(set), "{set:?} is not fetched");
         }
-        // What waits for its turn. A worker that takes every version does not.
+        // Sets that wait for their turn. A worker that takes every version never waits.
         let mut waiting: Vec<&[Item]> = firsts.iter().map(Vec::as_slice).collect();
         for known in self.workers.values() {
             if let Delivery::Every { .. } = known.delivery {

@@ -5,7 +5,7 @@ use weightsync_core::{Epoch, Version, WorkerId};
 
 use super::*;
 
-/// How it travels. The order of the variants is part of the format.
+/// The wire form. The order of the variants is part of the format.
 #[derive(Serialize, Deserialize)]
 enum Wire<'a> {
     Welcome {
@@ -36,7 +36,7 @@ enum Wire<'a> {
         ticket: u64,
         reason: &'a str,
     },
-    Tell {
+    Notify {
         sequence: u64,
         set: Vec<WireItem>,
         workers: Vec<u32>,
@@ -137,11 +137,11 @@ impl FromRoot {
                 ticket,
                 reason: cut(reason, MAX_TEXT),
             },
-            Self::Tell {
+            Self::Notify {
                 sequence,
                 ref set,
                 ref workers,
-            } => Wire::Tell {
+            } => Wire::Notify {
                 sequence,
                 set: items_to_wire(set),
                 workers: workers.iter().map(|worker| worker.0).collect(),
@@ -236,11 +236,11 @@ impl FromRoot {
                 ticket,
                 reason: text(reason, MAX_TEXT)?,
             },
-            Wire::Tell {
+            Wire::Notify {
                 sequence,
                 set,
                 workers,
-            } => Self::Tell {
+            } => Self::Notify {
                 sequence,
                 set: items_from_wire(set),
                 workers: workers.into_iter().map(WorkerId).collect(),

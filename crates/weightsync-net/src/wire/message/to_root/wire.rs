@@ -5,7 +5,7 @@ use weightsync_core::{Epoch, Version, WorkerId};
 
 use super::*;
 
-/// How it travels. The order of the variants is part of the format.
+/// The wire form. The order of the variants is part of the format.
 #[derive(Serialize, Deserialize)]
 enum Wire<'a> {
     Agent {

@@ -1,4 +1,4 @@
-//! What the kernel says of the processes, and lets be done to them.
+//! Queries and operations on the processes, through the kernel.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use super::{Actor, Stage};
 
 impl Stage {
-    /// What a process's memory takes, in bytes, but for what it shares.
+    /// A process's own memory in bytes, without what it shares.
     pub(crate) fn memory(&self, who: Actor) -> u64 {
         let path = format!("/proc/{}/smaps_rollup", self.pid(who));
         let text = std::fs::read_to_string(path).expect("a process that runs");
@@ -44,7 +44,7 @@ impl Stage {
         assert!(damaged > 0, "nothing is as large: {maps}");
     }
 
-    /// What has come to a host over its link, in bytes, as a process there sees it.
+    /// Bytes that a host has received over its link, as one of its processes sees it.
     pub(crate) fn came_to(&self, who: Actor) -> u64 {
         let path = format!("/proc/{}/net/dev", self.pid(who));
         let text = std::fs::read_to_string(path).expect("a process that runs");

@@ -44,8 +44,8 @@ fn publish(writer: &mut Writer) {
         .unwrap();
 }
 
-fn about(pid: u32, addr: &str) -> About {
-    About {
+fn registration(pid: u32, addr: &str) -> Registration {
+    Registration {
         worker: WorkerId(0),
         pid,
         addr: addr.parse().unwrap(),
@@ -55,33 +55,38 @@ fn about(pid: u32, addr: &str) -> About {
     }
 }
 
-fn admit(shared: &Shared, about: &About) -> ConnectionId {
-    let seated = shared.admit(about, shared.holder(about)).unwrap();
-    seated.expect("nobody else comes").0
+fn admit(shared: &Shared, registration: &Registration) -> ConnectionId {
+    let admitted = shared
+        .admit(registration, shared.holder(registration))
+        .unwrap();
+    admitted.expect("nobody else comes").0
 }
 
 #[test]
 fn number_holder_is_told_by_process_and_address() {
     let (_writer, shared) = sender();
-    let first = about(1, "10.0.0.1:5000");
+    let first = registration(1, "10.0.0.1:5000");
     let id = admit(&shared, &first);
     assert_eq!(shared.holder(&first), None, "it registers again");
-    for other in [about(2, "10.0.0.1:5000"), about(1, "10.0.0.2:5000")] {
+    for other in [
+        registration(2, "10.0.0.1:5000"),
+        registration(1, "10.0.0.2:5000"),
+    ] {
         assert_eq!(shared.holder(&other), Some(id));
         assert!(shared.admit(&other, None).unwrap().is_none());
         assert!(shared.is_here(id));
     }
     // The caller has found out that the holder is silent.
-    let id = admit(&shared, &about(2, "10.0.0.1:5000"));
+    let id = admit(&shared, &registration(2, "10.0.0.1:5000"));
     assert!(shared.is_here(id) && !shared.is_here(id - 1));
 }
 
 #[test]
-fn one_that_announces_itself_counts_once_it_has() {
+fn announcing_worker_counts_after_its_announcement() {
     let (writer, shared) = sender();
-    let announces = About {
+    let announces = Registration {
         announces: true,
-        ..about(1, "10.0.0.1:5000")
+        ..registration(1, "10.0.0.1:5000")
     };
     let id = admit(&shared, &announces);
     assert_eq!(writer.readers().len(), 1, "it is called meanwhile");
@@ -90,7 +95,7 @@ fn one_that_announces_itself_counts_once_it_has() {
         ..Attendance::default()
     };
     assert!(shared.joined_only(&there).workers.is_empty());
-    // One that has loaded something counts.
+    // A worker that has loaded a version counts.
     let mut loaded = there.clone();
     loaded.workers[0].versions = vec![Version(1)];
     assert_eq!(shared.joined_only(&loaded).workers.len(), 1);
@@ -102,7 +107,7 @@ fn one_that_announces_itself_counts_once_it_has() {
 fn worker_goes_on_by_the_connection_that_is_left() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
-    let worker = about(1, "10.0.0.1:5000");
+    let worker = registration(1, "10.0.0.1:5000");
     let (old, new) = (admit(&shared, &worker), admit(&shared, &worker));
     assert!(shared.next_call(old).is_none());
     let called = shared.next_call(new).unwrap().sequence;
@@ -112,19 +117,19 @@ fn worker_goes_on_by_the_connection_that_is_left() {
     assert_eq!(shared.next_call(old).unwrap().sequence, called);
     shared.end(old, Departure::Left);
     assert!(writer.readers().is_empty());
-    assert!(shared.about(old).is_none());
+    assert!(shared.registration(old).is_none());
 }
 
 #[test]
 fn call_is_overtaken_until_its_fetch_has_begun() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
-    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &registration(1, "10.0.0.1:5000"));
     let first = shared.next_call(id).unwrap();
     assert!(!shared.is_overtaken(id, first.sequence));
     publish(&mut writer);
     assert!(shared.is_overtaken(id, first.sequence));
-    // What it was called with stays, also when nobody else wants it.
+    // The version of a call is kept, even if no other worker wants it.
     publish(&mut writer);
     let (sequence, version) = (first.sequence, first.members[0].version());
     drop(first);
@@ -139,7 +144,7 @@ fn call_is_overtaken_until_its_fetch_has_begun() {
 fn claims_are_cut_down_to_what_was_sent() {
     let (mut writer, shared) = sender();
     publish(&mut writer);
-    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &registration(1, "10.0.0.1:5000"));
     let applied = |sequence, model, version| Applied {
         sequence,
         versions: vec![Runs {
@@ -163,7 +168,7 @@ fn claims_are_cut_down_to_what_was_sent() {
 #[test]
 fn new_question_replaces_the_one_before() {
     let (mut writer, shared) = sender();
-    let id = admit(&shared, &about(1, "10.0.0.1:5000"));
+    let id = admit(&shared, &registration(1, "10.0.0.1:5000"));
     let ask = |want| match shared.ask(id, want) {
         Answer::Later(question) => question,
         other => panic!("{other:?}"),
@@ -180,7 +185,7 @@ fn new_question_replaces_the_one_before() {
     let Answer::Set { sequence, members } = shared.answer(id, second) else {
         panic!("it is there");
     };
-    // It is the newest, so the worker is not called with it as well.
+    // The answer is the newest set, so the worker is not called with it as well.
     let newest = shared.next_call(id).unwrap();
     assert_eq!(
         (sequence, members[0].version()),

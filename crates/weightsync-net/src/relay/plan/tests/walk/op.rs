@@ -1,4 +1,4 @@
-//! One step of a way.
+//! One operation of a walk.
 
 use proptest::prelude::*;
 
@@ -27,7 +27,7 @@ pub(super) enum Op {
         worker: u32,
         back: usize,
     },
-    /// It does not wait for the answer.
+    /// The worker does not wait for the answer.
     Withdraw {
         worker: u32,
     },

@@ -10,7 +10,7 @@ pub(super) fn join_message(ticket: u64, joining: &Joining) -> ToRoot {
         instance: joining.who.instance,
         pid: joining.pid,
         models: joining.models,
-        delivery: joining.delivery.into(),
+        delivery: joining.delivery,
         device: joining.device.clone(),
         seen: joining.seen,
     }

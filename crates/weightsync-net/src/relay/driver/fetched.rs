@@ -2,8 +2,8 @@
 
 use super::*;
 
-impl Engine {
-    /// What became of a fetch.
+impl Driver {
+    /// Handles the end of a fetch.
     pub(super) fn fetched(&mut self, fetched: Fetched) {
         let Fetched {
             number,
@@ -54,8 +54,8 @@ impl Engine {
                 self.step([Input::NotThere { item, sender }]);
             }
             FetchEnd::Broken(error) => {
-                // Also where it was the sender: it says so once more, which is when
-                // this goes on.
+                // This also waits when the sender was the source: the sender then names a parent
+                // again, and the fetch goes on.
                 let pause = backoff(self.failures);
                 let pause = if self.failures == 0 {
                     Duration::ZERO
@@ -67,26 +67,27 @@ impl Engine {
                     "fetching {item:?} from {} broke off: {error}",
                     parent.address
                 );
-                // That the parent is lost is worth more than that the sender was.
+                // The loss of the parent is worth reporting more than a failure of the sender,
+                // which the sender knows of.
                 if !instead || self.complain.is_none() {
                     self.complain = Some((Instant::now() + pause, parent.agent, error.to_string()));
                 }
                 self.leave_parent();
                 self.step([Input::Broken { item }, Input::NoParent]);
             }
-            FetchEnd::Unfit(error) => self.start_anew(item.model, &error),
-            // What is missing still is fetched, from the same parent.
+            FetchEnd::BaseMismatch(error) => self.start_anew(item.model, &error),
+            // The missing blocks are fetched from the same parent.
             FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
         }
     }
 
-    /// Says how much has come from a parent.
-    pub(super) fn send_received(&mut self, item: Item, parent: u64, came: Came) {
+    /// Reports how much arrived from a parent.
+    pub(super) fn send_received(&mut self, item: Item, parent: u64, came: Transferred) {
         if let Some(rate) = came.rate() {
-            // Its own link is what it knows; those below are taken to be like it.
+            // A relay knows only its own link, and assumes that the links below are like it.
             self.store.deltas().note_rate(rate as u64);
         }
-        let Came { bytes, busy } = came;
+        let Transferred { bytes, busy } = came;
         if bytes > 0 {
             self.send(&ToRoot::Received {
                 model: item.model as u8,

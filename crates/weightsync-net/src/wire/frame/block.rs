@@ -1,65 +1,65 @@
-//! The head of a chunk: which part of an image it is.
+//! The head of a block: which part of an image it is.
 
 use weightsync_core::Version;
 
 use super::*;
 
-/// Which bytes come behind a chunk's frame.
+/// The head of a block; the block's bytes follow its frame.
 ///
 /// | bytes | |
 /// |---|---|
 /// | 0 | model |
 /// | 1..8 | zeros |
 /// | 8..16 | version |
-/// | 16..20 | index of the chunk: it begins at `index` × [`CHUNK`] of the image |
-/// | 20..24 | bytes of the chunk |
-/// | 24..32 | CRC-64/NVME of them |
+/// | 16..20 | index of the block, which begins at `index` × [`BLOCK`] of the image |
+/// | 20..24 | bytes of the block |
+/// | 24..32 | CRC-64/NVME of these bytes |
 /// | 32..40 | bytes of the whole image |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ChunkHead {
+pub struct BlockHead {
     /// The model's index, below [`MAX_MODELS`].
     pub model: u8,
     /// The version, from 1.
     pub version: Version,
-    /// Which chunk of the image, from 0.
+    /// The index of the block in the image, from 0.
     pub index: u32,
-    /// How many bytes follow: [`CHUNK`], or what is left of the image.
+    /// How many bytes follow: [`BLOCK`], or the rest of the image.
     pub bytes: u32,
-    /// Their checksum.
+    /// The checksum of the block.
     pub crc: u64,
     /// Bytes of the whole image.
     pub image_bytes: u64,
 }
 
-impl ChunkHead {
-    /// Where the chunk begins in the image, in bytes.
+impl BlockHead {
+    /// Where the block begins in the image, in bytes.
     pub fn offset(&self) -> u64 {
-        u64::from(self.index) * u64::from(CHUNK)
+        u64::from(self.index) * u64::from(BLOCK)
     }
 
-    /// The whole frame: what to send before the chunk's bytes.
-    pub fn frame(&self) -> [u8; HEADER_BYTES + CHUNK_HEAD_BYTES] {
-        let mut payload = [0; CHUNK_HEAD_BYTES];
+    /// The whole frame, which is sent before the block's bytes.
+    pub fn frame(&self) -> [u8; HEADER_BYTES + BLOCK_HEAD_BYTES] {
+        let mut payload = [0; BLOCK_HEAD_BYTES];
         payload[0] = self.model;
         payload[8..16].copy_from_slice(&self.version.0.to_le_bytes());
         payload[16..20].copy_from_slice(&self.index.to_le_bytes());
         payload[20..24].copy_from_slice(&self.bytes.to_le_bytes());
         payload[24..32].copy_from_slice(&self.crc.to_le_bytes());
         payload[32..].copy_from_slice(&self.image_bytes.to_le_bytes());
-        let mut frame = [0; HEADER_BYTES + CHUNK_HEAD_BYTES];
-        frame[..HEADER_BYTES].copy_from_slice(&header(Kind::Chunk, &payload));
+        let mut frame = [0; HEADER_BYTES + BLOCK_HEAD_BYTES];
+        frame[..HEADER_BYTES].copy_from_slice(&header(Kind::Block, &payload));
         frame[HEADER_BYTES..].copy_from_slice(&payload);
         frame
     }
 
-    /// Reads the payload of a chunk's frame.
+    /// Reads the payload of a block's frame.
     ///
     /// # Errors
     ///
-    /// [`FrameError::Length`] if it is no head's, [`FrameError::Zeros`], and [`FrameError::Chunk`]
-    /// for a model, a version or a place in the image that cannot be.
+    /// [`FrameError::Length`] if it has another length, [`FrameError::Zeros`], and
+    /// [`FrameError::Block`] for a model, version, index or length that is impossible.
     pub fn decode(payload: &[u8]) -> Result<Self, FrameError> {
-        let bytes: &[u8; CHUNK_HEAD_BYTES] = head_of(Kind::Chunk, payload)?;
+        let bytes: &[u8; BLOCK_HEAD_BYTES] = head_of(Kind::Block, payload)?;
         let word = |at| number(bytes, at);
         let place = word(16);
         let head = Self {
@@ -72,23 +72,23 @@ impl ChunkHead {
         };
         match head.is_possible() {
             true => Ok(head),
-            false => Err(FrameError::Chunk { head }),
+            false => Err(FrameError::Block { head }),
         }
     }
 
-    /// Whether these are the bytes that were sent.
+    /// Checks that these bytes arrived unchanged.
     ///
     /// # Errors
     ///
     /// [`FrameError::Checksum`].
-    pub fn check(&self, chunk: &[u8]) -> Result<(), FrameError> {
-        match chunk.len() as u64 == u64::from(self.bytes) {
-            true => self.check_crc(weightsync_simd::crc64(chunk)),
+    pub fn check(&self, block: &[u8]) -> Result<(), FrameError> {
+        match block.len() as u64 == u64::from(self.bytes) {
+            true => self.check_crc(weightsync_simd::crc64(block)),
             false => Err(self.damaged()),
         }
     }
 
-    /// The same, of a checksum that was made while the bytes were copied.
+    /// The same, from a checksum that was computed while the bytes were copied.
     ///
     /// # Errors
     ///
@@ -102,7 +102,7 @@ impl ChunkHead {
 
     fn damaged(&self) -> FrameError {
         FrameError::Checksum {
-            what: "a chunk",
+            what: "a block",
             bytes: self.bytes.into(),
         }
     }
@@ -110,17 +110,17 @@ impl ChunkHead {
     fn is_possible(&self) -> bool {
         let left = self.image_bytes.checked_sub(self.offset());
         let whole = left
-            .is_some_and(|left| left > 0 && u64::from(self.bytes) == left.min(u64::from(CHUNK)));
+            .is_some_and(|left| left > 0 && u64::from(self.bytes) == left.min(u64::from(BLOCK)));
         whole && self.model < MAX_MODELS && !self.version.is_none()
     }
 }
 
-/// How many chunks an image of this many bytes has.
+/// How many blocks an image of this many bytes has.
 ///
 /// # Errors
 ///
-/// [`FrameError::Image`] if they are more than an index can name: the image is over 4 PiB.
-pub fn chunks(image_bytes: u64) -> Result<u32, FrameError> {
-    let chunks = image_bytes.div_ceil(CHUNK.into());
-    u32::try_from(chunks).map_err(|_| FrameError::Image { bytes: image_bytes })
+/// [`FrameError::Image`] if the image is over 4 PiB, so that an index does not fit 32 bits.
+pub fn blocks(image_bytes: u64) -> Result<u32, FrameError> {
+    let blocks = image_bytes.div_ceil(BLOCK.into());
+    u32::try_from(blocks).map_err(|_| FrameError::Image { bytes: image_bytes })
 }

@@ -4,12 +4,12 @@ use std::fmt;
 
 use weightsync_core::digest::Digest;
 
-use super::{Engine, Event};
+use super::{Driver, Event};
 use crate::relay::plan::{Input, Item};
 use crate::wire::message::ToRoot;
 
-impl Engine {
-    /// Makes the digest of a version, after those that were asked for before.
+impl Driver {
+    /// Computes the digest of a version, after those requested before.
     pub(super) fn scrub(&mut self, item: Item) {
         if self.scrubs.contains(&item) {
             return;
@@ -20,7 +20,7 @@ impl Engine {
         }
     }
 
-    /// A digest was made; nothing if that was given up.
+    /// A digest was computed; `None` if that was given up.
     pub(super) fn scrubbed(&mut self, item: Item, digest: Option<Digest>) {
         self.scrubs.pop_front();
         self.send(&ToRoot::Scrubbed {
@@ -37,9 +37,9 @@ impl Engine {
                 let (events, threads) = (self.events.clone(), self.threads.clone());
                 let work = move || {
                     let digest = snapshot.digest_unless(|| threads.is_stopped());
-                    // Its slot may be wanted.
+                    // The slot may be needed for the next version.
                     drop(snapshot);
-                    // An engine that has ended hears nothing.
+                    // A driver that has ended receives nothing.
                     let _ = events.blocking_send(Event::Scrubbed { item, digest });
                 };
                 match self.threads.spawn("weightsync-scrub", work) {
@@ -56,13 +56,13 @@ impl Engine {
         }
     }
 
-    /// What is here of a model is not what was published: it is fetched again.
+    /// Drops a model whose bytes differ from the published ones, and fetches it again.
     pub(super) fn start_anew(&mut self, model: usize, why: &dyn fmt::Display) {
         tracing::error!(
             "what is here of model {model} is damaged, so the relay drops it and fetches the next \
              version whole: {why}"
         );
-        // So is what is left of it in slots, and of what changed since.
+        // Versions still in slots, and their deltas, may come from the wrong bytes too.
         self.store.deltas().forget(model);
         self.relay.forget_bases(model);
         self.step([Input::Spoiled { model }]);

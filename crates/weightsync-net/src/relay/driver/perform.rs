@@ -8,14 +8,14 @@ use tokio::time::Instant;
 use weightsync_core::Version;
 use weightsync_mem::{Error, Snapshot};
 
-use super::{Engine, Event, Fetched, Fetching, MEASURE};
+use super::{Driver, Event, Fetched, Fetching, MEASURE};
 use crate::bulk::{Base, Delta, Fetch, Held, Parent, RING};
 use crate::link::log_limiter;
 use crate::relay::plan::{Effect, Input, Item};
-use crate::wire::frame::CHUNK;
+use crate::wire::frame::BLOCK;
 use crate::wire::message::ToRoot;
 
-impl Engine {
+impl Driver {
     /// Notes what has happened, and performs what follows from it.
     pub(super) fn step(&mut self, inputs: impl IntoIterator<Item = Input>) {
         let mut effects = self.plan.step(inputs);
@@ -70,7 +70,7 @@ impl Engine {
         None
     }
 
-    /// Begins a fetch; what has happened instead, if it cannot.
+    /// Begins a fetch; if it cannot, returns what happened instead.
     fn begin(&mut self, item: Item, sender: bool) -> Option<Input> {
         let root = Parent {
             agent: 0,
@@ -85,17 +85,17 @@ impl Engine {
         };
         let is_new = !self.coming.contains_key(&item);
         if is_new {
-            let room = match self.relay.room(item.model, item.version, CHUNK as usize) {
+            let room = match self.relay.room(item.model, item.version, BLOCK as usize) {
                 Ok(Some(room)) => room,
                 Ok(None) => return Some(Input::NoRoom { item }),
-                // It can never be: nobody has it.
+                // This can never succeed, so the version counts as missing everywhere.
                 Err(error @ Error::BadOption { .. }) => {
                     tracing::error!("{item:?} is not fetched: {error}");
                     let sender = true;
                     return Some(Input::NotThere { item, sender });
                 }
                 Err(error) => {
-                    // It is tried again soon, and often.
+                    // This is tried again soon and often, so logging is limited.
                     if let Some(more) = self.log_limiter.logs("room", Instant::now().into_std()) {
                         log_limiter::warn(more, &format!("there is no room for {item:?}: {error}"));
                     }
@@ -108,13 +108,14 @@ impl Engine {
         let base = self.base_of(item);
         let (room, coming) = self.coming.get(&item)?;
         if is_new {
-            // A child that waits for it looks for what changed as soon as it is there.
+            // Registered at once: a waiting child looks for the changes as soon as the version is
+            // here.
             self.store.put(item, coming.clone());
         }
         self.fetches += 1;
         let number = self.fetches;
         let notify = notifier(&self.events);
-        // Those under way have their connections already.
+        // Fetches under way have their connections already.
         let others = self.fetching.keys().filter(|one| **one != item).count();
         let fetch = Fetch::start(
             (item, parent),
@@ -146,9 +147,8 @@ impl Engine {
         None
     }
 
-    /// What a version can be made from, the newest older one that is whole here. What
-    /// comes is kept for the one after it, and where there are relays below, for as long
-    /// as they may want it.
+    /// The base for a version: the newest older one that is whole here. Its deltas are kept for the
+    /// next version and, where there are relays below, for as long as those may want them.
     fn base_of(&self, item: Item) -> Option<Base> {
         let first = Item {
             version: Version::NONE,
@@ -170,7 +170,7 @@ impl Engine {
             fresh
         });
         if recorded.is_spoiled() {
-            // What came did not fit: the version comes whole.
+            // A delta did not fit, so the version is fetched whole.
             return None;
         }
         Some(Base {
@@ -181,8 +181,7 @@ impl Engine {
         })
     }
 
-    /// Nothing comes from the parent any more; what comes from the sender itself in its
-    /// stead goes on.
+    /// Stops all fetches from the parent; those from the sender go on.
     pub(super) fn leave_parent(&mut self) {
         self.parent = None;
         self.fetching.retain(|_, one| one.instead);
@@ -195,13 +194,13 @@ impl Engine {
     }
 }
 
-/// Tells the engine something from whichever thread, also its own: nobody waits.
+/// Sends the driver an event without blocking, from any thread, including the driver's own.
 fn notifier(events: &mpsc::Sender<Event>) -> impl Fn(Event) + Send + Sync + 'static {
     let (events, runtime) = (events.clone(), Handle::current());
     move |event| {
         let events = events.clone();
         runtime.spawn(async move {
-            // An engine that has ended hears nothing.
+            // A driver that has ended receives nothing.
             let _ = events.send(event).await;
         });
     }
@@ -212,13 +211,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_engines_own_thread_can_tell_it_something() {
+    fn driver_thread_can_send_itself_events() {
         let runtime = tokio::runtime::Builder::new_current_thread();
         let runtime = { runtime }.build().unwrap();
         runtime.block_on(async {
             let (events, mut inbox) = mpsc::channel(1);
             let notify = notifier(&events);
-            // More than there is room for.
+            // More events than the channel has room for.
             notify(Event::Stop);
             notify(Event::Stop);
             assert!(matches!(inbox.recv().await, Some(Event::Stop)));

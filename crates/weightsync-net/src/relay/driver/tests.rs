@@ -1,4 +1,4 @@
-//! An engine, between a sender and a parent that are sockets.
+//! A driver, between a sender and a parent that are sockets.
 
 use tokio::net::{TcpListener, TcpStream};
 use weightsync_core::{Dtype, Epoch, Layout, Version};
@@ -18,9 +18,9 @@ const ITEM: Item = Item {
     version: Version(1),
 };
 
-/// An engine, and what is around it.
+/// A driver, and what is around it.
 struct Around {
-    engine: Engine,
+    driver: Driver,
     events: mpsc::Sender<Event>,
     inbox: mpsc::Receiver<Event>,
     /// Where its sender is, and its parent.
@@ -30,16 +30,16 @@ struct Around {
     _sender: (Link<FromRoot>, mpsc::Receiver<Result<ToRoot, LinkEnd>>),
 }
 
-async fn engine(name: &str) -> Around {
+async fn driver(name: &str) -> Around {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let (socket, other) = tokio::join!(TcpStream::connect(address), listener.accept());
     let (events, inbox) = mpsc::channel(1 << 16);
     let root = |what| Event::Root { number: 0, what };
-    // It says that it is there.
+    // This sender only sends signs of life.
     let (said, words) = mpsc::channel(64);
     let sender = Link::<FromRoot>::start::<ToRoot, _>(other.unwrap().0, &said, |what| what);
-    let name = format!("weightsync/test/engine/{name}/{}", std::process::id());
+    let name = format!("weightsync/test/driver/{name}/{}", std::process::id());
     let options = AgentOptions {
         root: address.to_string(),
         secret: SECRET,
@@ -69,10 +69,10 @@ async fn engine(name: &str) -> Around {
     };
     let near = Listener::at(&name).unwrap();
     let key = Key::new(&SECRET);
-    let mut engine = Engine::start(&options, key, joined, near, events.clone()).unwrap();
-    engine.parent = Some(Parent { agent: 2, address });
+    let mut driver = Driver::start(&options, key, joined, near, events.clone()).unwrap();
+    driver.parent = Some(Parent { agent: 2, address });
     Around {
-        engine,
+        driver,
         events,
         inbox,
         listener,
@@ -82,22 +82,22 @@ async fn engine(name: &str) -> Around {
 }
 
 #[test]
-fn engine_checks_for_room_under_constant_messages() {
+fn driver_checks_for_room_under_constant_messages() {
     runtime("weightsync-test").unwrap().block_on(async {
         let Around {
-            mut engine,
+            mut driver,
             events,
             inbox,
             listener,
             _sender,
             ..
-        } = engine("room").await;
+        } = driver("room").await;
         let item = ITEM;
-        engine.plan.step([Input::Parent, Input::Wanted { item }]);
-        engine.plan.step([Input::NoRoom { item }]);
-        assert!(engine.plan.waits_for_room());
-        engine.room = Instant::now() + ROOM;
-        let runs = tokio::spawn(engine.run(inbox));
+        driver.plan.step([Input::Parent, Input::Wanted { item }]);
+        driver.plan.step([Input::NoRoom { item }]);
+        assert!(driver.plan.waits_for_room());
+        driver.room = Instant::now() + ROOM;
+        let runs = tokio::spawn(driver.run(inbox));
         // Until it has ended.
         let talks = std::thread::spawn({
             let (events, mut other) = (events.clone(), item);
@@ -119,35 +119,35 @@ fn engine_checks_for_room_under_constant_messages() {
 fn verdict_on_a_parent_is_not_applied_to_the_next() {
     runtime("weightsync-test").unwrap().block_on(async {
         let Around {
-            mut engine,
+            mut driver,
             events,
             inbox,
             address,
             _sender,
             ..
-        } = engine("complaint").await;
+        } = driver("complaint").await;
         let item = ITEM;
-        engine.step([Input::Parent, Input::Wanted { item }]);
+        driver.step([Input::Parent, Input::Wanted { item }]);
         // The parent does not have it: it comes from the sender in its stead.
         let sender = false;
-        engine.step([Input::NotThere { item, sender }]);
-        assert!(engine.fetching[&item].instead);
-        engine.complain = Some((Instant::now() + SOON, 2, "it broke off".into()));
-        engine.on_message(FromRoot::Parent {
+        driver.step([Input::NotThere { item, sender }]);
+        assert!(driver.fetching[&item].instead);
+        driver.complain = Some((Instant::now() + SOON, 2, "it broke off".into()));
+        driver.on_message(FromRoot::Parent {
             agent: 3,
             address: Some(address.to_string()),
         });
-        assert_eq!(engine.parent.map(|parent| parent.agent), Some(3));
-        engine.fetched(Fetched {
-            number: engine.fetching[&item].number,
+        assert_eq!(driver.parent.map(|parent| parent.agent), Some(3));
+        driver.fetched(Fetched {
+            number: driver.fetching[&item].number,
             item,
             parent: 0,
             end: FetchEnd::Broken(std::io::Error::other("cut")),
-            came: Came::default(),
+            came: Transferred::default(),
         });
-        let complains = engine.complain.as_ref().map(|(_, of, _)| *of);
+        let complains = driver.complain.as_ref().map(|(_, of, _)| *of);
         assert_eq!(complains, Some(0));
         assert!(events.send(Event::Stop).await.is_ok());
-        engine.run(inbox).await;
+        driver.run(inbox).await;
     });
 }

@@ -3,12 +3,12 @@
 use tokio::time::Instant;
 use weightsync_mem::WorkerInstance;
 
-use super::{Engine, LINGER, Worker};
+use super::{Driver, LINGER, Worker};
 use crate::bulk::Parent;
 use crate::relay::plan::{Input, Item};
 use crate::wire::message::{FromRoot, ToRoot};
 
-impl Engine {
+impl Driver {
     pub(super) fn on_message(&mut self, message: FromRoot) {
         match message {
             FromRoot::Joined { ticket } => self.admit(ticket),
@@ -19,7 +19,7 @@ impl Engine {
                     self.relay.turn_away(who, &reason);
                 }
             }
-            FromRoot::Tell {
+            FromRoot::Notify {
                 sequence,
                 set,
                 workers,
@@ -40,7 +40,7 @@ impl Engine {
                 set,
             } => {
                 let who = self.workers.get(&worker).map(|worker| worker.who);
-                // What was asked twice is answered twice.
+                // A question that was sent twice is answered twice.
                 if let Some(who) = who.filter(|who| self.waits_for(*who, question)) {
                     let answered = Input::Answered {
                         who,
@@ -79,7 +79,8 @@ impl Engine {
                 };
                 let parent = match address {
                     None => Err("its address cannot be read".into()),
-                    // The secret is the sender's.
+                    // The secret belongs to the sender, so it goes only to addresses that the
+                    // settings allow.
                     Some(address) => match self.options.access.may_dial_with_secret(address) {
                         Ok(()) => Ok(Parent { agent, address }),
                         Err(error) => Err(error.to_string()),
@@ -102,7 +103,7 @@ impl Engine {
                 self.start_anew(model.into(), &why);
             }
             FromRoot::Goodbye => self.closes = Some(Instant::now() + LINGER),
-            // They are of the way in.
+            // These belong to the join.
             FromRoot::Welcome { .. }
             | FromRoot::Model { .. }
             | FromRoot::Part { .. }
@@ -111,7 +112,7 @@ impl Engine {
         }
     }
 
-    /// Lets a worker in that the sender has agreed to.
+    /// Admits a worker that the sender has accepted.
     fn admit(&mut self, ticket: u64) {
         if let Some(who) = self.rejoining.remove(&ticket) {
             self.ask_again(who);
@@ -138,9 +139,9 @@ impl Engine {
         self.step([Input::Joined { who, delivery }]);
     }
 
-    /// What is finished in any case, and comes from the sender itself, goes on so when it
-    /// names another parent: that may not have it, and the sender only as long as somebody
-    /// fetches it.
+    /// The fetches that go on at the sender when it names another parent: those of sets to finish.
+    /// The new parent may not have these versions, and the sender keeps them only while somebody
+    /// fetches them.
     fn goes_on_at_the_sender(&mut self, next: Parent) -> Vec<Input> {
         let plan = &self.plan;
         let fetching = self
@@ -154,7 +155,7 @@ impl Engine {
         inputs.collect()
     }
 
-    /// Fetches from another from here on.
+    /// Fetches from another parent from here on.
     fn follow(&mut self, parent: Parent) {
         if self.parent == Some(parent) && !self.fetching.is_empty() {
             return;
@@ -162,8 +163,8 @@ impl Engine {
         let mut inputs = self.goes_on_at_the_sender(parent);
         self.leave_parent();
         self.parent = Some(parent);
-        // What was to be said is of one before it: the sender would not act on that, and
-        // what breaks off from here on is to be said.
+        // A pending complaint is about an earlier parent, so the sender would ignore it; and the
+        // next failure must be reported.
         self.complain = None;
         inputs.extend([Input::NoParent, Input::Parent]);
         self.step(inputs);

@@ -7,16 +7,16 @@ use tokio::time::Instant;
 use weightsync_engine::transport::SILENT_SENDER;
 use weightsync_mem::Ending;
 
-use super::words::join_message;
-use super::{Engine, Event, Joining};
+use super::convert::join_message;
+use super::{Driver, Event, Joining};
 use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
 use crate::relay::{EVENTS, Reach, StartError, backoff};
 
-impl Engine {
-    /// Finds the sender again after a link has ended. How the agent ends, if it
-    /// does not come back.
+impl Driver {
+    /// Finds the sender again after a link has ended. Returns how the agent ends if the sender does
+    /// not come back.
     pub(super) async fn reconnect(
         &mut self,
         end: &LinkEnd,
@@ -27,7 +27,8 @@ impl Engine {
         }
         tracing::warn!("the link to the sender has ended: {end}");
         let mut failures = 0;
-        // Since when somebody listens there and answers nobody: it may be stopped.
+        // Since when the sender's address accepts connections without answering: the sender may be
+        // stopped.
         let mut silent: Option<Instant> = None;
         loop {
             let mut meanwhile = Vec::new();
@@ -40,17 +41,18 @@ impl Engine {
             }
             match again {
                 Ok(()) => return None,
-                Err(Again::Died) => return Some(Ending::Died),
-                Err(Again::Unanswered) => {
+                Err(ReconnectError::Died) => return Some(Ending::Died),
+                Err(ReconnectError::Unanswered) => {
                     let since = *silent.get_or_insert_with(Instant::now);
                     if since.elapsed() >= SILENT_SENDER {
                         return Some(Ending::Died);
                     }
                 }
-                // One that answers nobody has a full queue after a while.
-                Err(Again::Unreachable) => {}
+                // A stopped sender's queue of connections is full after a while, so later attempts
+                // time out.
+                Err(ReconnectError::Unreachable) => {}
             }
-            // Workers go on meanwhile with what they have.
+            // Workers continue meanwhile with the versions that they have.
             let until = Instant::now() + backoff(failures);
             failures += 1;
             loop {
@@ -65,31 +67,31 @@ impl Engine {
         }
     }
 
-    /// What happens while there is no link.
+    /// Handles an event while there is no link.
     fn defer(&mut self, event: Event) {
         match event {
             Event::Near(events) => self.near(events),
             Event::Fetched(fetched) => self.fetched(fetched),
             Event::Served(served) => self.served(served),
             Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
-            // By a link that has ended.
+            // Events of a link that has ended.
             Event::Root { .. } | Event::Stop => {}
         }
     }
 
-    async fn try_again(&mut self) -> Result<(), Again> {
+    async fn try_again(&mut self) -> Result<(), ReconnectError> {
         let (socket, root) = match dial(&self.options.root, &self.key).await {
             Ok(reached) => reached,
-            Err(StartError::Refused(_)) => return Err(Again::Died),
+            Err(StartError::Refused(_)) => return Err(ReconnectError::Died),
             Err(StartError::Unreachable(reach, _)) => {
                 return Err(match reach {
-                    // Nobody listens where the sender did.
-                    Reach::Refused => Again::Died,
-                    Reach::Unanswered => Again::Unanswered,
-                    Reach::Unknown => Again::Unreachable,
+                    // Nothing listens at the sender's address.
+                    Reach::Refused => ReconnectError::Died,
+                    Reach::Unanswered => ReconnectError::Unanswered,
+                    Reach::Unknown => ReconnectError::Unreachable,
                 });
             }
-            Err(_) => return Err(Again::Unreachable),
+            Err(_) => return Err(ReconnectError::Unreachable),
         };
         let before = Before {
             run: Some(self.run),
@@ -101,12 +103,12 @@ impl Engine {
         let greeted = greet(socket, &self.options, bulk, number, &events).await;
         let (link, welcome) = match greeted {
             Ok(greeted) => greeted,
-            Err(StartError::Unreachable(..)) => return Err(Again::Unreachable),
-            Err(_) => return Err(Again::Died),
+            Err(StartError::Unreachable(..)) => return Err(ReconnectError::Unreachable),
+            Err(_) => return Err(ReconnectError::Died),
         };
         if welcome.run != self.run {
-            // Its successor: workers look for it on their own.
-            return Err(Again::Died);
+            // A successor: workers look for it on their own.
+            return Err(ReconnectError::Died);
         }
         self.links = number;
         self.link = Some((number, link));
@@ -123,7 +125,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Tells the sender again who is here.
+    /// Tells the sender again which workers are here.
     fn come_back(&mut self) {
         self.rejoining.clear();
         let workers: Vec<Joining> = self
@@ -137,19 +139,18 @@ impl Engine {
             self.rejoining.insert(ticket, joining.who);
             self.send(&join_message(ticket, &joining));
         }
-        // By this link nobody has been told of them, and some may be there by a way of
-        // their own.
+        // The sender has not heard of these workers on this link, and some may have joined by
+        // another route.
         self.take_those_who_gave_up();
         for (ticket, joining) in self.joining.clone() {
             self.send(&join_message(ticket, &joining));
         }
-        // And how far they are.
+        // The sender also needs to know how far each of them is.
         self.relay.report_again();
     }
 }
 
-/// Waits until the agent is to leave; what else is heard until then is kept, as far as
-/// there is room for it.
+/// Waits until the agent is to leave. Keeps other events for later, as far as there is room.
 async fn stop(inbox: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
     while meanwhile.len() < EVENTS {
         match inbox.recv().await {
@@ -161,11 +162,11 @@ async fn stop(inbox: &mut mpsc::Receiver<Event>, meanwhile: &mut Vec<Event>) {
 }
 
 /// Why another attempt did not bring the sender back.
-enum Again {
-    /// It is dead, or another one.
+enum ReconnectError {
+    /// The sender is dead, or another one has its place.
     Died,
-    /// Something listens there, and does not answer.
+    /// A program listens there, and does not answer.
     Unanswered,
-    /// It cannot be reached.
+    /// The sender cannot be reached.
     Unreachable,
 }

@@ -3,7 +3,7 @@
 
 use weightsync_mem::WorkerInstance;
 
-use super::Engine;
+use super::Driver;
 use crate::relay::plan::Input;
 use crate::wire::message::{ToRoot, Want};
 
@@ -14,8 +14,8 @@ pub(super) struct Question {
     want: Want,
 }
 
-impl Engine {
-    /// A worker asks; what it has asked before it needs no more.
+impl Driver {
+    /// A worker asks; the question replaces its earlier one.
     pub(super) fn asks(&mut self, who: WorkerInstance, number: u64, want: Want) {
         let asked = Some(Question { number, want });
         if let Some(open) = self.open_question(who) {
@@ -24,7 +24,7 @@ impl Engine {
         self.ask(who, Question { number, want });
     }
 
-    /// A worker does not wait for its answer any more, and nothing is fetched for it.
+    /// A worker withdraws its question; nothing is fetched for it any more.
     pub(super) fn withdraws(&mut self, who: WorkerInstance) -> Option<Input> {
         let open = self.open_question(who).and_then(Option::take);
         self.send(&ToRoot::Withdraw {
@@ -48,7 +48,7 @@ impl Engine {
         }
     }
 
-    /// The sender knows a worker again, and nothing of what it asked.
+    /// The sender knows a worker again, but has none of its questions.
     pub(super) fn ask_again(&mut self, who: WorkerInstance) {
         if let Some(open) = self.open_question(who).and_then(|open| *open) {
             self.ask(who, open);

@@ -1,12 +1,12 @@
-//! The engine of an agent: it performs the decisions of its [plan](super::plan).
+//! The driver of an agent: it performs the decisions of its [plan](super::plan).
 
 mod asks;
+mod convert;
 mod fetched;
 mod messages;
 mod perform;
 mod reconnect;
 mod scrub;
-mod words;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
@@ -24,13 +24,14 @@ use weightsync_mem::{
 };
 
 use self::asks::Question;
-use self::words::join_message;
+use self::convert::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
 use crate::access::Key;
 use crate::bulk::{
-    Came, Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
+    Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
+    Transferred,
 };
 use crate::link::listen::accept_all;
 use crate::link::log_limiter::LogLimiter;
@@ -38,31 +39,31 @@ use crate::link::{Link, LinkEnd};
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
-/// How often it is looked whether there is room, while there was none.
+/// How often the driver looks for room while there is none.
 const ROOM: Duration = Duration::from_millis(20);
 
-/// How often the sender is told what has come of a version that is coming.
+/// How often the driver reports to the sender how much of an arriving version is here.
 const MEASURE: Duration = Duration::from_secs(1);
 
-/// How long an agent whose sender has shut down goes on with what it was told.
+/// How long an agent goes on delivering what it was sent after its sender has shut down.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// What an engine hears.
+/// What a driver reacts to.
 pub(crate) enum Event {
-    /// The sender has said something, or a link to it has ended.
+    /// A message of the sender, or the end of a link to it.
     Root {
         number: u64,
         what: Result<FromRoot, LinkEnd>,
     },
-    /// Something has happened at workers of this host.
+    /// Events of this host's workers.
     Near(Vec<mem::Event>),
     /// A fetch has ended.
     Fetched(Fetched),
-    /// Something was served from here.
+    /// Something was served to a relay below.
     Served(Served),
-    /// The digest of a version was made, or that was given up.
+    /// The digest of a version was computed, or that was given up.
     Scrubbed { item: Item, digest: Option<Digest> },
-    /// It is to leave.
+    /// The agent is to leave.
     Stop,
 }
 
@@ -70,19 +71,19 @@ pub(crate) enum Event {
 pub(crate) struct Fetched {
     number: u64,
     item: Item,
-    /// By which agent.
+    /// The agent that it was fetched from.
     parent: u64,
     end: FetchEnd,
-    came: Came,
+    came: Transferred,
 }
 
-pub(crate) struct Engine {
+pub(crate) struct Driver {
     options: AgentOptions,
     key: Key,
     run: Run,
     agent: u64,
     root: SocketAddr,
-    /// The link to the sender, with its number; none while it is broken.
+    /// The link to the sender and its number; none while the link is broken.
     link: Option<(u64, Link<ToRoot>)>,
     links: u64,
     events: mpsc::Sender<Event>,
@@ -94,20 +95,20 @@ pub(crate) struct Engine {
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
-    /// What digests are to be made of; of the first it is under way.
+    /// The versions whose digests are wanted; the first is being computed.
     scrubs: VecDeque<Item>,
-    /// When it is looked whether there is room, if there was none.
+    /// When to look for room again, if there was none.
     room: Instant,
-    /// When the sender is told what has come of it.
+    /// When to report to the sender how much has arrived.
     measures: Instant,
-    /// Fetches that broke off in a row.
+    /// How many fetches in a row broke off.
     failures: u32,
-    /// When the sender is told that a parent is lost.
+    /// When to report to the sender that a parent is lost.
     complain: Option<(Instant, u64, String)>,
     log_limiter: LogLimiter,
     workers: BTreeMap<WorkerId, Worker>,
     joining: BTreeMap<u64, Joining>,
-    /// Workers that are told of to a sender that may know them, by ticket.
+    /// Workers announced again to a sender that may know them, by ticket.
     rejoining: BTreeMap<u64, WorkerInstance>,
     tickets: u64,
     store: Arc<Store>,
@@ -115,14 +116,14 @@ pub(crate) struct Engine {
     connections: Arc<Connections>,
     bulk: Option<u16>,
     serves: Option<SocketAddr>,
-    /// The sender has said goodbye: it ends once nothing is pending, or then.
+    /// The sender has said goodbye. The agent ends once nothing is pending, or at this time.
     closes: Option<Instant>,
 }
 
 struct Worker {
     who: WorkerInstance,
     joining: Joining,
-    /// What it asks, until it is answered.
+    /// The worker's question until it is answered.
     asks: Option<Question>,
 }
 
@@ -130,13 +131,13 @@ struct Worker {
 struct Fetching {
     number: u64,
     parent: Parent,
-    /// It comes from the sender in the parent's stead.
+    /// The fetch goes to the sender instead of the parent.
     instead: bool,
-    /// It goes on until this is dropped.
+    /// Dropping this stops the fetch.
     fetch: Fetch,
 }
 
-/// What a worker said when it joined.
+/// What a worker stated when it joined.
 #[derive(Clone)]
 struct Joining {
     who: WorkerInstance,
@@ -145,11 +146,11 @@ struct Joining {
     delivery: Delivery,
     device: String,
     seen: weightsync_core::Epoch,
-    /// How its segment names it until it is in.
+    /// The number that the segment gives it until it is admitted.
     ticket: u64,
 }
 
-impl Engine {
+impl Driver {
     /// Makes the segment, and the threads around it.
     pub(super) fn start(
         options: &AgentOptions,
@@ -170,15 +171,15 @@ impl Engine {
             ..
         } = joined;
         let segment = SegmentOptions {
-            // One that is live and one that comes. What a slow relay below takes gets
-            // room when there is such a relay.
+            // One slot for the live version and one for the next. A slow relay below gets a slot of
+            // its own once there is one.
             slots: slots.max(2),
-            // A worker that holds on to versions holds up nobody on other hosts; here
-            // it costs memory.
+            // A worker that holds many versions must not hold up other hosts, so the relay grows
+            // instead, which costs memory only here.
             max_slots: MAX_SLOTS as u8,
             history: 0,
             wait: WaitStyle::Sleep,
-            // The trainer says who may join, and with what queue.
+            // The trainer decides who may join, and with what queue.
             ..SegmentOptions::default()
         };
         let relay = Relay::create(listener, options.secret, (run, pid), &models, segment)
@@ -245,7 +246,7 @@ impl Engine {
         self.serves
     }
 
-    /// Performs, until the sender ends or the agent is to leave.
+    /// Runs until the sender ends or the agent is to leave.
     pub(super) async fn run(mut self, mut inbox: mpsc::Receiver<Event>) -> Ending {
         let ending = loop {
             if let Some(closes) = self.closes
@@ -305,13 +306,13 @@ impl Engine {
         let (near, threads) = (self.near.take(), self.threads.clone());
         let mut joined = tokio::task::spawn_blocking(move || {
             if let Some(near) = near {
-                // A panic there has been reported by the panic hook already.
+                // The panic hook has already reported a panic there.
                 let _ = near.join();
             }
             threads.join();
         });
-        // What has happened last is told, if anybody listens; and nobody waits to
-        // say something that is not heard.
+        // Empties the inbox until the threads have ended: a thread that waits for room in it could
+        // not end. The sender still gets the last events of workers.
         loop {
             tokio::select! {
                 biased;
@@ -345,8 +346,13 @@ impl Engine {
         if now >= self.measures {
             self.measures = now + MEASURE;
             let fetching = self.fetching.iter();
-            let came = fetching
-                .map(|(item, one)| (*item, one.parent.agent, one.fetch.take_came(MEASURABLE)));
+            let came = fetching.map(|(item, one)| {
+                (
+                    *item,
+                    one.parent.agent,
+                    one.fetch.take_transferred(MEASURABLE),
+                )
+            });
             for (item, parent, came) in came.collect::<Vec<_>>() {
                 self.send_received(item, parent, came);
             }
@@ -395,10 +401,11 @@ impl Engine {
                     who,
                     question,
                     want,
-                } => self.asks(who, question, want.into()),
+                } => self.asks(who, question, want),
                 mem::Event::Withdraws { who } => inputs.extend(self.withdraws(who)),
                 mem::Event::Gone { who, died } => {
-                    // How far it came is told before that.
+                    // Progress is reported before a departure, as the sender forgets the worker
+                    // then.
                     self.send_progress(std::mem::take(&mut progress));
                     if self.worker(who).is_some() {
                         self.workers.remove(&who.worker);
@@ -413,21 +420,21 @@ impl Engine {
             }
         }
         self.send_progress(progress);
-        // What workers gave back may be room for what comes next.
+        // A slot that workers released may be room for the next version.
         inputs.push(Input::MayHaveRoom);
         self.step(inputs);
     }
 
-    /// A worker that is in, in this life of it.
+    /// An admitted worker of this instance.
     fn worker(&mut self, who: WorkerInstance) -> Option<&mut Worker> {
         let worker = self.workers.get_mut(&who.worker);
         worker.filter(|one| one.who == who)
     }
 
-    /// Asks the sender whether a worker may join.
+    /// Asks the sender to admit a worker.
     fn ask_in(&mut self, joining: Joining) {
         for gave_up in self.take_those_who_gave_up() {
-            // It may be who asks now, once more, or another with its number.
+            // The number may already belong to the same worker again, or to another one.
             if gave_up != joining.who {
                 self.send(&ToRoot::Gone {
                     worker: gave_up.worker,
@@ -442,8 +449,7 @@ impl Engine {
         self.joining.insert(ticket, joining);
     }
 
-    /// Workers that do not wait to be let in any more: they died, or found another
-    /// way.
+    /// Workers that no longer wait for admission: they died or found another route.
     fn take_those_who_gave_up(&mut self) -> Vec<WorkerInstance> {
         let relay = &self.relay;
         let gave_up = self
@@ -500,7 +506,7 @@ fn watch(
     std::thread::Builder::new()
         .name("weightsync-near".into())
         .spawn(move || {
-            // It ends when the segment is closed.
+            // Ends when the segment is closed.
             while let Ok(near) = relay.wait(None) {
                 if !near.is_empty() && events.blocking_send(Event::Near(near)).is_err() {
                     return;
