@@ -185,21 +185,7 @@ impl Script {
         self.dead.retain(|dead| *dead != process);
     }
 
-    /// Stops a process where it is.
-    pub fn stop(&mut self, process: usize) {
-        self.signal(process, Signal::STOP);
-        self.asleep.push(process);
-        self.until_state(process, 'T');
-    }
-
-    /// Lets it go on.
-    pub fn wake(&mut self, process: usize) {
-        self.signal(process, Signal::CONT);
-        self.asleep.retain(|asleep| *asleep != process);
-    }
-
-    /// Waits until a process waits in the kernel: it has nothing more to do by
-    /// itself.
+    /// Waits until a process sleeps in the kernel.
     pub fn until_it_sleeps(&self, process: usize) {
         self.until_state(process, 'S');
     }
@@ -225,7 +211,7 @@ impl Script {
             dead,
         } = self;
         assert_eq!(asleep, [0; 0], "processes that cannot end");
-        for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+        for (process, exit) in workers.shutdown(Some(PATIENCE)).into_iter().enumerate() {
             assert!(
                 exit.is_success() || dead.contains(&process),
                 "process {process} {exit}\n{}",
