@@ -96,9 +96,9 @@ class _Entered(threading.local):
 class Hold:
     """Keeps the models of one background receiver as they are, for the thread that enters."""
 
-    def __init__(self, take_seat: Callable[[], Any]) -> None:
+    def __init__(self, acquire_permit: Callable[[], Any]) -> None:
         # None once the models do not change any more.
-        self._take_seat: Callable[[], Any] | None = take_seat
+        self._acquire_permit: Callable[[], Any] | None = acquire_permit
         self._entered = _Entered()
         self._parents: _Entered | None = None
         _holds.add(self)
@@ -108,8 +108,8 @@ class Hold:
         calls = self._entered.calls
         if not calls:
             # The outermost call has the permit. A thread that loads is alone with the models.
-            take_seat = None if loading.depth else self._take_seat
-            calls.append((module, frame, None if take_seat is None else take_seat()))
+            acquire_permit = None if loading.depth else self._acquire_permit
+            calls.append((module, frame, None if acquire_permit is None else acquire_permit()))
             return
         around = calls[-1][1]
         if around is not None:
@@ -137,7 +137,7 @@ class Hold:
 
     def end(self) -> None:
         """The models do not change any more: nothing has to be held from here on."""
-        self._take_seat = None
+        self._acquire_permit = None
 
     @staticmethod
     def _release(call: tuple[Any, Any, Any]) -> None:
@@ -286,7 +286,7 @@ def _inlined() -> None:
 
 
 def _live() -> list[Hold]:
-    return [hold for hold in list(_holds) if hold._take_seat is not None]
+    return [hold for hold in list(_holds) if hold._acquire_permit is not None]
 
 
 def _entry() -> Callable[[], None]:

@@ -12,7 +12,6 @@ __all__ = [
     "Copies",
     "DryRun",
     "EngineUpdate",
-    "Fate",
     "InitInfo",
     "Layout",
     "MappedTarget",
@@ -24,6 +23,7 @@ __all__ = [
     "SetSnapshot",
     "Snapshot",
     "Source",
+    "TensorOutcome",
     "Tensors",
     "View",
     "WorkerReport",
@@ -159,7 +159,7 @@ class DryRun:
     """What a mapping would do. The lists are complete."""
 
     @property
-    def tensors(self) -> list[Fate]:
+    def tensors(self) -> list[TensorOutcome]:
         """What happens to each tensor of the source, in its order."""
     @property
     def unmatched(self) -> list[str]:
@@ -186,7 +186,7 @@ class DryRun:
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
-class Fate:
+class TensorOutcome:
     """What happens to one tensor of the source."""
 
     @property
@@ -405,7 +405,7 @@ class Session:
 
 @final
 class Background:
-    def take_seat(self) -> Permit: ...
+    def acquire_permit(self) -> Permit: ...
     def safe_point(self) -> dict[str, int] | None: ...
     def state(self) -> tuple[_State, str, str | None]: ...
     def versions(self) -> dict[str, int]: ...

@@ -6,6 +6,7 @@ points only, and again with the version before if a set fails midway.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import sys
@@ -18,7 +19,7 @@ from weightsync import _dtypes, _extra, _guard
 from weightsync._guard import loading
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors, tree
-from weightsync.errors import SettingError, UnsupportedError, WrongTypeError, WrongWeightsError
+from weightsync.errors import LifecycleError, LoadError, SettingError, UnsupportedError, WrongTypeError, WrongWeightsError
 
 # Smaller tensors are copied where others are bound: the copy is quicker than the binding.
 BIND_FROM = 64 * 1024
@@ -40,20 +41,20 @@ def target_of(model: Any, mode: str) -> Target:
     )
 
 
-class Target:
+class Target(abc.ABC):
     """A place for weights; what :func:`target_of` makes of a model."""
 
+    @abc.abstractmethod
     def layout(self) -> Layout:
-        """Names, dtypes and shapes there is room for."""
-        raise NotImplementedError
+        """The names, dtypes and shapes that the model has room for."""
 
+    @abc.abstractmethod
     def shape(self, layout: Layout) -> bool:
-        """Learns the sender's names, dtypes and shapes; whether it took them as its own."""
-        raise NotImplementedError
+        """Learns the sender's names, dtypes and shapes; returns whether the model took them."""
 
+    @abc.abstractmethod
     def load(self, snapshot: Snapshot) -> None:
-        """Takes a whole version over."""
-        raise NotImplementedError
+        """Loads a whole version."""
 
     def release(self) -> None:
         """Releases the sender's memory; what was loaded stays."""
@@ -107,7 +108,10 @@ class ModuleTarget(Target):
                 # Something has become of a tensor since it was looked at a moment ago.
                 self._look()
                 if not self._bind(snapshot, self._plan(snapshot)):
-                    raise RuntimeError("the module's tensors change while they are loaded into")
+                    raise LoadError(
+                        "another thread replaces the module's tensors while a version is loaded: "
+                        "let it do so inside `with receiver.frozen():`"
+                    )
             states = snapshot.extra_states
             if states:
                 self._load_extra(snapshot, states)
@@ -271,7 +275,9 @@ class ModuleTarget(Target):
     def _the_module(self) -> Any:
         module = self._module()
         if module is None:
-            raise ReferenceError("the worker's module is freed: keep it as long as its receiver")
+            raise LifecycleError(
+                "the worker's module was freed: keep a reference to it as long as its receiver lives"
+            )
         return module
 
 

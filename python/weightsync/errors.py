@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from weightsync._native import Report
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "DeadlineError",
     "LifecycleError",
     "LoadError",
+    "MissingModelError",
     "MissingTensorError",
     "ModelError",
     "NotAppliedError",
@@ -75,6 +78,15 @@ class LoadError(WeightsyncError, RuntimeError):
 
 class ModelError(WeightsyncError, LookupError):
     """There is no such model or version, or the call does not say which model."""
+
+
+class MissingModelError(ModelError, KeyError):
+    """There is no model of that name."""
+
+    @classmethod
+    def among(cls, name: str, known: Iterable[str]) -> MissingModelError:
+        """The error for a name that is not among the known ones."""
+        return cls(f"there is no model {name!r}; there is {', '.join(known) or 'none'}")
 
 
 class MissingTensorError(ModelError, KeyError):

@@ -9,7 +9,7 @@ from weightsync import _dtypes
 from weightsync._native import DryRun, Layout
 from weightsync._native import Mapping as Native
 from weightsync._source import module_tensors, tree
-from weightsync.errors import ModelError, WrongTypeError
+from weightsync.errors import MissingModelError, WrongTypeError
 from weightsync.snapshot import Snapshot
 
 __all__ = ["Mapping", "PerModel"]
@@ -130,9 +130,7 @@ def by_model(
             f"mapping: expected a weightsync.Mapping, or a dict of them by model, got {mapping!r}"
         )
     if unknown := [name for name in named if name not in models]:
-        raise ModelError(
-            f"the mapping is for a model {unknown[0]!r}; there is {', '.join(models) or 'none'}"
-        )
+        raise MissingModelError.among(unknown[0], models)
     return {name: one._native for name, one in named.items()}
 
 

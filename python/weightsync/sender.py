@@ -12,7 +12,7 @@ from weightsync import _dtypes, _ends, _paths
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
 from weightsync._source import Source
-from weightsync.errors import LifecycleError, ModelError, SendError, SettingError
+from weightsync.errors import LifecycleError, MissingModelError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
 from weightsync.snapshot import Snapshot
@@ -364,9 +364,7 @@ class Sender(_ends.AsyncWith):
                 raise ModelError("give weights (of a model) or weights_dict, not both")
             unknown = [name for name in weights_dict if name not in self._models]
             if unknown:
-                raise ModelError(
-                    f"there is no model {unknown[0]!r}; there is {', '.join(self._models)}"
-                )
+                raise MissingModelError.among(unknown[0], self._models)
             named = dict(weights_dict)
             if whole:
                 named = {name: named.get(name) for name in self._models}
@@ -399,7 +397,7 @@ class Sender(_ends.AsyncWith):
     def _only(self, model: str | None) -> str:
         if model is not None:
             if model not in self._models:
-                raise ModelError(f"there is no model {model!r}; there is {', '.join(self._models)}")
+                raise MissingModelError.among(model, self._models)
             return model
         if len(self._models) != 1:
             raise ModelError(

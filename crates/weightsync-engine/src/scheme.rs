@@ -484,7 +484,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_with_what_is() {
+    fn scheme_lists_known_names_for_an_unknown_one() {
         for (text, hint) in [
             ("", "multi-process, none, shared-mem"),
             ("sharedmem", "shared-mem"),

@@ -15,7 +15,7 @@ use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
-use crate::error::{NetError, transport};
+use crate::error::{NetError, listen_error, transport};
 use crate::receiver::NetReceiver;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
@@ -299,7 +299,7 @@ impl Distributed {
     /// Listens there.
     fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
         self.access()?.may_listen(address).map_err(transport)?;
-        TcpListener::bind(address).map_err(|source| in_use(address, source))
+        TcpListener::bind(address).map_err(|source| listen_error(address, source))
     }
 
     /// How workers reach what listens there.
@@ -447,19 +447,6 @@ impl Scheme for Distributed {
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
         Ok(Box::new(NetReceiver::join(self, at, joining, deadline)?))
-    }
-}
-
-fn in_use(address: SocketAddr, source: io::Error) -> Error {
-    match source.kind() {
-        io::ErrorKind::AddrInUse => Error::AddressInUse {
-            address: address.to_string(),
-        },
-        _ => NetError::Listen {
-            address: address.to_string(),
-            source,
-        }
-        .into(),
     }
 }
 

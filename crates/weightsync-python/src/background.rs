@@ -36,14 +36,14 @@ pub struct Background {
 impl Background {
     /// What keeps the models as they are, until it is released, in the thread
     /// that took it; any number of threads may have one.
-    fn take_seat(&self, py: Python<'_>) -> PyResult<Permit> {
+    fn acquire_permit(&self, py: Python<'_>) -> PyResult<Permit> {
         let Ok(inner) = self.running(py) else {
             // It is being ended by another thread: a forward is no error for that.
             return Ok(Permit(Mutex::new(None)));
         };
         // The usual case takes no lock, and need not release the interpreter's.
         let permit = inner.try_hold();
-        let_go(py, inner);
+        release(py, inner);
         let permit = match permit.map_err(|error| exception(py, error))? {
             Some(permit) => permit,
             None => self.call(py, |inner| inner.hold())?,
@@ -119,7 +119,7 @@ impl Background {
             if let Some(reason) = reason {
                 inner.fail_at_end(&reason);
             }
-            let_go(py, inner);
+            release(py, inner);
             return Ok(());
         }
         py.detach(|| end(alone(inner), reason.as_deref()));
@@ -182,7 +182,7 @@ impl Background {
     fn status(&self, py: Python<'_>) -> PyResult<BackgroundStatus> {
         let inner = self.running(py)?;
         let status = inner.status();
-        let_go(py, inner);
+        release(py, inner);
         status.map_err(|error| exception(py, error))
     }
 
@@ -196,7 +196,7 @@ impl Background {
         INSIDE.set(INSIDE.get() + 1);
         let done = released_until(py, &self.ending, None, || call(&inner));
         INSIDE.set(INSIDE.get() - 1);
-        let_go(py, inner);
+        release(py, inner);
         done
     }
 
@@ -239,7 +239,7 @@ fn end(inner: Inner, reason: Option<&str>) {
 
 /// Releases what a call used: the last one ends the thread, if it was shut down
 /// meanwhile, and that thread may be waiting for the interpreter's lock.
-fn let_go(py: Python<'_>, inner: Arc<Inner>) {
+fn release(py: Python<'_>, inner: Arc<Inner>) {
     if let Some(inner) = Arc::into_inner(inner) {
         py.detach(|| drop(inner));
     }

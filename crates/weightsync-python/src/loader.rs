@@ -20,7 +20,7 @@ pub struct Object {
 
 /// What a worker loads into: its model, or that seen through a mapping.
 #[derive(FromPyObject)]
-pub enum Given {
+pub enum TargetArgument {
     Mapped(Py<MappedTarget>),
     Object(Py<PyAny>),
 }
@@ -78,10 +78,10 @@ impl WeightLoader for Object {
 }
 
 impl Target {
-    pub fn new(id: String, given: Given) -> Self {
+    pub fn new(id: String, given: TargetArgument) -> Self {
         match given {
-            Given::Mapped(of) => Self::Mapped { id, of },
-            Given::Object(object) => Self::Object(Object::new(id, object)),
+            TargetArgument::Mapped(of) => Self::Mapped { id, of },
+            TargetArgument::Object(object) => Self::Object(Object::new(id, object)),
         }
     }
 

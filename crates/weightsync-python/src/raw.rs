@@ -103,22 +103,22 @@ pub fn soon(call: fn(Python<'_>)) {
 /// takes longer than most calls.
 pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     thread_local! {
-        static KEPT: Cell<Option<Kept>> = const { Cell::new(None) };
+        static THREAD_STATE: Cell<Option<ThreadState>> = const { Cell::new(None) };
     }
     // SAFETY: any thread may ask, with or without the lock.
     let is_known = !unsafe { ffi::PyGILState_GetThisThreadState() }.is_null();
     Python::try_attach(|py| {
         if !is_known {
-            KEPT.set(Some(Kept::new(py)));
+            THREAD_STATE.set(Some(ThreadState::new(py)));
         }
         call(py)
     })
 }
 
 /// One more of what `PyGILState_Ensure` counts in this thread: its state stays.
-struct Kept;
+struct ThreadState;
 
-impl Kept {
+impl ThreadState {
     fn new(_: Python<'_>) -> Self {
         // SAFETY: any thread may, and this one has the lock. What it returns says so.
         let _ = unsafe { ffi::PyGILState_Ensure() };
@@ -127,7 +127,7 @@ impl Kept {
 }
 
 /// When the thread ends.
-impl Drop for Kept {
+impl Drop for ThreadState {
     fn drop(&mut self) {
         // Without an interpreter there is no state any more.
         Python::try_attach(|_| {
@@ -257,7 +257,7 @@ pub struct DlType {
 }
 
 /// What a tensor is and where, a moment ago.
-pub struct Seen<'a> {
+pub struct TensorInfo<'a> {
     pub address: Address,
     pub device: DlDevice,
     pub dtype: DlType,
@@ -311,7 +311,7 @@ impl Exchange {
         &self,
         py: Python<'_>,
         tensor: &Exchanged,
-        seen: impl FnOnce(Seen<'_>) -> T,
+        seen: impl FnOnce(TensorInfo<'_>) -> T,
     ) -> PyResult<T> {
         let mut found = MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the object is of the functions' class, as it was admitted, and the
@@ -329,7 +329,7 @@ impl Exchange {
             // for as long as nobody changes it: nobody can before `seen` has returned.
             false => unsafe { std::slice::from_raw_parts(list, dimensions) },
         };
-        Ok(seen(Seen {
+        Ok(seen(TensorInfo {
             address: Address(found.data as usize + found.byte_offset as usize),
             device: found.device,
             dtype: found.dtype,

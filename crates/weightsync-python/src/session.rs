@@ -10,7 +10,7 @@ use weightsync_engine::{
 
 use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
-use crate::loader::{self, Target, set_of};
+use crate::loader::{Target, TargetArgument, set_of};
 use crate::options::{Number, Seconds, Send, Setup, Worker, Workers, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
@@ -73,7 +73,7 @@ pub struct Session {
 }
 
 /// One model's weights in a send: its name, unless there is one model only.
-type Given = Vec<(Option<String>, Py<Source>)>;
+type NamedSources = Vec<(Option<String>, Py<Source>)>;
 
 #[pymethods]
 impl Session {
@@ -113,7 +113,7 @@ impl Session {
     fn connect_sender(
         &self,
         py: Python<'_>,
-        weights: Given,
+        weights: NamedSources,
         workers: Workers,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
@@ -134,14 +134,19 @@ impl Session {
     }
 
     /// Publishes the next version and waits for the workers; the report.
-    fn send(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<Report> {
+    fn send(&self, py: Python<'_>, weights: NamedSources, options: Send) -> PyResult<Report> {
         let (sent, options) = (Sent::of(&weights), options.options()?);
         self.with(py, |session| session.send(&sent, &options))
             .map(Report)
     }
 
     /// As `send`, but returns once the weights were read.
-    fn send_async(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<PendingSend> {
+    fn send_async(
+        &self,
+        py: Python<'_>,
+        weights: NamedSources,
+        options: Send,
+    ) -> PyResult<PendingSend> {
         let (sent, options) = (Sent::of(&weights), options.options()?);
         self.with(py, |session| session.send_async(&sent, &options))
             .map(PendingSend)
@@ -255,7 +260,7 @@ impl Session {
     fn connect_receiver(
         &self,
         py: Python<'_>,
-        targets: Option<Vec<(String, loader::Given)>>,
+        targets: Option<Vec<(String, TargetArgument)>>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
@@ -280,7 +285,7 @@ impl Session {
     }
 
     /// Loads the initial weights of a session that has joined.
-    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, loader::Given)>) -> PyResult<()> {
+    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, TargetArgument)>) -> PyResult<()> {
         let mut targets = targets_of(targets);
         self.with(py, |session| session.load_joined(&mut set_of(&mut targets)))
     }
@@ -305,7 +310,7 @@ impl Session {
     fn receive_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
         let timeout = timeout_of(timeout);
@@ -352,7 +357,7 @@ impl Session {
     fn pull_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         model: &str,
         version: Option<Number>,
         at_least: Option<Number>,
@@ -398,7 +403,7 @@ impl Session {
     fn start_background(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
@@ -483,7 +488,7 @@ struct Sent<'a> {
 }
 
 impl<'a> Sent<'a> {
-    fn of(given: &'a Given) -> Self {
+    fn of(given: &'a NamedSources) -> Self {
         let members = given
             .iter()
             .map(|(name, source)| (name.as_deref(), source.get()));
@@ -525,7 +530,7 @@ fn carries(receiver: &Receiver) -> bool {
     !receiver.models().is_empty()
 }
 
-fn targets_of(targets: Vec<(String, loader::Given)>) -> Vec<Target> {
+fn targets_of(targets: Vec<(String, TargetArgument)>) -> Vec<Target> {
     let targets = targets.into_iter();
     targets.map(|(id, given)| Target::new(id, given)).collect()
 }

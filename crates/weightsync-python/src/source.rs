@@ -234,15 +234,15 @@ impl Source {
     /// they are not what they were, or cannot be read where they lie.
     fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
         let placed = self.placed();
-        let Some(laid) = tensors.laid(py)? else {
+        let Some(memory) = tensors.memory_layout(py)? else {
             return Ok(false);
         };
-        if laid.addresses.len() != placed.tensors.len() {
+        if memory.addresses.len() != placed.tensors.len() {
             return Ok(false);
         }
         let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
-        now.addresses = laid.addresses;
-        now.strides = laid.strides;
+        now.addresses = memory.addresses;
+        now.strides = memory.strides;
         Ok(true)
     }
 

@@ -111,3 +111,27 @@ def test_async_exit_does_not_block_the_loop():
             sender.send()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("reason", [None, "no more workers"])
+def test_async_cascade_leaves_its_trainer(reason):
+    """In order, or as a failed worker if the block ends by an exception."""
+
+    async def run(sender):
+        joined = await asyncio.to_thread(weightsync.Cascade, sender.init_info, 3, timeout=LONG)
+        async with joined as cascade:
+            leaf = weightsync.ModelReceiver(cascade.init_info, 0, model=Net())
+            async with leaf:
+                joining = asyncio.create_task(asyncio.to_thread(leaf.connect, timeout=LONG))
+                await asyncio.to_thread(cascade.connect, 1, timeout=LONG)
+                await joining
+                assert [one.worker for one in sender.workers] == [3]
+            if reason:
+                raise RuntimeError(reason)
+
+    with weightsync.Sender(Net(1.0)) as sender:
+        sender.connect(0)
+        with contextlib.suppress(RuntimeError):
+            asyncio.run(run(sender))
+        reasons = [line.reason for line in sender.send(timeout=LONG).workers]
+        assert reasons == ([] if reason is None else [f"RuntimeError: {reason}"])

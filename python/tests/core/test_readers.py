@@ -3,6 +3,7 @@
 In processes of their own: what waits for itself there keeps the interpreter's lock.
 """
 
+import functools
 import os
 import time
 
@@ -80,6 +81,13 @@ def by_forwards_of_parts(model, receiver):
         part(given)
 
 
+compiled = functools.cache(functools.partial(torch.compile, backend="eager"))
+
+
+def by_compiled_forward(model, receiver):
+    compiled(model)(torch.ones(1, 128))
+
+
 class Reader:
     """A worker whose main thread uses its model while the background receiver loads into it."""
 
@@ -138,6 +146,7 @@ USES = [
     by_polling,
     by_functional_call,
     by_forwards_of_parts,
+    by_compiled_forward,
 ]
 
 

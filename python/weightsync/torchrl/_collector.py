@@ -14,7 +14,7 @@ from torchrl.weight_update import WeightStrategy
 from weightsync import _paths
 from weightsync._guard import hide_from_compiler
 from weightsync._source import tree
-from weightsync.errors import ModelError, WrongWeightsError
+from weightsync.errors import MissingModelError, ModelError, WrongWeightsError
 
 
 def is_single(context: Any) -> bool:
@@ -109,10 +109,7 @@ def _together(base: type) -> type:
             wanted = wanted if weights_dict is None else weights_dict
             unknown = [name for name in wanted if name not in schemes]
             if unknown:
-                raise KeyError(
-                    f"there is no model {unknown[0]!r} among the weight sync schemes; there is "
-                    f"{', '.join(schemes)}"
-                )
+                raise MissingModelError.among(unknown[0], schemes)
             return send_set(schemes, wanted, worker_ids) if wanted else None
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:

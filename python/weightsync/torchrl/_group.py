@@ -23,7 +23,7 @@ from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._target import Target, not_inferring, target_of, weights_of
 from weightsync.background import Background
-from weightsync.errors import DeadlineError, LifecycleError, ModelError
+from weightsync.errors import DeadlineError, LifecycleError, MissingModelError
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
 
@@ -277,9 +277,7 @@ class Group:
                     "scheme to the worker after that"
                 )
             if name not in self._names:
-                raise ModelError(
-                    f"there is no model {name!r}; the sender feeds {', '.join(self._names)}"
-                )
+                raise MissingModelError.among(name, self._names)
             session, is_first = self._session, self._session is None
             if session is None:
                 info = InitInfo.from_json(self._info)

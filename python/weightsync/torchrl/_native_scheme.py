@@ -437,8 +437,8 @@ class NativeScheme(WeightSyncScheme):
         """Sends what the model has to sub-workers, where the context has some.
 
         Raises:
-            RuntimeError: with the report, if not all of them have applied it: then the
-                trainer's report says so, too.
+            NotAppliedError: if a sub-worker has not applied it. The trainer's report then
+                gives this error as the reason.
         """
         context = self.context
         schemes = getattr(context, "_weight_sync_schemes", None) or {}
@@ -451,8 +451,8 @@ class NativeScheme(WeightSyncScheme):
                 weights = scheme._formatted(weights)
             # Otherwise by dotted names: extra state of any module has a name there.
             report = _collector.send_set(schemes, {self._model_id: weights}, None)
-            if report is not None and report.workers and not report.all_applied:
-                raise RuntimeError(f"not all sub-workers have it: {report}")
+            if report is not None and report.workers:
+                report.ensure_applied()
         else:
             weights = self._formatted(weights)
             context.update_policy_weights_(model_id=self._model_id, policy_or_weights=weights)

@@ -83,7 +83,7 @@ impl Worker {
                 })
             }),
             Deed::PullInto { want, mishap } => self.load(mishap, pipe, |receiver, models| {
-                let first = receiver.model().as_str().to_owned();
+                let first = receiver.models()[0].id.to_string();
                 receiver
                     .loading_set(models)
                     .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
@@ -258,7 +258,7 @@ impl Worker {
 
     fn pull(&mut self, want: Want, timeout: Option<Duration>) -> Result<Option<SetSnapshot>, Stop> {
         let receiver = self.receiver()?;
-        let first = receiver.model().as_str().to_owned();
+        let first = receiver.models()[0].id.to_string();
         Ok(receiver
             .set()
             .pull(pull_of(want).model(&first).timeout(timeout))?)

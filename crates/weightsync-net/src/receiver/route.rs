@@ -235,7 +235,7 @@ impl Route {
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<Look> {
         // A caller that waits for the answer of the process there does so here, too.
-        let until = deadline.filter(|_| !self.joining.hears_out);
+        let until = deadline.filter(|_| !self.joining.single_attempt);
         let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
         let mut nearer = self.names();
         loop {
@@ -264,7 +264,7 @@ impl Route {
             }
         }
         let nearer = nearer.into_iter().map(|(_, name)| name).collect();
-        let patience = match self.joining.hears_out {
+        let patience = match self.joining.single_attempt {
             true => ATTEMPT.into(),
             false => Patience {
                 // Who only looks gives one that is there a moment to answer.

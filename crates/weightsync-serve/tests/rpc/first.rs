@@ -19,7 +19,7 @@ fn the_first_weights_come_with_the_first_send() {
             let info = info.clone();
             scope.spawn(move || worker(info, number).expect("it joins"))
         });
-        let expect = Expect::Workers(vec![WorkerId(0), WorkerId(1)]);
+        let expect = Expect::workers([0, 1]);
         let mut sender = setup
             .connect(&initial, expect, Some(SOON))
             .expect("both join");
@@ -110,7 +110,7 @@ fn silent_worker_is_late_and_delays_no_other() {
         let report = sender.send_with(&weights(64, 2.0), &staged).expect("sent");
         assert!(report.all_reached(), "{report}");
         assert_eq!(wait.join().expect("no panic"), 2.0);
-        let brief = SendOptions::new().deadline(BRIEF);
+        let brief = SendOptions::new().timeout(Some(BRIEF));
         let report = sender.send_with(&weights(64, 3.0), &brief).expect("sent");
         assert_eq!(
             report.worker(0).map(|line| &line.outcome),
