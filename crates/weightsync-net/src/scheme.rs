@@ -1,7 +1,6 @@
 //! The scheme of many hosts.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +14,7 @@ use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
-use crate::error::{NetError, listen_error, transport};
+use crate::error::{listen_error, transport};
 use crate::receiver::NetReceiver;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;

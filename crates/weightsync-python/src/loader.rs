@@ -1,4 +1,4 @@
-//! What a worker loads into: an object of Python's.
+//! Python objects that a worker loads versions into.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ pub struct Object {
     object: Py<PyAny>,
 }
 
-/// What a worker loads into: its model, or that seen through a mapping.
+/// The argument for a model to load into: a Python object, or one behind a mapping.
 #[derive(FromPyObject)]
 pub enum TargetArgument {
     Mapped(Py<MappedTarget>),
     Object(Py<PyAny>),
 }
 
-/// The same, by the model it is for.
+/// A model to load into, with its id.
 pub enum Target {
     Object(Object),
     Mapped { id: String, of: Py<MappedTarget> },

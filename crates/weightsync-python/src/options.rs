@@ -159,8 +159,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
 }
 
 impl Setup {
-    /// What it says, found to be possible; to be [applied](Chosen::apply) without
-    /// the interpreter's lock, because a run directory may be waited for.
+    /// Checks the values. [`Chosen::apply`] then runs without the interpreter's lock, because a run
+    /// directory may have to be waited for.
     pub fn chosen(self) -> PyResult<Chosen> {
         let cast = self.cast.as_deref();
         Ok(Chosen {
@@ -224,7 +224,8 @@ pub struct Send {
 impl<'a, 'py> FromPyObject<'a, 'py> for Send {
     type Error = PyErr;
 
-    /// Of a tuple: one that is derived would say which of its fields is wrong, and not why.
+    /// Extracted from a tuple by hand: a derived implementation would name the wrong field without
+    /// the reason.
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         let (model, workers, wait, timeout, partial, version, wait_late) = value.extract()?;
         Ok(Self {
@@ -281,7 +282,7 @@ fn level_of(word: &str) -> PyResult<WaitFor> {
     }
 }
 
-/// What a worker asks for: nothing for the newest.
+/// The version that a worker asks for; without arguments, the newest.
 pub fn pull_of(exactly: Option<Number>, at_least: Option<Number>) -> PyResult<Pull> {
     match (exactly, at_least) {
         (None, None) => Ok(Pull::newest()),

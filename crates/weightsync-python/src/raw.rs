@@ -98,9 +98,9 @@ pub fn soon(call: fn(Python<'_>)) {
     }
 }
 
-/// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread
-/// that is not Python's keeps what Python knows of it from call to call: to make that again
-/// takes longer than most calls.
+/// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread that Python
+/// did not start keeps its thread state between calls: to make a new state takes longer than most
+/// calls.
 pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     thread_local! {
         static THREAD_STATE: Cell<Option<ThreadState>> = const { Cell::new(None) };
@@ -115,7 +115,7 @@ pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     })
 }
 
-/// One more of what `PyGILState_Ensure` counts in this thread: its state stays.
+/// One more `PyGILState_Ensure` in this thread, so that its state stays.
 struct ThreadState;
 
 impl ThreadState {
@@ -140,7 +140,7 @@ impl Drop for ThreadState {
 
 /// The bytes of one whole version, as a buffer: what tensors are bound over.
 ///
-/// It can be written; what is written is this process's alone, and is gone with
+/// The memory can be written. Changes are private to this process, and are gone with
 /// the version.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct View {
@@ -256,7 +256,7 @@ pub struct DlType {
     pub lanes: u16,
 }
 
-/// What a tensor is and where, a moment ago.
+/// The type and address of a tensor at one moment.
 pub struct TensorInfo<'a> {
     pub address: Address,
     pub device: DlDevice,

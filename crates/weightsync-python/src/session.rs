@@ -152,7 +152,7 @@ impl Session {
             .map(PendingSend)
     }
 
-    /// Sends weights of one model's to one worker each.
+    /// Sends weights of one model, to each worker its own.
     fn send_each(
         &self,
         py: Python<'_>,
@@ -180,7 +180,7 @@ impl Session {
         Ok(workers.into_iter().map(WorkerStatus).collect())
     }
 
-    /// Holds workers at what they have, or lets them go on.
+    /// Holds workers at their versions, or releases them.
     fn hold(&self, py: Python<'_>, workers: Vec<Worker>, hold: bool) -> PyResult<()> {
         self.with(py, |session| {
             let sender = session.sender()?;
@@ -329,7 +329,7 @@ impl Session {
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
-    /// The newest at once, also if this worker has had it.
+    /// The newest set at once, even if this worker has had it.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<SetSnapshot>> {
         let set = self.with(py, |session| session.receiver()?.set().latest())?;
         Ok(set.map(SetSnapshot))
@@ -397,9 +397,8 @@ impl Session {
         })
     }
 
-    /// Hands the receiving, and the worker's models, to a thread of its own; this
-    /// session is closed then. Models change whenever no permit is held, or, if
-    /// they are `declared`, at safe points only.
+    /// Moves the receiver and the worker's models to a thread of their own, and closes this session.
+    /// Models change whenever no thread has a permit, or, if `declared`, at safe points only.
     fn start_background(
         &self,
         py: Python<'_>,
@@ -429,8 +428,8 @@ impl Session {
         self.with(py, |session| session.sender()?.forget(workers))
     }
 
-    /// Ends whatever this is, and any call that waits; any number of times. A receiver
-    /// that ends for a reason has failed, and its sender is told the reason.
+    /// Ends the sender or receiver, and any call that waits; any number of times. A receiver that
+    /// ends with a reason has failed, and its sender is told the reason.
     #[pyo3(signature = (reason = None))]
     fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         self.inner.end(py, reason)
@@ -452,8 +451,8 @@ impl Session {
     }
 }
 
-/// What the sender is told of a receiver that nobody has shut down: an exception may
-/// have unwound the frames that had it.
+/// The reason of a receiver that was dropped without a shutdown, as when an exception unwinds the
+/// frames that own it.
 pub const DROPPED: &str = "its receiver was dropped without shutdown()";
 
 impl Drop for Session {
@@ -482,7 +481,7 @@ impl Session {
     }
 }
 
-/// What is sent: one model's weights, or those of several that flip together.
+/// The source of a send: one model, or several that flip together.
 struct Sent<'a> {
     members: Vec<(Option<&'a str>, &'a Source)>,
 }
@@ -524,8 +523,7 @@ fn receiving<'s>(
     })
 }
 
-/// Whether anything comes by the receiver's scheme: a wait for it without a timeout has no end
-/// otherwise.
+/// Whether the receiver's scheme carries weights. If not, a wait without a timeout would never end.
 fn carries(receiver: &Receiver) -> bool {
     !receiver.models().is_empty()
 }

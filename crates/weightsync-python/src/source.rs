@@ -1,4 +1,4 @@
-//! What the trainer sends from: tensors by name, dtype, shape and address.
+//! Sources of weights: tensors by name, dtype, shape and address.
 
 use std::sync::{PoisonError, RwLock};
 
@@ -220,6 +220,7 @@ impl Source {
                     "there is no extra state {name:?}"
                 )));
             };
+            // An unchanged state keeps its encoded bytes.
             if *state.value() != value {
                 let set = state.set(value);
                 set.map_err(|error| exception(py, failed(&name, error)))?;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use weightsync_engine::{
-    AnyScheme, Cascade, CascadeInBackground, CascadeSetup, Expect, ReceiverSetup, WorkerId,
+    AnyScheme, Cascade, CascadeInBackground, CascadeSetup, Expect, ReceiverSetup,
 };
 
 use super::command::Answer;

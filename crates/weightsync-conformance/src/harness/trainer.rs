@@ -6,7 +6,7 @@ use std::{mem, thread};
 
 use weightsync_engine::{
     AnyScheme, AsyncSendLimit, Expect, Outcome, PendingSend, Registered, Report, SendOptions,
-    SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
+    SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor,
 };
 
 use super::command::{

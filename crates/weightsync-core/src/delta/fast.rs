@@ -12,7 +12,7 @@ use super::apply::Ahead;
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
 use super::{Changes, DeltaError};
 
-/// What a fast delta begins with; the two lowest bits are the width's logarithm.
+/// The first byte of a fast delta; its two lowest bits are the width's logarithm.
 pub(super) const TAG: u8 = 0x10;
 
 /// How a block is written: the two lowest bits of its first byte.

@@ -117,6 +117,7 @@ impl Loan<'_> {
     /// [`Error::WholeLoan`] if they say that it is a part.
     pub fn publish_with(mut self, options: &SendOptions) -> Result<Report> {
         let timeout = options.timeout.unwrap_or(self.timeout);
+        // The trainer's time with the loan counts: a loan keeps a slot from every other send.
         let until = timeout.and_then(|timeout| self.since.checked_add(timeout));
         self.check(options)?;
         if let Some(version) = options.version {
@@ -134,6 +135,7 @@ impl Loan<'_> {
             versions: vec![(self.prepared.id.clone(), version)],
             outstanding: vec![outstanding],
             bytes: self.prepared.layout.payload_bytes(),
+            // A loan is written in full, so nothing of an older version is left in it.
             partial: None,
             since: self.since,
             copied: self.since.elapsed(),

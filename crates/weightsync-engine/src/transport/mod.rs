@@ -386,6 +386,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// [`Error::Unsupported`].
     fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
         let _ = model;
+        // A transport does not know its scheme's text: the sender puts the text in.
         Err(Error::Unsupported {
             what: "reading back what was sent",
             scheme: UNNAMED.into(),
@@ -506,6 +507,7 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         };
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
+        // A worker that is passed over does not become final by waiting, so it counts as settled.
         Ok(lines.all(|line| line.outcome.is_final(wait) || line.late.is_some()))
     }
 

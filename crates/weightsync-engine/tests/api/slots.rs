@@ -9,6 +9,7 @@ use weightsync_engine::{
     AnyScheme, Epoch, Error, ErrorKind, Expect, Holder, ReceiverSetup, Remedy, SendOptions,
     SenderSetup, Set, SetSnapshot, Snapshot, Tensors, Version, WaitFor, WaitStyle, WorkerId,
 };
+use weightsync_mem::Error as MemoryError;
 
 use crate::{BRIEF, SOON, pair_by, send_to, weights};
 

@@ -90,7 +90,7 @@ fn train(lead: &Lead) -> Outcome {
     let setup = SenderSetup::new("policy", &versions.tensors)?
         .scheme(scheme)?
         .run_dir(&lead.run_dir)?
-        .timeout(Some(PATIENCE));
+        .send_timeout(Some(PATIENCE));
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
     emit(&Notice::Info(info));
