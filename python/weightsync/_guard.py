@@ -95,9 +95,9 @@ class _HoldingCalls(threading.local):
 class Hold:
     """Keeps the models of one background receiver as they are, for the thread that enters."""
 
-    def __init__(self, take_permit: Callable[[], Any]) -> None:
+    def __init__(self, acquire_permit: Callable[[], Any]) -> None:
         # None once the models do not change any more.
-        self._take_permit: Callable[[], Any] | None = take_permit
+        self._acquire_permit: Callable[[], Any] | None = acquire_permit
         self._entered = _HoldingCalls()
         self._parents: _HoldingCalls | None = None
         _holds.add(self)
@@ -107,8 +107,8 @@ class Hold:
         calls = self._entered.calls
         if not calls:
             # The outermost call has the permit. A thread that loads is alone with the models.
-            take_permit = None if loading.depth else self._take_permit
-            calls.append((module, frame, None if take_permit is None else take_permit()))
+            acquire_permit = None if loading.depth else self._acquire_permit
+            calls.append((module, frame, None if acquire_permit is None else acquire_permit()))
             return
         around = calls[-1][1]
         if around is not None:
@@ -136,7 +136,7 @@ class Hold:
 
     def end(self) -> None:
         """Makes the hold do nothing from here on: the models do not change any more."""
-        self._take_permit = None
+        self._acquire_permit = None
 
     @staticmethod
     def _release(call: tuple[Any, Any, Any]) -> None:
@@ -285,7 +285,7 @@ def _inlined() -> None:
 
 
 def _live() -> list[Hold]:
-    return [hold for hold in list(_holds) if hold._take_permit is not None]
+    return [hold for hold in list(_holds) if hold._acquire_permit is not None]
 
 
 def _enter_holds() -> Callable[[], None]:

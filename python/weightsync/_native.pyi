@@ -12,7 +12,6 @@ __all__ = [
     "Copies",
     "DryRun",
     "EngineUpdate",
-    "Fate",
     "InitInfo",
     "Layout",
     "MappedTarget",
@@ -24,6 +23,7 @@ __all__ = [
     "SetSnapshot",
     "Snapshot",
     "Source",
+    "TensorOutcome",
     "Tensors",
     "View",
     "WorkerReport",
@@ -159,8 +159,8 @@ class DryRun:
     """The effect that a mapping would have. The lists are complete."""
 
     @property
-    def tensors(self) -> list[Fate]:
-        """The fate of each tensor of the source, in its order."""
+    def tensors(self) -> list[TensorOutcome]:
+        """What happens to each tensor of the source, in its order."""
     @property
     def unmatched(self) -> list[str]:
         """Names of mapped tensors that have no place in the target."""
@@ -186,8 +186,8 @@ class DryRun:
     def __ne__(self, other: object, /) -> bool: ...
 
 @final
-class Fate:
-    """The effect of a mapping on one tensor of the source."""
+class TensorOutcome:
+    """What happens to one tensor of the source."""
 
     @property
     def name(self) -> str: ...
@@ -405,7 +405,7 @@ class Session:
 
 @final
 class Background:
-    def take_permit(self) -> Permit: ...
+    def acquire_permit(self) -> Permit: ...
     def safe_point(self) -> dict[str, int] | None: ...
     def state(self) -> tuple[_State, str, str | None]: ...
     def versions(self) -> dict[str, int]: ...

@@ -63,7 +63,7 @@ class Source:
             found, extras = module_weights(weights, self._strategy, places)
         else:
             found, extras = tree(weights, places)
-        native = self._place_found(weights, found, extras)
+        native = self._build_source(weights, found, extras)
         # A module makes its extra states again at each call.
         if self._is_again(weights, found) and not extras:
             self._of, self._tensors = weights, places.tensors()
@@ -75,7 +75,7 @@ class Source:
             return False
         return all(before() is one for before, (_, one, _) in zip(last[1], found, strict=True))
 
-    def _place_found(
+    def _build_source(
         self, weights: Any, found: list[Found], extras: dict[str, Any]
     ) -> NativeSource:
         states: list[tuple[str, Any]] = []

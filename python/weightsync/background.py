@@ -25,7 +25,7 @@ class Background:
         self._pid = os.getpid()
         self._native = native
         self._targets = targets
-        self._hold = Hold(native.take_permit)
+        self._hold = Hold(native.acquire_permit)
         self._guards: list[Guard] = []
         for target in targets.values():
             if isinstance(target, ModuleTarget) and (module := target._module()) is not None:

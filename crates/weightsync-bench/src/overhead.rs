@@ -87,7 +87,7 @@ pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn 
         }
     }
     drop(sender);
-    workers.shutdown(Duration::from_secs(20));
+    workers.shutdown(Some(Duration::from_secs(20)));
     Ok(times)
 }
 

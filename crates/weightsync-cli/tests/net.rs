@@ -355,7 +355,7 @@ impl Trainer {
         let report = sender.send_with(&self.weights, &options);
         let report = report.expect("it is sent");
         assert!(report.all_applied(), "{report}");
-        report.version().0
+        report.version().unwrap().0
     }
 
     /// What changes from here on reaches everybody as it was published.

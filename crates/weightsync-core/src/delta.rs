@@ -70,7 +70,7 @@ pub enum DeltaError {
         byte: u8,
     },
 
-    /// It was made for elements of another width: another layout.
+    /// The delta was made for elements of another width, as of another layout.
     #[error("the delta is of elements of {got} bytes, expected {expected}")]
     Width {
         /// The width by the layout, in bytes.

@@ -43,7 +43,7 @@ pub struct Digest(#[serde(with = "hex")] pub [u8; 16]);
 impl Digest {
     /// The digest of `image`, in which `layout`'s tensors lie at their offsets.
     ///
-    /// What is between the tensors is taken to be zero, as every layout has it, and not looked at.
+    /// Bytes between tensors count as zero, as in every layout, and are not read.
     ///
     /// # Errors
     ///
@@ -191,6 +191,7 @@ impl Digester {
             });
         }
         self.sum = digest_add(self.sum, other.sum);
+        // A sum that saturates cannot equal the number of lines, so `finish` refuses it.
         self.lines = self.lines.saturating_add(other.lines);
         Ok(())
     }
@@ -208,6 +209,7 @@ impl Digester {
                 got: self.lines,
             });
         }
+        // The length is a line of its own, so that trailing zeros change the digest.
         let length = digest_lines(&self.bytes.to_le_bytes(), LENGTH_INDEX);
         Ok(Digest::from_sum(digest_add(self.sum, length)))
     }

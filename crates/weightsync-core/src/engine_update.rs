@@ -51,7 +51,7 @@ pub struct EngineUpdate {
     reason: Option<String>,
 }
 
-/// What the caller reports.
+/// An event that the caller reports.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The sync begins.
@@ -72,7 +72,7 @@ pub enum Event {
     },
 }
 
-/// What an engine is known to hold.
+/// The weights that an engine is known to hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Weights {
     /// All of the old weights: the engine could generate with them at once.

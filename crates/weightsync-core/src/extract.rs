@@ -326,7 +326,7 @@ pub enum ExtractError {
     },
 }
 
-/// What happens to each element on its way.
+/// The conversion of each element.
 #[derive(Clone, Copy, Debug)]
 enum Conversion {
     Copy { size: usize },

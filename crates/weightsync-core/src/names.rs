@@ -10,7 +10,7 @@ use crate::index::NameIndex;
 
 /// The most parts of one name, and so the most levels of a [`Tree`].
 ///
-/// It keeps walks over trees from outside within any thread's stack.
+/// The limit keeps walks over trees from outside within any thread's stack.
 pub const MAX_DEPTH: usize = 128;
 
 /// What separates the parts of a dotted name.

@@ -32,7 +32,7 @@ pub struct CommitRecord {
 /// The reason why a reader rejected a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordFault {
-    /// It does not begin like a record of this protocol version.
+    /// The record does not begin like a record of this protocol version.
     Magic,
     /// Its checksum does not hold.
     Checksum,

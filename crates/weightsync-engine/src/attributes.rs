@@ -427,8 +427,8 @@ struct Names<'a, 'o> {
 }
 
 impl<'a> Names<'a, '_> {
-    /// Those of one that was sent; its own if the model has none of them, so
-    /// that the difference is seen.
+    /// The names under which a sent tensor is handed over. If the model has none of them, the
+    /// tensor's own name, so that the comparison reports the difference.
     fn of(&self, sent: &'a str) -> std::vec::IntoIter<&'a str> {
         let mut names = vec![sent];
         names.extend(self.aliases.get(sent).into_iter().flatten());

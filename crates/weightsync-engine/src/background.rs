@@ -216,7 +216,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         match self.hold.held.read() {
             Ok(held) if held.whole => Ok(ModelGuard {
                 held,
-                _seat: permit,
+                _permit: permit,
             }),
             _ => Err(self.not_whole()),
         }
@@ -259,7 +259,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     fn whole(&self, permit: OwnedPermit) -> Result<ModelHold> {
         let whole = self.hold.held.read().is_ok_and(|held| held.whole);
         match whole {
-            true => Ok(ModelHold { _seat: permit }),
+            true => Ok(ModelHold { _permit: permit }),
             false => Err(self.not_whole()),
         }
     }
@@ -278,7 +278,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         match self.hold.held.write() {
             Ok(held) if held.whole => Ok(ModelGuardMut {
                 held,
-                _seat: permit,
+                _permit: permit,
             }),
             _ => Err(self.not_whole()),
         }
@@ -296,7 +296,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();
         {
-            let inner = handoff.open();
+            let inner = handoff.lock();
             if inner.shared.holds(me) {
                 return Err(Error::GuardHeld {
                     call: "Background::safe_point",
@@ -331,7 +331,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.handoff()?.open().status.clone())
+        Ok(self.follower.handoff()?.lock().status.clone())
     }
 
     /// Waits until the status is as wished; false if the timeout came first, or
@@ -362,7 +362,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     ) -> Result<bool> {
         let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();
-        if handoff.open().shared.holds(me) {
+        if handoff.lock().shared.holds(me) {
             return Err(Error::GuardHeld {
                 call: "Background::wait",
             });
@@ -391,7 +391,7 @@ impl<M: Send + Sync + 'static> Background<M> {
         };
         if asked {
             // Others who wait ask again.
-            handoff.note(|inner| inner.shared.asks_no_more());
+            handoff.update(|inner| inner.shared.asks_no_more());
         }
         Ok(found?.is_some())
     }
@@ -426,7 +426,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// In a forked child; [`Error::Interrupted`], as of [`stop`](Self::stop).
     pub fn fail(self, reason: &str) -> Result<()> {
         if self.follower.is_here() {
-            // It cannot wait for itself. It says why when it ends.
+            // The receiving thread cannot wait for itself: it gives the reason when it ends.
             self.fail_at_end(reason);
             return Ok(());
         }
@@ -438,12 +438,12 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// The worker has failed, and says why once this is dropped.
     pub fn fail_at_end(&self, reason: &str) {
         if let Ok(handoff) = self.follower.handoff() {
-            handoff.note(|inner| inner.why = Some(reason.to_owned()));
+            handoff.update(|inner| inner.why = Some(reason.to_owned()));
         }
     }
 
     fn not_whole(&self) -> Error {
-        let inner = self.follower.handoff().map(|handoff| handoff.open());
+        let inner = self.follower.handoff().map(|handoff| handoff.lock());
         let versions = inner.map(|inner| inner.status.versions.clone());
         let models = versions.unwrap_or_default().into_iter();
         Error::NotWhole {

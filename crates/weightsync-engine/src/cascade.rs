@@ -1,4 +1,4 @@
-//! A worker that feeds workers of its own: what it receives it passes on.
+//! A worker that passes on what it receives, to workers of its own.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -20,24 +20,21 @@ use crate::set::SetSnapshot;
 use crate::setup::{Expect, SenderSetup};
 use crate::transport::deadline;
 
-/// A worker that feeds workers of its own, its *sub-workers*, and passes on to
-/// them what it receives: in one pass, whole sets at a time.
+/// A worker that passes the sets it receives on to workers of its own, its *sub-workers*. Each set
+/// is passed on whole, in one pass.
 ///
-/// **Guarantee.** The trainer is told that this worker has applied a version
-/// once every sub-worker has. If one has not, the line in the trainer's report
-/// says which and why; the others have it, and the next version is passed on
-/// like any other. One that is late, and applies it after all, is not reported:
-/// to the trainer this worker runs the version before until every sub-worker has
-/// applied a later one.
+/// **Guarantee.** The trainer is told that this worker has applied a version once every sub-worker
+/// has. If a sub-worker has not, this worker's line in the trainer's report names it with the
+/// reason; the other sub-workers have the version, and the next one is passed on as usual. A
+/// sub-worker that applies a version late is not reported again: for the trainer, this worker runs
+/// the version before until every sub-worker has applied a later one.
 ///
-/// **Version numbers are the trainer's.** A trainer that restarts counts from 1 again;
-/// its versions then follow on the highest number the sub-workers have seen, so
-/// that they need not know. [`Forwarded`] has both numbers.
+/// **Version numbers are the trainer's.** A restarted trainer counts from 1 again. Its versions then
+/// continue the numbers that the sub-workers have seen. [`Forwarded`] has both numbers.
 ///
-/// The sub-workers are a run of their own, with the address and the secret of
-/// their own [`InitInfo`]: they outlive the trainer, and find this worker again
-/// when it has restarted, if it was [set up](CascadeSetup::configure) with a run
-/// directory.
+/// The sub-workers have a run and an [`InitInfo`] of their own, with its own address and secret.
+/// They outlive the trainer. They find this worker again after its restart if it was
+/// [set up](CascadeSetup::configure) with a run directory.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -70,14 +67,14 @@ pub struct CascadeSetup {
     setup: SenderSetup,
 }
 
-/// What was passed on.
+/// A set that was passed on.
 #[derive(Clone, Debug)]
 pub struct Forwarded {
     /// The version of each model that this worker received, by the trainer's
     /// numbers.
     pub versions: Vec<(ModelId, Version)>,
-    /// What became of it at the sub-workers; of the models that were passed on,
-    /// and by the numbers the sub-workers see.
+    /// The outcome at the sub-workers, for the models that were passed on and with the numbers that
+    /// the sub-workers see.
     pub report: Report,
 }
 
@@ -102,8 +99,7 @@ impl Cascade {
         })
     }
 
-    /// Leaves, and says why: see [`Receiver::fail`]. Its sub-workers are told that it has
-    /// shut down.
+    /// Leaves with a reason: see [`Receiver::fail`]. The sub-workers are told of a shutdown.
     pub fn fail(self, reason: &str) {
         self.receiver.fail(reason);
     }
@@ -117,22 +113,22 @@ impl Cascade {
         self.passing.sender.forget(workers)
     }
 
-    /// Waits for what the trainer sends next, passes it on, and says what became
-    /// of it, to the trainer too; `None` if `timeout` comes before anything did.
+    /// Waits for the trainer's next send, passes it on, and reports the outcome to the caller and to
+    /// the trainer. Returns `None` at the timeout.
     ///
     /// A sub-worker that failed, died or was lost is named to the trainer with each
     /// version, until it is back or [forgotten](Self::forget).
     ///
-    /// The timeout is for the wait alone. Passing on takes as long as it takes
-    /// the sub-workers, and at most the deadline the sender was
+    /// The timeout is for the wait alone. Passing on takes as long as the
+    /// sub-workers take, and at most the timeout that the sender was
     /// [set up](CascadeSetup::configure) with.
     ///
     /// # Errors
     ///
     /// Those of [`Receiver::recv`], and of [`Sender::send`]: then nothing was
     /// passed on, the trainer knows why, and the next version is tried again.
-    /// After [`Error::Interrupted`] the next call goes on with what it was at; the
-    /// sub-workers may have it already.
+    /// After [`Error::Interrupted`] the next call continues with the same set, which the sub-workers
+    /// may have already.
     pub fn forward(&mut self, timeout: Option<Duration>) -> Result<Option<Forwarded>> {
         let until = deadline(timeout);
         loop {
@@ -147,7 +143,7 @@ impl Cascade {
         }
     }
 
-    /// As [`forward`](Self::forward), again and again, in a thread of its own.
+    /// Calls [`forward`](Self::forward) again and again, in a thread of its own.
     ///
     /// # Errors
     ///
@@ -178,7 +174,7 @@ impl Cascade {
 }
 
 impl CascadeSetup {
-    /// Leaves, and says why: see [`Receiver::fail`].
+    /// Leaves with a reason: see [`Receiver::fail`].
     pub fn fail(self, reason: &str) {
         self.receiver.fail(reason);
     }
@@ -197,8 +193,7 @@ impl CascadeSetup {
         Ok(self)
     }
 
-    /// What the sub-workers need to join. A sender that is configured further
-    /// may have another.
+    /// The init info of the sub-workers. Configuring the sender further may change it.
     pub fn init_info(&self) -> InitInfo {
         self.setup.init_info()
     }
@@ -240,16 +235,16 @@ impl CascadeSetup {
 
 /// A cascade with a thread of its own; see [`Cascade::in_background`].
 ///
-/// Dropping it ends the thread, once what it is passing on has arrived or missed
-/// its deadline, and tells trainer and sub-workers. In a forked child every call
-/// is an error, and dropping it does nothing.
+/// Dropping this value ends the thread, and tells trainer and sub-workers. A set that the thread is
+/// passing on arrives first, or misses its deadline. In a forked child every call is an error, and
+/// dropping does nothing.
 #[derive(Debug)]
 pub struct CascadeInBackground {
     follower: Follower<Shared>,
 }
 
 impl CascadeInBackground {
-    /// Ends the thread, and leaves: see [`Receiver::fail`].
+    /// Ends the thread, and leaves with a reason: see [`Receiver::fail`].
     ///
     /// # Errors
     ///
@@ -259,30 +254,28 @@ impl CascadeInBackground {
         Ok(())
     }
 
-    /// Where it stands: what the trainer is doing, and what was passed on.
+    /// The state of the trainer, and the versions that were passed on.
     ///
     /// # Errors
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.handoff()?.open().status.clone())
+        Ok(self.follower.handoff()?.lock().status.clone())
     }
 
-    /// What was passed on last; `None` before the first after the initial
-    /// weights.
+    /// The set that was passed on last; `None` before the first one after the initial weights.
     ///
     /// # Errors
     ///
     /// In a forked child.
     pub fn last(&self) -> Result<Option<Forwarded>> {
-        Ok(self.follower.handoff()?.open().shared.last.clone())
+        Ok(self.follower.handoff()?.lock().shared.last.clone())
     }
 
-    /// Waits until what was passed on is as wished, and returns it; `None` if
-    /// the timeout came first, or nothing will arrive any more: the trainer has
-    /// shut down or died, and will not come back. One with a run directory is
-    /// looked for as long as this lives, and without a timeout this waits as
-    /// long.
+    /// Waits until the condition holds for the last set that was passed on, and returns that set.
+    /// `None` at the timeout, or once the trainer has shut down or died and will not come back. The
+    /// successor of a trainer with a run directory is looked for without an end, so a call without
+    /// a timeout waits without an end, too.
     ///
     /// # Errors
     ///
@@ -313,7 +306,7 @@ impl CascadeInBackground {
     }
 }
 
-/// What thread and worker both see.
+/// The state that thread and worker share.
 #[derive(Debug, Default)]
 struct Shared {
     last: Option<Forwarded>,
@@ -338,14 +331,14 @@ impl Task for PassOn {
     ) -> Result<()> {
         let mut lent = Lent {
             handoff,
-            passing: handoff.open().shared.passing.take(),
+            passing: handoff.lock().shared.passing.take(),
         };
         let Some(passing) = &mut lent.passing else {
             return Ok(());
         };
         let passed = passing.pass_on(receiver, set);
         drop(lent);
-        handoff.note(|inner| {
+        handoff.update(|inner| {
             inner.status.reflect(receiver);
             inner.status.failure = match &passed {
                 Ok(Some(forwarded)) => complaint(&forwarded.report),
@@ -369,7 +362,7 @@ struct Lent<'a> {
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
         let passing = self.passing.take();
-        self.handoff.note(|inner| inner.shared.passing = passing);
+        self.handoff.update(|inner| inner.shared.passing = passing);
     }
 }
 
@@ -382,13 +375,12 @@ struct Passing {
     lift: Lift,
 }
 
-/// What is added to the trainer's numbers, by model: nothing, before it has
-/// restarted.
+/// The offset added to the trainer's version numbers, by model: 0 until the trainer restarts.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Lift(Vec<(ModelId, u64)>);
 
 impl Lift {
-    /// For a run that begins when the sub-workers have these.
+    /// The offset for a run that begins when the sub-workers have these versions.
     fn above(newest: impl IntoIterator<Item = (ModelId, Version)>) -> Self {
         Self(
             newest
@@ -408,8 +400,7 @@ impl Lift {
 }
 
 impl Passing {
-    /// Passes a set on, and tells the trainer what became of it. `None` if the
-    /// sub-workers had it.
+    /// Passes a set on, and reports the outcome to the trainer. `None` if the sub-workers had it.
     fn pass_on(&mut self, receiver: &mut Receiver, set: SetSnapshot) -> Result<Option<Forwarded>> {
         let report = match self.send(&set) {
             Ok(Some(report)) => report,
@@ -418,7 +409,7 @@ impl Passing {
                 return Ok(None);
             }
             Err(Error::Interrupted) => {
-                // The next call goes on with it.
+                // The next call continues with this set.
                 receiver.put_back(set);
                 return Err(Error::Interrupted);
             }
@@ -457,8 +448,8 @@ impl Passing {
         if numbers.is_empty() {
             return Ok(None);
         }
-        // By what the sub-workers have, and not by what this worker was handed:
-        // that may not have been passed on.
+        // Counted from the sub-workers' versions: this worker may have received versions that it
+        // could not pass on.
         let wanted = |model: &ModelId| numbers.iter().any(|(id, _)| id == model);
         let weights = set_of(set, wanted);
         let mut options = SendOptions::new().wait(WaitFor::Applied);
@@ -477,7 +468,7 @@ fn set_of(set: &SetSnapshot, wanted: impl Fn(&ModelId) -> bool) -> Set<'_> {
         })
 }
 
-/// What the trainer is told of sub-workers that are not up to date.
+/// The reason that the trainer gets for sub-workers that are not up to date.
 fn complaint(report: &Report) -> Option<String> {
     let failed: Vec<_> = report.failed().map(ToString::to_string).collect();
     match failed.len() {

@@ -8,11 +8,11 @@ use weightsync_mem::{Origin, Snapshot};
 
 use crate::error::{Error, Result};
 
-/// Makes the digest of the newest version of each model. One that is replaced
-/// before it is done is given up, so that its slot comes free.
+/// Makes the digest of the newest version of each model. A version that is replaced before its
+/// digest is done gets none, so that its slot comes free.
 ///
-/// In a forked child the thread does not exist, and the lock may be held for
-/// ever: there it is neither locked nor joined.
+/// A forked child has no such thread, and the lock may be held there for ever. So the child neither
+/// takes the lock nor joins the thread.
 #[derive(Debug)]
 pub(crate) struct DigestThread {
     inbox: Arc<Inbox>,

@@ -15,7 +15,7 @@ use weightsync_mem::Holder;
 
 use self::text::{
     expected_among, gone_text, holders_text, list_of_versions, missing_text, names, pid_text,
-    refusals_text, sends_text, some_names, versions_text,
+    refusals_text, sent_text, some_names, versions_text,
 };
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
@@ -61,8 +61,8 @@ pub enum Error {
         /// What became of the send.
         report: Box<Report>,
     },
-    /// Not every expected worker had joined and loaded the initial weights by
-    /// the deadline. Those that had stay, where what they joined does.
+    /// Not every expected worker had joined and loaded the initial weights by the deadline. Workers
+    /// that had joined stay connected if the sender stays open.
     #[error(
         "only {} of {expected} workers joined {model} within {waited:.1?}{}{}: \
          did the others start, and do they call connect with this init info, and then receive?",
@@ -73,11 +73,11 @@ pub enum Error {
         model: ModelId,
         /// How many were expected.
         expected: usize,
-        /// Those that are there.
+        /// The workers that joined.
         joined: Vec<WorkerId>,
-        /// Those that are not, where they were expected by number.
+        /// The workers that are missing, if they were expected by number.
         missing: Vec<WorkerId>,
-        /// Those that were there, went without leaving in order, and are not back.
+        /// Workers that joined, went without leaving in order, and are not back.
         gone: Vec<WorkerReport>,
         /// How long they were waited for.
         waited: Duration,
@@ -100,7 +100,7 @@ pub enum Error {
     /// The sender shut down in order.
     #[error("the sender shut down")]
     SenderClosed,
-    /// Nobody answered at the address before the deadline.
+    /// No sender answered at the address before the deadline.
     #[error(
         "no sender answered at {address} within {waited:.1?}: is the trainer running, \
          has it called connect, and does the init info belong to this run?"
@@ -156,7 +156,7 @@ pub enum Error {
         /// The models there are.
         known: Vec<ModelId>,
     },
-    /// A call about one model, where there are several.
+    /// The call is about one model, and there are several.
     #[error("there are several models ({}): say which, or send or receive a set", names(.known))]
     SeveralModels {
         /// The models there are.
@@ -284,7 +284,7 @@ pub enum Error {
         model: ModelId,
         /// What was asked for.
         asked: Version,
-        /// Some of those that are, the newest first.
+        /// Some versions that are kept, the newest first.
         known: Vec<Version>,
     },
     /// Every slot of a model is pinned and none came free before the deadline.
@@ -339,14 +339,14 @@ pub enum Error {
     },
     /// An earlier asynchronous send has not reached every worker yet.
     #[error(
-        "{version} is still on its way to some workers, and {} may be: wait for it, \
-         or allow more with SenderSetup::pending",
-        sends_text(*.allowed)
+        "an earlier send ({}) is still on its way to some workers, expected at most {allowed} such \
+         sends: wait for it, or raise the async_send_limit of the sender's setup",
+        sent_text(.versions)
     )]
     SendPending {
-        /// The oldest version on its way.
-        version: Version,
-        /// How many may be.
+        /// What the oldest such send published.
+        versions: Vec<(ModelId, Version)>,
+        /// How many sends may be on their way at once.
         allowed: usize,
     },
     /// Another trainer claims the epoch of the run that this worker knows, so the worker cannot
@@ -505,16 +505,28 @@ pub enum Error {
     /// A layout or a name is not a valid one.
     #[error(transparent)]
     Layout(#[from] weightsync_core::Error),
-    /// A failure in shared memory that has no variant of its own; [`kind`](Self::kind) says what
-    /// it is about.
+    /// A failure in shared memory without a variant of its own; see [`kind`](Self::kind).
     #[error(transparent)]
-    Memory(weightsync_mem::Error),
+    Memory(MemoryError),
     /// Worker processes.
     #[error(transparent)]
     Worker(WorkerError),
     /// The [check](crate::interruptible) of the calling thread ended its wait.
     #[error("the call was interrupted while it waited")]
     Interrupted,
+}
+
+/// A failure in shared memory; [`Error::kind`] and [`Error::remedy`] say what to make of it.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct MemoryError(pub(crate) weightsync_mem::Error);
+
+impl MemoryError {
+    /// The relay of this host is gone, and the sender may be there.
+    #[doc(hidden)]
+    pub fn is_relay_gone(&self) -> bool {
+        matches!(self.0, weightsync_mem::Error::RelayGone)
+    }
 }
 
 impl From<WorkerError> for Error {

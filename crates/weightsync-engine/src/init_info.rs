@@ -9,7 +9,7 @@ use crate::transport::Endpoint;
 
 /// Everything a worker needs to join a sender: a plain value that crosses a
 /// process, a pipe, a file or an environment variable with any serde format.
-/// No live handle rides in it, and it can be used any number of times.
+/// It holds no live handle, and can be used any number of times.
 ///
 /// It carries the secret that lets a worker in: treat it like a password.
 ///
@@ -35,11 +35,6 @@ pub struct InitInfo {
 }
 
 impl InitInfo {
-    /// The model the sender feeds; the first, if there are several.
-    pub fn model(&self) -> &ModelId {
-        &self.models[0]
-    }
-
     /// The models the sender feeds, in the set's order.
     pub fn models(&self) -> &[ModelId] {
         &self.models
@@ -50,8 +45,8 @@ impl InitInfo {
         &self.scheme
     }
 
-    /// Where its sender is found, and what lets a worker in: for programs that join
-    /// by other means than a [`ReceiverSetup`](crate::ReceiverSetup).
+    /// The address of the sender and the secret that lets a worker in: for programs that join
+    /// without a [`ReceiverSetup`](crate::ReceiverSetup).
     pub fn endpoint(&self) -> &Endpoint {
         &self.at
     }
@@ -62,7 +57,7 @@ const MAX_MODELS: usize = 64;
 
 const FORMAT: u8 = 3;
 
-/// How it travels.
+/// The serialised form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wire {

@@ -50,12 +50,12 @@ pub use crate::{
         SafePoints, SnapshotsInBackground,
     },
     cascade::{Cascade, CascadeInBackground, CascadeSetup, Forwarded},
-    error::{Error, ErrorKind, Result},
+    error::{Error, ErrorKind, MemoryError, Result},
     extract::{Extracted, TensorData, WeightExtractor},
     init_info::InitInfo,
     load::{TensorView, WeightLoader},
     load_set::SetLoader,
-    mapping::{DryRun, Fate, MappedExtractor, MappedLoader, Mapping, MappingError},
+    mapping::{DryRun, MappedExtractor, MappedLoader, Mapping, MappingError, TensorOutcome},
     models::{Model, ModelTree, Models, ModuleTree},
     options::SendOptions,
     path::{ModelPath, ModelPathError, PathPart},
@@ -83,6 +83,5 @@ pub use weightsync_core::{
     extract::ExtractError, layout, manifest, names,
 };
 #[doc(hidden)] // For schemes on shared memory.
-pub use weightsync_mem::Error as MemoryError;
 pub use weightsync_mem::interrupt::with as interruptible;
 pub use weightsync_mem::{Holder, Origin, WaitStyle};

@@ -103,7 +103,7 @@ impl<'a> SetLoader<'a> {
             touched: false,
         };
         let members = set.members().iter();
-        // Not by what the worker was handed: that may never have been loaded.
+        // Compared with the loaded set: the worker may have been handed sets that were never loaded.
         let is_held = |snapshot: &Snapshot| {
             let held = held.and_then(|held| held.model(snapshot.model().as_str()).ok());
             held.is_some_and(|held| {

@@ -19,7 +19,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Dtype, Layout};
 
-pub use self::dry_run::{DryRun, Fate};
+pub use self::dry_run::{DryRun, TensorOutcome};
 pub use self::pattern::Pattern;
 use self::plan::Plan;
 pub use self::problem::Problem;

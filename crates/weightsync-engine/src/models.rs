@@ -148,6 +148,7 @@ impl ModelTree for Models<'_> {
     }
 
     fn loader(&mut self, path: &ModelPath) -> Result<&mut dyn WeightLoader, ModelPathError> {
+        // Looked up twice: a borrow that may be returned would last through the error's `self`.
         if !self.models.contains_key(path) {
             return Err(self.unknown(path));
         }

@@ -16,7 +16,7 @@ use crate::transport::Targets;
 /// let options = SendOptions::new()
 ///     .workers([0, 2])
 ///     .wait(WaitFor::Staged)
-///     .deadline(Duration::from_secs(5));
+///     .timeout(Some(Duration::from_secs(5)));
 /// assert_ne!(options, SendOptions::new());
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -24,7 +24,8 @@ pub struct SendOptions {
     pub(crate) model: Option<String>,
     pub(crate) targets: Targets,
     pub(crate) wait: WaitFor,
-    pub(crate) deadline: Option<Duration>,
+    /// In place of the setup's.
+    pub(crate) timeout: Option<Option<Duration>>,
     pub(crate) wait_late: bool,
     pub(crate) partial: bool,
     pub(crate) version: Option<Version>,
@@ -64,11 +65,12 @@ impl SendOptions {
         self
     }
 
-    /// How long the send waits at most, for a free slot and for its workers. An asynchronous send
-    /// waits this long for earlier sends, and for space in full queues of workers.
+    /// How long the send waits at most for a free slot and for its workers, in place of
+    /// [the setup's timeout](crate::SenderSetup::send_timeout). An asynchronous send waits this long
+    /// for earlier sends, and for space in full queues of workers.
     #[must_use]
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = Some(deadline);
+    pub fn timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.timeout = Some(timeout);
         self
     }
 

@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_path_is_refused_with_the_place() {
+    fn model_path_names_the_place_of_a_syntax_error() {
         let cases = [
             ("", 0, "name is missing"),
             (".a", 0, "name is missing"),

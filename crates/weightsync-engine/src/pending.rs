@@ -6,25 +6,24 @@ use std::time::{Duration, Instant};
 use weightsync_core::{ModelId, Version};
 
 use crate::error::{Error, Result};
-use crate::report::{Changes, Outcome, Report, WaitFor, WorkerReport};
+use crate::report::{Changes, Outcome, Report, WaitFor, WorkerReport, only_version};
 use crate::transport::{Deadline, Level, Outstanding};
 
 /// A send that has been published and may not have reached every worker yet;
 /// see [`Sender::send_async`](crate::Sender::send_async).
 ///
-/// The source has been read. Dropping this changes nothing for the workers;
-/// only the report is lost. It may be kept after the sender has shut down: the
-/// report of a send that was settled by then stays.
+/// The source has been read. Dropping this value loses the report, and changes nothing for the
+/// workers. The report of a settled send stays available after the sender has shut down.
 #[derive(Clone, Debug)]
 pub struct PendingSend(Arc<Handle>);
 
 impl PendingSend {
-    pub(crate) fn new(flight: Flight, level: WaitFor) -> Self {
+    pub(crate) fn new(in_flight: InFlight, level: WaitFor) -> Self {
         Self(Arc::new(Handle {
-            versions: flight.versions.clone(),
+            versions: in_flight.versions.clone(),
             level,
             state: Mutex::new(State {
-                flight: Some(Arc::new(flight)),
+                in_flight: Some(Arc::new(in_flight)),
                 settled: None,
             }),
         }))
@@ -38,31 +37,27 @@ impl PendingSend {
         Arc::downgrade(&self.0)
     }
 
-    /// Waits until every worker has the version as far as the send was to wait,
-    /// or has a line that says why not; at most so long. Workers that have not
-    /// got there by then are `Late` in the report, and can be waited for again.
+    /// Waits until every worker has the version as far as the send was to wait, or has a line that
+    /// says why not. Workers that are not that far at the timeout are `Late` in the report, and
+    /// another call can wait for them again.
     ///
-    /// A worker that is to get every version, and whose queue has no room, is
-    /// given up at the deadline of the send itself
-    /// ([`SendOptions::deadline`](crate::SendOptions::deadline)), and not before:
-    /// a shorter wait changes nothing for it. Only if it is late already, the next
-    /// send gives it up.
+    /// A worker that gets every version may have a full queue. The send then gives the worker up at
+    /// [the send's own timeout](crate::SendOptions::timeout), and a shorter wait does not change
+    /// that. The next send gives up a worker that is late already.
     ///
-    /// Workers that were late for an earlier send and have not moved since are passed
-    /// over, unless [`SendOptions::wait_late`](crate::SendOptions::wait_late) says
-    /// otherwise.
+    /// Workers that were late for an earlier send and have not moved since are passed over, unless
+    /// [`SendOptions::wait_late`](crate::SendOptions::wait_late) says otherwise.
     ///
     /// # Errors
     ///
-    /// [`Error::SenderClosed`] if the sender has shut down before there was nothing
-    /// left to wait for; others only of the operating system.
+    /// [`Error::SenderClosed`] if the sender shut down before every worker had its line, and errors
+    /// of the operating system.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<Report> {
         let until = crate::transport::deadline(timeout);
         self.0.wait(until)
     }
 
-    /// Whether there is nothing left to wait for. Looking changes nothing for any
-    /// worker, nor for a report.
+    /// Whether there is nothing left to wait for. The call changes neither a worker nor a report.
     ///
     /// # Errors
     ///
@@ -76,11 +71,13 @@ impl PendingSend {
         &self.0.versions
     }
 
-    /// The version of the model that was sent; of the first, if there were
-    /// several.
-    pub fn version(&self) -> Version {
-        let first = self.0.versions.first();
-        first.map_or(Version::NONE, |(_, version)| *version)
+    /// The version of the model that was sent.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`].
+    pub fn version(&self) -> Result<Version> {
+        only_version(&self.0.versions)
     }
 }
 
@@ -95,20 +92,20 @@ pub(crate) struct Handle {
 #[derive(Debug)]
 struct State {
     /// None once the sender has shut down: it holds what is the sender's.
-    flight: Option<Arc<Flight>>,
+    in_flight: Option<Arc<InFlight>>,
     /// The last report that left nothing to wait for.
     settled: Option<Report>,
 }
 
 impl Handle {
     fn wait(&self, until: Deadline) -> Result<Report> {
-        let flight = self.state().flight.clone();
-        let report = flight.map(|flight| flight.settle(self.level, until));
+        let in_flight = self.state().in_flight.clone();
+        let report = in_flight.map(|in_flight| in_flight.settle(self.level, until));
         let mut state = self.state();
         let report = match report {
-            Some(report) if state.flight.is_some() => report?,
-            // What came of a wait meanwhile may be the sender's own end: its
-            // hanging up is no worker's death.
+            Some(report) if state.in_flight.is_some() => report?,
+            // The sender may have shut down during the wait, which looks like the death of every
+            // worker. Only an earlier report is true then.
             _ => return state.settled.clone().ok_or(Error::SenderClosed),
         };
         let mut lines = report.workers.iter();
@@ -119,31 +116,30 @@ impl Handle {
     }
 
     fn is_settled(&self) -> Result<bool> {
-        let flight = self.state().flight.clone();
-        let settled = flight.map(|flight| flight.is_settled(self.level));
+        let in_flight = self.state().in_flight.clone();
+        let settled = in_flight.map(|in_flight| in_flight.is_settled(self.level));
         let state = self.state();
         match settled {
-            Some(settled) if state.flight.is_some() => settled,
+            Some(settled) if state.in_flight.is_some() => settled,
             _ if state.settled.is_some() => Ok(true),
             _ => Err(Error::SenderClosed),
         }
     }
 
-    /// Whether the next send need not wait for this one. Workers that are late are passed
-    /// over by it, and what still waits for room at them is given up: it would keep the
-    /// room of what is sent next.
+    /// Whether the next send need not wait for this one. If so, late workers with full queues are
+    /// given up: a version that waits for room there would take the room of the next one.
     pub(crate) fn makes_way(&self) -> Result<bool> {
         let settled = self.is_settled()?;
-        let flight = self.state().flight.clone().filter(|_| settled);
-        flight.map_or(Ok(()), |flight| flight.give_up())?;
+        let in_flight = self.state().in_flight.clone().filter(|_| settled);
+        in_flight.map_or(Ok(()), |in_flight| in_flight.give_up())?;
         Ok(settled)
     }
 
-    /// The sender shuts down: looks for the last time.
+    /// Keeps the last report before the sender shuts down.
     pub(crate) fn close(&self) {
-        // Where it fails, as in a forked child, nothing is known.
+        // This fails in a forked child, which knows nothing of the workers.
         let _ = self.wait(Some(Instant::now()));
-        self.state().flight = None;
+        self.state().in_flight = None;
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -151,23 +147,23 @@ impl Handle {
     }
 }
 
-/// What was published by one call, and what has become of it so far.
+/// A published send, and the outcome so far.
 #[derive(Debug)]
-pub(crate) struct Flight {
+pub(crate) struct InFlight {
     pub(crate) outstanding: Vec<Box<dyn Outstanding>>,
     pub(crate) versions: Vec<(ModelId, Version)>,
     pub(crate) bytes: u64,
     pub(crate) partial: Option<Vec<String>>,
     pub(crate) since: Instant,
     pub(crate) copied: Duration,
-    /// Until when room in the queues of workers is waited for.
+    /// When the send stops waiting for room in the queues of workers.
     pub(crate) deadline: Deadline,
-    /// Lines that no wait changes any more.
+    /// Lines that no further wait changes.
     pub(crate) settled: Mutex<Vec<WorkerReport>>,
 }
 
-impl Flight {
-    /// Waits once; nearly always nothing has to be kept for another wait.
+impl InFlight {
+    /// Waits once. The usual send is settled then, and keeps no lines for another wait.
     pub(crate) fn finish(self, wait: WaitFor, until: Deadline) -> Result<Report> {
         let Some(level) = level(wait) else {
             return self.settle(wait, until);
@@ -178,7 +174,7 @@ impl Flight {
             if self.is_over() {
                 self.late(level)?;
             }
-            // Nobody can wait for it again.
+            // No caller can wait for this send again.
             self.give_up()?;
             lines = self.lines(level, until)?;
         }
@@ -233,9 +229,9 @@ impl Flight {
     /// The line of each worker at the deadline, or as soon as all are known.
     fn lines(&self, level: Level, until: Deadline) -> Result<Vec<WorkerReport>> {
         let mut lines = self.look(level, until)?;
-        // What a worker did before it died, say, stays its line.
+        // A line that was final stays, whatever the worker did afterwards: it may have died since.
         let mut settled = self.settled();
-        // One that has gone may have a successor in the same process.
+        // A worker that has gone may have a successor in the same process.
         let stands = |old: &WorkerReport, line: &WorkerReport| {
             same(old, line) && (!old.outcome.is_gone() || line.outcome.is_gone())
         };
@@ -297,7 +293,7 @@ impl Flight {
     }
 }
 
-/// What has changed by all publications of a send, if that is known of each.
+/// The changes of all publications of a send, if each knows its own.
 fn changes(outstanding: &[Box<dyn Outstanding>]) -> Option<Changes> {
     let each = outstanding.iter().map(|one| one.changes());
     each.sum::<Option<Changes>>()
@@ -313,9 +309,8 @@ fn level(wait: WaitFor) -> Option<Level> {
     }
 }
 
-/// The lines that no wait for more could change: others are made again each time.
-/// So is that of a worker that asks: it may have asked for this one by then, or
-/// ask no more.
+/// The lines that no further wait could change. The line of a worker that only takes what it asks
+/// for is not among them: by the next wait it may have asked for this version.
 fn finals(lines: &[WorkerReport]) -> Vec<WorkerReport> {
     let keeps = |line: &&WorkerReport| {
         line.outcome.is_final(WaitFor::Applied) && line.outcome != Outcome::Asks

@@ -53,7 +53,7 @@ pub(crate) fn whole(
             return take(&sources);
         }
         let ordered = in_order(prepared, tensors)?;
-        let ordered: Vec<_> = ordered.into_iter().map(Part::Given).collect();
+        let ordered: Vec<_> = ordered.into_iter().map(Part::New).collect();
         converted(prepared, &ordered, take)
     })
 }
@@ -68,12 +68,12 @@ pub(crate) fn partial(
 ) -> Result<Vec<String>> {
     let mut carried = Vec::new();
     once(prepared, weights, &mut |tensors| {
-        let kept = (0..prepared.layout.len()).map(|index| Part::Kept(base.tensor_bytes(index)));
+        let kept = (0..prepared.layout.len()).map(|index| Part::Base(base.tensor_bytes(index)));
         let mut ordered: Vec<_> = kept.collect();
         for tensor in tensors {
             let (dtype, shape) = (tensor.data.dtype(), tensor.data.shape());
             let index = place(prepared, tensor.name, dtype, shape)?;
-            ordered[index] = Part::Given(&tensor.data);
+            ordered[index] = Part::New(&tensor.data);
         }
         if tensors.is_empty() {
             return Err(Error::EmptyUpdate {
@@ -115,9 +115,9 @@ pub(crate) fn check(
 #[derive(Clone, Copy)]
 enum Part<'a, 'b> {
     /// From the source.
-    Given(&'a TensorData<'b>),
+    New(&'a TensorData<'b>),
     /// As the version before has it.
-    Kept(&'a [u8]),
+    Base(&'a [u8]),
 }
 
 /// Lends the tensors of a source that keeps its guarantee: exactly once, tied
@@ -192,8 +192,8 @@ fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>)
     let pairs = ordered.iter().zip(specs);
     let fills = pairs.map(|(part, spec)| {
         move |place: &mut [u8]| match part {
-            Part::Given(data) => data.write_into(place, spec.dtype),
-            Part::Kept(bytes) => {
+            Part::New(data) => data.write_into(place, spec.dtype),
+            Part::Base(bytes) => {
                 place.copy_from_slice(bytes);
                 Ok(())
             }
@@ -202,8 +202,8 @@ fn converted(prepared: &Prepared, ordered: &[Part<'_, '_>], take: &mut Take<'_>)
     let fills: Vec<_> = fills.collect();
     let parts = ordered.iter().zip(&fills).zip(specs);
     let sources = parts.map(|((part, fill), spec)| match part {
-        Part::Kept(bytes) => Source::Bytes(bytes),
-        Part::Given(data) => match as_it_lies(data, spec.dtype) {
+        Part::Base(bytes) => Source::Bytes(bytes),
+        Part::New(data) => match as_it_lies(data, spec.dtype) {
             Some(bytes) => Source::Bytes(bytes),
             None => Source::Fill(fill),
         },
@@ -295,7 +295,7 @@ fn wrong(prepared: &Prepared, got: &Layout) -> Error {
             model,
             mismatch: Box::new(mismatch),
         },
-        // It was found to differ a moment ago.
+        // The caller has found that the layouts differ.
         Ok(()) => Error::EmptyUpdate { model },
     }
 }

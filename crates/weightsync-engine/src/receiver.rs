@@ -14,11 +14,12 @@ use crate::error::{Error, Result, misfit_text};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
+use crate::report::only_version;
 use crate::scheme::AnyScheme;
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
 use crate::transport::{
-    FirstWeights, Interrupter, Joining, ModelSpec, ReceiverTransport, Which, deadline,
+    FirstWeights, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest, deadline,
 };
 
 pub use self::receiving::{Pull, Receiving};
@@ -48,10 +49,9 @@ pub struct ReceiverSetup {
     /// In place of the scheme that the init info names.
     scheme: Option<AnyScheme>,
     worker: WorkerId,
-    /// The models it wants, by id; all of them unless it says which.
+    /// The ids of the models to receive; `None` is all of them.
     wanted: Option<Vec<String>>,
-    /// The layouts it insists on; without an id, that of the first model it
-    /// wants.
+    /// The layouts it insists on; without an id, that of its only model.
     own: Vec<(Option<String>, Layout)>,
     device: String,
     wait: WaitStyle,
@@ -68,34 +68,31 @@ pub struct Receiver {
     setup: ReceiverSetup,
     /// The weights that came with `connect`, until the first receive.
     initial: Option<SetSnapshot>,
-    /// What was loaded into the worker's models last: held until the next is
-    /// loaded, to go back to if that fails midway.
+    /// The set that the worker's models hold. Its slots stay pinned until the next set is loaded,
+    /// so that a load that fails midway can be undone.
     current: Option<SetSnapshot>,
     /// Whether the worker's models hold one whole set.
     whole: bool,
-    /// What the worker runs, and the run it is of.
+    /// The versions that the worker runs, and their run below.
     applied: Vec<(ModelId, Version)>,
     run: Run,
-    /// The sender is gone, and that has been said.
+    /// The sender is gone, and a call has returned that error.
     sender_lost: bool,
-    /// It said so itself.
+    /// The lost sender shut down in order.
     sender_closed: bool,
-    /// What a sender that is still there was told when it was refused for good:
-    /// it sends nothing more.
+    /// The reason with which this end gave up on its sender, which sends nothing more.
     withdrawn: Option<String>,
-    /// A run of the sender's epoch that is not its successor, and was told so.
+    /// A run that claims the sender's epoch without being its successor, and was refused.
     conflicting: Option<Run>,
-    /// A wait may end early once, for an interrupt that came too late.
+    /// The next wait may end early, because an interrupt came after the wait it was meant for.
     interrupted: bool,
-    /// The layout of a model that never comes.
-    nothing: Layout,
 }
 
-/// What [`Receiver::follow`] comes back with.
+/// The outcome of [`Receiver::follow`].
 #[derive(Debug)]
 pub(crate) enum Followed {
     Set(SetSnapshot),
-    /// The wait was ended, or its sender's successor was joined.
+    /// The wait was interrupted, or the sender's successor was joined.
     Interrupted,
     /// The sender is gone, and its successor is not there yet, or cannot be
     /// joined now.
@@ -145,8 +142,8 @@ impl Receiver {
     /// restarted sender's first. A scheme that delivers every version returns the last one that
     /// came. A scheme that only answers pulls returns the last answer, while it exists.
     ///
-    /// A sender that restarted is joined if it is there by now; until it is, the
-    /// newest is that of the one before.
+    /// A restarted sender is joined if it is there by now. Until then, the newest version is that of
+    /// the sender before.
     ///
     /// # Errors
     ///
@@ -160,8 +157,7 @@ impl Receiver {
     /// pull. The snapshot counts as loaded. For the [set](Self::set) of several models, the answer
     /// is the set in which the model has the version asked for, whole as it was sent.
     ///
-    /// What is sent meanwhile is no answer, and is there for the next receive,
-    /// unless it is what was asked for.
+    /// A version that is sent meanwhile is left for the next receive, unless it is the answer.
     ///
     /// # Errors
     ///
@@ -173,11 +169,14 @@ impl Receiver {
         self.one().pull(pull)
     }
 
-    /// The version this worker runs, of its first model; `Version::NONE` before
-    /// the first.
-    pub fn version(&self) -> Version {
-        let first = self.applied.first();
-        first.map_or(Version::NONE, |(_, version)| *version)
+    /// The version this worker runs; `Version::NONE` before the first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`]: see [`versions`](Self::versions).
+    pub fn version(&self) -> Result<Version> {
+        self.one_model()?;
+        only_version(&self.applied)
     }
 
     /// The version of each model that this worker runs; empty before the first.
@@ -191,8 +190,8 @@ impl Receiver {
         self.run
     }
 
-    /// Whether the worker's own models hold one whole version each. Not so only
-    /// after a load failed midway and the way back failed too.
+    /// Whether the worker's own models hold one whole version each. False only after a load failed
+    /// midway and could not be undone.
     pub fn is_whole(&self) -> bool {
         self.whole
     }
@@ -203,14 +202,13 @@ impl Receiver {
         self.tell_failure(reason);
     }
 
-    /// A sender that is gone, or was told before that this worker can use nothing more,
-    /// need not be told.
+    /// Tells the sender why this worker fails, unless the sender is gone or knows a reason already.
     fn tell_failure(&mut self, reason: &str) {
         if self.withdrawn.is_none()
             && !self.sender_lost
             && let Err(error) = self.refuse(None, reason)
         {
-            // It finds the connection closed, and calls that a death.
+            // The sender sees the connection close, and reports that as a death.
             tracing::debug!(%error, "the sender was not told why this worker ends");
         }
     }
@@ -220,28 +218,14 @@ impl Receiver {
         self.setup.worker
     }
 
-    /// The model that is received; the first, if there are several.
-    pub fn model(&self) -> &ModelId {
-        let first = self.transport.models().first();
-        first.map_or(self.setup.info.model(), |spec| &spec.id)
-    }
-
-    /// The models that are received, with their tensors: a worker whose model
-    /// has no shapes yet makes it by these. Empty for a scheme that carries
-    /// nothing.
+    /// The models that are received, with names, dtypes and shapes of their tensors. A worker whose
+    /// model has no shapes yet can build it from them. Empty for a scheme that carries no weights.
     pub fn models(&self) -> &[ModelSpec] {
         self.transport.models()
     }
 
-    /// Names, dtypes and shapes of the model; of the first, if there are
-    /// several. No tensors for a scheme that carries nothing.
-    pub fn layout(&self) -> &Layout {
-        let first = self.transport.models().first();
-        first.map_or(&self.nothing, |spec| &spec.layout)
-    }
-
-    /// What ends this receiver's waits from another thread, with [`Error::Interrupted`]. After a
-    /// restarted trainer was joined it is another one.
+    /// A handle for other threads to end this receiver's waits, with [`Error::Interrupted`]. Each
+    /// trainer that is joined after a restart has another one.
     ///
     /// # Errors
     ///
@@ -251,14 +235,14 @@ impl Receiver {
         interrupter.map_err(|error| error.by(&self.scheme))
     }
 
-    /// What this worker has not had yet; `None` at the timeout, or of a scheme that carries
-    /// nothing. Does not say that this worker runs it.
+    /// The next set that this worker has not had; `None` at the timeout, or with a scheme without
+    /// weights. The set is not reported as applied.
     pub(crate) fn next(&mut self, timeout: Option<Duration>) -> Result<Option<SetSnapshot>> {
         if let Some(initial) = self.initial.take() {
             if self.scheme.capabilities().every_version {
                 return Ok(Some(initial));
             }
-            // Whatever is wrong with the sender is the next call's to say.
+            // An error of the sender is left for the next call to return.
             let newer = self.transport.next(Some(Instant::now())).ok().flatten();
             return Ok(Some(newer.unwrap_or(initial)));
         }
@@ -274,12 +258,12 @@ impl Receiver {
         self.next_of_transport(deadline)
     }
 
-    /// What is live at this worker. Does not say that this worker runs it.
+    /// The set that is live at this worker. The set is not reported as applied.
     fn newest(&mut self) -> Result<Option<SetSnapshot>> {
         self.is_served()?;
         self.initial = None;
         if self.sender_lost && self.restarts() {
-            // Why a successor cannot be joined is the next receive's to say.
+            // Any other error of the successor is left for the next receive to return.
             if let Err(Error::Interrupted) = self.rejoin(Search::Until(Some(Instant::now()))) {
                 return Err(Error::Interrupted);
             }
@@ -304,8 +288,7 @@ impl Receiver {
         }
     }
 
-    /// Joins the next sender, where the one before is gone. False if there is
-    /// none by the deadline.
+    /// Joins the successor of a lost sender. False if there is none by the deadline.
     fn find_sender(&mut self, may_fail: bool, deadline: Deadline) -> Result<bool> {
         if !self.sender_lost || !self.setup.info.at.restarts() {
             return Ok(true);
@@ -356,8 +339,8 @@ impl Receiver {
         let models = self.transport.models();
         let place = match (&pull.model, pull.which) {
             (Some(model), _) => models.iter().position(|spec| spec.id.as_str() == model),
-            // Whichever it is asked for by, the newest is one set.
-            (None, Which::Newest) => Some(0),
+            // The newest set is the same for every model.
+            (None, VersionRequest::Newest) => Some(0),
             (None, _) => self.one_model().map(|_| Some(0))?,
         };
         let place = place.ok_or_else(|| Error::NoSuchModel {
@@ -367,7 +350,7 @@ impl Receiver {
         let answer = self.waited(deadline, |transport| {
             transport.pull(place, pull.which, deadline)
         })?;
-        // The next receive hands out what is newer than this.
+        // The next receive must not hand out an older set than this one.
         let initial = self.initial.take();
         self.initial = initial.filter(|initial| {
             let answer = answer.as_ref();
@@ -410,7 +393,7 @@ impl Drop for Receiver {
     }
 }
 
-/// The run that a set is of.
+/// The run of a set.
 fn run_of(set: &SetSnapshot) -> Option<Run> {
     let first = set.members().first();
     first.map(|member| member.snapshot.run())

@@ -19,8 +19,8 @@ pub struct Report {
     /// The tensors that a partial update carried; none for a whole one. Of
     /// different weights to different workers, those that any of them carried.
     pub partial: Option<Vec<String>>,
-    /// What has changed since the versions before, as far as it is sent so; `None`
-    /// where it is not, or nobody needs it.
+    /// The changes since the versions before; `None` if no changes were encoded, because no host
+    /// needs them.
     pub changes: Option<Changes>,
     /// From the call of `send` until the version was live: the wait for room
     /// and the pass over the source.
@@ -29,34 +29,34 @@ pub struct Report {
     pub took: Duration,
     /// How far the send waited.
     pub level: WaitFor,
-    /// One line per worker that belongs to the sender (let in, and neither left in order
-    /// nor [forgotten](crate::Sender::forget)), by worker number; two where a process has
-    /// gone since the last report and another has its number, and one of each that left
-    /// since. A send that did not wait has those alone that were decided without: of
-    /// workers that will not get the version (`Full`, `Failed`, `Died`, `Lost`), or not
-    /// now (`Held`, `Absent`).
+    /// One line per worker, by worker number. A worker belongs to the sender from its join until it
+    /// leaves in order or is [forgotten](crate::Sender::forget). A worker that left since the last
+    /// report still has a line. A number has two lines if its process is gone since the last report
+    /// and another process has taken the number.
+    ///
+    /// The report of a send that did not wait has only the lines that no wait would change: workers
+    /// that will not get the version (`Full`, `Failed`, `Died`, `Lost`), or not now (`Held`,
+    /// `Absent`).
     pub workers: Vec<WorkerReport>,
 }
 
-/// What has changed from one version to the next, and what that takes on its way to
-/// another host.
+/// How much changed from one version to the next, and how many bytes the changes take on their way
+/// to another host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Changes {
-    /// Elements, counted by the width that most of the bytes around them have, with what lies
-    /// between tensors.
+    /// Elements of the versions. Padding counts too, in elements of the width around it.
     pub elements: u64,
-    /// How many of them are others than before, by their bits.
+    /// Elements whose bits differ from the version before.
     pub changed: u64,
-    /// Bytes that say so, to each host that has the version before.
+    /// Bytes of the encoded changes, for each host that has the version before.
     pub bytes: u64,
     /// Bytes of the versions as a whole.
     pub whole: u64,
 }
 
 impl Changes {
-    /// Of so many elements so many have changed, which takes so many bytes in place of
-    /// the whole.
+    /// `changed` of `elements` changed. They take `bytes` on the way, in place of `whole` bytes.
     pub const fn new(elements: u64, changed: u64, bytes: u64, whole: u64) -> Self {
         Self {
             elements,
@@ -71,7 +71,7 @@ impl Changes {
         self.changed as f64 / self.elements.max(1) as f64
     }
 
-    /// How many times fewer bytes that takes than the whole.
+    /// How many times smaller the changes are than the whole versions.
     pub fn ratio(&self) -> f64 {
         self.whole as f64 / self.bytes.max(1) as f64
     }
@@ -224,36 +224,31 @@ impl WorkerStatus {
     pub fn is_ready(&self) -> bool {
         self.versions.iter().any(|version| !version.is_none())
     }
-
-    /// The version it has loaded of the first model.
-    pub fn version(&self) -> Version {
-        self.versions.first().copied().unwrap_or(Version::NONE)
-    }
 }
 
 impl Report {
-    /// The version of the model that was sent; of the first, if there were
-    /// several.
-    pub fn version(&self) -> Version {
-        let first = self.versions.first();
-        first.map_or(Version::NONE, |(_, version)| *version)
+    /// The version of the model that was sent; the newest, if workers got different weights.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`].
+    pub fn version(&self) -> Result<Version> {
+        only_version(&self.versions)
     }
 
-    /// Whether there is a worker that has loaded the version, and every worker that
-    /// belongs to the sender and that the send was for has. One that left in order does
-    /// not count, because it is no worker any more; one that is held does not
-    /// count, because that was wished; one that went does not where another process
-    /// has taken its number. One that takes only what it asks for has loaded the
-    /// version if that is what it runs of the models it takes.
+    /// Whether at least one worker has loaded the version, and so has every worker the send was
+    /// for. These do not count: workers that left in order, held workers, and processes whose number
+    /// another process has taken. A worker that takes only what it asks for counts as up to date if
+    /// it runs the version of each model that it takes.
     ///
-    /// One that failed, died or was lost does count, in this report and in all later
-    /// ones, until it is back or [forgotten](crate::Sender::forget).
+    /// A worker that failed, died or was lost counts, in this report and in all later ones, until it
+    /// is back or [forgotten](crate::Sender::forget).
     pub fn all_applied(&self) -> bool {
         self.level == WaitFor::Applied && self.all_reached()
     }
 
-    /// Whether every worker has got as far as the send waited, by the same
-    /// rules. A send that waited for nobody needs no worker.
+    /// Whether every worker has got as far as the send waited, by the rules of
+    /// [`all_applied`](Self::all_applied). A send that did not wait needs no worker.
     pub fn all_reached(&self) -> bool {
         let excused = |line: &WorkerReport| matches!(line.outcome, Outcome::Left | Outcome::Held);
         let mut lines = self.workers.iter();
@@ -276,8 +271,8 @@ impl Report {
         }
     }
 
-    /// The lines of workers that should have got that far and have not; one
-    /// that takes only what it asks for should not.
+    /// The lines of workers that should have got as far as the send waited, and have not. Workers
+    /// that take only what they ask for are left out.
     pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
         self.workers
             .iter()
@@ -285,8 +280,7 @@ impl Report {
             .filter(|line| !self.is_succeeded(line))
     }
 
-    /// One worker's line. Where a process has gone and another has its number, that
-    /// of the one that is there.
+    /// One worker's line. If another process has taken the number, the line of that process.
     pub fn worker(&self, worker: impl Into<WorkerId>) -> Option<&WorkerReport> {
         let worker = worker.into();
         let of_it = |line: &&WorkerReport| line.worker == worker;
@@ -355,8 +349,7 @@ impl From<weightsync_mem::Outcome> for Outcome {
     }
 }
 
-/// One sentence for the whole, one for each worker that is not where it should
-/// be.
+/// One sentence for the send, and one for each worker that is not up to date.
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, (model, version)) in self.versions.iter().enumerate() {
@@ -432,8 +425,7 @@ impl fmt::Display for WorkerReport {
     }
 }
 
-/// A queue that was full for less was so when the version was published, and
-/// nobody waited for room.
+/// A queue that was full for less time was full at publication, and the send did not wait for room.
 const AT_ONCE: Duration = Duration::from_millis(1);
 
 impl WorkerReport {
@@ -504,6 +496,19 @@ impl WorkerReport {
             Outcome::Asks => write!(f, " takes what it asks for, and runs {version}"),
             Outcome::Absent => write!(f, " is not connected; it gets this version if it joins"),
         }
+    }
+}
+
+/// The newest version of the only model among these; `Version::NONE` if there is none.
+pub(crate) fn only_version(versions: &[(ModelId, Version)]) -> Result<Version> {
+    let Some((only, newest)) = versions.last() else {
+        return Ok(Version::NONE);
+    };
+    match versions.iter().all(|(model, _)| model == only) {
+        true => Ok(*newest),
+        false => Err(Error::SeveralModels {
+            known: versions.iter().map(|(model, _)| model.clone()).collect(),
+        }),
     }
 }
 

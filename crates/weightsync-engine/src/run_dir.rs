@@ -123,7 +123,7 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
     bounded
         .read_to_end(&mut text)
         .map_err(failed("reading", file))?;
-    // What is none was not written here; the next sender replaces it.
+    // A file without an address is none of ours; the next sender replaces it.
     let text = String::from_utf8(text).unwrap_or_default();
     let address = text.trim_end();
     let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;

@@ -264,8 +264,8 @@ fn header(
 /// A temporary file next to the place, synced, renamed.
 fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let beside = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    let written = File::create(&beside).and_then(|file| {
+    let temporary = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
+    let written = File::create(&temporary).and_then(|file| {
         let mut file = BufWriter::with_capacity(1 << 20, file);
         parts
             .into_iter()
@@ -274,11 +274,11 @@ fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::i
             .into_inner()
             .map_err(std::io::IntoInnerError::into_error)?;
         file.sync_all()?;
-        std::fs::rename(&beside, path)
+        std::fs::rename(&temporary, path)
     });
     if written.is_err() {
         // The part that was written is of no use to anybody.
-        let _ = std::fs::remove_file(&beside);
+        let _ = std::fs::remove_file(&temporary);
     }
     written
 }

@@ -239,6 +239,8 @@ impl AnyScheme {
             let expected = format!("a scheme whose text has at most {MAX_TEXT} bytes");
             return bad(self.name(), &expected, &text);
         }
+        // A worker reads these settings back from text, so a text that reads otherwise is refused
+        // here, where the mistake is, and not at the worker.
         let (word, read) = parts(&text);
         if word != self.name() || word.is_empty() {
             return bad("the word of a scheme", "text without a colon", self.name());
@@ -484,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_with_what_is() {
+    fn scheme_lists_known_names_for_an_unknown_one() {
         for (text, hint) in [
             ("", "multi-process, none, shared-mem"),
             ("sharedmem", "shared-mem"),

@@ -6,7 +6,7 @@ use crate::extract::WeightExtractor;
 use crate::models::ModelTree;
 use crate::setup::Model;
 
-/// What can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
+/// A source that can be sent: anything that is a [`WeightExtractor`], a [`Set`] of them,
 /// or [`Registered`].
 pub trait SendSource {
     /// The models that are sent, by their ids. `None` in place of an id stands

@@ -35,11 +35,11 @@ pub struct Sender {
     transport: Box<dyn SenderTransport>,
     run: Run,
     /// Asynchronous sends that may not be settled yet, oldest first.
-    flying: Vec<PendingSend>,
-    /// All that somebody may still ask about, oldest first.
-    handed: Vec<Weak<Handle>>,
-    /// How many had joined when all were there that were waited for last: of those only
-    /// the ones that are there count for the next wait.
+    in_flight: Vec<PendingSend>,
+    /// Every asynchronous send that the caller still holds, oldest first.
+    handles: Vec<Weak<Handle>>,
+    /// How many workers had joined by the end of the last wait for workers. A worker that joined
+    /// later counts for the next wait even if it has left in order.
     counted: u64,
     owner: Origin,
 }
@@ -50,8 +50,8 @@ impl Sender {
             setup,
             transport,
             run,
-            flying: Vec::new(),
-            handed: Vec::new(),
+            in_flight: Vec::new(),
+            handles: Vec::new(),
             counted: 0,
             owner: Origin::here(),
         }
@@ -70,15 +70,13 @@ impl Sender {
     /// waits for a slot. [`Error::AllSlotsPinned`] names the workers that hold every slot. After
     /// these errors, and errors of a source, nothing was published, and the old versions stay live.
     ///
-    /// One failure can come later: the operating system may refuse the wait for
-    /// the workers. Then the new version is live, as [`version`](Self::version)
-    /// says, and only what became of it is unknown.
+    /// The operating system may refuse the wait for the workers. Then the new version is live, as
+    /// [`version`](Self::version) says, and its outcome is unknown.
     pub fn send(&mut self, weights: &(impl SendSource + ?Sized)) -> Result<Report> {
         self.send_with(weights, &SendOptions::new())
     }
 
-    /// As [`send`](Self::send), to the workers, as far and as long as the
-    /// options say.
+    /// As [`send`](Self::send), with options: for some workers, for a part, or with another wait.
     ///
     /// # Errors
     ///
@@ -90,19 +88,18 @@ impl Sender {
         options: &SendOptions,
     ) -> Result<Report> {
         let (since, until) = self.times(options);
-        let flight = self.publish(weights.members(), options, since, until)?;
-        flight.finish(options.wait, until)
+        let in_flight = self.publish(weights.members(), options, since, until)?;
+        in_flight.finish(options.wait, until)
     }
 
-    /// Publishes the weights and returns as soon as they have been read: the
-    /// trainer may change them, and wait for the workers later. The options'
-    /// deadline is for what has to make way for this send, for room, and for room
-    /// in the queues of workers that are to get every version.
+    /// Publishes the weights and returns as soon as they have been read. The trainer may change
+    /// them, and wait for the workers later. The timeout of the options limits the waits for
+    /// earlier sends, for a free slot, and for room in full queues of workers.
     ///
     /// # Errors
     ///
     /// As [`send_with`](Self::send_with); [`Error::SendPending`] while as many
-    /// sends are on their way as [`SenderSetup::pending`] allows.
+    /// sends are on their way as [`SenderSetup::async_send_limit`] allows.
     pub fn send_async(
         &mut self,
         weights: &(impl SendSource + ?Sized),
@@ -110,16 +107,21 @@ impl Sender {
     ) -> Result<PendingSend> {
         let (since, until) = self.times(options);
         self.make_way(until)?;
-        let flight = self.publish(weights.members(), options, since, until)?;
-        let pending = PendingSend::new(flight, options.wait);
-        self.flying.push(pending.clone());
-        self.handed.push(pending.downgrade());
+        let in_flight = self.publish(weights.members(), options, since, until)?;
+        let pending = PendingSend::new(in_flight, options.wait);
+        self.in_flight.push(pending.clone());
+        self.handles.push(pending.downgrade());
         Ok(pending)
     }
 
-    /// The version published last: of the first model, if there are several.
-    pub fn version(&self) -> Version {
-        self.transport.version(0)
+    /// The version that was published last.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`]: see [`version_of`](Self::version_of).
+    pub fn version(&self) -> Result<Version> {
+        self.setup.only_model()?;
+        Ok(self.transport.version(0))
     }
 
     /// The version of a model that was published last.
@@ -147,9 +149,12 @@ impl Sender {
         self.setup.models.iter().map(|model| &model.prepared.id)
     }
 
-    /// The tensors as workers see them: of the first model, if there are
-    /// several.
-    pub fn layout(&self) -> &Layout {
+    /// The tensors as workers see them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`].
+    pub fn layout(&self) -> Result<&Layout> {
         self.setup.layout()
     }
 
@@ -196,8 +201,7 @@ impl Sender {
         if expect.len() > 0 {
             tracing::info!("{} waits for {} workers", self.setup.name(), expect.len());
         }
-        // As they were when it was enough: one that leaves right after has been
-        // there.
+        // The workers at the moment when enough had joined: one that leaves right after counts.
         let mut joined: Vec<WorkerId> = Vec::new();
         let mut gone = Vec::new();
         let there = self.transport.wait_workers(until, &mut |there| {
@@ -209,20 +213,20 @@ impl Sender {
             let left = left.map(|gone| &gone.status);
             let ready: BTreeSet<_> = here.chain(left).map(|worker| worker.worker).collect();
             let known = std::mem::replace(&mut joined, ready.into_iter().collect());
-            say_who_joined(&there.workers, &known, &joined, expect);
+            log_joined(&there.workers, &known, &joined, expect);
             gone = not_back(there, expect);
             let mut rejected = there.rejected.iter();
             let hopeless = rejected.any(|worker| expect.includes(*worker));
             hopeless || expect.met_by(&joined)
         })?;
-        // A scheme without workers has them all.
+        // A scheme without workers misses none.
         let model = self.setup.name();
         if expect.met_by(&joined) || (there && !self.has_workers()) {
             tracing::debug!(%model, run = %self.run, workers = expect.len(), "connected");
             self.counted = all;
             return Ok(());
         }
-        // A worker that was not asked for and does not fit costs nobody else.
+        // A refusal by a worker that was not expected is no error of this wait.
         let mut refusals = self.transport.take_rejected();
         refusals.retain(|(worker, _)| expect.includes(*worker));
         if !refusals.is_empty() {
@@ -300,8 +304,8 @@ impl Sender {
 
     fn times(&self, options: &SendOptions) -> (Instant, Deadline) {
         let since = Instant::now();
-        let deadline = options.deadline.unwrap_or(self.setup.deadline);
-        (since, since.checked_add(deadline))
+        let timeout = options.timeout.unwrap_or(self.setup.send_timeout);
+        (since, deadline(timeout))
     }
 
     fn need(&self, what: &'static str, can: impl FnOnce(&Capabilities) -> bool) -> Result<()> {
@@ -309,21 +313,20 @@ impl Sender {
     }
 }
 
-/// What is known of asynchronous sends by now is what their handles say from here
-/// on; they keep nothing else of it.
+/// Each handle of an asynchronous send keeps its last report, and nothing of the sender.
 impl Drop for Sender {
     fn drop(&mut self) {
-        // In a forked child a thread that is not there may hold their locks.
+        // In a forked child, a lock of a handle may belong to a thread that does not exist there.
         if !self.owner.is_here() {
             return;
         }
-        for one in self.handed.iter().filter_map(Weak::upgrade) {
+        for one in self.handles.iter().filter_map(Weak::upgrade) {
             one.close();
         }
     }
 }
 
-/// The last of each number expected that went without leaving in order and is not back.
+/// For each expected number, the last worker that went without leaving in order and is not back.
 fn not_back(there: &Attendance, expect: &Expect) -> Vec<WorkerReport> {
     let last = there.gone.iter().map(|gone| (gone.status.worker, gone));
     let last: BTreeMap<_, _> = last.collect();
@@ -358,13 +361,8 @@ fn need(
     })
 }
 
-/// Says which workers have joined since they were last looked at.
-fn say_who_joined(
-    workers: &[WorkerStatus],
-    before: &[WorkerId],
-    now: &[WorkerId],
-    expect: &Expect,
-) {
+/// Logs the workers that have joined since the last call.
+fn log_joined(workers: &[WorkerStatus], before: &[WorkerId], now: &[WorkerId], expect: &Expect) {
     let new = workers
         .iter()
         .filter(|one| now.contains(&one.worker) && !before.contains(&one.worker));

@@ -35,13 +35,12 @@ use crate::transport::deadline;
 /// A `connect_sender` that fails because workers are missing leaves the sender open for
 /// them, and can be called again.
 ///
-/// Every call out of order is an [`Error::WrongOrder`] that says what to do;
-/// nothing changes by it. [`shutdown`](Self::shutdown) is allowed anywhere, any
-/// number of times, and `init_on_sender` or `init_on_receiver` start again after
-/// it.
+/// A call out of order changes nothing and returns an [`Error::WrongOrder`] that says what to do.
+/// [`shutdown`](Self::shutdown) is allowed in every state, any number of times. After it,
+/// `init_on_sender` or `init_on_receiver` starts again.
 ///
-/// **It is serialisable at any time**: the scheme, and once a sender was set up,
-/// the init info. What arrives elsewhere is an idle session that
+/// **A session is serialisable at any time**: its scheme and, once a sender was set up, its init
+/// info. What is read back is an idle session that
 /// [`init_on_receiver`](Self::init_on_receiver) can make a worker of. The scheme
 /// is looked up where it is used, among those that the program there is built with.
 ///
@@ -86,7 +85,7 @@ enum State {
 }
 
 impl Session {
-    /// A session of a scheme; nothing is decided yet but that.
+    /// An idle session of a scheme.
     pub fn new(scheme: AnyScheme) -> Self {
         Self {
             scheme: scheme.to_string(),
@@ -116,9 +115,8 @@ impl Session {
         self.info.as_ref()
     }
 
-    /// Becomes a sender of this model, or of one more model. Nothing is
-    /// communicated. A second call with the same name takes another source in
-    /// the place of the first; what else was prepared stays.
+    /// Becomes a sender of this model, or of one more model. Nothing is communicated. A second call
+    /// with the same name replaces the model's source and keeps all other settings.
     ///
     /// # Errors
     ///
@@ -257,10 +255,9 @@ impl Session {
         Ok(())
     }
 
-    /// Joins as a worker, and takes the initial weights without loading them; the
-    /// sender counts this worker once [`load_joined`](Self::load_joined) has. None
-    /// with a scheme that carries nothing. After an error the session is prepared
-    /// as before.
+    /// Joins as a worker, and takes the initial weights without loading them. The sender counts this
+    /// worker once [`load_joined`](Self::load_joined) has loaded them. `None` with a scheme without
+    /// weights. After an error the session is prepared as before.
     ///
     /// # Errors
     ///
@@ -379,7 +376,7 @@ impl Session {
         }
     }
 
-    /// The same of a worker that has failed, with the reason: see [`Receiver::fail`].
+    /// Shuts down a worker that has failed, with the reason: see [`Receiver::fail`].
     pub fn fail(&mut self, reason: &str) {
         match std::mem::replace(&mut self.state, State::Closed) {
             State::Joined(joined) => joined.fail(reason),
@@ -470,7 +467,7 @@ impl fmt::Debug for State {
     }
 }
 
-/// How it travels.
+/// The serialised form.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Wire {

@@ -1,4 +1,4 @@
-//! What a worker takes at once: one whole version of each of its models.
+//! A set: one whole version of each model of a worker.
 
 use weightsync_core::{ModelId, Version};
 

@@ -30,6 +30,11 @@ pub enum Expect {
 }
 
 impl Expect {
+    /// The workers with these numbers.
+    pub fn workers(workers: impl IntoIterator<Item = impl Into<WorkerId>>) -> Self {
+        Self::Workers(workers.into_iter().map(Into::into).collect())
+    }
+
     pub(crate) fn len(&self) -> usize {
         match self {
             Self::Count(count) => *count,
@@ -114,8 +119,8 @@ pub struct SenderSetup {
     cast: Option<Dtype>,
     transfer: TransferOptions,
     pub(crate) copy: CopyOptions,
-    pub(crate) pending: AsyncSendLimit,
-    pub(crate) deadline: Duration,
+    pub(crate) async_send_limit: AsyncSendLimit,
+    pub(crate) send_timeout: Option<Duration>,
 }
 
 /// One model of the set.
@@ -163,8 +168,8 @@ impl SenderSetup {
             cast: None,
             transfer: TransferOptions::default(),
             copy: CopyOptions::default(),
-            pending: AsyncSendLimit::default(),
-            deadline: Duration::from_secs(60),
+            async_send_limit: AsyncSendLimit::default(),
+            send_timeout: Some(Duration::from_secs(60)),
         })
     }
 
@@ -212,7 +217,7 @@ impl SenderSetup {
         Ok(self)
     }
 
-    /// How the weights travel: shared memory unless this says otherwise.
+    /// How the weights travel; by default through shared memory.
     ///
     /// ```
     /// use weightsync::scheme::{AnyScheme, MultiProcess};
@@ -285,9 +290,8 @@ impl SenderSetup {
     }
 
     /// Sets how many older versions of each model the sender keeps, for workers that ask for one
-    /// and for going back (none by default). Each version takes a slot. They are kept with the
-    /// versions of the other models that were sent to all at the same time, which then have slots
-    /// too: of models that are sent one by one there may be as many more.
+    /// and for going back (none by default). Each version takes a slot. The sender keeps whole
+    /// sets: models that are sent one by one may need as many slots again.
     pub fn history(mut self, versions: u8) -> Self {
         self.transfer.history = versions;
         self
@@ -299,8 +303,8 @@ impl SenderSetup {
         self
     }
 
-    /// How many threads copy. By default (0) one for each 64 MiB, of four at most and
-    /// of the cores there are; one if a tensor is cast or gathered on the way.
+    /// How many threads copy. By default (0), one for each 64 MiB, and at most four or one per
+    /// core. A model with a tensor that is cast or gathered has one.
     pub fn copy_threads(mut self, threads: usize) -> Self {
         self.copy.threads = threads;
         self
@@ -321,16 +325,15 @@ impl SenderSetup {
     }
 
     /// What happens to an asynchronous send while an earlier one is not settled.
-    pub fn pending(mut self, pending: AsyncSendLimit) -> Self {
-        self.pending = pending;
+    pub fn async_send_limit(mut self, limit: AsyncSendLimit) -> Self {
+        self.async_send_limit = limit;
         self
     }
 
     /// Sets how long a send waits at most: for a free slot, and for its workers (60 s by default).
-    /// A deadline too far for the clock counts as none: then only the event itself, or the death of
-    /// the worker that delays it, ends the wait.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
+    /// Without a timeout, only the event itself or the death of the delaying worker ends the wait.
+    pub fn send_timeout(mut self, timeout: Option<Duration>) -> Self {
+        self.send_timeout = timeout;
         self
     }
 
@@ -343,10 +346,13 @@ impl SenderSetup {
         }
     }
 
-    /// The tensors as workers will see them: of the first model, if there are
-    /// several.
-    pub fn layout(&self) -> &Layout {
-        &self.models[0].prepared.layout
+    /// The tensors as workers will see them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`].
+    pub fn layout(&self) -> Result<&Layout> {
+        Ok(&self.only_model()?.prepared.layout)
     }
 
     /// Connects: makes slots, publishes `weights` as the first version, and waits until the
@@ -438,9 +444,7 @@ impl SenderSetup {
         })?;
         let mut sender = Sender::new(self, transport, run);
         if let Some(first) = first {
-            let first = first
-                .wait(WaitFor::Sent)
-                .deadline(timeout.unwrap_or(Duration::MAX));
+            let first = first.wait(WaitFor::Sent).timeout(timeout);
             sender.send_with(weights, &first)?;
         }
         Ok(sender)
@@ -467,8 +471,7 @@ impl SenderSetup {
         })
     }
 
-    /// The same with another source in the place of a model's; what was decided
-    /// of it and of the others stays.
+    /// Replaces a model's source. All other settings stay.
     pub(crate) fn replacing(mut self, model: &str, source: &dyn WeightExtractor) -> Result<Self> {
         let mut new = Model::new(model, source)?.cast(self.cast)?;
         for old in &mut self.models {
@@ -481,7 +484,7 @@ impl SenderSetup {
         Ok(self)
     }
 
-    /// Releases what was taken for it, such as a port, also where its scheme lives on.
+    /// Releases the endpoint of this setup, such as a port, even if its scheme lives on.
     pub(crate) fn give_up(self) {
         self.scheme.scheme().release_endpoint(&self.at);
     }
@@ -491,6 +494,13 @@ impl SenderSetup {
         self.models
             .iter()
             .any(|one| one.prepared.id.as_str() == model)
+    }
+
+    pub(crate) fn only_model(&self) -> Result<&Model> {
+        match &self.models[..] {
+            [one] => Ok(one),
+            _ => Err(Error::SeveralModels { known: self.ids() }),
+        }
     }
 
     /// The first model's name, for errors about the set.
@@ -505,7 +515,7 @@ impl SenderSetup {
             .collect()
     }
 
-    /// Finds the place again, after something it depends on has changed.
+    /// Allocates the endpoint again, after a setting that it depends on has changed.
     fn placed(mut self) -> Result<Self> {
         if self.run_dir.is_some() && !self.scheme.capabilities().restarts {
             return Err(Error::Unsupported {

@@ -1,4 +1,4 @@
-//! What a worker holds: one whole version.
+//! A snapshot: one whole version that a worker holds.
 
 mod private;
 
@@ -27,8 +27,8 @@ pub use self::private::{PrivateView, Written};
 /// slots until it is dropped; a worker that needs the weights for longer loads them, or
 /// [copies](Self::to_owned_copy) them.
 ///
-/// It can be sent again: by a worker that feeds workers of its own, or by a
-/// trainer that goes back to it.
+/// A snapshot can be sent again: by a worker that feeds workers of its own, or by a trainer that
+/// goes back to an older version.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     model: ModelId,
@@ -36,7 +36,7 @@ pub struct Snapshot {
     held: Held,
 }
 
-/// Where its bytes are.
+/// Where the bytes of a snapshot are.
 #[derive(Clone, Debug)]
 enum Held {
     /// In a slot of shared memory.
@@ -100,8 +100,8 @@ impl Snapshot {
         }
     }
 
-    /// The same version in memory of this process: it costs the sender nothing
-    /// any more, once the original is dropped.
+    /// A copy in the memory of this process. Once the original is dropped, the copy takes none of
+    /// the sender's slots.
     pub fn to_owned_copy(&self) -> Self {
         let Held::Slot(slot) = &self.held else {
             return self.clone();
@@ -121,9 +121,8 @@ impl Snapshot {
         copy.with_digest_of(self)
     }
 
-    /// The same version as a mapping makes it, in memory of this process: one pass.
-    /// It keeps its number and its run; its digest is another, because its bytes
-    /// are.
+    /// The version as a mapping makes it, in the memory of this process: one pass over the bytes.
+    /// The result keeps number and run. Its digest differs, because its bytes do.
     ///
     /// # Errors
     ///
@@ -147,8 +146,8 @@ impl Snapshot {
         Self::received(&spec, self.run(), self.version(), image)
     }
 
-    /// Whether it lies in memory of this process alone: a [copy](Self::to_owned_copy),
-    /// which a forked child has, too.
+    /// Whether the bytes are in the memory of this process alone, as in a
+    /// [copy](Self::to_owned_copy). A forked child has such a snapshot, too.
     pub fn is_owned(&self) -> bool {
         matches!(self.held, Held::Own(_))
     }
@@ -191,12 +190,12 @@ impl Snapshot {
         matches!(&self.held, Held::Own(own) if Arc::strong_count(own) == 1)
     }
 
-    /// The model it is of.
+    /// The model.
     pub fn model(&self) -> &ModelId {
         &self.model
     }
 
-    /// Its number in the run.
+    /// The version's number in its run.
     pub fn version(&self) -> Version {
         match &self.held {
             Held::Slot(slot) => slot.version(),
@@ -204,7 +203,7 @@ impl Snapshot {
         }
     }
 
-    /// The run it belongs to.
+    /// The run of the version.
     pub fn run(&self) -> Run {
         match &self.held {
             Held::Slot(slot) => slot.run(),
@@ -221,13 +220,12 @@ impl Snapshot {
         }
     }
 
-    /// What is known of the model in addition to its layout: tied tensors, buffers,
-    /// extra state.
+    /// The model's attributes in addition to its layout: tied tensors, buffers, extra state.
     pub fn attributes(&self) -> &Attributes {
         &self.attributes
     }
 
-    /// One tensor, by its name or by one it is tied to.
+    /// A tensor, by its own name or by a name it is tied to.
     ///
     /// # Errors
     ///
@@ -302,7 +300,7 @@ impl Snapshot {
     }
 
     /// Compares the bytes with the checksums the sender made while it copied.
-    /// False if it was not asked to make any, or if this is a copy.
+    /// False if the sender made no checksums, or if this is a copy.
     ///
     /// # Errors
     ///
@@ -314,7 +312,7 @@ impl Snapshot {
         }
     }
 
-    /// Loads it into a model; nobody is told, and no receiver counts it.
+    /// Loads the version into a model. Neither the sender nor the receiver is told.
     ///
     /// # Errors
     ///

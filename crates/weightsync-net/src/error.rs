@@ -1,5 +1,8 @@
 //! Converts this crate's errors into those of the session above it.
 
+use std::io;
+use std::net::SocketAddr;
+
 use weightsync_engine::{Error, Remedy};
 
 /// Errors that only this crate has.
@@ -8,8 +11,8 @@ use weightsync_engine::{Error, Remedy};
 pub enum NetError {
     /// The sender cannot listen at the address.
     #[error(
-        "cannot listen on {address}: {source}; stop the process that uses it, or choose another \
-         port"
+        "cannot listen at {address}: {source}; choose an address of this machine, and a port that \
+         this user may open"
     )]
     Listen {
         /// The configured address.
@@ -109,6 +112,16 @@ impl From<NetError> for Error {
             remedy: error.remedy(),
             source: error.into(),
         }
+    }
+}
+
+/// Why nothing can listen at an address.
+#[doc(hidden)]
+pub fn listen_error(address: SocketAddr, source: io::Error) -> Error {
+    let address = address.to_string();
+    match source.kind() {
+        io::ErrorKind::AddrInUse => Error::AddressInUse { address },
+        _ => NetError::Listen { address, source }.into(),
     }
 }
 

@@ -35,6 +35,6 @@ pub mod status;
 pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};
-pub use self::error::NetError;
+pub use self::error::{NetError, listen_error};
 pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share};

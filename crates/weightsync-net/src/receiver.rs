@@ -11,9 +11,9 @@ use std::time::Instant;
 
 use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Interrupter, Joining, ModelSpec, ReceiverTransport,
-    Which, interrupt,
+    VersionRequest, interrupt,
 };
-use weightsync_engine::{Error, MemoryError, Result, Run, SetSnapshot};
+use weightsync_engine::{Error, Result, Run, SetSnapshot};
 
 use self::route::{Found, Route, Waits};
 use crate::error::NetError;
@@ -133,7 +133,7 @@ impl NetReceiver {
             };
             drop(state);
             let result = call(&mut found.attached);
-            let gone = matches!(result, Err(Error::Memory(MemoryError::RelayGone)));
+            let gone = matches!(&result, Err(Error::Memory(error)) if error.is_relay_gone());
             // The relay may have gone during the call.
             let lost = gone || (result.is_ok() && found.has_lost_its_relay());
             let mut state = shared.state();
@@ -342,7 +342,7 @@ impl ReceiverTransport for NetReceiver {
     fn pull(
         &mut self,
         model: usize,
-        pull: Which,
+        pull: VersionRequest,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         self.with(deadline, |attached| attached.pull(model, pull, deadline))

@@ -1,7 +1,6 @@
 //! The scheme of many hosts.
 
 use std::collections::{BTreeMap, HashMap};
-use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +14,7 @@ use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
-use crate::error::{NetError, transport};
+use crate::error::{listen_error, transport};
 use crate::receiver::NetReceiver;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
@@ -301,7 +300,7 @@ impl Distributed {
     /// Binds a listener.
     fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
         self.access()?.may_listen(address).map_err(transport)?;
-        TcpListener::bind(address).map_err(|source| in_use(address, source))
+        TcpListener::bind(address).map_err(|source| listen_error(address, source))
     }
 
     /// The address at which workers reach a listener.
@@ -447,19 +446,6 @@ impl Scheme for Distributed {
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
         Ok(Box::new(NetReceiver::join(self, at, joining, deadline)?))
-    }
-}
-
-fn in_use(address: SocketAddr, source: io::Error) -> Error {
-    match source.kind() {
-        io::ErrorKind::AddrInUse => Error::AddressInUse {
-            address: address.to_string(),
-        },
-        _ => NetError::Listen {
-            address: address.to_string(),
-            source,
-        }
-        .into(),
     }
 }
 

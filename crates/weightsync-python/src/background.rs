@@ -34,11 +34,11 @@ pub struct Background {
 
 #[pymethods]
 impl Background {
-    /// What keeps the models as they are, until it is released, in the thread
-    /// that took it; any number of threads may have one.
-    fn take_permit(&self, py: Python<'_>) -> PyResult<Permit> {
+    /// Takes a permit for this thread. The models do not change until the permit is released. Any
+    /// number of threads may have one.
+    fn acquire_permit(&self, py: Python<'_>) -> PyResult<Permit> {
         let Ok(inner) = self.running(py) else {
-            // It is being ended by another thread: a forward is no error for that.
+            // Another thread is ending the receiver. A forward continues without a permit.
             return Ok(Permit(Mutex::new(None)));
         };
         // The usual case takes no lock, and need not release the interpreter's.
@@ -51,14 +51,14 @@ impl Background {
         Ok(Permit(Mutex::new(Some(permit))))
     }
 
-    /// Lets the models change, here and now; their versions if they did.
+    /// A safe point: the models may change now. Returns their versions if they did.
     fn safe_point(&self, py: Python<'_>) -> PyResult<Option<BTreeMap<String, u64>>> {
         let versions = self.call(py, |inner| inner.safe_point())?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
-    /// What it does (`following`, `searching`, `closed`, `died` or `failed`), in
-    /// words, and why the newest version could not be applied.
+    /// The state (`following`, `searching`, `closed`, `died` or `failed`), its description, and why
+    /// the newest version could not be applied.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
         let status = self.status(py)?;
         Ok((
@@ -106,8 +106,8 @@ impl Background {
         })
     }
 
-    /// Ends the thread and the receiver; any number of times. One that ends for a reason
-    /// has failed, and its sender is told the reason.
+    /// Ends the thread and the receiver; any number of times. With a reason the receiver has failed,
+    /// and its sender is told the reason.
     #[pyo3(signature = (reason = None))]
     fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         let Some(inner) = self.take() else {
@@ -115,7 +115,7 @@ impl Background {
         };
         self.ending.store(true, Ordering::SeqCst);
         if INSIDE.get() > 0 {
-            // A signal's handler, in the middle of a wait: ended when that returns.
+            // A signal handler made this call during a wait: the thread ends when the wait returns.
             if let Some(reason) = reason {
                 inner.fail_at_end(&reason);
             }
@@ -176,9 +176,8 @@ impl Background {
         })
     }
 
-    /// Without releasing the interpreter's lock, since this waits for nothing: a thread that
-    /// asks in a loop would give the lock away for less time than the thread that loads needs
-    /// to wake.
+    /// Keeps the interpreter's lock, because this does not wait. A thread that asks in a loop would
+    /// release the lock for less time than the loading thread needs to wake.
     fn status(&self, py: Python<'_>) -> PyResult<BackgroundStatus> {
         let inner = self.running(py)?;
         let status = inner.status();
@@ -186,7 +185,7 @@ impl Background {
         status.map_err(|error| exception(py, error))
     }
 
-    /// A call that may wait, until this is ended.
+    /// Makes a call that may wait. Shutdown ends the wait.
     fn call<T: Send>(
         &self,
         py: Python<'_>,
@@ -216,7 +215,7 @@ impl Drop for Background {
             return;
         };
         self.ending.store(true, Ordering::SeqCst);
-        // Without an interpreter nobody waits for its lock any more, nor for the thread.
+        // After the end of the interpreter, no thread waits for its lock or for this thread.
         let inner = std::mem::ManuallyDrop::new(inner);
         let _ = Python::try_attach(|py| {
             py.detach(|| {
@@ -228,7 +227,7 @@ impl Drop for Background {
     }
 }
 
-/// Ends the thread, and leaves: in order, unless there is a reason.
+/// Ends the thread, and leaves in order, or with a reason as failed.
 fn end(inner: Inner, reason: Option<&str>) {
     match reason {
         None => drop(inner),
@@ -237,27 +236,27 @@ fn end(inner: Inner, reason: Option<&str>) {
     }
 }
 
-/// Releases what a call used: the last one ends the thread, if it was shut down
-/// meanwhile, and that thread may be waiting for the interpreter's lock.
+/// Drops a call's reference. After a shutdown, the last reference ends the thread, which may be
+/// waiting for the interpreter's lock: so the lock is released here.
 fn release(py: Python<'_>, inner: Arc<Inner>) {
     if let Some(inner) = Arc::into_inner(inner) {
         py.detach(|| drop(inner));
     }
 }
 
-/// The receiver alone, once the calls of other threads have returned.
+/// Waits for the calls of other threads to return, and takes the receiver out.
 fn alone(mut inner: Arc<Inner>) -> Inner {
     loop {
         match Arc::try_unwrap(inner) {
             Ok(inner) => return inner,
             Err(shared) => inner = shared,
         }
-        // A call of another thread is on its way out: rare, and soon over.
+        // Rare and short: a call of another thread is about to return.
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// What keeps the models of a background receiver as they are.
+/// A permit: the models of a background receiver do not change while a thread has one.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Permit(Mutex<Option<weightsync_engine::ModelHold>>);
 

@@ -42,7 +42,7 @@ mod _native {
     #[pymodule_export]
     use crate::engine_update::EngineUpdate;
     #[pymodule_export]
-    use crate::mapping::{DryRun, Fate, MappedTarget, Mapping};
+    use crate::mapping::{DryRun, MappedTarget, Mapping, TensorOutcome};
     #[pymodule_export]
     use crate::raw::View;
     #[pymodule_export]

@@ -1,4 +1,4 @@
-//! What a worker loads into: an object of Python's.
+//! Python objects that a worker loads versions into.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ pub struct Object {
     object: Py<PyAny>,
 }
 
-/// What a worker loads into: its model, or that seen through a mapping.
+/// The argument for a model to load into: a Python object, or one behind a mapping.
 #[derive(FromPyObject)]
-pub enum Given {
+pub enum TargetArgument {
     Mapped(Py<MappedTarget>),
     Object(Py<PyAny>),
 }
 
-/// The same, by the model it is for.
+/// A model to load into, with its id.
 pub enum Target {
     Object(Object),
     Mapped { id: String, of: Py<MappedTarget> },
@@ -78,10 +78,10 @@ impl WeightLoader for Object {
 }
 
 impl Target {
-    pub fn new(id: String, given: Given) -> Self {
+    pub fn new(id: String, given: TargetArgument) -> Self {
         match given {
-            Given::Mapped(of) => Self::Mapped { id, of },
-            Given::Object(object) => Self::Object(Object::new(id, object)),
+            TargetArgument::Mapped(of) => Self::Mapped { id, of },
+            TargetArgument::Object(object) => Self::Object(Object::new(id, object)),
         }
     }
 

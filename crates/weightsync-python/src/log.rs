@@ -1,9 +1,9 @@
-//! Warnings of the library, and what it tells of joins, said by Python's `logging` as
+//! Passes the library's warnings and messages about joins to Python's `logging`, as the logger
 //! `weightsync`.
 //!
-//! They come from any thread, also from some that must not wait for the
-//! interpreter's lock. So they are put aside, and said by the main thread as soon
-//! as it runs Python, or by a thread that waits in a call and looks for signals.
+//! Any thread may log, also a thread that must not wait for the interpreter's lock. So messages are
+//! queued. The main thread logs them as soon as it runs Python, or a thread that waits in a call and
+//! looks for signals.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -16,15 +16,15 @@ use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::raw;
 
-/// The most that is put aside.
+/// The most messages in the queue.
 const MOST: usize = 256;
 
-/// What is to be said, and how much had no room any more.
-static ASIDE: Mutex<(VecDeque<(u8, String)>, u64)> = Mutex::new((VecDeque::new(), 0));
+/// The queued messages, and the number of messages that found the queue full.
+static QUEUE: Mutex<(VecDeque<(u8, String)>, u64)> = Mutex::new((VecDeque::new(), 0));
 
-/// From here on warnings are heard. Once is enough.
+/// Starts listening for messages.
 pub fn begin() {
-    // A second import of the module has nothing to add.
+    // Fails on a second import of the module, which has its listener already.
     let _ = tracing::subscriber::set_global_default(Listener);
 }
 
@@ -43,14 +43,14 @@ impl Subscriber for Listener {
             Level::WARN => 30,
             _ => 20,
         };
-        let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
-        if aside.0.len() < MOST {
-            aside.0.push_back((level, text.message + &text.fields));
+        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        if queue.0.len() < MOST {
+            queue.0.push_back((level, text.message + &text.fields));
         } else {
-            aside.1 += 1;
+            queue.1 += 1;
         }
-        drop(aside);
-        raw::soon(say);
+        drop(queue);
+        raw::soon(flush);
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {
@@ -83,16 +83,16 @@ impl Visit for Text {
     }
 }
 
-/// Says what was put aside.
-pub fn say(py: Python<'_>) {
+/// Says what was put queue.
+pub fn flush(py: Python<'_>) {
     let (texts, lost) = {
-        let mut aside = ASIDE.lock().unwrap_or_else(PoisonError::into_inner);
-        std::mem::take(&mut *aside)
+        let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *queue)
     };
     if texts.is_empty() && lost == 0 {
         return;
     }
-    let said = || -> PyResult<()> {
+    let logged = || -> PyResult<()> {
         let logger = py
             .import("logging")?
             .call_method1("getLogger", ("weightsync",))?;
@@ -104,7 +104,7 @@ pub fn say(py: Python<'_>) {
         }
         Ok(())
     };
-    if let Err(error) = said() {
+    if let Err(error) = logged() {
         error.write_unraisable(py, None);
     }
 }

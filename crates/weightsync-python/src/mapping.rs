@@ -107,8 +107,8 @@ pub struct DryRun(weightsync_engine::DryRun);
 impl DryRun {
     /// What happens to each tensor of the source, in its order.
     #[getter]
-    fn tensors(&self) -> Vec<Fate> {
-        self.0.tensors.iter().cloned().map(Fate).collect()
+    fn tensors(&self) -> Vec<TensorOutcome> {
+        self.0.tensors.iter().cloned().map(TensorOutcome).collect()
     }
 
     /// What would be made and has no place in the target.
@@ -174,10 +174,10 @@ impl DryRun {
 /// What happens to one tensor of the source.
 #[pyclass(frozen, eq, module = "weightsync._native")]
 #[derive(Clone, PartialEq)]
-pub struct Fate(weightsync_engine::Fate);
+pub struct TensorOutcome(weightsync_engine::TensorOutcome);
 
 #[pymethods]
-impl Fate {
+impl TensorOutcome {
     /// The tensor.
     #[getter]
     fn name(&self) -> &str {
@@ -197,7 +197,7 @@ impl Fate {
     }
 
     fn __repr__(&self) -> String {
-        format!("<Fate {}>", self.0.to_string().trim_start())
+        format!("<TensorOutcome {}>", self.0.to_string().trim_start())
     }
 }
 

@@ -36,11 +36,6 @@ pub fn timeout_of(seconds: Option<Seconds>) -> Option<Duration> {
     Some(Duration::from_secs_f64(seconds))
 }
 
-/// As [`timeout_of`], where "none" is a very long time.
-pub fn deadline_of(seconds: Option<Seconds>) -> Duration {
-    timeout_of(seconds).unwrap_or(Duration::from_secs(LONGEST as u64))
-}
-
 /// A worker's number.
 #[derive(Clone, Copy)]
 pub struct Worker(pub u32);
@@ -87,7 +82,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Workers {
             }
             workers.push(WorkerId(number));
         }
-        Ok(Self(Expect::Workers(workers)))
+        Ok(Self(Expect::workers(workers)))
     }
 }
 
@@ -164,12 +159,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
 }
 
 impl Setup {
-    /// What it says, found to be possible; to be [applied](Chosen::apply) without
-    /// the interpreter's lock, because a run directory may be waited for.
+    /// Checks the values. [`Chosen::apply`] then runs without the interpreter's lock, because a run
+    /// directory may have to be waited for.
     pub fn chosen(self) -> PyResult<Chosen> {
         let cast = self.cast.as_deref();
         Ok(Chosen {
-            deadline: deadline_of(self.deadline),
             cast: cast
                 .map(|dtype| crate::source::dtype_of("cast", dtype))
                 .transpose()?,
@@ -181,7 +175,6 @@ impl Setup {
 /// A [`Setup`] whose values are possible.
 pub struct Chosen {
     setup: Setup,
-    deadline: Duration,
     cast: Option<Dtype>,
 }
 
@@ -189,7 +182,6 @@ impl Chosen {
     pub fn apply(self, setup: SenderSetup) -> Result<SenderSetup, Error> {
         let Self {
             setup: chosen,
-            deadline,
             cast,
         } = self;
         let mut setup = setup.scheme(chosen.scheme.parse::<AnyScheme>()?)?;
@@ -206,13 +198,13 @@ impl Chosen {
             setup = setup.digest(DigestPolicy::Background);
         }
         if let Some(bound) = chosen.pending {
-            setup = setup.pending(AsyncSendLimit::Queue(bound));
+            setup = setup.async_send_limit(AsyncSendLimit::Queue(bound));
         }
         Ok(setup
             .history(chosen.history)
             .checksums(chosen.checksums)
             .copy_threads(chosen.copy_threads)
-            .deadline(deadline))
+            .send_timeout(timeout_of(chosen.deadline)))
     }
 }
 
@@ -232,7 +224,8 @@ pub struct Send {
 impl<'a, 'py> FromPyObject<'a, 'py> for Send {
     type Error = PyErr;
 
-    /// Of a tuple: one that is derived would say which of its fields is wrong, and not why.
+    /// Extracted from a tuple by hand: a derived implementation would name the wrong field without
+    /// the reason.
     fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
         let (model, workers, wait, timeout, partial, version, wait_late) = value.extract()?;
         Ok(Self {
@@ -269,7 +262,7 @@ impl Send {
             options = options.wait(level_of(&word)?);
         }
         if let Some(seconds) = timeout {
-            options = options.deadline(deadline_of(Some(seconds)));
+            options = options.timeout(timeout_of(Some(seconds)));
         }
         if let Some(version) = version {
             options = options.version(Version(version.0));
@@ -289,7 +282,7 @@ fn level_of(word: &str) -> PyResult<WaitFor> {
     }
 }
 
-/// What a worker asks for: nothing for the newest.
+/// The version that a worker asks for; without arguments, the newest.
 pub fn pull_of(exactly: Option<Number>, at_least: Option<Number>) -> PyResult<Pull> {
     match (exactly, at_least) {
         (None, None) => Ok(Pull::newest()),

@@ -98,27 +98,27 @@ pub fn soon(call: fn(Python<'_>)) {
     }
 }
 
-/// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread
-/// that is not Python's keeps what Python knows of it from call to call: to make that again
-/// takes longer than most calls.
+/// Makes a call with the interpreter's lock; None if the interpreter has ended. A thread that Python
+/// did not start keeps its thread state between calls: to make a new state takes longer than most
+/// calls.
 pub fn attached<T>(call: impl FnOnce(Python<'_>) -> T) -> Option<T> {
     thread_local! {
-        static KEPT: Cell<Option<Kept>> = const { Cell::new(None) };
+        static THREAD_STATE: Cell<Option<ThreadState>> = const { Cell::new(None) };
     }
     // SAFETY: any thread may ask, with or without the lock.
     let is_known = !unsafe { ffi::PyGILState_GetThisThreadState() }.is_null();
     Python::try_attach(|py| {
         if !is_known {
-            KEPT.set(Some(Kept::new(py)));
+            THREAD_STATE.set(Some(ThreadState::new(py)));
         }
         call(py)
     })
 }
 
-/// One more of what `PyGILState_Ensure` counts in this thread: its state stays.
-struct Kept;
+/// One more `PyGILState_Ensure` in this thread, so that its state stays.
+struct ThreadState;
 
-impl Kept {
+impl ThreadState {
     fn new(_: Python<'_>) -> Self {
         // SAFETY: any thread may, and this one has the lock. What it returns says so.
         let _ = unsafe { ffi::PyGILState_Ensure() };
@@ -127,7 +127,7 @@ impl Kept {
 }
 
 /// When the thread ends.
-impl Drop for Kept {
+impl Drop for ThreadState {
     fn drop(&mut self) {
         // Without an interpreter there is no state any more.
         Python::try_attach(|_| {
@@ -140,7 +140,7 @@ impl Drop for Kept {
 
 /// The bytes of one whole version, as a buffer: what tensors are bound over.
 ///
-/// It can be written; what is written is this process's alone, and is gone with
+/// The memory can be written. Changes are private to this process, and are gone with
 /// the version.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct View {
@@ -256,8 +256,8 @@ pub struct DlType {
     pub lanes: u16,
 }
 
-/// What a tensor is and where, a moment ago.
-pub struct Seen<'a> {
+/// The type and address of a tensor at one moment.
+pub struct TensorInfo<'a> {
     pub address: Address,
     pub device: DlDevice,
     pub dtype: DlType,
@@ -311,7 +311,7 @@ impl Exchange {
         &self,
         py: Python<'_>,
         tensor: &Exchanged,
-        seen: impl FnOnce(Seen<'_>) -> T,
+        seen: impl FnOnce(TensorInfo<'_>) -> T,
     ) -> PyResult<T> {
         let mut found = MaybeUninit::<DlTensor>::zeroed();
         // SAFETY: the object is of the functions' class, as it was admitted, and the
@@ -329,7 +329,7 @@ impl Exchange {
             // for as long as nobody changes it: nobody can before `seen` has returned.
             false => unsafe { std::slice::from_raw_parts(list, dimensions) },
         };
-        Ok(seen(Seen {
+        Ok(seen(TensorInfo {
             address: Address(found.data as usize + found.byte_offset as usize),
             device: found.device,
             dtype: found.dtype,

@@ -1,4 +1,4 @@
-//! What became of a send, seen from Python.
+//! Reports of sends, bound to Python.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

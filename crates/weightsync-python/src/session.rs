@@ -10,7 +10,7 @@ use weightsync_engine::{
 
 use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
-use crate::loader::{self, Target, set_of};
+use crate::loader::{Target, TargetArgument, set_of};
 use crate::options::{Number, Seconds, Send, Setup, Worker, Workers, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
@@ -73,7 +73,7 @@ pub struct Session {
 }
 
 /// One model's weights in a send: its name, unless there is one model only.
-type Given = Vec<(Option<String>, Py<Source>)>;
+type NamedSources = Vec<(Option<String>, Py<Source>)>;
 
 #[pymethods]
 impl Session {
@@ -113,7 +113,7 @@ impl Session {
     fn connect_sender(
         &self,
         py: Python<'_>,
-        weights: Given,
+        weights: NamedSources,
         workers: Workers,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
@@ -134,20 +134,25 @@ impl Session {
     }
 
     /// Publishes the next version and waits for the workers; the report.
-    fn send(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<Report> {
+    fn send(&self, py: Python<'_>, weights: NamedSources, options: Send) -> PyResult<Report> {
         let (sent, options) = (Sent::of(&weights), options.options()?);
         self.with(py, |session| session.send(&sent, &options))
             .map(Report)
     }
 
     /// As `send`, but returns once the weights were read.
-    fn send_async(&self, py: Python<'_>, weights: Given, options: Send) -> PyResult<PendingSend> {
+    fn send_async(
+        &self,
+        py: Python<'_>,
+        weights: NamedSources,
+        options: Send,
+    ) -> PyResult<PendingSend> {
         let (sent, options) = (Sent::of(&weights), options.options()?);
         self.with(py, |session| session.send_async(&sent, &options))
             .map(PendingSend)
     }
 
-    /// Sends weights of one model's to one worker each.
+    /// Sends weights of one model, to each worker its own.
     fn send_each(
         &self,
         py: Python<'_>,
@@ -175,7 +180,7 @@ impl Session {
         Ok(workers.into_iter().map(WorkerStatus).collect())
     }
 
-    /// Holds workers at what they have, or lets them go on.
+    /// Holds workers at their versions, or releases them.
     fn hold(&self, py: Python<'_>, workers: Vec<Worker>, hold: bool) -> PyResult<()> {
         self.with(py, |session| {
             let sender = session.sender()?;
@@ -255,7 +260,7 @@ impl Session {
     fn connect_receiver(
         &self,
         py: Python<'_>,
-        targets: Option<Vec<(String, loader::Given)>>,
+        targets: Option<Vec<(String, TargetArgument)>>,
         timeout: Option<Seconds>,
     ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
@@ -280,7 +285,7 @@ impl Session {
     }
 
     /// Loads the initial weights of a session that has joined.
-    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, loader::Given)>) -> PyResult<()> {
+    fn load_joined(&self, py: Python<'_>, targets: Vec<(String, TargetArgument)>) -> PyResult<()> {
         let mut targets = targets_of(targets);
         self.with(py, |session| session.load_joined(&mut set_of(&mut targets)))
     }
@@ -305,7 +310,7 @@ impl Session {
     fn receive_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
         let timeout = timeout_of(timeout);
@@ -324,7 +329,7 @@ impl Session {
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
-    /// The newest at once, also if this worker has had it.
+    /// The newest set at once, even if this worker has had it.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<SetSnapshot>> {
         let set = self.with(py, |session| session.receiver()?.set().latest())?;
         Ok(set.map(SetSnapshot))
@@ -352,7 +357,7 @@ impl Session {
     fn pull_into(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         model: &str,
         version: Option<Number>,
         at_least: Option<Number>,
@@ -392,13 +397,12 @@ impl Session {
         })
     }
 
-    /// Hands the receiving, and the worker's models, to a thread of its own; this
-    /// session is closed then. Models change whenever no permit is held, or, if
-    /// they are `declared`, at safe points only.
+    /// Moves the receiver and the worker's models to a thread of their own, and closes this session.
+    /// Models change whenever no thread has a permit, or, if `declared`, at safe points only.
     fn start_background(
         &self,
         py: Python<'_>,
-        targets: Vec<(String, loader::Given)>,
+        targets: Vec<(String, TargetArgument)>,
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
@@ -424,8 +428,8 @@ impl Session {
         self.with(py, |session| session.sender()?.forget(workers))
     }
 
-    /// Ends whatever this is, and any call that waits; any number of times. A receiver
-    /// that ends for a reason has failed, and its sender is told the reason.
+    /// Ends the sender or receiver, and any call that waits; any number of times. A receiver that
+    /// ends with a reason has failed, and its sender is told the reason.
     #[pyo3(signature = (reason = None))]
     fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         self.inner.end(py, reason)
@@ -447,8 +451,8 @@ impl Session {
     }
 }
 
-/// What the sender is told of a receiver that nobody has shut down: an exception may
-/// have unwound the frames that had it.
+/// The reason of a receiver that was dropped without a shutdown, as when an exception unwinds the
+/// frames that own it.
 pub const DROPPED: &str = "its receiver was dropped without shutdown()";
 
 impl Drop for Session {
@@ -477,13 +481,13 @@ impl Session {
     }
 }
 
-/// What is sent: one model's weights, or those of several that flip together.
+/// The source of a send: one model, or several that flip together.
 struct Sent<'a> {
     members: Vec<(Option<&'a str>, &'a Source)>,
 }
 
 impl<'a> Sent<'a> {
-    fn of(given: &'a Given) -> Self {
+    fn of(given: &'a NamedSources) -> Self {
         let members = given
             .iter()
             .map(|(name, source)| (name.as_deref(), source.get()));
@@ -519,13 +523,12 @@ fn receiving<'s>(
     })
 }
 
-/// Whether anything comes by the receiver's scheme: a wait for it without a timeout has no end
-/// otherwise.
+/// Whether the receiver's scheme carries weights. If not, a wait without a timeout would never end.
 fn carries(receiver: &Receiver) -> bool {
     !receiver.models().is_empty()
 }
 
-fn targets_of(targets: Vec<(String, loader::Given)>) -> Vec<Target> {
+fn targets_of(targets: Vec<(String, TargetArgument)>) -> Vec<Target> {
     let targets = targets.into_iter();
     targets.map(|(id, given)| Target::new(id, given)).collect()
 }

@@ -1,4 +1,4 @@
-//! What a worker holds, seen from Python.
+//! Snapshots, bound to Python.
 
 use std::sync::Arc;
 
@@ -145,6 +145,7 @@ impl Snapshot {
     /// Copies tensors, by their index in the layout, to addresses where there is
     /// room for so many bytes.
     fn copy_to(&self, py: Python<'_>, places: Vec<(usize, Address, u64)>) -> PyResult<()> {
+        // Addresses come from Python, so each length is checked before a byte is written.
         for (index, _, room) in &places {
             let range = self
                 .held

@@ -1,4 +1,4 @@
-//! What the trainer sends from: tensors by name, dtype, shape and address.
+//! Sources of weights: tensors by name, dtype, shape and address.
 
 use std::sync::{PoisonError, RwLock};
 
@@ -220,6 +220,7 @@ impl Source {
                     "there is no extra state {name:?}"
                 )));
             };
+            // An unchanged state keeps its encoded bytes.
             if *state.value() != value {
                 let set = state.set(value);
                 set.map_err(|error| exception(py, failed(&name, error)))?;
@@ -234,15 +235,15 @@ impl Source {
     /// they are not what they were, or cannot be read where they lie.
     fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
         let placed = self.placed();
-        let Some(laid) = tensors.laid(py)? else {
+        let Some(memory) = tensors.memory_layout(py)? else {
             return Ok(false);
         };
-        if laid.addresses.len() != placed.tensors.len() {
+        if memory.addresses.len() != placed.tensors.len() {
             return Ok(false);
         }
         let mut now = placed.now.write().unwrap_or_else(PoisonError::into_inner);
-        now.addresses = laid.addresses;
-        now.strides = laid.strides;
+        now.addresses = memory.addresses;
+        now.strides = memory.strides;
         Ok(true)
     }
 

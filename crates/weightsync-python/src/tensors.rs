@@ -1,17 +1,16 @@
-//! Torch's tensors, looked at all at once: with ten thousand of them a few calls through the
-//! interpreter for each take longer than the copy.
+//! Looks at all of torch's tensors in one call. With ten thousand tensors, a few calls through the
+//! interpreter for each would take longer than the copy.
 
 use pyo3::gc::{PyTraverseError, PyVisit};
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyString, PyType};
 
-use crate::raw::{Address, Exchange, Exchanged, Seen};
+use crate::raw::{Address, Exchange, Exchanged, TensorInfo};
 
-/// The tensors that lie in some dicts, as they were when this was made.
+/// The tensors of some dicts, as they were when this value was made.
 ///
-/// It says whether they still are: the same objects in the same places, no others next to them,
-/// with the same dtypes and shapes, in the same order in memory. Where their values lie may
-/// differ, and is looked up again.
+/// A later call checks that the dicts still hold the same objects and no others, with the same
+/// dtypes, shapes and memory order. The addresses may have changed, and are looked up again.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Tensors {
     exchange: Exchange,
@@ -23,24 +22,24 @@ pub struct Tensors {
 /// A dict, and a name in it.
 type Entry<'py> = (Bound<'py, PyDict>, Bound<'py, PyString>);
 
-/// One tensor, where it lies, and what it was.
+/// One tensor, its dict and key, and its expected properties.
 struct Place {
     dict: Py<PyDict>,
     key: Py<PyString>,
     tensor: Exchanged,
-    was: Was,
+    expected: Expected,
 }
 
-struct Was {
+struct Expected {
     dtype: (u8, u8, u16),
     shape: Vec<i64>,
-    /// Whether it lay in this host's memory.
+    /// Whether the tensor was in this host's memory.
     on_host: bool,
     row_major: bool,
 }
 
-/// Where values lie: addresses, and the strides of those that are not row-major.
-pub struct Laid {
+/// The addresses of tensors, and the strides of tensors that are not row-major.
+pub struct MemoryLayout {
     pub addresses: Vec<Address>,
     pub strides: Vec<(usize, Vec<i64>)>,
 }
@@ -67,14 +66,14 @@ impl Tensors {
             let Some(tensor) = tensor.and_then(|tensor| exchange.admit(&tensor)) else {
                 return Ok(None);
             };
-            let Ok(was) = exchange.look(py, &tensor, |seen| Was::of(&seen)) else {
+            let Ok(expected) = exchange.look(py, &tensor, |seen| Expected::of(&seen)) else {
                 return Ok(None);
             };
             found.push(Place {
                 dict: dict.unbind(),
                 key: key.unbind(),
                 tensor,
-                was,
+                expected,
             });
         }
         let others = others.into_iter().map(|(dict, key)| {
@@ -96,7 +95,7 @@ impl Tensors {
         }))
     }
 
-    /// Whether they are what they were.
+    /// Whether the tensors are unchanged.
     fn hold(&self, py: Python<'_>) -> PyResult<bool> {
         self.each(py, |_, _| true)
     }
@@ -149,9 +148,9 @@ impl Copies {
 }
 
 impl Copies {
-    /// Where each goes, by its place in the version's layout; none if one of the tensors is not
-    /// what it was, or not in this host's memory, row-major. Its bytes are as many as `sent`
-    /// says, or it is none either.
+    /// The address that each tensor is copied to, by its place in the version's layout. None if a
+    /// tensor has changed, is not in this host's memory, is not row-major, or has another size than
+    /// in `sent`.
     pub fn places(
         &self,
         py: Python<'_>,
@@ -159,7 +158,7 @@ impl Copies {
     ) -> PyResult<Option<Vec<(usize, Address)>>> {
         let tensors = self.tensors.get();
         let fits = |(own, sent_at): &(usize, usize)| {
-            let own = tensors.places.get(*own)?.was.bytes()?;
+            let own = tensors.places.get(*own)?.expected.bytes()?;
             (sent.tensors().get(*sent_at)?.range.len == own).then_some(())
         };
         if !self.pairs.iter().all(|pair| fits(pair).is_some()) {
@@ -180,25 +179,25 @@ impl Copies {
 impl Tensors {
     /// Where all values are now; none if the tensors are not what they were, or not in this
     /// host's memory as they are: on a device, or to be negated or conjugated by who reads them.
-    pub fn laid(&self, py: Python<'_>) -> PyResult<Option<Laid>> {
-        let mut laid = Laid {
+    pub fn memory_layout(&self, py: Python<'_>) -> PyResult<Option<MemoryLayout>> {
+        let mut memory = MemoryLayout {
             addresses: Vec::with_capacity(self.places.len()),
             strides: Vec::new(),
         };
         let all = self.each(py, |index, seen| {
-            laid.addresses.push(seen.address);
+            memory.addresses.push(seen.address);
             if !is_row_major(&seen) {
-                laid.strides.push((index, seen.strides.to_vec()));
+                memory.strides.push((index, seen.strides.to_vec()));
             }
             seen.device.is_host()
         })?;
         if !all || self.any_lazy(py, 0..self.places.len())? {
             return Ok(None);
         }
-        Ok(Some(laid))
+        Ok(Some(memory))
     }
 
-    /// Where these of them are now; none as of [`laid`](Self::laid), or if one of them is not
+    /// Where these of them are now; none as of [`memory_layout`](Self::memory_layout), or if one of them is not
     /// row-major. That they are what they were is for the caller to ask.
     fn row_major(
         &self,
@@ -211,7 +210,8 @@ impl Tensors {
                 return Ok(None);
             };
             let address = self.exchange.look(py, &place.tensor, |seen| {
-                let plain = place.was.on_host && place.was.row_major && place.was == seen;
+                let plain =
+                    place.expected.on_host && place.expected.row_major && place.expected == seen;
                 plain.then_some(seen.address)
             })?;
             match address {
@@ -226,7 +226,7 @@ impl Tensors {
     fn each(
         &self,
         py: Python<'_>,
-        mut look: impl FnMut(usize, Seen<'_>) -> bool,
+        mut look: impl FnMut(usize, TensorInfo<'_>) -> bool,
     ) -> PyResult<bool> {
         if self
             .sizes
@@ -247,7 +247,7 @@ impl Tensors {
                 return Ok(false);
             }
             let good = self.exchange.look(py, &place.tensor, |seen| {
-                place.was == seen && look(index, seen)
+                place.expected == seen && look(index, seen)
             });
             // One whose memory was taken away is not what it was.
             if !good.unwrap_or(false) {
@@ -261,7 +261,7 @@ impl Tensors {
     /// asked where that can be: such a tensor is complex, or a view of every second number of one.
     fn any_lazy(&self, py: Python<'_>, which: impl Iterator<Item = usize>) -> PyResult<bool> {
         let places = which.filter_map(|index| self.places.get(index));
-        for place in places.filter(|place| place.was.may_be_lazy()) {
+        for place in places.filter(|place| place.expected.may_be_lazy()) {
             let tensor = place.tensor.object().bind(py);
             for question in ["is_neg", "is_conj"] {
                 if tensor.call_method0(question)?.is_truthy()? {
@@ -273,8 +273,8 @@ impl Tensors {
     }
 }
 
-impl Was {
-    fn of(seen: &Seen<'_>) -> Self {
+impl Expected {
+    fn of(seen: &TensorInfo<'_>) -> Self {
         Self {
             dtype: dtype_of(seen),
             shape: seen.shape.to_vec(),
@@ -304,8 +304,8 @@ impl Was {
     }
 }
 
-impl PartialEq<Seen<'_>> for Was {
-    fn eq(&self, seen: &Seen<'_>) -> bool {
+impl PartialEq<TensorInfo<'_>> for Expected {
+    fn eq(&self, seen: &TensorInfo<'_>) -> bool {
         self.dtype == dtype_of(seen)
             && self.shape == seen.shape
             && self.on_host == seen.device.is_host()
@@ -313,14 +313,14 @@ impl PartialEq<Seen<'_>> for Was {
     }
 }
 
-fn dtype_of(seen: &Seen<'_>) -> (u8, u8, u16) {
+fn dtype_of(seen: &TensorInfo<'_>) -> (u8, u8, u16) {
     let dtype = seen.dtype;
     (dtype.class, dtype.bits, dtype.lanes)
 }
 
 /// Whether the last index moves by one element, and each other one by a whole row. A dimension
 /// of one element counts: a view of one number of a complex tensor has a stride of two.
-fn is_row_major(seen: &Seen<'_>) -> bool {
+fn is_row_major(seen: &TensorInfo<'_>) -> bool {
     if seen.strides.len() != seen.shape.len() {
         // DLPack's word for row-major is no strides at all.
         return seen.strides.is_empty();

@@ -193,11 +193,11 @@ impl<T> Drop for Turn<'_, T> {
     }
 }
 
-/// What a look at signals, at messages that were put aside and at what is watched raises.
+/// Logs queued messages, and returns the exception of a signal handler or of `watch`, if any.
 fn looked(watch: Option<&Py<PyAny>>) -> Option<PyErr> {
     let looked = Python::try_attach(|py| {
         py.check_signals()?;
-        crate::log::say(py);
+        crate::log::flush(py);
         watch.map_or(Ok(()), |watch| watch.call0(py).map(drop))
     });
     looked?.err()

@@ -142,7 +142,11 @@ fn frames_carry_the_version_sent() -> Outcome {
         assert!(report.all_applied(), "{report}");
         assert_eq!(report.workers.len(), 3);
         let versions = collector.worker_versions();
-        assert!(versions.iter().all(|v| v.version() == report.version()));
+        assert!(
+            versions
+                .iter()
+                .all(|v| v.versions[0] == report.version().unwrap())
+        );
     }
     Ok(())
 }

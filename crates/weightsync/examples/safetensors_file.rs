@@ -51,8 +51,8 @@ fn serve(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
     let sender = setup.connect(&file, Expect::Count(1), SOON)?;
     println!(
         "{} tensors, {} bytes",
-        sender.layout().len(),
-        sender.layout().payload_bytes()
+        sender.layout()?.len(),
+        sender.layout()?.payload_bytes()
     );
     drop(sender);
     Ok(worker.join().map_err(|_| "the worker panicked")??)

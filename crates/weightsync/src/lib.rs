@@ -16,9 +16,9 @@
 //! is the rendez-vous, and [`worker`] starts, watches and ends worker processes.
 //!
 //! Calls block, and every wait ends: by its deadline, by the other end's death,
-//! or by shutdown. [`interruptible`] has them end when the caller says so, too: an
-//! end is of use after that, a receive has lost nothing, and a send that had
-//! published has published. A failure of one worker is a line in the [`Report`].
+//! or by shutdown. [`interruptible`] also lets the caller cancel a wait. The end stays usable, a
+//! receive loses no version, and a send may have published. A failure of one worker is a line in
+//! the [`Report`].
 //!
 //! ```
 //! use std::time::Duration;
@@ -29,11 +29,11 @@
 //! let setup = SenderSetup::new("policy", &weights)?;
 //! let info = setup.init_info();
 //!
-//! // In practice, a process of its own.
+//! // A real worker is a process of its own.
 //! let worker = std::thread::spawn(move || -> weightsync::Result<f32> {
 //!     let mut receiver = ReceiverSetup::new(info, 0).connect(Some(Duration::from_secs(10)))?;
 //!     loop {
-//!         // The newest version: one replaced before it was looked at is passed over.
+//!         // The newest version. Versions replaced before this call are skipped.
 //!         let weights = receiver.recv()?;
 //!         if weights.version() == Version(2) {
 //!             return Ok(weights.slice::<f32>("layer.weight")?[3]);
@@ -94,7 +94,7 @@ pub mod layout {
 pub mod mapping {
     pub use weightsync_engine::mapping::*;
     pub use weightsync_engine::{
-        DryRun, Fate, MappedExtractor, MappedLoader, Mapping, MappingError,
+        DryRun, MappedExtractor, MappedLoader, Mapping, MappingError, TensorOutcome,
     };
 }
 
@@ -110,12 +110,12 @@ pub mod model {
     };
 }
 
-/// What a receiver has in addition to its own calls.
+/// The forms in which a receiver returns versions.
 pub mod receiver {
-    pub use weightsync_engine::{Joined, Receiving, WaitStyle};
+    pub use weightsync_engine::{Joined, Receiving};
 }
 
-/// What became of a send at each worker.
+/// The outcome of a send at each worker.
 pub mod report {
     pub use weightsync_engine::{Changes, Holder, Outcome, Report, WorkerReport, WorkerStatus};
 }
@@ -131,10 +131,10 @@ pub mod scheme {
 
 /// How a sender sends, and several senders as one.
 pub mod sender {
-    pub use weightsync_engine::{AsyncSendLimit, DigestPolicy, Loan, Senders, WaitStyle};
+    pub use weightsync_engine::{AsyncSendLimit, DigestPolicy, Loan, Senders};
 }
 
-/// What a scheme of your own is written with.
+/// The traits and types to write a scheme of your own.
 pub mod transport {
     pub use weightsync_engine::transport::*;
     pub use weightsync_engine::{Epoch, Origin, Run, WriterId};
@@ -156,7 +156,7 @@ pub use weightsync_engine::worker;
 #[cfg_attr(feature = "candle", doc = "```")]
 mod examples {}
 
-/// And so does what the README shows: a trainer and its worker processes.
+/// The README's example runs, too: a trainer and its worker processes.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 mod readme {}

@@ -375,7 +375,7 @@ impl Running {
     /// Closes the sender, which ends the workers.
     pub fn end(self) {
         drop(self.sender);
-        self.workers.shutdown(Duration::from_secs(20));
+        self.workers.shutdown(Some(Duration::from_secs(20)));
     }
 }
 

@@ -175,12 +175,12 @@ impl Training {
             elapsed: self.begun.elapsed(),
             frames: self.curve.frames(),
             mean_return: self.curve.mean(),
-            version: report.version().0,
+            version: report.version().unwrap().0,
             workers: self
                 .collector
                 .worker_versions()
                 .iter()
-                .map(|worker| (worker.worker.0, worker.version().0))
+                .map(|worker| (worker.worker.0, worker.versions[0].0))
                 .collect(),
             latency: report.took,
         });

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use weightsync_engine::{
-    AnyScheme, Cascade, CascadeInBackground, CascadeSetup, Expect, ReceiverSetup, WorkerId,
+    AnyScheme, Cascade, CascadeInBackground, CascadeSetup, Expect, ReceiverSetup,
 };
 
 use super::command::Answer;
@@ -22,7 +22,8 @@ impl CascadeNode {
     /// Joins; its own workers are fed by the same scheme.
     pub(crate) fn join(setup: ReceiverSetup, scheme: AnyScheme) -> Result<(Self, Answer), Stop> {
         let joined = Cascade::join(setup, Some(PATIENCE))?;
-        let joined = joined.configure(|setup| Ok(setup.scheme(scheme)?.deadline(PATIENCE)))?;
+        let joined =
+            joined.configure(|setup| Ok(setup.scheme(scheme)?.send_timeout(Some(PATIENCE))))?;
         let info = joined.init_info();
         Ok((Self::Joined(Box::new(joined)), Answer::Info(info)))
     }
@@ -31,7 +32,7 @@ impl CascadeNode {
         let Self::Joined(setup) = self else {
             return Err("it has been connected".into());
         };
-        let expect = Expect::Workers(workers.iter().map(|worker| WorkerId(*worker)).collect());
+        let expect = Expect::workers(workers.iter().copied());
         let cascade = setup.connect(expect, Some(PATIENCE))?;
         Ok(Self::ByHand(Box::new(cascade)))
     }

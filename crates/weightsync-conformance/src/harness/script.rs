@@ -489,7 +489,7 @@ impl<'a> Script<'a> {
             ..
         } = self;
         assert!(asleep.is_empty(), "processes that cannot end");
-        for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+        for (process, exit) in workers.shutdown(Some(PATIENCE)).into_iter().enumerate() {
             let excused = exit.is_success() || may_die.contains(&process);
             assert!(excused, "process {process} {exit}\n{}", exit.stderr_text());
         }

@@ -6,7 +6,7 @@ use std::{mem, thread};
 
 use weightsync_engine::{
     AnyScheme, AsyncSendLimit, Expect, Outcome, PendingSend, Registered, Report, SendOptions,
-    SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor, WorkerId,
+    SendSource, Sender, SenderSetup, Set, Tensors, Version, WaitFor, WeightExtractor,
 };
 
 use super::command::{
@@ -169,8 +169,8 @@ impl Trainer {
             .slots(lead.slots.0, lead.slots.1)
             .history(lead.history)
             .checksums(lead.checksums)
-            .pending(pending)
-            .deadline(PATIENCE);
+            .async_send_limit(pending)
+            .send_timeout(Some(PATIENCE));
         let info = setup.init_info();
         self.setup = Some(setup);
         self.opened = None;
@@ -179,7 +179,7 @@ impl Trainer {
 
     fn connect(&mut self, expect: &[u32], deadline: Duration) -> Done {
         let setup = self.setup.clone().ok_or("nothing is prepared")?;
-        let expect = Expect::Workers(expect.iter().map(|worker| WorkerId(*worker)).collect());
+        let expect = Expect::workers(expect.iter().copied());
         let sources: Vec<_> = self
             .models
             .iter()
@@ -259,7 +259,7 @@ impl Trainer {
                     .model
                     .clone()
                     .unwrap_or_else(|| self.models[0].id.clone());
-                let mut loan = sender.loan_model(&id)?;
+                let mut loan = sender.loan_of(&id)?;
                 for place in loan.tensors_mut() {
                     for bytes in place.chunks_exact_mut(8) {
                         bytes.copy_from_slice(&word.to_le_bytes());
@@ -474,7 +474,7 @@ impl Trainer {
         let record = Record {
             scheme: self.scheme.to_string(),
             address: address(&info),
-            model: info.model().clone(),
+            model: info.models()[0].clone(),
             version,
         };
         let corrupt = self.corrupt.as_ref().ok_or("nothing damages records")?;
@@ -524,7 +524,7 @@ fn options(how: &SendSettings) -> SendOptions {
             Wait::Staged => WaitFor::Staged,
             Wait::Applied => WaitFor::Applied,
         })
-        .deadline(how.deadline)
+        .timeout(Some(how.deadline))
         .partial(how.partial)
         .wait_late(how.wait_late);
     if let Some(model) = &how.model {

@@ -87,7 +87,7 @@ impl Worker {
             }),
             WorkerCommand::PullInto { want, load_fault } => {
                 self.load(load_fault, pipe, |receiver, models| {
-                    let first = receiver.model().as_str().to_owned();
+                    let first = receiver.models()[0].id.to_string();
                     receiver
                         .loading_set(models)
                         .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
@@ -269,7 +269,7 @@ impl Worker {
 
     fn pull(&mut self, want: Want, timeout: Option<Duration>) -> Result<Option<SetSnapshot>, Stop> {
         let receiver = self.receiver()?;
-        let first = receiver.model().as_str().to_owned();
+        let first = receiver.models()[0].id.to_string();
         Ok(receiver
             .set()
             .pull(pull_of(want).model(&first).timeout(timeout))?)

@@ -390,7 +390,7 @@ pub(crate) fn init_info_crosses_text_and_bytes(subject: &Subject) {
     let from_bytes: InitInfo = postcard::from_bytes(&bytes).expect("what was just written");
     assert_eq!([&from_text, &from_bytes], [&info, &info]);
     assert_eq!(
-        (info.scheme(), info.model().as_str()),
+        (info.scheme(), info.models()[0].as_str()),
         (subject.scheme.as_str(), "policy")
     );
     script.gather_by(vec![
@@ -541,8 +541,8 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
             .send(&weights, &options)
             .expect("it is connected")
             .version()
-            .0,
-        2
+            .expect("one model"),
+        weightsync_engine::Version(2)
     );
     session.shutdown();
     wrong(

@@ -108,7 +108,7 @@ pub(crate) fn floats_are_cast_on_their_way(subject: &Subject) {
 /// The same tensors with every float cast, one by one.
 fn cast(tensors: &Tensors, dtype: Dtype) -> Tensors {
     let setup = SenderSetup::new("policy", tensors).and_then(|setup| setup.cast(dtype));
-    let mut places = Tensors::zeros(setup.expect("a model of floats").layout());
+    let mut places = Tensors::zeros(setup.expect("a model of floats").layout().unwrap());
     for name in tensors.names() {
         let view = tensors.tensor(name).expect("its own name");
         let source = weightsync_engine::TensorRef::new(view.dtype(), view.shape(), view.bytes())

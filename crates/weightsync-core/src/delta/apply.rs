@@ -9,25 +9,25 @@ use weightsync_simd::{
 use super::fast::{self, Places};
 use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span, thin};
 
-/// What applying a delta has done.
+/// The result of applying a delta.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Applied {
-    /// Changes that were put in.
+    /// How many elements were changed.
     pub changes: u64,
-    /// What to add to the sum of the image's digest, if it was asked for; see
+    /// The amount to add to the sum of the image's digest, if it was asked for; see
     /// [`Digest::changed_by`](crate::digest::Digest::changed_by).
     pub digest: [u64; 2],
 }
 
-/// Puts one delta into `image`, the older version of its span; an empty one changes nothing.
+/// Applies one delta to `image`, the older version of its span. An empty delta changes nothing.
 ///
-/// With `first_line`, the number of the span's first 64-byte line in the whole image, it also finds
-/// by how much the digest changes: cheaper than a new digest while few lines are touched.
+/// With `first_line`, the number of the span's first 64-byte line in the whole image, the result has
+/// the change of the digest, too. That is cheaper than a new digest while few lines are touched.
 ///
 /// # Errors
 ///
 /// [`DeltaError`], if these are not the bytes of a delta for such a span. The span may then be
-/// changed in part. Do not use it: rebuild it from scratch.
+/// changed in part: rebuild it from scratch.
 pub fn apply(
     pattern: Pattern,
     delta: &[u8],
@@ -43,8 +43,8 @@ pub fn apply(
     )
 }
 
-/// Makes the newer version of a span in `image`, of which nothing is read, from the older one in
-/// `base` and the delta between the two: in one pass, block by block.
+/// Writes the newer version of a span to `image`, from the older version in `base` and the delta
+/// between the two, in one pass. The old bytes of `image` are not read.
 ///
 /// # Errors
 ///
@@ -118,7 +118,7 @@ fn put_all(
     }
 }
 
-/// Whether a delta is of the elements that are meant.
+/// Checks that a delta is for elements of this width.
 pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
     let (expected, got) = (pattern.width(), 1 << (tag & 3));
     match expected == got {

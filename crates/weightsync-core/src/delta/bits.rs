@@ -32,6 +32,7 @@ impl<'a> BitWriter<'a> {
         if self.at + 8 > self.out.len() {
             self.grow();
         }
+        // Always eight bytes: a store of fixed width is cheaper than one of the bytes that are full.
         self.out[self.at..self.at + 8].copy_from_slice(&self.word.to_le_bytes());
         self.at += (self.filled / 8) as usize;
         self.word >>= self.filled & !7;
@@ -117,6 +118,7 @@ impl<'a> BitReader<'a> {
                 self.at += here as usize + 1;
                 return Some(zeros + u64::from(here));
             }
+            // Bits past the end read as zeros: without this check they would never end.
             if self.is_past_the_end() {
                 return None;
             }

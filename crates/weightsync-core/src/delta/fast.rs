@@ -12,7 +12,7 @@ use super::apply::Ahead;
 use super::bits::{BitReader, BitWriter, MOST, bits_at};
 use super::{Changes, DeltaError};
 
-/// What a fast delta begins with; the two lowest bits are the width's logarithm.
+/// The first byte of a fast delta; its two lowest bits are the width's logarithm.
 pub(super) const TAG: u8 = 0x10;
 
 /// How a block is written: the two lowest bits of its first byte.
@@ -20,13 +20,13 @@ const NOTHING: u8 = 0;
 const GAPS: u8 = 1;
 const BITMAP: u8 = 2;
 
-/// One change in so many elements and more touch most lines.
+/// From one change in this many elements on, changes touch most cache lines.
 const DENSE: usize = 32;
 
-/// So many changes are read at once.
+/// How many changes are read at once.
 const AT_ONCE: usize = 64;
 
-/// Of those in a bitmap more, if there are more than so many times that.
+/// The changes of a bitmap are read in at most this many parts, of at least [`AT_ONCE`] changes.
 const PARTS: usize = 128;
 
 /// How places are written.
@@ -34,12 +34,12 @@ const PARTS: usize = 128;
 pub(super) enum Written {
     /// As bits, where more than one element in 24 changed.
     Quick,
-    /// As bits, where more than every second element changed: then that takes fewer bytes too.
+    /// As bits, where more than every second element changed: bits take fewer bytes from there on.
     Few,
 }
 
 impl Written {
-    /// Whether so many changes of so many elements are written as bits.
+    /// Whether `count` changes among `elements` elements are written as bits.
     pub(super) fn as_bits(self, count: usize, elements: usize) -> bool {
         let sparse = match self {
             Self::Quick => 24,

@@ -6,13 +6,13 @@ use super::apply::{Ahead, check_width, put};
 use super::fast::{self, Places, Written};
 use super::{BLOCK, Changes, DeltaError, Pattern, Scratch, Work, by_width, check_span};
 
-/// Lists are merged where at most one element in so many changed: about there that takes as long as
-/// to put both into a block.
+/// Lists are merged if at most one element in this many changed. At about that density, merging takes
+/// as long as putting both lists into a block.
 const FEW: usize = 96;
 
-/// Appends to `out` what `first` and then `second` do to a span of `bytes` bytes, as one fast delta:
-/// steps at the same place are added, and where they cancel nothing is left. Both are fast ones, or
-/// empty. To fold more, fold the result again.
+/// Appends to `out` one fast delta with the effect of `first` and then `second` on a span of `bytes`
+/// bytes. Steps at the same place are added, and left out if they cancel. Both inputs are fast deltas
+/// or empty. To fold more, fold the result again.
 ///
 /// # Errors
 ///
@@ -92,7 +92,7 @@ fn fold_as<W: Word>(
             merge(before, now, sum);
             fast::write_block(sum, elements, false, out);
         } else {
-            // As what both make of nothing.
+            // Both deltas applied to zeros.
             let bytes = elements * W::BYTES;
             nothing.resize(bytes.max(nothing.len()), 0);
             block.clear();
@@ -129,7 +129,7 @@ fn next<W: Word>(
     Ok(places)
 }
 
-/// Merges two lists; what cancels is left out.
+/// Merges two lists, without the changes that cancel.
 fn merge<W: Word>(first: &Changes<W>, second: &Changes<W>, sum: &mut Changes<W>) {
     sum.count = 0;
     let mut one = first.places().iter().zip(first.steps()).peekable();

@@ -13,7 +13,7 @@ use super::fast::{Places, join, split};
 use super::range::{Bit, Decoder, Encoder};
 use super::{BLOCK, DeltaError, Pattern, Work};
 
-/// What a thin delta begins with; the two lowest bits are the width's logarithm.
+/// The first byte of a thin delta; its two lowest bits are the width's logarithm.
 pub(super) const TAG: u8 = 0x20;
 
 /// The changes of a span, by class.
@@ -30,13 +30,13 @@ pub(super) struct Lists {
 }
 
 impl Lists {
-    /// Empties them for a span of so many elements. Each class had its most changes in another
-    /// span: what they can hold together stays within what one span needs.
+    /// Clears the lists for a span of this many elements. Each class may have had its most changes in
+    /// another span, so the capacity of all classes together is limited to one span's needs.
     fn clear(&mut self, elements: usize) {
         self.ranks.iter_mut().for_each(Vec::clear);
         self.steps.iter_mut().for_each(Vec::clear);
         let room: usize = self.ranks.iter().map(Vec::capacity).sum();
-        // Growing doubles.
+        // A vector that grows doubles its capacity.
         if room > 2 * elements.max(BLOCK) {
             self.ranks = Default::default();
             self.steps = Default::default();
@@ -108,7 +108,7 @@ fn write<W: Word>(
     for ranks in &lists.ranks {
         put_number(ranks.len() as u64, out);
     }
-    // Where the plain bits begin is known once the others are written.
+    // The start of the plain bits is known once the other bits are written.
     let length_at = out.len();
     out.extend_from_slice(&[0; 4]);
     let begin = out.len();
@@ -134,12 +134,12 @@ fn write<W: Word>(
     out.extend_from_slice(&lists.plain);
 }
 
-/// The mean gap of so many changes among so many elements.
+/// The mean gap between `count` changes among `elements` elements.
 fn mean(count: usize, elements: usize) -> u64 {
     (elements / count.max(1)) as u64
 }
 
-/// Puts a thin delta into the span of which it was made; returns how many bytes it took.
+/// Applies a thin delta to the older version of its span; returns how many bytes were read.
 pub(super) fn apply<W: Word>(
     work: &mut Work<W>,
     lists: &mut Lists,
@@ -248,7 +248,7 @@ fn read<W: Word>(
     }
 }
 
-/// Numbers that are mostly about as large as those before them.
+/// A coder for numbers that are mostly about as large as the numbers before them.
 struct Split {
     /// 32 times the mean.
     mean: u64,
@@ -270,7 +270,7 @@ impl Split {
         }
     }
 
-    /// How many bits are written as they are: then every second number goes on.
+    /// How many low bits are written plain. About every second number needs more bits than these.
     #[inline(always)]
     fn low(&self) -> u32 {
         (self.mean * 22 / 1024).max(1).ilog2().min(MOST - 8)
@@ -278,7 +278,7 @@ impl Split {
 
     #[inline(always)]
     fn learn(&mut self, number: u64) {
-        // A single one far off does not spoil the mean for long.
+        // A single outlier does not spoil the mean for long.
         let number = number.min((self.mean >> 2) + 32).min(1 << 50);
         self.mean = self.mean - (self.mean >> 5) + number;
     }

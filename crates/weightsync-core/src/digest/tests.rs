@@ -47,7 +47,7 @@ fn tensor_by_tensor_in_any_order_is_the_whole_image() {
 }
 
 #[test]
-fn what_lies_between_tensors_does_not_count() {
+fn digest_ignores_bytes_between_tensors() {
     let layout = layout();
     let mut image = image(&layout);
     let whole = Digest::of(&layout, &image).unwrap();

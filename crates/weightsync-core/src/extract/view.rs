@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_tensor_does_not_have_is_refused() {
+    fn view_refuses_elements_outside_the_tensor() {
         let data = [0_u8; 6];
         let tensor = TensorRef::new(Dtype::U8, &[2, 3], &data).unwrap();
         let cases: [(&[usize], &[u64], &[u64]); 7] = [

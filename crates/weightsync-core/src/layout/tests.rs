@@ -61,7 +61,7 @@ fn no_tensors_are_a_layout_of_no_bytes() {
 }
 
 #[test]
-fn what_cannot_be_laid_out_is_refused_by_name() {
+fn layout_refuses_impossible_tensors_by_name() {
     let refused = |tensors: &[Tensor]| Layout::new(tensors.iter().cloned()).unwrap_err();
     assert_eq!(
         refused(&[tensor("a", Dtype::F32, &[1]), tensor("a", Dtype::I8, &[])]),

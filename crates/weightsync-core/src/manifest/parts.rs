@@ -77,7 +77,7 @@ fn check_cover(layout: &Layout, sorted: &[(ByteRange, WriterId)]) -> Result<(), 
         let mut written_to = tensor.range.offset;
         while written_to < tensor.range.end() {
             while ranges.next_if(|range| range.end() <= written_to).is_some() {}
-            // What is still ahead begins at or before `written_to`, or leaves a gap.
+            // The next part begins at or before `written_to`, or leaves a gap.
             let next = ranges.peek().copied();
             let gap_end = match next {
                 Some(range) if range.offset <= written_to => {

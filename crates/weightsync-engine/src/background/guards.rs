@@ -8,19 +8,20 @@ use weightsync_core::{ModelId, Run, Version};
 
 use super::hold::Held;
 use super::model_lock::{OwnedPermit, Permit};
-use super::status::first;
+use crate::error::Result;
+use crate::report::only_version;
 
 /// The models to read: one whole set, that does not change while this is held.
 pub struct ModelGuard<'a, M> {
     // Dropped before the permit: the thread with the next permit finds the lock free.
     pub(super) held: RwLockReadGuard<'a, Held<M>>,
-    pub(super) _seat: Permit<'a>,
+    pub(super) _permit: Permit<'a>,
 }
 
 /// The models to change; see [`Background::write`](super::Background::write).
 pub struct ModelGuardMut<'a, M> {
     pub(super) held: RwLockWriteGuard<'a, Held<M>>,
-    pub(super) _seat: Permit<'a>,
+    pub(super) _permit: Permit<'a>,
 }
 
 /// Keeps the models of a [`Background`](super::Background) as they are; see
@@ -28,15 +29,19 @@ pub struct ModelGuardMut<'a, M> {
 #[derive(Debug)]
 #[must_use = "the models may change as soon as it is dropped"]
 pub struct ModelHold {
-    pub(super) _seat: OwnedPermit,
+    pub(super) _permit: OwnedPermit,
 }
 
 macro_rules! guard {
     ($guard:ident) => {
         impl<M> $guard<'_, M> {
-            /// The version of the first model.
-            pub fn version(&self) -> Version {
-                first(&self.held.versions)
+            /// The version of the only model.
+            ///
+            /// # Errors
+            ///
+            /// [`Error::SeveralModels`](crate::Error::SeveralModels).
+            pub fn version(&self) -> Result<Version> {
+                only_version(&self.held.versions)
             }
 
             /// The version of each model.

@@ -57,13 +57,13 @@ impl<B> ReceiverHandoff<B> {
         self.owner.is_here()
     }
 
-    pub(crate) fn open(&self) -> MutexGuard<'_, Inner<B>> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Inner<B>> {
         // Changed in single steps, so it holds after a panic.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The same, if nobody is at it just now.
-    pub(crate) fn try_open(&self) -> Option<MutexGuard<'_, Inner<B>>> {
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, Inner<B>>> {
         match self.inner.try_lock() {
             Ok(inner) => Some(inner),
             Err(TryLockError::Poisoned(inner)) => Some(inner.into_inner()),
@@ -73,14 +73,14 @@ impl<B> ReceiverHandoff<B> {
 
     /// Whether the thread is to end, or to release the receiver.
     pub(super) fn is_wanted(&self) -> bool {
-        let inner = self.open();
+        let inner = self.lock();
         inner.stop || inner.borrowers > 0
     }
 
     /// Changes something that the thread has to look at, and has it look.
-    pub(crate) fn tell<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
-        let mut inner = self.open();
-        let told = change(&mut inner);
+    pub(crate) fn notify<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+        let mut inner = self.lock();
+        let result = change(&mut inner);
         inner.news += 1;
         let waiting = inner.receiver.is_none().then(|| inner.interrupter.clone());
         drop(inner);
@@ -88,14 +88,14 @@ impl<B> ReceiverHandoff<B> {
         if let Some(waiting) = waiting {
             waiting.interrupt();
         }
-        told
+        result
     }
 
     /// Changes something that only threads of the worker wait for.
-    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
-        let noted = change(&mut self.open());
+    pub(crate) fn update<T>(&self, change: impl FnOnce(&mut Inner<B>) -> T) -> T {
+        let result = change(&mut self.lock());
         self.changed.notify_all();
-        noted
+        result
     }
 
     /// Waits until `look` finds something, or the deadline comes, or nothing
@@ -111,7 +111,7 @@ impl<B> ReceiverHandoff<B> {
         mut look: impl FnMut(&mut Inner<B>) -> Option<T>,
     ) -> Result<Option<T>> {
         let until = deadline(timeout);
-        let mut inner = self.open();
+        let mut inner = self.lock();
         loop {
             let found = look(&mut inner);
             let is_over = inner.ended || until.is_none() && inner.is_closed();
@@ -131,10 +131,10 @@ impl<B> ReceiverHandoff<B> {
     ///
     /// [`Error::Interrupted`](crate::Error::Interrupted), and those of `with`.
     pub(crate) fn borrow<T>(&self, with: impl FnOnce(&mut Receiver) -> Result<T>) -> Result<T> {
-        self.tell(|inner| inner.borrowers += 1);
+        self.notify(|inner| inner.borrowers += 1);
         let receiver = self.until_lent();
         // The thread goes on if this was the last that wanted it.
-        self.note(|inner| inner.borrowers -= 1);
+        self.update(|inner| inner.borrowers -= 1);
         let receiver = receiver?;
         let mut lent = Lent {
             handoff: self,
@@ -147,7 +147,7 @@ impl<B> ReceiverHandoff<B> {
     }
 
     fn until_lent(&self) -> Result<Box<Receiver>> {
-        let mut inner = self.open();
+        let mut inner = self.lock();
         loop {
             match inner.receiver.take() {
                 Some(receiver) => return Ok(receiver),
@@ -157,7 +157,7 @@ impl<B> ReceiverHandoff<B> {
     }
 
     pub(super) fn until_gone(&self) -> Result<()> {
-        let mut inner = self.open();
+        let mut inner = self.lock();
         while !inner.gone {
             inner = self.rest(inner, None)?;
         }
@@ -166,7 +166,7 @@ impl<B> ReceiverHandoff<B> {
 
     /// At the end of the thread: tells why the worker has failed, if it has.
     pub(super) fn fail(&self) {
-        let mut inner = self.open();
+        let mut inner = self.lock();
         let why = inner.why.take();
         let receiver = why.as_ref().and_then(|_| inner.receiver.take());
         drop(inner);
@@ -178,7 +178,7 @@ impl<B> ReceiverHandoff<B> {
     /// Takes the receiver for the thread, once no other thread wants it; `None`
     /// when it is to end. The number is what the thread has seen of the news.
     pub(super) fn check_out(&self) -> Option<(Box<Receiver>, u64)> {
-        let mut inner = self.open();
+        let mut inner = self.lock();
         loop {
             if inner.stop {
                 return None;
@@ -202,7 +202,7 @@ impl<B> ReceiverHandoff<B> {
     ) {
         // After a restarted sender was joined it is another one.
         let interrupter = receiver.interrupter();
-        self.note(|inner| {
+        self.update(|inner| {
             if let Ok(interrupter) = interrupter {
                 inner.interrupter = interrupter;
             }
@@ -218,7 +218,7 @@ impl<B> ReceiverHandoff<B> {
     /// Waits at most so long for news beyond those seen.
     pub(super) fn rest_until_news(&self, seen: u64, at_most: Option<Duration>) {
         let until = deadline(at_most);
-        let mut inner = self.open();
+        let mut inner = self.lock();
         while inner.news == seen {
             inner = match until.map(|at| at.saturating_duration_since(Instant::now())) {
                 Some(Duration::ZERO) => return,
@@ -244,7 +244,7 @@ impl<B> ReceiverHandoff<B> {
             // Asked without the lock: the check may need this lock.
             drop(inner);
             interrupt::ask()?;
-            return Ok(self.open());
+            return Ok(self.lock());
         }
         Ok(match interrupt::slice(left) {
             None => {
@@ -269,6 +269,6 @@ struct Lent<'a, B> {
 impl<B> Drop for Lent<'_, B> {
     fn drop(&mut self) {
         let receiver = self.receiver.take();
-        self.handoff.note(|inner| inner.receiver = receiver);
+        self.handoff.update(|inner| inner.receiver = receiver);
     }
 }

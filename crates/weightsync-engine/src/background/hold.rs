@@ -46,7 +46,7 @@ impl<M> Hold<M> {
         // Before the handoff is locked: the text of a loader's error may need a lock of the
         // loader's, which a thread that waits for the handoff may have.
         let failure = done.as_ref().err().map(ToString::to_string);
-        handoff.note(|inner| {
+        handoff.update(|inner| {
             inner.shared.leave(me);
             inner.status.failure = failure;
             inner.status.reflect(receiver);
@@ -107,12 +107,12 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
     ) -> Result<Work> {
         let me = std::thread::current().id();
         let waits = match self.when {
-            SafePoints::Declared => handoff.open().shared.has_staged(),
+            SafePoints::Declared => handoff.lock().shared.has_staged(),
             SafePoints::Implied => match enter(handoff, me, true) {
                 Entry::Nothing => false,
                 Entry::Taken => true,
                 Entry::Applying(set) => {
-                    // It is in the status, and the sender knows.
+                    // The failure is in the status, and the sender knows it.
                     if let Err(error) = self.hold.apply(handoff, me, receiver, set) {
                         tracing::warn!(worker = %receiver.worker(), %error, "not applied");
                     }
@@ -133,7 +133,7 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
         _: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        let replaced = handoff.note(|inner| {
+        let replaced = handoff.update(|inner| {
             inner.status.staged = set.versions();
             inner.shared.stage(set)
         });
@@ -154,7 +154,7 @@ pub(super) enum Entry {
 /// Comes in to apply what is staged, if nobody else is there; otherwise asks to
 /// be told, if it is to.
 pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: bool) -> Entry {
-    handoff.note(|inner| {
+    handoff.update(|inner| {
         if !inner.shared.has_staged() {
             return Entry::Nothing;
         }

@@ -1,6 +1,6 @@
-//! Who is with the models, and what waits for the moment when nobody is.
+//! The threads that use the models, and the set that waits until no thread does.
 //!
-//! The decisions are on plain values; only [`Permit`]s wait.
+//! The decisions work on plain values; only [`Permit`]s wait.
 
 use std::sync::{Arc, Weak};
 use std::thread::ThreadId;
@@ -10,8 +10,8 @@ use crate::background::handoff::ReceiverHandoff;
 use crate::error::{Error, Result};
 use crate::set::SetSnapshot;
 
-/// How long a thread lets a waiting version go first. Not longer: a thread that holds
-/// a guard may be waiting for this very thread.
+/// How long a thread lets a waiting version go first. The time is short, because a thread that holds
+/// a guard may be waiting for this thread.
 const COURTESY: Duration = Duration::from_millis(10);
 
 /// Which threads use the models, and the set that waits to be loaded.
@@ -19,37 +19,37 @@ const COURTESY: Duration = Duration::from_millis(10);
 pub(super) struct ModelLock {
     staged: Option<SetSnapshot>,
     permits: Permits,
-    /// Threads that wait to come in.
+    /// Threads that wait for a permit.
     queue: usize,
 }
 
-/// Who is in it.
+/// The threads that have a permit.
 #[derive(Debug, Default)]
 struct Permits {
-    /// Threads that only look, with how many guards each.
+    /// Threads that read, each with its number of guards.
     shared: Vec<(ThreadId, usize)>,
-    /// The thread that changes something.
+    /// The thread that writes.
     alone: Option<ThreadId>,
-    /// A version waits until everybody has left.
+    /// A version waits until no thread has a permit.
     wanted: bool,
 }
 
-/// What a thread comes in for.
+/// The access that a thread asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Access {
     Shared,
     Alone,
 }
 
-/// Whether it may.
+/// Whether a thread gets a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     Now,
-    /// It may, but a version has been waiting for longer.
+    /// Now, after the version that has been waiting for longer.
     AfterYou,
-    /// Not before somebody leaves.
+    /// Once another thread has left.
     Later,
-    /// Never: it would wait for itself.
+    /// Never: the thread would wait for itself.
     Never,
 }
 
@@ -62,7 +62,7 @@ impl ModelLock {
         self.staged.is_some()
     }
 
-    /// Puts a set there for the next safe point; returns the one it replaces.
+    /// Stages a set for the next safe point; returns the set it replaces.
     pub(super) fn stage(&mut self, set: SetSnapshot) -> Option<SetSnapshot> {
         self.staged.replace(set)
     }
@@ -114,7 +114,7 @@ impl Permits {
             Access::Alone if own || self.looks(me) => Admission::Never,
             _ if self.alone.is_some() => Admission::Later,
             Access::Alone if !self.shared.is_empty() => Admission::Later,
-            // One that looks already would wait for itself.
+            // A thread that reads already would wait for itself.
             Access::Shared if self.looks(me) => Admission::Now,
             _ if self.wanted => Admission::AfterYou,
             _ => Admission::Now,
@@ -155,7 +155,7 @@ pub(super) struct Permit<'a> {
 }
 
 impl<'a> Permit<'a> {
-    /// Comes in, as soon as it may.
+    /// Waits for a permit.
     ///
     /// # Errors
     ///
@@ -176,8 +176,8 @@ impl Drop for Permit<'_> {
     }
 }
 
-/// The permit of a thread that only reads, for callers that cannot borrow the handoff. It
-/// is the thread's that took it, wherever it is dropped.
+/// The permit of a thread that only reads, for callers that cannot borrow the handoff. The permit
+/// belongs to the thread that took it, in whichever thread it is dropped.
 #[derive(Debug)]
 pub(super) struct OwnedPermit {
     /// A caller that stops the receiving thread does not wait for this.
@@ -186,7 +186,7 @@ pub(super) struct OwnedPermit {
 }
 
 impl OwnedPermit {
-    /// Comes in, as soon as it may.
+    /// Waits for a permit.
     pub(super) fn take(
         handoff: &Arc<ReceiverHandoff<ModelLock>>,
         call: &'static str,
@@ -198,13 +198,13 @@ impl OwnedPermit {
         })
     }
 
-    /// Comes in if it may at once, and without waiting for a lock.
+    /// Takes a permit if that needs no wait, not even for a lock.
     pub(super) fn try_take(
         handoff: &Arc<ReceiverHandoff<ModelLock>>,
         call: &'static str,
     ) -> Result<Option<Self>> {
         let me = std::thread::current().id();
-        let Some(mut inner) = handoff.try_open() else {
+        let Some(mut inner) = handoff.try_lock() else {
             return Ok(None);
         };
         match inner.shared.permits.admits(Access::Shared, me) {
@@ -236,7 +236,7 @@ fn come_in(
 ) -> Result<ThreadId> {
     let me = std::thread::current().id();
     let mut until = None;
-    let mut inner = handoff.open();
+    let mut inner = handoff.lock();
     loop {
         let left = match inner.shared.permits.admits(access, me) {
             Admission::Now => break,
@@ -254,7 +254,7 @@ fn come_in(
         inner = match handoff.rest(inner, left) {
             Ok(inner) => inner,
             Err(interrupted) => {
-                handoff.open().shared.queue -= 1;
+                handoff.lock().shared.queue -= 1;
                 return Err(interrupted);
             }
         };
@@ -269,16 +269,16 @@ fn go_out(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId) {
     if !handoff.is_own() {
         return;
     }
-    let mut inner = handoff.open();
+    let mut inner = handoff.lock();
     let ModelLock { permits, queue, .. } = &mut inner.shared;
     permits.leave(me);
     let wanted = permits.wanted && permits.is_empty();
     let queued = *queue > 0;
     drop(inner);
     if wanted {
-        handoff.tell(|_| ());
+        handoff.notify(|_| ());
     } else if queued {
-        handoff.note(|_| ());
+        handoff.update(|_| ());
     }
 }
 
@@ -288,8 +288,8 @@ mod tests {
 
     use super::*;
 
-    /// Every order in which three threads can come, ask and leave: nobody is
-    /// with the models while one changes them, and nobody waits for itself.
+    /// Explores every order in which three threads can ask, enter and leave: no thread has a permit
+    /// while another one writes, and no thread waits for itself.
     #[test]
     fn writer_of_the_models_is_alone() {
         let threads: Vec<_> = (0..3)
@@ -359,7 +359,7 @@ mod tests {
                 }
             };
             let admission = permits.admits(access, me);
-            // It never waits for a guard of its own.
+            // A thread never waits for a guard of its own.
             let never = changes || held && access == Access::Alone;
             assert_eq!(admission == Admission::Never, never, "{path:?}");
             if held && !never {

@@ -49,7 +49,7 @@ impl SnapshotsInBackground {
     ///
     /// In a forked child.
     pub fn newest(&self) -> Result<Option<SetSnapshot>> {
-        Ok(self.follower.handoff()?.open().shared.clone())
+        Ok(self.follower.handoff()?.lock().shared.clone())
     }
 
     /// Waits until the newest weights are as wished, and returns them; `None` if
@@ -79,7 +79,7 @@ impl SnapshotsInBackground {
     ///
     /// In a forked child.
     pub fn status(&self) -> Result<BackgroundStatus> {
-        Ok(self.follower.handoff()?.open().status.clone())
+        Ok(self.follower.handoff()?.lock().status.clone())
     }
 
     /// Ends the thread, and gives the receiver back.
@@ -109,7 +109,7 @@ impl Task for Newest {
         set: SetSnapshot,
     ) -> Result<()> {
         // Before the sender is told, so that a thread that has its report finds it here.
-        let before = handoff.note(|inner| inner.shared.replace(set.clone()));
+        let before = handoff.update(|inner| inner.shared.replace(set.clone()));
         // Released outside the lock.
         drop(before);
         receiver.report_applied(&set)

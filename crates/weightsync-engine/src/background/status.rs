@@ -4,20 +4,21 @@ use std::fmt;
 
 use weightsync_core::{ModelId, Run, Version};
 
+use crate::error::Result;
 use crate::receiver::Receiver;
+use crate::report::only_version;
 
 /// What a background receiver does.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BackgroundState {
-    /// It waits for weights, or applies them.
+    /// The receiver waits for weights, or applies them.
     Following,
-    /// The sender has died, and its successor is looked for. The models serve on.
-    /// If one answers that cannot be followed, why is in the
-    /// [failure](BackgroundStatus::failure).
+    /// The sender has died, and its successor is looked for. The models serve on. If a sender answers
+    /// that cannot be followed, the [failure](BackgroundStatus::failure) says why.
     Searching,
-    /// The sender has shut down. The models serve on. A sender with a run directory may
-    /// have a successor all the same, so that is looked for, and followed once it is there.
+    /// The sender has shut down. The models serve on. The successor of a sender with a run directory
+    /// is looked for, and followed once it is there.
     Closed,
     /// The sender has died, and will not come back. The models serve on.
     Died {
@@ -49,16 +50,15 @@ impl fmt::Display for BackgroundState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BackgroundStatus {
-    /// What it does.
+    /// What the background receiver does.
     pub state: BackgroundState,
-    /// What this worker runs.
+    /// The versions that this worker runs.
     pub versions: Vec<(ModelId, Version)>,
     /// The run of these versions.
     pub run: Run,
-    /// What was taken, and waits for a safe point; empty if nothing does.
+    /// The set that waits for a safe point; empty if there is none.
     pub staged: Vec<(ModelId, Version)>,
-    /// Why the newest version could not be applied, if it could not, or a sender
-    /// that answers cannot be followed.
+    /// Why the newest version could not be applied, or why a sender that answers cannot be followed.
     pub failure: Option<String>,
 }
 
@@ -79,15 +79,12 @@ impl BackgroundStatus {
         self.run = receiver.run();
     }
 
-    /// The version this worker runs, of its first model; `Version::NONE` before
-    /// the first.
-    pub fn version(&self) -> Version {
-        first(&self.versions)
+    /// The version this worker runs; `Version::NONE` before the first.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::SeveralModels`](crate::Error::SeveralModels).
+    pub fn version(&self) -> Result<Version> {
+        only_version(&self.versions)
     }
-}
-
-pub(super) fn first(versions: &[(ModelId, Version)]) -> Version {
-    versions
-        .first()
-        .map_or(Version::NONE, |(_, version)| *version)
 }

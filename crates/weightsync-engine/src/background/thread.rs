@@ -10,7 +10,7 @@ use weightsync_mem::{Error as Memory, Origin, interrupt};
 
 use super::handoff::{Inner, ReceiverHandoff};
 use super::status::{BackgroundState, BackgroundStatus};
-use crate::error::{Error, Result};
+use crate::error::{Error, MemoryError, Result};
 use crate::receiver::{Followed, Receiver};
 use crate::set::SetSnapshot;
 
@@ -148,7 +148,7 @@ impl<B: Send + 'static> Follower<B> {
     {
         self.handoff()?;
         if self.thread.is_some() {
-            self.handoff.tell(|inner| inner.stop = true);
+            self.handoff.notify(|inner| inner.stop = true);
             if let Err(interrupted) = self.handoff.until_gone() {
                 self.thread = None;
                 return Err(interrupted);
@@ -156,7 +156,7 @@ impl<B: Send + 'static> Follower<B> {
         }
         let handoff = self.handoff.clone();
         drop(self);
-        let mut inner = handoff.open();
+        let mut inner = handoff.lock();
         let shared = std::mem::take(&mut inner.shared);
         let receiver = inner.receiver.take();
         drop(inner);
@@ -182,12 +182,12 @@ impl<B: Send + 'static> Follower<B> {
             std::mem::forget(thread);
             return;
         }
-        self.handoff.tell(|inner| inner.stop = true);
+        self.handoff.notify(|inner| inner.stop = true);
         if is_here {
             // Ended by what it loads into: it stops once that has returned.
             return;
         }
-        // What panicked in it was caught, and is in the status.
+        // A panic of the thread was caught, and is in the status.
         let _ = thread.join();
     }
 }
@@ -203,7 +203,7 @@ struct Gone<'a, B>(&'a ReceiverHandoff<B>);
 
 impl<B> Drop for Gone<'_, B> {
     fn drop(&mut self) {
-        self.0.note(|inner| inner.gone = true);
+        self.0.update(|inner| inner.gone = true);
     }
 }
 
@@ -239,12 +239,12 @@ fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
             Ok(turn) if over => (turn, None),
             Ok(turn) => (turn, Some(state_of(&receiver))),
             Err(_) if over => (Turn::End, None),
-            // One set is lost, and what comes after it is not.
-            Err(Error::Memory(
+            // Only this set is lost: the next one can be received.
+            Err(Error::Memory(MemoryError(
                 error @ (Memory::CorruptCommit { .. } | Memory::CorruptSet { .. }),
-            )) => {
+            ))) => {
                 let failure = Some(error.to_string());
-                handoff.note(|inner| inner.status.failure = failure);
+                handoff.update(|inner| inner.status.failure = failure);
                 (Turn::Again, None)
             }
             Err(Error::SenderClosed | Error::SenderDied { .. }) if receiver.restarts() => {
@@ -261,7 +261,7 @@ fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
         };
         if hindrance.is_some() || hindered {
             hindered = hindrance.is_some();
-            handoff.note(|inner| inner.status.failure = hindrance);
+            handoff.update(|inner| inner.status.failure = hindrance);
         }
         handoff.check_in(receiver, state, matches!(turn, Turn::End));
         match turn {
@@ -383,7 +383,7 @@ mod tests {
             handoff: handoff.clone(),
             thread: None,
         };
-        let held = handoff.open();
+        let held = handoff.lock();
         for error in [
             follower().handoff().map(drop).unwrap_err(),
             follower().stop().map(drop).unwrap_err(),

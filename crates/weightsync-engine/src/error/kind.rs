@@ -3,7 +3,7 @@
 use weightsync_core::Remedy;
 use weightsync_mem::Error as Memory;
 
-use super::Error;
+use super::{Error, MemoryError};
 use crate::mapping::MappingError;
 
 /// What an [`Error`] is about. Python has an exception class for each.
@@ -53,13 +53,15 @@ impl Error {
             | Self::NoSender { .. }
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. }
-            | Self::Memory(Memory::AllRecordsHeld { .. }) => ErrorKind::Deadline,
+            | Self::Memory(MemoryError(Memory::AllRecordsHeld { .. })) => ErrorKind::Deadline,
             Self::SenderDied { .. }
             | Self::Withdrawn { .. }
             | Self::ConflictingRun { .. }
             | Self::Denied { .. }
             | Self::Fenced { .. }
-            | Self::Memory(Memory::GivenUp { .. } | Memory::Protocol { .. }) => ErrorKind::Peer,
+            | Self::Memory(MemoryError(Memory::GivenUp { .. } | Memory::Protocol { .. })) => {
+                ErrorKind::Peer
+            }
             Self::SenderClosed => ErrorKind::SenderClosed,
             Self::WrongWeights { .. }
             | Self::WrongModel { .. }
@@ -100,19 +102,19 @@ impl Error {
             Self::UnknownScheme { .. }
             | Self::BadSetting { .. }
             | Self::BadInitInfo(_)
-            | Self::Memory(Memory::BadOption { .. }) => ErrorKind::Setting,
+            | Self::Memory(MemoryError(Memory::BadOption { .. })) => ErrorKind::Setting,
             Self::WrongImage { .. }
-            | Self::Memory(
+            | Self::Memory(MemoryError(
                 Memory::CorruptSet { .. }
                 | Memory::CorruptCommit { .. }
                 | Memory::ChecksumMismatch { .. },
-            ) => ErrorKind::Corrupt,
+            )) => ErrorKind::Corrupt,
             Self::File { .. }
             | Self::Os { .. }
             | Self::AddressInUse { .. }
-            | Self::Memory(
+            | Self::Memory(MemoryError(
                 Memory::Os { .. } | Memory::NoMemory { .. } | Memory::TooManyFiles { .. },
-            ) => ErrorKind::OperatingSystem,
+            )) => ErrorKind::OperatingSystem,
             _ => ErrorKind::Other,
         }
     }
@@ -129,22 +131,24 @@ impl Error {
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. }
             | Self::Interrupted
-            | Self::Memory(Memory::AllRecordsHeld { .. }) => Remedy::Retry,
+            | Self::Memory(MemoryError(Memory::AllRecordsHeld { .. })) => Remedy::Retry,
             // The one that answered is not the one to listen to, or has no room
             // now: its successor may.
             Self::ConflictingRun { .. } | Self::Fenced { .. } | Self::Denied { .. } => {
                 Remedy::Retry
             }
-            // What comes after what is damaged is next.
-            Self::Memory(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. }) => Remedy::Retry,
+            // The next version is not damaged by this one.
+            Self::Memory(MemoryError(Memory::CorruptSet { .. } | Memory::CorruptCommit { .. })) => {
+                Remedy::Retry
+            }
             // An end that has come to these keeps saying so.
             Self::SenderDied { .. }
             | Self::SenderClosed
             | Self::Withdrawn { .. }
             | Self::Forked { .. }
-            | Self::Memory(Memory::Protocol { .. } | Memory::Os { .. } | Memory::GivenUp { .. }) => {
-                Remedy::Reconnect
-            }
+            | Self::Memory(MemoryError(
+                Memory::Protocol { .. } | Memory::Os { .. } | Memory::GivenUp { .. },
+            )) => Remedy::Reconnect,
             Self::Transport { remedy, .. } => *remedy,
             _ => Remedy::GiveUp,
         }

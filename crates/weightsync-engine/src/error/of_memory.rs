@@ -3,7 +3,7 @@
 use weightsync_core::ModelId;
 use weightsync_mem::Error as Memory;
 
-use super::Error;
+use super::{Error, MemoryError};
 
 impl From<Memory> for Error {
     fn from(error: Memory) -> Self {
@@ -24,7 +24,7 @@ impl From<Memory> for Error {
             Memory::AddressInUse { address } => Self::AddressInUse { address },
             Memory::Forked { owner, child } => Self::Forked { owner, child },
             Memory::VersionNotNewer { newest, got } => Self::VersionNotNewer { newest, got },
-            error => Self::Memory(error),
+            error => Self::Memory(MemoryError(error)),
         }
     }
 }

@@ -67,11 +67,12 @@ pub(super) fn names(models: &[ModelId]) -> String {
     }
 }
 
-pub(super) fn sends_text(count: usize) -> String {
-    match count {
-        1 => "1 send".into(),
-        count => format!("{count} sends"),
-    }
+pub(super) fn sent_text(versions: &[(ModelId, Version)]) -> String {
+    let texts = versions.iter();
+    let texts: Vec<_> = texts
+        .map(|(model, version)| format!("{model} {version}"))
+        .collect();
+    texts.join(", ")
 }
 
 pub(super) fn holders_text(holders: &[Holder]) -> String {

@@ -14,7 +14,7 @@ use super::{Problem, Rule};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DryRun {
     /// What happens to every tensor of the source, in its order.
-    pub tensors: Vec<Fate>,
+    pub tensors: Vec<TensorOutcome>,
     /// What would be made and has no place in the target.
     pub unmatched: Vec<String>,
     /// What the target has room for and would not get.
@@ -31,7 +31,7 @@ pub struct DryRun {
 
 /// What happens to one tensor of the source.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fate {
+pub struct TensorOutcome {
     /// The tensor.
     pub name: String,
     /// What it would be, or be a part of; nothing if it is dropped.
@@ -44,7 +44,7 @@ impl DryRun {
     pub(super) fn new(rules: &[Rule], source: &Layout, target: &Layout) -> Self {
         let plan = Plan::new(rules, source);
         let mut run = Self {
-            tensors: fates(&plan),
+            tensors: outcomes(&plan),
             problems: plan.problems.clone(),
             ..Self::default()
         };
@@ -92,10 +92,10 @@ impl DryRun {
     }
 }
 
-fn fates(plan: &Plan) -> Vec<Fate> {
+fn outcomes(plan: &Plan) -> Vec<TensorOutcome> {
     let tensors = plan.source.tensors().iter();
-    let mut fates: Vec<_> = tensors
-        .map(|spec| Fate {
+    let mut outcomes: Vec<_> = tensors
+        .map(|spec| TensorOutcome {
             name: spec.name.clone(),
             becomes: Vec::new(),
             rules: Vec::new(),
@@ -103,18 +103,18 @@ fn fates(plan: &Plan) -> Vec<Fate> {
         .collect();
     for target in &plan.targets {
         for &source in &target.sources {
-            fates[source].becomes.push(target.name.clone());
-            fates[source].rules.extend(&target.rules);
+            outcomes[source].becomes.push(target.name.clone());
+            outcomes[source].rules.extend(&target.rules);
         }
     }
     for &(source, rule) in &plan.dropped {
-        fates[source].rules.push(rule);
+        outcomes[source].rules.push(rule);
     }
-    for fate in &mut fates {
+    for fate in &mut outcomes {
         fate.rules.sort_unstable();
         fate.rules.dedup();
     }
-    fates
+    outcomes
 }
 
 impl DryRun {
@@ -168,7 +168,7 @@ impl fmt::Display for DryRun {
     }
 }
 
-impl fmt::Display for Fate {
+impl fmt::Display for TensorOutcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rules: Vec<_> = self.rules.iter().map(ToString::to_string).collect();
         let by = match &rules[..] {

@@ -246,7 +246,7 @@ fn a_fuse_of_fuses_along_another_dimension_is_a_grid() {
 }
 
 #[test]
-fn what_needs_no_work_is_lent_where_it_lies() {
+fn mapping_lends_tensors_it_does_not_change() {
     let source = tensors(&[("a", &[2, 3]), ("b", &[2, 3]), ("c", &[2])]);
     let mapping = Mapping::new()
         .rename("a", "x")

@@ -41,7 +41,7 @@ proptest! {
 
 /// The bytes that other builds read and write.
 #[test]
-fn its_encoding_is_this() {
+fn plain_encoding_matches_these_bytes() {
     let value = Plain::from_iter([
         (
             "list",

@@ -1,20 +1,19 @@
-//! What a background receiver and a cascade do with a receiver, and how what came
-//! is loaded and reported.
+//! The steps of a receiver that background receivers and cascades share: follow the sender, load
+//! a set, report it, and join a successor.
 
 use super::*;
 
 /// How a sender is looked for.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Search {
-    /// Until then.
+    /// Until the deadline.
     Until(Deadline),
-    /// Once, by a caller that looks again and can be interrupted: the peer that is there is
-    /// heard out.
+    /// Once, by a caller that looks again: an attempt to join a sender that answers is finished.
     Once,
 }
 
-/// Whether a search may find somebody although it came to this: it says something of
-/// who answered this time, or of this moment, and not of what this worker is.
+/// Whether a later search may succeed after this error: the error is about the peer that answered,
+/// or about this moment, and not about this worker.
 fn may_pass(error: &Error) -> bool {
     let of_another = matches!(
         error,
@@ -24,13 +23,12 @@ fn may_pass(error: &Error) -> bool {
 }
 
 impl Receiver {
-    /// As [`next`](Self::next) without a timeout, for a thread that has to end
-    /// when it is told to: what can be waited for here can be interrupted, and a
-    /// sender that is gone is looked for once. It is to be called as long as its
-    /// sender [`restarts`](Self::restarts).
+    /// As [`next`](Self::next) without a timeout, for a thread that must end on request: every wait
+    /// can be interrupted, and each call looks once for the successor of a lost sender. Call this
+    /// again as long as the sender [`restarts`](Self::restarts).
     pub(crate) fn follow(&mut self) -> Result<Followed> {
-        // A caller that follows looks again after any interrupt; passing one over that
-        // an earlier thread was to expect could be passing over the one to end by.
+        // An earlier thread may have expected an interrupt. To skip the next one here could skip
+        // the interrupt that ends this thread; one too many only makes the caller look again.
         self.interrupted = false;
         if !self.sender_lost {
             return match self.next(None) {
@@ -47,19 +45,17 @@ impl Receiver {
         }
     }
 
-    /// Loads what the models of this worker should begin with, all of it: they
-    /// need not be those that were loaded before. Models without shapes yet take
-    /// the sender's.
+    /// Loads the initial weights into all models of this worker, which may be other models than
+    /// before. Models without shapes yet take the sender's.
     pub(crate) fn begin_into(&mut self, models: &mut SetLoader<'_>) -> Result<()> {
         let Some(set) = self.begin_or_go_on()? else {
-            // Models that nothing was loaded into do not serve, unless that is how
-            // they begin.
+            // Models without weights do not serve, unless the scheme starts without weights.
             self.whole = !self.scheme.capabilities().weights
                 || self.scheme.scheme().first_weights() == FirstWeights::AtFirstSend;
             return Ok(());
         };
         for member in set.members() {
-            // What does not fit now never will: the sender need not wait.
+            // A model that does not fit now never will, so the sender need not wait.
             if let Err(error) = models.shaped(&member.snapshot) {
                 self.refuse(None, &error.to_string())?;
                 return Err(error);
@@ -67,14 +63,14 @@ impl Receiver {
         }
         let loaded = self.load_and_report(set, models, None);
         if let Err(error) = &loaded {
-            // There is no next version for it: it goes.
+            // This receiver is given up, so no later version can repair it.
             self.refuse(None, &error.to_string())?;
         }
         loaded
     }
 
-    /// What models of this worker that nothing was loaded into should begin
-    /// with; none if they hold what this receiver handed out last.
+    /// The initial weights for models without weights; none if the models hold what this receiver
+    /// handed out last.
     pub(crate) fn begin(&mut self) -> Result<Option<SetSnapshot>> {
         match (self.initial.take(), &self.current) {
             (Some(initial), _) => Ok(Some(initial)),
@@ -83,8 +79,8 @@ impl Receiver {
         }
     }
 
-    /// What other models of this worker should begin with: what was not handed
-    /// out yet, else what it loaded last, unless something came after that.
+    /// The initial weights for other models of this worker: the set not handed out yet, else the
+    /// set it runs, else the newest.
     fn begin_or_go_on(&mut self) -> Result<Option<SetSnapshot>> {
         if let Some(initial) = self.initial.take() {
             return Ok(Some(initial));
@@ -98,18 +94,17 @@ impl Receiver {
         }
     }
 
-    /// Whether a set is what the sender was told that this worker runs.
+    /// Whether this worker has reported to the sender that it runs this set.
     fn runs(&self, set: &SetSnapshot) -> bool {
         run_of(set) == Some(self.run) && set.versions() == self.applied
     }
 
-    /// Takes back what was taken and not used: the next receive hands it out, or
-    /// what is newer.
+    /// Takes back an unused set: the next receive hands out this set or a newer one.
     pub(crate) fn put_back(&mut self, set: SetSnapshot) {
         self.initial = Some(set);
     }
 
-    /// An interrupt may have come after the last wait; it is to end no other.
+    /// Notes that an interrupt may have come after the last wait. It must not end the next one.
     pub(crate) fn expect_interrupt(&mut self) {
         self.interrupted = true;
     }
@@ -119,7 +114,7 @@ impl Receiver {
         self.sender_lost
     }
 
-    /// Whether it shut down in order.
+    /// Whether the lost sender shut down in order.
     pub(crate) fn has_closed_sender(&self) -> bool {
         self.sender_lost && self.sender_closed
     }
@@ -137,8 +132,7 @@ impl Receiver {
     /// epoch, and its versions count again.
     pub(super) fn rejoin(&mut self, search: Search) -> Result<()> {
         let knew = self.transport.run();
-        // One that was refused for its epoch need not be joined to be refused
-        // again: only a higher one will do.
+        // A run that was refused for its epoch would be refused again: join a higher epoch only.
         let above = u64::from(self.conflicting.is_some());
         let seen = Epoch(knew.epoch.0.saturating_add(above));
         let joined = self.setup.join_transport(&self.scheme, seen, search);
@@ -175,21 +169,21 @@ impl Receiver {
         Ok(())
     }
 
-    /// What the worker's models hold; nothing after a load that was left half
-    /// done, as every model is loaded again then.
+    /// The set that the worker's models hold; none after a load that ended midway, so that every
+    /// model is loaded again.
     pub(crate) fn held(&self) -> Option<SetSnapshot> {
         self.current.clone().filter(|_| self.whole)
     }
 
-    /// Loads a set, but for what the models hold of it, and says so, or goes
-    /// back, and says why.
+    /// Loads the members of a set that the models do not hold yet, and reports the set as applied.
+    /// A load that fails is undone and reported with its reason.
     pub(crate) fn load_and_report(
         &mut self,
         set: SetSnapshot,
         models: &mut SetLoader<'_>,
         held: Option<&SetSnapshot>,
     ) -> Result<()> {
-        // A loader that panics leaves it so.
+        // If the loader panics, the models stay marked as half loaded.
         let was_whole = std::mem::replace(&mut self.whole, false);
         let Err(failure) = models.load(&set, held) else {
             self.whole = true;
@@ -237,13 +231,13 @@ impl Receiver {
         self.refuse(Some(set), &format!("{reason}{now}"))
     }
 
-    /// Says that the models were changed by somebody else and left half done.
+    /// Marks the models as half loaded: other code changed them and did not finish.
     pub(crate) fn lose_whole(&mut self) {
         self.whole = false;
     }
 
-    /// Tells the sender that this worker cannot use a set, or nothing at all. A
-    /// set of an earlier sender is none of its business.
+    /// Tells the sender that this worker cannot use a set, or, without a set, any version. The
+    /// sender is not told of sets of an earlier sender.
     pub(crate) fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
         if set.is_none() && !self.sender_lost {
             self.withdrawn.get_or_insert_with(|| reason.to_owned());
@@ -254,8 +248,8 @@ impl Receiver {
         }
     }
 
-    /// Notes that this worker runs a set, and tells the sender if it is its own:
-    /// what an earlier one sent counts by other numbers.
+    /// Notes that this worker runs a set, and tells the sender if the sender published it. The
+    /// version numbers of an earlier sender mean nothing to this one.
     pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
         let senders = self.transport.run();
         let run = run_of(set).unwrap_or(senders);

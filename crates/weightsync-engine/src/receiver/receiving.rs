@@ -10,7 +10,7 @@ use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
-use crate::transport::Which;
+use crate::transport::VersionRequest;
 
 /// A version to ask the sender for: see [`Receiver::pull`].
 ///
@@ -23,7 +23,7 @@ use crate::transport::Which;
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Pull {
-    pub(super) which: Which,
+    pub(super) which: VersionRequest,
     pub(super) model: Option<String>,
     pub(super) timeout: Option<Duration>,
 }
@@ -31,20 +31,20 @@ pub struct Pull {
 impl Pull {
     /// The newest version there is.
     pub fn newest() -> Self {
-        Self::of(Which::Newest)
+        Self::of(VersionRequest::Newest)
     }
 
     /// This version or a newer one; waits until there is one.
     pub fn at_least(version: Version) -> Self {
-        Self::of(Which::AtLeast(version))
+        Self::of(VersionRequest::AtLeast(version))
     }
 
     /// This version, if it is still kept.
     pub fn version(version: Version) -> Self {
-        Self::of(Which::Exactly(version))
+        Self::of(VersionRequest::Exactly(version))
     }
 
-    fn of(which: Which) -> Self {
+    fn of(which: VersionRequest) -> Self {
         Self {
             which,
             model: None,

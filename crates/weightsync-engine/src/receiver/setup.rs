@@ -41,8 +41,8 @@ impl ReceiverSetup {
     }
 
     /// Insists on the names, dtypes and shapes of this model; without it the
-    /// worker takes the sender's. For a worker of several models it is the first
-    /// that it wants; see [`set`](Self::set).
+    /// worker takes the sender's. The connect of a worker of several models fails with
+    /// [`Error::SeveralModels`]: see [`set`](Self::set).
     ///
     /// # Errors
     ///
@@ -191,7 +191,6 @@ impl ReceiverSetup {
             withdrawn: None,
             conflicting: None,
             interrupted: false,
-            nothing: Layout::new([])?,
         })
     }
 
@@ -209,10 +208,10 @@ impl ReceiverSetup {
         }
         let first = match scheme.capabilities().push {
             true => transport.next(until)?,
-            false => transport.pull(0, Which::AtLeast(Version::FIRST), until)?,
+            false => transport.pull(0, VersionRequest::AtLeast(Version::FIRST), until)?,
         };
         let first = first.ok_or_else(|| Error::NoInitialWeights {
-            model: self.info.model().clone(),
+            model: self.info.models[0].clone(),
             waited: since.elapsed(),
         })?;
         Ok((transport, Some(first)))
@@ -224,7 +223,7 @@ impl ReceiverSetup {
         seen: Epoch,
         search: Search,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        let (deadline, hears_out) = match search {
+        let (deadline, single_attempt) = match search {
             Search::Until(deadline) => (deadline, false),
             Search::Once => (Some(Instant::now()), true),
         };
@@ -235,7 +234,7 @@ impl ReceiverSetup {
             wanted: self.wanted()?,
             device: self.device.clone(),
             wait: self.wait,
-            hears_out,
+            single_attempt,
         };
         let insists = self.insists(&joining.wanted)?;
         let mut transport = scheme.scheme().join(&self.info.at, &joining, deadline)?;
@@ -261,13 +260,14 @@ impl ReceiverSetup {
     fn insists(&self, wanted: &[usize]) -> Result<Vec<(&ModelId, &Layout)>> {
         let wanted = wanted.iter().map(|index| &self.info.models[*index]);
         let pairs = self.own.iter().map(|(id, own)| {
-            let mut models = wanted.clone();
-            let model = match id {
-                None => models.next(),
-                Some(id) => models.find(|model| model.as_str() == id),
+            let id = match id {
+                Some(id) => id.clone(),
+                None => self.only_model()?,
             };
+            let mut models = wanted.clone();
+            let model = models.find(|model| model.as_str() == id);
             let model = model.ok_or_else(|| Error::NoSuchModel {
-                model: id.clone().unwrap_or_default(),
+                model: id,
                 known: wanted.clone().cloned().collect(),
             })?;
             Ok((model, own))

@@ -9,7 +9,7 @@ use super::publishing::base;
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
 use crate::options::SendOptions;
-use crate::pending::Flight;
+use crate::pending::InFlight;
 use crate::publish;
 use crate::report::Report;
 use crate::send_source::{Members, resolve};
@@ -55,7 +55,7 @@ impl Sender {
         }
         let (since, until) = self.times(options);
         self.check_each(&groups, options)?;
-        let mut all: Option<Flight> = None;
+        let mut all: Option<InFlight> = None;
         for (source, workers) in groups {
             let options = options.clone().workers(workers);
             let one = self.publish(Members::One(source), &options, since, until)?;

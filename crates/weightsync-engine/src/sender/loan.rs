@@ -8,22 +8,22 @@ use weightsync_core::{Layout, Version};
 use super::{Sender, need};
 use crate::error::{Error, Result};
 use crate::options::SendOptions;
-use crate::pending::Flight;
+use crate::pending::InFlight;
 use crate::publish::Prepared;
 use crate::report::Report;
 use crate::scheme::AnyScheme;
-use crate::transport::{Staging, Targets};
+use crate::transport::{Staging, Targets, deadline};
 
 impl Sender {
     /// Lends room to write the next version into: the model's own extraction is
-    /// then the only pass over memory. For a sender of several models, the
-    /// first.
+    /// then the only pass over memory.
     ///
     /// # Errors
     ///
-    /// As [`send`](Self::send), and [`Error::Unsupported`].
+    /// As [`send`](Self::send), [`Error::Unsupported`], and [`Error::SeveralModels`].
     pub fn loan(&mut self) -> Result<Loan<'_>> {
-        self.loan_of(0)
+        self.setup.only_model()?;
+        self.loan_at(0)
     }
 
     /// As [`loan`](Self::loan), for one of several models.
@@ -31,24 +31,22 @@ impl Sender {
     /// # Errors
     ///
     /// As [`loan`](Self::loan), and [`Error::NoSuchModel`].
-    pub fn loan_model(&mut self, model: &str) -> Result<Loan<'_>> {
+    pub fn loan_of(&mut self, model: &str) -> Result<Loan<'_>> {
         let index = self.index_of(model)?;
-        self.loan_of(index)
+        self.loan_at(index)
     }
 
-    fn loan_of(&mut self, model: usize) -> Result<Loan<'_>> {
+    fn loan_at(&mut self, model: usize) -> Result<Loan<'_>> {
         self.need("lending slots", |can| can.loan)?;
         let since = Instant::now();
-        let deadline = self.setup.deadline;
-        let staging = self
-            .transport
-            .stage(&[model], since.checked_add(deadline))?;
+        let timeout = self.setup.send_timeout;
+        let staging = self.transport.stage(&[model], deadline(timeout))?;
         Ok(Loan {
             staging,
             model,
             prepared: &self.setup.models[model].prepared,
             scheme: &self.setup.scheme,
-            deadline,
+            timeout,
             since,
         })
     }
@@ -63,7 +61,7 @@ pub struct Loan<'a> {
     model: usize,
     prepared: &'a Prepared,
     scheme: &'a AnyScheme,
-    deadline: Duration,
+    timeout: Option<Duration>,
     since: Instant,
 }
 
@@ -109,8 +107,7 @@ impl Loan<'_> {
         self.publish_with(&SendOptions::new())
     }
 
-    /// As [`publish`](Self::publish), to the workers, as far and as long as the
-    /// options say; the time since the room was lent counts.
+    /// As [`publish`](Self::publish), with options. The timeout counts from the loan.
     ///
     /// # Errors
     ///
@@ -119,9 +116,9 @@ impl Loan<'_> {
     /// [`Error::OtherModel`] if the options name another model, and
     /// [`Error::WholeLoan`] if they say that it is a part.
     pub fn publish_with(mut self, options: &SendOptions) -> Result<Report> {
-        let until = self
-            .since
-            .checked_add(options.deadline.unwrap_or(self.deadline));
+        let timeout = options.timeout.unwrap_or(self.timeout);
+        // The trainer's time with the loan counts: a loan keeps a slot from every other send.
+        let until = timeout.and_then(|timeout| self.since.checked_add(timeout));
         self.check(options)?;
         if let Some(version) = options.version {
             self.staging.number(self.model, version)?;
@@ -134,17 +131,18 @@ impl Loan<'_> {
             .versions()
             .first()
             .map_or(Version::NONE, |(_, version)| *version);
-        let flight = Flight {
+        let in_flight = InFlight {
             versions: vec![(self.prepared.id.clone(), version)],
             outstanding: vec![outstanding],
             bytes: self.prepared.layout.payload_bytes(),
+            // A loan is written in full, so nothing of an older version is left in it.
             partial: None,
             since: self.since,
             copied: self.since.elapsed(),
             deadline: until,
             settled: Mutex::new(Vec::new()),
         };
-        flight.finish(options.wait, until)
+        in_flight.finish(options.wait, until)
     }
 
     fn check(&self, options: &SendOptions) -> Result<()> {

@@ -1,4 +1,4 @@
-//! One publication: way made for it, written into its room, live in one step.
+//! One publication: wait for room, write the weights, make them live in one step.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Sender;
 use crate::error::{Error, Result};
 use crate::options::SendOptions;
-use crate::pending::Flight;
+use crate::pending::InFlight;
 use crate::publish;
 use crate::send_source::{Members, Resolved, resolve};
 use crate::setup::{AsyncSendLimit, SenderSetup};
@@ -19,7 +19,7 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 
 /// What a send carried.
 #[derive(Default)]
-struct Carried {
+struct Payload {
     /// Bytes of its tensors.
     bytes: u64,
     /// The tensors of a partial update.
@@ -29,25 +29,25 @@ struct Carried {
 impl Sender {
     /// Makes way for one more asynchronous send, or says that one is pending.
     pub(super) fn make_way(&mut self, until: Deadline) -> Result<()> {
-        let (allowed, wait) = match self.setup.pending {
+        let (allowed, wait) = match self.setup.async_send_limit {
             AsyncSendLimit::Refuse => (1, false),
             AsyncSendLimit::Queue(bound) => (usize::from(bound.max(1)), true),
         };
         loop {
             self.forget_settled()?;
-            let Some(oldest) = self.flying.first() else {
+            let Some(oldest) = self.in_flight.first() else {
                 return Ok(());
             };
-            if self.flying.len() < allowed {
+            if self.in_flight.len() < allowed {
                 return Ok(());
             }
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             if !wait || left.is_some_and(|left| left.is_zero()) {
-                let version = oldest.version();
-                return Err(Error::SendPending { version, allowed });
+                let versions = oldest.versions().to_vec();
+                return Err(Error::SendPending { versions, allowed });
             }
             // Any of them makes way, and one at a time can be waited for.
-            let slice = match self.flying.len() {
+            let slice = match self.in_flight.len() {
                 1 => left,
                 _ => Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))),
             };
@@ -58,14 +58,14 @@ impl Sender {
     /// Keeps the asynchronous sends that are still on their way.
     fn forget_settled(&mut self) -> Result<()> {
         let mut failed = None;
-        self.flying.retain(|one| match one.makes_way() {
+        self.in_flight.retain(|one| match one.makes_way() {
             Ok(settled) => !settled,
             Err(error) => {
                 failed = Some(error);
                 true
             }
         });
-        self.handed.retain(|one| one.strong_count() > 0);
+        self.handles.retain(|one| one.strong_count() > 0);
         failed.map_or(Ok(()), Err)
     }
 
@@ -76,7 +76,7 @@ impl Sender {
         options: &SendOptions,
         since: Instant,
         until: Deadline,
-    ) -> Result<Flight> {
+    ) -> Result<InFlight> {
         if options.targets != Targets::All {
             self.need("a send to some workers", |can| can.subsets)?;
         }
@@ -86,16 +86,16 @@ impl Sender {
             self.need("several models at once", |can| can.sets)?;
         }
         let transport = &mut *self.transport;
-        let (outstanding, carried) =
+        let (outstanding, payload) =
             stage_and_publish(&self.setup, transport, &resolved, options, until)?;
         let versions = outstanding.versions().iter();
-        Ok(Flight {
+        Ok(InFlight {
             versions: versions
                 .map(|(index, version)| (models[*index].prepared.id.clone(), *version))
                 .collect(),
             outstanding: vec![outstanding],
-            bytes: carried.bytes,
-            partial: carried.partial,
+            bytes: payload.bytes,
+            partial: payload.partial,
             since,
             copied: since.elapsed(),
             deadline: until,
@@ -111,7 +111,7 @@ fn stage_and_publish(
     resolved: &Resolved<'_>,
     options: &SendOptions,
     until: Deadline,
-) -> Result<(Box<dyn Outstanding>, Carried)> {
+) -> Result<(Box<dyn Outstanding>, Payload)> {
     let indices: Vec<usize> = resolved.iter().map(|(index, _)| *index).collect();
     let mut bases = Vec::new();
     if options.partial {
@@ -125,7 +125,7 @@ fn stage_and_publish(
         let prepared = &setup.models[*index].prepared;
         publish::check(prepared, *weights, options.partial)?;
     }
-    let mut carried = Carried::default();
+    let mut payload = Payload::default();
     let mut transport = Some(transport);
     let mut staging: Option<Box<dyn Staging + '_>> = None;
     for (place, (index, weights)) in resolved.iter().enumerate() {
@@ -144,13 +144,13 @@ fn stage_and_publish(
         match bases.get(place) {
             None => {
                 publish::whole(prepared, *weights, &mut take)?;
-                carried.bytes += prepared.layout.payload_bytes();
+                payload.bytes += prepared.layout.payload_bytes();
             }
             Some(base) => {
                 let names = publish::partial(prepared, *weights, base, &mut take)?;
                 let specs = names.iter().filter_map(|name| prepared.layout.tensor(name));
-                carried.bytes += specs.map(|spec| spec.range.len).sum::<u64>();
-                carried.partial.get_or_insert_default().extend(names);
+                payload.bytes += specs.map(|spec| spec.range.len).sum::<u64>();
+                payload.partial.get_or_insert_default().extend(names);
             }
         }
     }
@@ -173,7 +173,7 @@ fn stage_and_publish(
     if options.wait_late {
         staging.wait_for_late();
     }
-    Ok((staging.publish(&options.targets)?, carried))
+    Ok((staging.publish(&options.targets)?, payload))
 }
 
 /// The version that a partial update keeps the rest of.

@@ -8,13 +8,14 @@ use crate::snapshot::Snapshot;
 use crate::transport::FirstWeights;
 
 impl Sender {
-    /// The sender's own view of what was sent to all last, to save, compare or
-    /// send again later: of the first model, if there are several.
+    /// The sender's own view of the version that was last sent to all workers, to save, compare or
+    /// send again later.
     ///
     /// # Errors
     ///
-    /// In a forked child; [`Error::Unsupported`].
+    /// In a forked child; [`Error::Unsupported`]; [`Error::SeveralModels`].
     pub fn snapshot(&self) -> Result<Snapshot> {
+        self.setup.only_model()?;
         self.own_view(0)
     }
 
@@ -46,13 +47,14 @@ impl Sender {
         })
     }
 
-    /// Makes the digest of the version that was sent to all last, and stores it
-    /// where workers find it: of the first model, if there are several.
+    /// Makes the digest of the version that was last sent to all workers, and stores it where
+    /// workers find it.
     ///
     /// # Errors
     ///
     /// As [`snapshot`](Self::snapshot).
     pub fn digest(&self) -> Result<Digest> {
+        self.setup.only_model()?;
         self.digest_at(0)
     }
 

@@ -167,7 +167,7 @@ fn a_name_is_a_tensor_or_a_level() {
 }
 
 #[test]
-fn what_is_lent_is_never_written() {
+fn state_dict_never_writes_lent_memory() {
     let matrix = [1.0_f32, 2.0, 3.0, 4.0].map(f32::to_le_bytes).concat();
     let mut lent = StateDict::new();
     let turned = TensorRef::strided(Dtype::F32, &[2, 2], &[1, 2], 0, &matrix).unwrap();

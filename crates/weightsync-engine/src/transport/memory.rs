@@ -112,7 +112,7 @@ mod tests {
             wanted: vec![1, 0],
             device: String::new(),
             wait: WaitStyle::default(),
-            hears_out: false,
+            single_attempt: false,
         };
         let mut worker = Memory::join(&at, &joining, (Delivery::Newest, false), soon()).unwrap();
         for (sent, applied) in [(0, [1, 0]), (1, [1, 1]), (1, [1, 2])] {

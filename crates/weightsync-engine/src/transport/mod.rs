@@ -1,4 +1,4 @@
-//! How weights travel: what a scheme is, and the two ends it makes.
+//! How weights travel: schemes, and the two ends that each makes.
 //!
 //! **Writing one of your own** takes a [`Scheme`] (a small factory) and the two
 //! ends it makes, a [`SenderTransport`] with its [`Staging`], and a
@@ -13,7 +13,7 @@
 //! | transport | [`Staging::write`], or the trainer writes into [`Staging::tensors_mut`] |
 //! | swap | [`Staging::publish`]: one atomic step for each worker |
 //! | verify, hand over | [`ReceiverTransport::next`] |
-//! | say what became of it | [`ReceiverTransport::joined`], [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
+//! | report | [`ReceiverTransport::joined`], [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
 
 mod copies;
 mod endpoint;
@@ -55,30 +55,27 @@ pub(crate) fn deadline(timeout: Option<Duration>) -> Deadline {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 
-/// How long a worker on a network looks for a sender that is silent, and of whose end
-/// nothing tells, before that counts as dead. One that is stopped by a debugger, or whose
-/// machine is suspended, looks the same as one that has died and left a process that
-/// keeps its port.
+/// How long a worker on a network looks for a silent sender before that sender counts as dead. A
+/// sender that a debugger has stopped, or whose machine is suspended, cannot be told from a dead
+/// sender whose port another process keeps open.
 pub const SILENT_SENDER: Duration = Duration::from_secs(5 * 60);
 
-/// A way for weights to travel, with its settings: it makes the two ends.
+/// A way for weights to travel, with its settings. It makes the two ends.
 ///
-/// **Guarantee.** [`allocate_endpoint`](Self::allocate_endpoint) communicates nothing. What
-/// an [`AnyScheme`](crate::AnyScheme) says of it, and the [`Endpoint`], are all
-/// that reaches a worker.
+/// **Guarantee.** [`allocate_endpoint`](Self::allocate_endpoint) communicates nothing. Only the text
+/// of the [`AnyScheme`](crate::AnyScheme) and the [`Endpoint`] reach a worker.
 pub trait Scheme: fmt::Debug + Send + Sync {
-    /// The word by which it is chosen: lower case, digits and hyphens.
+    /// The name that chooses the scheme: lower case, digits and hyphens.
     fn name(&self) -> &str;
 
-    /// Its settings that workers need too, as `(key, value)`; an empty value is
-    /// a flag. They follow the word in an init info, as text: keys have no comma
-    /// and no `=`, values no comma, neither has spaces around it, and no key
-    /// comes twice.
+    /// The settings that workers need too, as `(key, value)`; an empty value is a flag. An init info
+    /// holds them as text after the name. So keys have no comma and no `=`, values have no comma,
+    /// neither has spaces around it, and each key comes once.
     fn settings(&self) -> Vec<(String, String)> {
         Vec::new()
     }
 
-    /// What it can do.
+    /// The capabilities of the scheme.
     fn capabilities(&self) -> Capabilities;
 
     /// When a worker gets its first weights: with the rendez-vous, unless the scheme
@@ -87,16 +84,16 @@ pub trait Scheme: fmt::Debug + Send + Sync {
         FirstWeights::AtConnect
     }
 
-    /// Decides where workers will find the sender. With a run directory, the
-    /// same place for every sender of that directory and these models.
+    /// Decides where workers will find the sender. With a run directory, the address is the same for
+    /// every sender of that directory and these models.
     ///
     /// # Errors
     ///
     /// If the run directory cannot be used, or the scheme has no restarts.
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint>;
 
-    /// Nobody will [`open`](Self::open) this place: whatever keeps it, such as a socket
-    /// whose address the init info names, is released.
+    /// Releases an endpoint that no sender will [`open`](Self::open), and what reserves it, such as a
+    /// socket with the address in the init info.
     fn release_endpoint(&self, at: &Endpoint) {
         let _ = at;
     }
@@ -135,12 +132,12 @@ pub enum FirstWeights {
     AtFirstSend,
 }
 
-/// What a scheme can do. The conformance suite asks for what is stated, and
-/// that the rest is refused with [`Error::Unsupported`].
+/// The capabilities of a scheme. The conformance suite tests those that are stated, and that all
+/// others are refused with [`Error::Unsupported`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// Weights arrive at all.
+    /// Weights reach the workers.
     pub weights: bool,
     /// A send reaches workers that have not asked for it.
     pub push: bool,
@@ -158,10 +155,9 @@ pub struct Capabilities {
     pub loan: bool,
     /// A restarted sender is found again.
     pub restarts: bool,
-    /// The death of an end is told at once, and not by a timeout.
+    /// The other end learns of a death at once, and not by a timeout.
     pub death: bool,
-    /// What was published reaches its workers also if the sender is killed right
-    /// after.
+    /// A published version reaches its workers even if the sender is killed right afterwards.
     pub outlives: bool,
 }
 
@@ -181,8 +177,8 @@ impl Capabilities {
         outlives: false,
     };
 
-    /// Everything there is, also what a later version of this crate adds: a scheme
-    /// that begins with it says what it cannot do.
+    /// All capabilities, also those that later versions of this crate add. A scheme that starts from
+    /// this value names what it cannot do.
     pub const ALL: Self = Self {
         weights: true,
         push: true,
@@ -198,11 +194,11 @@ impl Capabilities {
     };
 }
 
-/// What [`Scheme::open`] opens.
+/// The argument of [`Scheme::open`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Opening<'a> {
-    /// Where.
+    /// The sender's endpoint.
     pub at: &'a Endpoint,
     /// The run the sender belongs to.
     pub run: Run,
@@ -212,16 +208,16 @@ pub struct Opening<'a> {
     pub options: TransferOptions,
 }
 
-/// What every transport is told of room and waiting; one that has no slots
-/// takes them as bounds of its own buffers.
+/// The limits of memory and waiting for a transport. A transport without slots takes them as bounds
+/// of its own buffers.
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct TransferOptions {
-    /// Versions of a model there is room for in any case.
+    /// The number of versions of each model that always have room.
     pub slots: u8,
-    /// Versions there may be room for when workers hold so many.
+    /// The most versions of each model that may have room, if workers hold that many.
     pub max_slots: u8,
-    /// Older versions that are kept for workers that ask, and to go back to.
+    /// The number of older versions to keep, for workers that ask and for going back.
     pub history: u8,
     /// How an end waits.
     pub wait: WaitStyle,
@@ -256,11 +252,11 @@ pub struct ModelSpec {
     pub id: ModelId,
     /// Its tensors.
     pub layout: Layout,
-    /// What else a worker has to know of it: tied tensors, buffers, extra state.
+    /// Its attributes: tied tensors, buffers, extra state.
     pub attributes: Attributes,
 }
 
-/// Who joins, and on what terms.
+/// The worker that joins, and its terms.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Joining {
@@ -276,10 +272,9 @@ pub struct Joining {
     pub device: String,
     /// How it waits.
     pub wait: WaitStyle,
-    /// Whether a sender that is there is heard out although the deadline has come: the
-    /// caller only looks whether there is one, looks again if not, and ends by an
-    /// [interrupt] what takes too long.
-    pub hears_out: bool,
+    /// Whether this is one of several attempts by the caller. An attempt lets a sender that answers
+    /// finish, although the deadline has come; an [interrupt] ends an attempt that takes too long.
+    pub single_attempt: bool,
 }
 
 /// Which workers a publication is for.
@@ -288,7 +283,7 @@ pub enum Targets {
     /// All there are, and those that join later.
     #[default]
     All,
-    /// These, and nobody else.
+    /// Only these workers.
     Workers(Vec<WorkerId>),
 }
 
@@ -304,7 +299,7 @@ pub enum Level {
 /// Which version of a model a worker asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Which {
+pub enum VersionRequest {
     /// The newest there is.
     Newest,
     /// This one or a newer one; waits until there is one.
@@ -313,44 +308,44 @@ pub enum Which {
     Exactly(Version),
 }
 
-/// Who is there, and who was, for a sender that waits for workers.
+/// The workers that are connected, and those that have left, for a sender that waits for workers.
 #[derive(Clone, Debug, Default)]
 pub struct Attendance {
     /// The workers connected at present, by number.
     pub workers: Vec<WorkerStatus>,
-    /// Those that cannot use the models, of whom nobody has been told.
+    /// The workers that cannot use the models, until the caller has taken their refusals.
     pub rejected: Vec<WorkerId>,
-    /// Those that have joined and are gone, in the order in which they joined, as far as
-    /// that is remembered.
+    /// Workers that joined and are gone, in the order in which they joined. Only the last ones are
+    /// remembered.
     pub gone: Vec<GoneWorker>,
-    /// How many have joined so far.
+    /// How many workers have joined so far.
     pub joined: u64,
 }
 
-/// A worker that was there.
+/// A worker that has joined and gone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GoneWorker {
-    /// As it was last.
+    /// Its last known status.
     pub status: WorkerStatus,
-    /// How it went: [`Outcome::Left`], [`Outcome::Failed`], [`Outcome::Died`] or
+    /// How the worker went: [`Outcome::Left`], [`Outcome::Failed`], [`Outcome::Died`] or
     /// [`Outcome::Lost`].
     pub how: Outcome,
-    /// Of all that joined it was this one, from 1.
+    /// The worker's position among all that joined, from 1.
     pub joined: u64,
 }
 
 /// The trainer's end.
 ///
-/// **Guarantee.** A version becomes visible to a worker whole or not at all,
-/// all models of a publication in one step, also if this process is killed at
-/// any moment. Dropping it tells the workers and leaves nothing in the system.
+/// **Guarantee.** A version becomes visible to a worker whole or not at all, and all models of a
+/// publication in one step, even if this process is killed at any moment. Dropping this end tells
+/// the workers and leaves nothing in the system.
 pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// Room for the next version of each of these models, in addition to everything
     /// that a worker may still read.
     ///
     /// # Errors
     ///
-    /// At the deadline, naming who holds what is in the way.
+    /// At the deadline, naming the workers that hold the room.
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>>;
 
     /// The newest version of a model that was published.
@@ -359,8 +354,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// The workers connected at present, by number.
     fn workers(&self) -> Vec<WorkerStatus>;
 
-    /// Waits until `enough`, given who is there and who was, is content. False if the
-    /// deadline came first.
+    /// Waits until `enough` returns true for the current attendance. False at the deadline.
     ///
     /// # Errors
     ///
@@ -371,9 +365,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
         enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool>;
 
-    /// Forgets workers that failed, died or were lost: until they come and go again,
-    /// no report has a line of them. A transport that has such lines only once has
-    /// nothing to forget.
+    /// Forgets workers that failed, died or were lost: later reports have no line of them until they
+    /// come back. A transport that reports each loss once has nothing to forget.
     ///
     /// # Errors
     ///
@@ -386,22 +379,23 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// Takes the workers that cannot use the models, with the reason.
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)>;
 
-    /// The version of a model that was sent to all last, to read it.
+    /// A snapshot of the version that was last sent to all workers.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`].
     fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
         let _ = model;
+        // A transport does not know its scheme's text: the sender puts the text in.
         Err(Error::Unsupported {
             what: "reading back what was sent",
             scheme: UNNAMED.into(),
         })
     }
 
-    /// The one version of a model that all the targets have, or will have once
-    /// they are not held: a partial update keeps the rest of it. What was sent to
-    /// all last, unless the transport can send to some workers.
+    /// The version of a model that all targets have, or will have once they are released. A partial
+    /// update keeps the rest of it. For a transport that cannot send to some workers, this is the
+    /// version sent last.
     ///
     /// # Errors
     ///
@@ -415,14 +409,14 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     ///
-    /// Those of [`snapshot`](Self::snapshot); [`Error::NoSuchVersion`] from one
-    /// that keeps several and can say which.
+    /// Those of [`snapshot`](Self::snapshot); [`Error::NoSuchVersion`] from a transport that keeps
+    /// several versions and can name them.
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
         let newest = self.snapshot(model)?;
         Ok(newest.filter(|newest| newest.version() == version))
     }
 
-    /// Holds workers at the versions they have, or lets them go on.
+    /// Holds workers at the versions they have, or releases them.
     ///
     /// # Errors
     ///
@@ -436,8 +430,8 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     }
 }
 
-/// Room for the next version of some models, that nobody else can see. Dropped
-/// without [`publish`](Self::publish), nothing has happened.
+/// Room for the next version of some models, which no worker can see. Dropping it without
+/// [`publish`](Self::publish) changes nothing.
 pub trait Staging: fmt::Debug {
     /// Every tensor's place, in layout order: contiguous, row-major,
     /// little-endian. They hold bytes of some older version at first.
@@ -470,15 +464,15 @@ pub trait Staging: fmt::Debug {
     /// If the number does not grow.
     fn number(&mut self, model: usize, version: Version) -> Result<()>;
 
-    /// Has the publication wait for workers that are late already as for all others.
+    /// Makes the publication wait for workers that are late already, as for all others.
     ///
     /// Without it, a worker that was late for an earlier publication
-    /// ([`Outstanding::late`]) and has not moved since is passed over: it gets this one
-    /// when it takes the newest, but nobody waits for that. [`Lateness`] decides it.
+    /// ([`Outstanding::late`]) and has not moved since is passed over: the worker gets this
+    /// publication when it takes the newest, but no send waits for that. [`Lateness`] decides it.
     fn wait_for_late(&mut self);
 
-    /// Makes what was written the live versions of the targets: in one step for
-    /// each worker, whatever the number of models.
+    /// Makes the staged versions live for the targets: for each worker in one step, whatever the
+    /// number of models.
     ///
     /// # Errors
     ///
@@ -486,24 +480,22 @@ pub trait Staging: fmt::Debug {
     fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>>;
 }
 
-/// A publication on its way to the workers. It can be waited for from any
-/// thread.
+/// A publication on its way to the workers. Any thread can wait for it.
 pub trait Outstanding: fmt::Debug + Send + Sync {
-    /// What was published: the version of each model, in the order staged.
+    /// The published version of each model, in the order staged.
     fn versions(&self) -> &[(usize, Version)];
 
-    /// Waits until every worker it was for has reached `level`, will not reach
-    /// it, or the deadline comes; one line for each. The lines of workers that are passed
-    /// over say for how long they have been [late](WorkerReport::late).
+    /// Waits until every target has reached `level` or will not reach it, or until the deadline.
+    /// Returns one line for each target. The lines of workers that are passed over say for how long
+    /// they have been [late](WorkerReport::late).
     ///
     /// # Errors
     ///
-    /// Only of the operating system: what goes wrong at a worker is its line.
+    /// Only of the operating system: a failure of a worker is the worker's line.
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>>;
 
-    /// Whether [`settle`](Self::settle) would find nothing to wait for. Only
-    /// looks: where some lines are made once only, or a wait does more than
-    /// wait, this has to be another way of looking.
+    /// Whether [`settle`](Self::settle) would find nothing to wait for. The call must have no side
+    /// effects: a transport whose `settle` uses up lines, or does more than wait, overrides this.
     ///
     /// # Errors
     ///
@@ -515,17 +507,17 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         };
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
+        // A worker that is passed over does not become final by waiting, so it counts as settled.
         Ok(lines.all(|line| line.outcome.is_final(wait) || line.late.is_some()))
     }
 
-    /// What has changed since the versions before, as far as it is sent so and known by
-    /// now.
+    /// The changes since the versions before, if changes are encoded and known by now.
     fn changes(&self) -> Option<Changes> {
         None
     }
 
-    /// The lines that publishing alone has decided, of workers that will not get
-    /// this, or not now; for a send that waits for nobody.
+    /// The lines that are final without a wait: of workers that will not get this version, or not
+    /// now. For a send that does not wait.
     ///
     /// # Errors
     ///
@@ -534,17 +526,16 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// The deadline of the send has come: workers that have not reached `level` are late.
-    /// Later publications pass them over until they move; this one can be waited for
-    /// again.
+    /// Marks workers that have not reached `level` as late, at the deadline of the send. Later
+    /// publications pass them over until they move. This one can still be waited for.
     ///
     /// # Errors
     ///
     /// As [`settle`](Self::settle).
     fn late(&self, level: Level) -> Result<()>;
 
-    /// Nobody waits for this any more: workers whose queue still has no room
-    /// will not get this, and [`settle`](Self::settle) says so from here on.
+    /// Ends the wait for room: workers whose queue has none will not get this publication, and
+    /// [`settle`](Self::settle) says so from here on.
     ///
     /// # Errors
     ///
@@ -556,10 +547,9 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
 
 /// A worker's end.
 ///
-/// **Guarantee.** What it hands over is whole and was checked, all models of a
-/// publication together. Every wait ends by its deadline, by the sender's death,
-/// or by its shutdown, which are told after everything that was sent. Dropping
-/// it tells the sender.
+/// **Guarantee.** Every set that this end hands over is whole and was checked, with all models of a
+/// publication together. Every wait ends by its deadline, or by the sender's death or shutdown,
+/// which come after everything that was sent. Dropping this end tells the sender.
 pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     /// The models this worker wanted, in the order it named them.
     fn models(&self) -> &[ModelSpec];
@@ -567,29 +557,27 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     /// The run of the sender.
     fn run(&self) -> Run;
 
-    /// Waits for what this worker has not been handed yet; `None` if the
-    /// deadline comes first.
+    /// Waits for a set that this worker has not been handed yet; `None` at the deadline.
     ///
     /// # Errors
     ///
     /// [`Error::SenderDied`], [`Error::SenderClosed`].
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>>;
 
-    /// The newest there is, without waiting, also if it was handed over before.
+    /// The newest set, without waiting, even if it was handed over before.
     ///
     /// # Errors
     ///
     /// As [`next`](Self::next).
     fn latest(&mut self) -> Result<Option<SetSnapshot>>;
 
-    /// Asks once for the set with a version of a model, by the model's place
-    /// among [`models`](Self::models), and waits for it; `None` if the deadline
-    /// comes first, and then nobody is asked any more.
+    /// Asks once for the set with a version of a model, by the model's place among
+    /// [`models`](Self::models), and waits for the answer. `None` at the deadline; the question is
+    /// withdrawn then.
     ///
-    /// What comes is the answer to this question and no other, whatever is
-    /// published meanwhile. It takes nothing from what [`next`](Self::next) hands
-    /// over, but that what came in an answer is not handed over again while it is
-    /// the newest.
+    /// The result answers this question, whatever is published meanwhile. [`next`](Self::next) still
+    /// hands over every other set. It does not hand over the answer again while the answer is the
+    /// newest set.
     ///
     /// # Errors
     ///
@@ -598,7 +586,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     fn pull(
         &mut self,
         model: usize,
-        which: Which,
+        which: VersionRequest,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         let _ = (model, which, deadline);
@@ -608,8 +596,8 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         })
     }
 
-    /// What ends a wait in [`next`](Self::next) from another thread. Without it
-    /// a worker has no [background receiver](crate::Receiver::in_background).
+    /// A handle for other threads to end a wait in [`next`](Self::next). A transport without one has
+    /// no [background receiver](crate::Receiver::in_background).
     ///
     /// # Errors
     ///
@@ -621,10 +609,9 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         })
     }
 
-    /// Tells the sender that this worker's own rendez-vous is over: its models fit.
-    /// Called only where the [first weights](FirstWeights) come with the first send, as
-    /// elsewhere it is over with the first version that is [applied](Self::applied); and
-    /// then a sender that waits for workers is to count this one from here on.
+    /// Tells the sender that this worker has joined and that its models fit. A sender that waits for
+    /// workers counts this one from here on. Called only if the [first weights](FirstWeights) come
+    /// with the first send. Otherwise the first version that is [applied](Self::applied) says so.
     ///
     /// # Errors
     ///
@@ -633,15 +620,15 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Tells the sender that the worker runs this from here on.
+    /// Tells the sender that the worker runs this set from here on.
     ///
     /// # Errors
     ///
-    /// Only of the operating system; a sender that is gone needs no telling.
+    /// Only of the operating system; a sender that is gone is no error.
     fn applied(&mut self, set: &SetSnapshot) -> Result<()>;
 
-    /// Tells the sender that the worker cannot use this, or, without a set,
-    /// none of its models at all, and why.
+    /// Tells the sender why the worker cannot use a set, or, without a set, any version of its
+    /// models.
     ///
     /// # Errors
     ///

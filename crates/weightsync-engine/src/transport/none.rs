@@ -41,7 +41,7 @@ impl Scheme for NoSync {
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        Ok(Box::new(Sent {
+        Ok(Box::new(NoSender {
             versions: vec![Version::NONE; opening.models.len()],
         }))
     }
@@ -52,7 +52,7 @@ impl Scheme for NoSync {
         joining: &Joining,
         _: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
-        Ok(Box::new(Silence {
+        Ok(Box::new(NoReceiver {
             run: Run {
                 epoch: joining.seen,
                 id: [0; 16],
@@ -62,11 +62,11 @@ impl Scheme for NoSync {
 }
 
 #[derive(Debug)]
-struct Sent {
+struct NoSender {
     versions: Vec<Version>,
 }
 
-impl SenderTransport for Sent {
+impl SenderTransport for NoSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
         let numbers = models
             .iter()
@@ -108,7 +108,7 @@ impl SenderTransport for Sent {
 
 #[derive(Debug)]
 struct Unseen<'a> {
-    sent: &'a mut Sent,
+    sent: &'a mut NoSender,
     numbers: Vec<(usize, Version)>,
 }
 
@@ -147,16 +147,16 @@ impl Staging for Unseen<'_> {
         for (model, version) in &numbers {
             sent.versions[*model] = *version;
         }
-        Ok(Box::new(ToNobody { versions: numbers }))
+        Ok(Box::new(NoWorkers { versions: numbers }))
     }
 }
 
 #[derive(Debug)]
-struct ToNobody {
+struct NoWorkers {
     versions: Vec<(usize, Version)>,
 }
 
-impl Outstanding for ToNobody {
+impl Outstanding for NoWorkers {
     fn versions(&self) -> &[(usize, Version)] {
         &self.versions
     }
@@ -171,11 +171,11 @@ impl Outstanding for ToNobody {
 }
 
 #[derive(Debug)]
-struct Silence {
+struct NoReceiver {
     run: Run,
 }
 
-impl ReceiverTransport for Silence {
+impl ReceiverTransport for NoReceiver {
     fn models(&self) -> &[ModelSpec] {
         &[]
     }

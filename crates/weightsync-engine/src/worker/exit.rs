@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_end_is_kept_and_a_line_without_end_is_cut() {
+    fn stderr_tail_keeps_the_end_and_cuts_long_lines() {
         let long = vec![b'x'; STDERR_TAIL + 1000];
         let (seen, tail) = lines(&[&long, b"y\n"]);
         assert_eq!(tail.len(), STDERR_TAIL);

@@ -31,14 +31,14 @@ pub(super) enum Read {
     /// Nothing more for now.
     Pending,
     /// The other end is closed and everything it sent has been read.
-    HungUp,
+    Disconnected,
 }
 
 /// Reads until `assembler` has a frame, or nothing more can be read.
 pub(super) fn read(socket: impl AsFd, assembler: &mut FrameAssembler) -> Result<Read, PipeFault> {
     loop {
         match recv(&socket, assembler.missing(), RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Ok(Read::HungUp),
+            Ok((_, 0)) => return Ok(Read::Disconnected),
             Ok((_, read)) => {
                 if let Some((kind, payload)) = assembler.advance(read)? {
                     return Ok(Read::Frame(kind, payload));
@@ -48,14 +48,14 @@ pub(super) fn read(socket: impl AsFd, assembler: &mut FrameAssembler) -> Result<
             Err(Errno::AGAIN) => return Ok(Read::Pending),
             // ECONNRESET: closed with unread data of ours. Nothing else can happen to a socket
             // pair that would leave it usable.
-            Err(_) => return Ok(Read::HungUp),
+            Err(_) => return Ok(Read::Disconnected),
         }
     }
 }
 
 /// The other end of the pipe is closed.
 #[derive(Debug)]
-pub(super) struct HungUp;
+pub(super) struct Disconnected;
 
 /// Writes what fits of `first` followed by `second`, leaving out their first `done` bytes, and
 /// returns how many bytes are now done.
@@ -64,7 +64,7 @@ pub(super) fn write(
     first: &[u8],
     second: &[u8],
     mut done: usize,
-) -> Result<usize, HungUp> {
+) -> Result<usize, Disconnected> {
     while done < first.len() + second.len() {
         let parts = [
             IoSlice::new(&first[done.min(first.len())..]),
@@ -77,7 +77,7 @@ pub(super) fn write(
             Err(Errno::INTR) => {}
             // ENOBUFS and ENOMEM pass, as a full socket does.
             Err(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM) => break,
-            Err(_) => return Err(HungUp),
+            Err(_) => return Err(Disconnected),
         }
     }
     Ok(done)
@@ -101,7 +101,7 @@ mod tests {
             match read(&theirs, &mut assembler).expect("no fault") {
                 Read::Frame(kind, frame) => break (kind, frame),
                 Read::Pending => assert!(done < HEADER + payload.len()),
-                Read::HungUp => panic!("the other end is open"),
+                Read::Disconnected => panic!("the other end is open"),
             }
         };
         assert!(turns > 1, "the socket took everything at once");
@@ -117,7 +117,10 @@ mod tests {
         assert!(
             matches!(read(&theirs, &mut assembler), Ok(Read::Frame(Kind::User, frame)) if frame == [5])
         );
-        assert!(matches!(read(&theirs, &mut assembler), Ok(Read::HungUp)));
+        assert!(matches!(
+            read(&theirs, &mut assembler),
+            Ok(Read::Disconnected)
+        ));
         assert!(write(&theirs, &header(Kind::User, 0), &[], 0).is_err());
     }
 }

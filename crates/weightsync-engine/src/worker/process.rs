@@ -334,7 +334,7 @@ struct Lifeline {
 /// Why the lifeline thread stopped reading.
 enum End {
     /// The pipe was closed: the process may take its grace.
-    HungUp,
+    Disconnected,
     /// The trainer broke the rules of the pipe.
     Fault(PipeFault),
     /// The trainer is dead: nobody is left to end for.
@@ -364,11 +364,11 @@ impl Lifeline {
     fn read_to_the_end(&mut self) -> End {
         let mut assembler = FrameAssembler::new(0);
         let mut greeting = None;
-        let mut hung_up = false;
+        let mut disconnected = false;
         loop {
             // What is left after a hang-up is read whatever the queue holds: a socket's buffer
             // bounds it, and nobody could wait for room, as the process is about to end.
-            let room = hung_up || {
+            let room = disconnected || {
                 let mut state = lock(&self.shared.state);
                 let room = state.queued < self.queue_bytes.max(1);
                 state.paused = !room;
@@ -376,7 +376,7 @@ impl Lifeline {
             };
             if !room {
                 match self.sleep(PollFlags::RDHUP) {
-                    Some(End::HungUp) => hung_up = true,
+                    Some(End::Disconnected) => disconnected = true,
                     Some(end) => return end,
                     None => {}
                 }
@@ -384,11 +384,11 @@ impl Lifeline {
             }
             let (kind, payload) = match pipe::read(&self.shared.socket, &mut assembler) {
                 Ok(Read::Frame(kind, payload)) => (kind, payload),
-                Ok(Read::HungUp) => return End::HungUp,
+                Ok(Read::Disconnected) => return End::Disconnected,
                 Ok(Read::Pending) => match self.sleep(PollFlags::IN | PollFlags::RDHUP) {
-                    // What it sent before it hung up is still to be read.
-                    Some(End::HungUp) => {
-                        hung_up = true;
+                    // Frames that the worker sent before it disconnected are still to be read.
+                    Some(End::Disconnected) => {
+                        disconnected = true;
                         continue;
                     }
                     None => continue,
@@ -450,7 +450,7 @@ impl Lifeline {
         waker.clear();
         ready(0)
             .intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR)
-            .then_some(End::HungUp)
+            .then_some(End::Disconnected)
     }
 }
 

@@ -100,12 +100,12 @@ impl Waker {
     }
 
     pub(super) fn wake(&self) {
-        // It can only fail when 2^64 - 2 wake-ups are pending: the thread is awake by then.
+        // Fails only when 2^64 - 2 wake-ups are pending: the thread is awake by then.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
     }
 
     pub(super) fn clear(&self) {
-        // It fails when nothing is pending: then it is clear.
+        // Fails when nothing is pending: the counter is clear then.
         let _ = rustix::io::read(&self.0, &mut [0; 8]);
     }
 }

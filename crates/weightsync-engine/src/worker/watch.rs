@@ -126,7 +126,7 @@ impl Watcher {
                 answer(request, Err(WorkerError::ShutDown));
             } else if let Some(running) = &self.running[worker] {
                 running.link.kill();
-                // Of two requests for one worker the later one holds.
+                // The later of two requests for one worker wins.
                 if let Some(earlier) = self.awaited[worker].replace(request) {
                     answer(earlier, Err(WorkerError::Gone { worker, exit: None }));
                 }
@@ -137,7 +137,7 @@ impl Watcher {
         if closing && !self.closed {
             self.closed = true;
             for running in self.running.iter_mut().flatten() {
-                // It fails when the worker closed its end first.
+                // Fails when the worker closed its end first.
                 let _ = rustix::net::shutdown(&*running.link.socket, Shutdown::Both);
                 running.reading = false;
             }
@@ -222,11 +222,11 @@ impl Watcher {
                     .saturating_sub(state.slots[worker].queued)
             };
             let frames = self.read_frames(worker, FRAMES_PER_TURN, room);
-            let hung_up = self.running[worker]
+            let disconnected = self.running[worker]
                 .as_ref()
                 .is_some_and(|running| !running.reading);
             let mut state = lock(&self.shared.state);
-            state.slots[worker].hung_up |= hung_up;
+            state.slots[worker].disconnected |= disconnected;
             state.deliver(worker, frames);
             drop(state);
             self.shared.changed.notify_all();
@@ -242,9 +242,9 @@ impl Watcher {
         match slot.outbox.flush(&running.link.socket) {
             Ok(false) => return,
             Ok(true) => {}
-            Err(pipe::HungUp) => {
+            Err(pipe::Disconnected) => {
                 slot.outbox.clear();
-                slot.hung_up = true;
+                slot.disconnected = true;
             }
         }
         drop(state);
@@ -268,7 +268,7 @@ impl Watcher {
                     running.condemn(PipeFault::OutOfTurn { kind: kind as u8 });
                 }
                 Ok(Read::Pending) => break,
-                Ok(Read::HungUp) => running.reading = false,
+                Ok(Read::Disconnected) => running.reading = false,
                 Err(fault) => running.condemn(fault),
             }
         }
@@ -317,7 +317,7 @@ impl Watcher {
             // SIGCHLD is ignored in this program: the kernel has reaped it for us.
             Err(_) => None,
         };
-        // What it sent before its end counts, also while shutting down.
+        // Frames that the worker sent before its end count, also while shutting down.
         running.reading = running.fault.is_none();
         let frames = self.read_frames(worker, usize::MAX, LAST_BYTES);
         self.read_stderr(worker, LAST_BYTES / STDERR_CHUNK);
@@ -347,7 +347,7 @@ impl Watcher {
 
         let mut state = lock(&self.shared.state);
         state.deliver(worker, frames);
-        state.tell(worker, exit);
+        state.record_exit(worker, exit);
         drop(state);
         let next = next.map(|next| next.map(|next| self.enrol(worker, next)));
         self.shared.changed.notify_all();
@@ -430,7 +430,7 @@ impl Watcher {
         let mut state = lock(&self.shared.state);
         let slot = &mut state.slots[worker];
         slot.link = Some(running.link.clone());
-        slot.hung_up = false;
+        slot.disconnected = false;
         slot.killed = false;
         slot.outbox.fill(&first, &init, 0);
         // Usually all of it fits, and the pipe is free for the first send. If the process is dead
@@ -485,7 +485,7 @@ impl Running {
     fn kill_group(&self) {
         let unreaped = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
         if let Ok(Some(_)) = waitid(WaitId::PidFd(self.link.pidfd.as_fd()), unreaped) {
-            // It fails when nobody is left in the group.
+            // Fails when no process is left in the group.
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }
     }

@@ -231,27 +231,28 @@ impl Workers {
         if let Some(link) = &slot.link {
             slot.killed = true;
             link.kill();
-            // Its end may be one that was not to be looked at yet.
+            // The watching thread may have put off the end of this worker: wake it to look again.
             self.shared.waker.wake();
         }
         Ok(())
     }
 
-    /// Ends the group: closes every pipe, which asks the workers to end; kills those that have not
-    /// ended within `timeout`, or when this is [interrupted](crate::interruptible); and returns how each worker last ended, by index. A worker whose
-    /// grace is shorter than `timeout` has only that. What workers sent before can still be
-    /// received. Shutting down again changes nothing and returns the same.
+    /// Ends the group, and returns how each worker last ended, by index. Closing every pipe asks
+    /// the workers to end. Workers that have not ended within `timeout` are killed; so are workers
+    /// whose grace is over, and all of them when this is [interrupted](crate::interruptible).
+    /// What workers sent before can still be received. Shutting down again changes nothing and
+    /// returns the same.
     ///
     /// Every process, thread and descriptor of the group is gone when it returns, except for a
     /// process the kernel holds in an uninterruptible wait: its exit has neither status nor signal.
-    pub fn shutdown(&self, timeout: Duration) -> Vec<Exit> {
+    pub fn shutdown(&self, timeout: Option<Duration>) -> Vec<Exit> {
         if self.owner.check().is_err() {
             return Vec::new();
         }
         let mut state = lock(&self.shared.state);
         state.closing = true;
         self.shared.waker.wake();
-        let until = deadline(Some(timeout));
+        let until = deadline(timeout);
         let place = (&self.shared.state, &self.shared.changed);
         while state.running() > 0 && !state.finished {
             // An interrupt has them killed now.
@@ -357,7 +358,7 @@ impl Workers {
 
 impl Drop for Workers {
     fn drop(&mut self) {
-        self.shutdown(self.grace);
+        self.shutdown(Some(self.grace));
     }
 }
 
@@ -408,7 +409,7 @@ impl State {
     }
 
     /// Queues the end of a worker's process for the callers, after everything it sent.
-    pub(super) fn tell(&mut self, worker: usize, exit: Exit) {
+    pub(super) fn record_exit(&mut self, worker: usize, exit: Exit) {
         let event = Event::Exited(exit.clone());
         self.events.push_back((worker, event));
         let slot = &mut self.slots[worker];
@@ -425,7 +426,7 @@ impl State {
         }
         let slot = &self.slots[worker];
         match &slot.link {
-            Some(link) if !slot.hung_up => Ok(link.clone()),
+            Some(link) if !slot.disconnected => Ok(link.clone()),
             _ => Err(slot.gone(worker)),
         }
     }
@@ -437,7 +438,7 @@ pub(super) struct Slot {
     /// Its process, from the start until it has been reaped.
     pub(super) link: Option<Link>,
     /// It has closed its end of the pipe.
-    pub(super) hung_up: bool,
+    pub(super) disconnected: bool,
     /// It was killed on request.
     pub(super) killed: bool,
     pub(super) outbox: Outbox,
@@ -473,7 +474,7 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn kill(&self) {
-        // It fails when the process has ended already, which is what was asked for.
+        // Fails when the process has ended already, which is what the caller wants.
         let _ = pidfd_send_signal(&*self.pidfd, Signal::KILL);
     }
 }
@@ -506,7 +507,7 @@ impl Outbox {
     }
 
     /// Writes what fits; `Ok(true)` when nothing is left.
-    pub(super) fn flush(&mut self, socket: &OwnedFd) -> Result<bool, pipe::HungUp> {
+    pub(super) fn flush(&mut self, socket: &OwnedFd) -> Result<bool, pipe::Disconnected> {
         self.written = pipe::write(socket, &self.rest, &[], self.written)?;
         let done = self.written == self.rest.len();
         if done {

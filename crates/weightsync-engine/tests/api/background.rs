@@ -36,7 +36,9 @@ fn value(tensors: &Tensors) -> f32 {
 }
 
 fn wait_for<M: Send + Sync>(background: &Background<M>, version: u64) {
-    let there = background.wait(Some(SOON), |status| status.version() == Version(version));
+    let there = background.wait(Some(SOON), |status| {
+        status.version().unwrap() == Version(version)
+    });
     assert!(there.unwrap(), "{background:?}");
 }
 
@@ -53,7 +55,7 @@ fn sees<M: Send + Sync>(
 }
 
 fn until(wait: WaitFor) -> SendOptions {
-    SendOptions::new().wait(wait).deadline(SOON)
+    SendOptions::new().wait(wait).timeout(Some(SOON))
 }
 
 /// A sender of one number with one background receiver.
@@ -125,7 +127,10 @@ fn loaders(agent: &mut Agent) -> SetLoader<'_> {
 fn two() -> (Sender, Receiver) {
     let one = number(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
+    let setup = setup
+        .add_model("critic", &one)
+        .unwrap()
+        .send_timeout(Some(SOON));
     let info = setup.init_info();
     let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
@@ -164,7 +169,7 @@ fn model_loads_over_any_earlier_version() {
     let look = |receiver: Receiver, model| {
         let background = receiver.in_background(model, SafePoints::Declared).unwrap();
         let model = background.read().unwrap();
-        (value(&model), model.version().0)
+        (value(&model), model.version().unwrap().0)
     };
     for scheme in ["shared-mem", "multi-process:every=4"] {
         // Another model than the one that was connected into, without shapes.
@@ -217,7 +222,7 @@ fn a_loop_that_never_receives_runs_what_was_sent() {
         assert!(report.all_applied(), "{report}");
         let model = background.read().unwrap();
         assert_eq!(
-            (value(&model), model.version()),
+            (value(&model), model.version().unwrap()),
             (step as f32, Version(step))
         );
         assert_eq!(model.run(), sender.run());
@@ -320,7 +325,8 @@ impl WeightExtractor for Unready {
 fn background_snapshots_hold_only_the_newest() {
     // Room for what is at hand and what is written.
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    let (mut sender, receivers) = connect(setup.slots(2, 2).deadline(SOON), &weights(), 1);
+    let (mut sender, receivers) =
+        connect(setup.slots(2, 2).send_timeout(Some(SOON)), &weights(), 1);
     let mut receivers = receivers.into_iter();
     let snapshots = receivers.next().unwrap().snapshots_in_background().unwrap();
     assert_eq!(
@@ -375,7 +381,7 @@ fn no_sync_scheme_delivers_nothing() {
 }
 
 #[test]
-fn what_has_to_be_asked_for_is_not_waited_for() {
+fn background_refuses_a_scheme_without_push() {
     let scheme: AnyScheme = "shared-mem:pull".parse().unwrap();
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
@@ -430,8 +436,12 @@ fn pulled_version_is_loaded_and_then_reported() {
                 (loaded, value(&model)),
                 (Some(Version(version)), version as f32)
             );
-            assert_eq!(receiver.version(), Version(version), "{scheme}");
-            assert_eq!(sender.workers()[0].version(), Version(version), "{scheme}");
+            assert_eq!(receiver.version().unwrap(), Version(version), "{scheme}");
+            assert_eq!(
+                sender.workers()[0].versions[0],
+                Version(version),
+                "{scheme}"
+            );
         }
         // A version that it has, into a model that was changed, and into another.
         let mut other = number(0.0);

@@ -195,7 +195,7 @@ fn a_snapshot_is_loaded_by_hand_into_what_fits() {
 }
 
 #[test]
-fn what_lends_or_locks_a_loader_passes_the_version_on() {
+fn loader_wrappers_pass_the_version_on() {
     let setup = SenderSetup::new("policy", &numbers(1.0)).unwrap();
     let (mut sender, mut receiver) = pair_by(setup, &numbers(1.0));
     let shared = Arc::new(Mutex::new(Bound::default()));
@@ -232,7 +232,10 @@ fn loaders(agent: &mut Agent) -> SetLoader<'_> {
 fn two() -> (Sender, Receiver) {
     let one = numbers(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
+    let setup = setup
+        .add_model("critic", &one)
+        .unwrap()
+        .send_timeout(Some(SOON));
     let info = setup.init_info();
     let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);

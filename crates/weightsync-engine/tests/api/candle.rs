@@ -120,7 +120,7 @@ fn candle_tensors_load_and_mismatches_are_named() {
     sender
         .send_with(
             &weights,
-            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
         )
         .unwrap();
     assert_eq!(
@@ -140,7 +140,7 @@ fn candle_tensors_load_and_mismatches_are_named() {
     sender
         .send_with(
             &weights,
-            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
         )
         .unwrap();
     let error = receiver

@@ -47,7 +47,7 @@ fn family(sub_workers: u32) -> (Sender, Cascade, Vec<SnapshotsInBackground>) {
     let middle = joins(setup.init_info());
     let trainer = thread::spawn(move || {
         setup
-            .deadline(SOON)
+            .send_timeout(Some(SOON))
             .connect(&number(1.0), Expect::Count(1), Some(SOON))
             .unwrap()
     });
@@ -83,7 +83,7 @@ fn sub_workers_have_the_trainer_version_numbers() {
         let (report, forwarded) = send(&mut sender, &number(step as f32), &mut middle);
         assert!(report.all_applied(), "{report}");
         assert_eq!(forwarded.versions[0].1, Version(step));
-        assert_eq!(forwarded.report.version(), Version(step));
+        assert_eq!(forwarded.report.version().unwrap(), Version(step));
         assert_eq!(forwarded.report.workers.len(), 2);
         for leaf in &leaves {
             assert_eq!(value(leaf), (Version(step), step as f32));
@@ -93,9 +93,11 @@ fn sub_workers_have_the_trainer_version_numbers() {
 }
 
 #[test]
-fn one_that_joins_late_has_the_numbers_too() {
+fn late_sub_worker_gets_the_trainers_numbers() {
     let one = number(1.0);
-    let setup = SenderSetup::new("policy", &one).unwrap().deadline(SOON);
+    let setup = SenderSetup::new("policy", &one)
+        .unwrap()
+        .send_timeout(Some(SOON));
     let mut sender = setup.connect(&one, Expect::Count(0), Some(SOON)).unwrap();
     let version = SendOptions::new().version(Version(40));
     sender.send_with(&number(4.0), &version).unwrap();
@@ -157,7 +159,7 @@ fn report_names_the_sub_worker_without_the_version() {
     // The next one is like any other.
     let (report, _) = send(&mut sender, &number(14.0), &mut middle);
     assert!(report.all_applied(), "{report}");
-    assert_eq!(stubborn.read().unwrap().version(), Version(3));
+    assert_eq!(stubborn.read().unwrap().version().unwrap(), Version(3));
 }
 
 /// A model that does not take 13.
@@ -186,7 +188,10 @@ impl weightsync_engine::WeightLoader for Stubborn {
 fn models_keep_their_own_numbers_and_flip_together() {
     let one = number(1.0);
     let setup = SenderSetup::new("actor", &one).unwrap();
-    let setup = setup.add_model("critic", &one).unwrap().deadline(SOON);
+    let setup = setup
+        .add_model("critic", &one)
+        .unwrap()
+        .send_timeout(Some(SOON));
     let middle = joins(setup.init_info());
     let mut sender = thread::scope(|scope| {
         let sender = scope.spawn(|| {
@@ -232,7 +237,7 @@ fn restarted_trainer_continues_the_numbers() {
         setup
             .run_dir(dir.path().join("run"))
             .unwrap()
-            .deadline(SOON)
+            .send_timeout(Some(SOON))
     };
     let first = joins(setup().init_info());
     let trainer = thread::spawn({
@@ -260,7 +265,9 @@ fn restarted_trainer_continues_the_numbers() {
     let report = next.send(&number(9.0)).unwrap();
     assert!(report.all_applied(), "{report}");
     assert_eq!(value(&leaf), (Version(6), 9.0));
-    let last = middle.wait(Some(SOON), |last| last.report.version() == Version(6));
+    let last = middle.wait(Some(SOON), |last| {
+        last.report.version().unwrap() == Version(6)
+    });
     assert_eq!(last.unwrap().unwrap().versions[0].1, Version(2));
 }
 
@@ -325,7 +332,7 @@ fn ties_survive_a_cascade() {
     let sent = SendOptions::new().wait(WaitFor::Sent);
     sender.send_with(&tied(2.0), &sent).unwrap();
     let forwarded = middle.forward(Some(SOON)).unwrap().unwrap();
-    assert_eq!(forwarded.report.version(), Version(2));
+    assert_eq!(forwarded.report.version().unwrap(), Version(2));
     let own = middle.sender().snapshot().unwrap();
     for name in ["value", "again"] {
         assert_eq!(own.slice::<f64>(name).unwrap(), [2.0; 3], "{name}");

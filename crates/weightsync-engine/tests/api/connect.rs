@@ -22,7 +22,7 @@ fn every_worker_gets_every_version() {
     let workers: Vec<_> = sender
         .workers()
         .iter()
-        .map(|worker| (worker.worker.0, worker.version()))
+        .map(|worker| (worker.worker.0, worker.versions[0]))
         .collect();
     assert_eq!(workers, [0, 1, 2, 3].map(|worker| (worker, Version(1))));
     let working: Vec<_> = receivers
@@ -35,7 +35,7 @@ fn every_worker_gets_every_version() {
                         snapshot.version(),
                         snapshot.slice::<i64>("step").unwrap()[0],
                     ));
-                    assert_eq!(receiver.version(), snapshot.version());
+                    assert_eq!(receiver.version().unwrap(), snapshot.version());
                 }
                 steps
             })
@@ -69,7 +69,7 @@ fn missing_workers_are_named() {
             join(ReceiverSetup::new(info, 6)),
         )
     });
-    let expect = Expect::Workers(vec![WorkerId(5), WorkerId(2), WorkerId(9)]);
+    let expect = Expect::workers([5, 2, 9]);
     let error = setup
         .connect(&weights(), expect, Some(Duration::from_millis(500)))
         .unwrap_err();
@@ -150,7 +150,7 @@ fn a_worker_may_be_there_before_its_sender() {
     });
     there.recv().unwrap();
     let sender = setup
-        .connect(&weights(), Expect::Workers(vec![WorkerId(0)]), Some(SOON))
+        .connect(&weights(), Expect::workers([0]), Some(SOON))
         .unwrap();
     assert_eq!(worker.join().unwrap().unwrap().run(), sender.run());
 }
@@ -161,7 +161,7 @@ fn connect_delivers_weights_without_a_receive() {
     let setup = SenderSetup::new("policy", &source).unwrap();
     let (reads, loads) = (setup.init_info(), setup.init_info());
     let reads = thread::spawn(move || ReceiverSetup::new(reads, 0).connect(Some(SOON)));
-    let mut own = Tensors::zeros(setup.layout());
+    let mut own = Tensors::zeros(setup.layout().unwrap());
     let loads = thread::spawn(move || {
         let receiver = ReceiverSetup::new(loads, 1).connect_into(&mut own, Some(SOON));
         (receiver, own)
@@ -169,11 +169,17 @@ fn connect_delivers_weights_without_a_receive() {
     let sender = setup
         .connect(&source, Expect::Count(2), Some(SOON))
         .unwrap();
-    let mut applied = sender.workers().into_iter().map(|worker| worker.version());
+    let mut applied = sender
+        .workers()
+        .into_iter()
+        .map(|worker| worker.versions[0]);
     assert!(applied.all(|version| version == Version::FIRST));
-    assert_eq!(reads.join().unwrap().unwrap().version(), Version::FIRST);
+    assert_eq!(
+        reads.join().unwrap().unwrap().version().unwrap(),
+        Version::FIRST
+    );
     let (receiver, own) = loads.join().unwrap();
-    assert_eq!(receiver.unwrap().version(), Version::FIRST);
+    assert_eq!(receiver.unwrap().version().unwrap(), Version::FIRST);
     assert_eq!(own.slice::<i64>("step").unwrap(), [41]);
 }
 
@@ -197,11 +203,14 @@ fn first_receive_gives_connect_weights_or_newer() {
     sender
         .send_with(
             &source,
-            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
         )
         .unwrap();
     let second = slow.recv().unwrap();
-    assert_eq!((second.version(), slow.version()), (Version(2), Version(2)));
+    assert_eq!(
+        (second.version(), slow.version().unwrap()),
+        (Version(2), Version(2))
+    );
     assert_eq!(second.slice::<i64>("step").unwrap(), [42]);
     // Without a sender there is still what it brought.
     let mut last = ReceiverSetup::new(sender.init_info(), 2)
@@ -228,7 +237,7 @@ fn a_misfit_that_was_not_expected_costs_nobody_else() {
         (join(ReceiverSetup::new(fits, 0)), words)
     });
     let mut sender = setup
-        .connect(&source, Expect::Workers(vec![WorkerId(0)]), Some(SOON))
+        .connect(&source, Expect::workers([0]), Some(SOON))
         .unwrap();
     let (fitting, words) = fitting.join().unwrap();
     assert!(words.unwrap().contains("another.model"));
@@ -281,7 +290,11 @@ fn a_late_joiner_gets_the_newest_version() {
     let mut late = ReceiverSetup::new(sender.init_info(), 8)
         .connect(Some(SOON))
         .unwrap();
-    assert_eq!(late.version(), Version(4), "connect brings the weights");
+    assert_eq!(
+        late.version().unwrap(),
+        Version(4),
+        "connect brings the weights"
+    );
     let snapshot = late.recv_timeout(SOON).unwrap().unwrap();
     assert_eq!(
         (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),
@@ -302,10 +315,10 @@ fn versions_replaced_meanwhile_are_passed_over() {
         let report = sender
             .send_with(
                 &source,
-                &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
             )
             .unwrap();
-        assert!(report.workers.is_empty() && report.version().0 == step as u64);
+        assert!(report.workers.is_empty() && report.version().unwrap().0 == step as u64);
     }
     let snapshot = receiver.recv().unwrap();
     assert_eq!(
@@ -333,7 +346,7 @@ fn silent_worker_is_late_and_others_are_up_to_date() {
             &weights(),
             &SendOptions::new()
                 .wait(WaitFor::Applied)
-                .deadline(Duration::from_millis(300)),
+                .timeout(Some(Duration::from_millis(300))),
         );
         assert_eq!(worker.join().unwrap(), Version(2));
         report.unwrap()
@@ -380,7 +393,10 @@ fn departing_worker_has_a_line_and_frees_its_number() {
         report.all_applied() && report.workers.len() == 1,
         "{report}"
     );
-    assert_eq!(snapshot.unwrap().unwrap().version(), sender.version());
+    assert_eq!(
+        snapshot.unwrap().unwrap().version(),
+        sender.version().unwrap()
+    );
 }
 
 #[test]
@@ -415,7 +431,7 @@ fn the_senders_shutdown_ends_a_wait_without_a_timeout() {
 }
 
 #[test]
-fn what_a_worker_insists_on_is_of_the_model_it_wants() {
+fn insisted_layout_applies_to_the_wanted_model() {
     let source = weights();
     let mut other = Tensors::new();
     other.insert("value", [1], [1.0_f32]).unwrap();
@@ -431,7 +447,7 @@ fn what_a_worker_insists_on_is_of_the_model_it_wants() {
     ];
     for setup in setups {
         assert_eq!(
-            setup.connect(Some(SOON)).unwrap().model().as_str(),
+            setup.connect(Some(SOON)).unwrap().models()[0].id.as_str(),
             "critic"
         );
     }
@@ -537,7 +553,7 @@ fn worker_that_leaves_after_joining_has_joined() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let setup = setup.scheme(Fleeting).unwrap();
     let connect = |worker| {
-        let expect = Expect::Workers(vec![WorkerId(worker)]);
+        let expect = Expect::workers([worker]);
         setup.clone().connect(&weights(), expect, Some(SOON))
     };
     let sender = connect(3).unwrap();
@@ -563,8 +579,8 @@ fn a_models_name_is_checked() {
     // The longest, of letters of several bytes.
     let name = "ß".repeat(127);
     let (sender, receiver) = connect(SenderSetup::new(&name, &weights()).unwrap(), &weights(), 1);
-    assert_eq!(receiver[0].model().as_str(), name);
-    assert_eq!(sender.init_info().model().as_str(), name);
+    assert_eq!(receiver[0].models()[0].id.as_str(), name);
+    assert_eq!(sender.init_info().models()[0].as_str(), name);
 }
 
 #[test]

@@ -55,7 +55,7 @@ fn a_digest_is_of_the_bytes_and_of_nothing_else() {
     let (mut sender, mut receiver) = pair(&source);
     let first = sender.digest().unwrap();
     // The same bytes as another version, from a slot used before.
-    let zeros = Tensors::zeros(sender.layout());
+    let zeros = Tensors::zeros(sender.layout().unwrap());
     send_to(&mut sender, &zeros, &mut receiver);
     let again = send_to(&mut sender, &source, &mut receiver);
     assert_eq!(

@@ -36,7 +36,7 @@ fn floats_are_cast_in_the_pass_and_integers_are_not() {
             .unwrap()
             .cast(dtype)
             .unwrap();
-        assert_eq!(setup.layout().tensor("f32").unwrap().dtype, dtype);
+        assert_eq!(setup.layout().unwrap().tensor("f32").unwrap().dtype, dtype);
         let (mut sender, mut receiver) = pair_by(setup, &source);
         let snapshot = send_to(&mut sender, &source, &mut receiver);
         match dtype {
@@ -288,12 +288,12 @@ fn inconsistent_extractor_publishes_nothing() {
         let error = sender
             .send_with(
                 &source,
-                &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
             )
             .unwrap_err();
         assert!(matches!(error, Error::Extract { .. }), "{error}");
         assert!(error.to_string().contains(words), "{words}: {error}");
-        assert_eq!(sender.version(), Version(1));
+        assert_eq!(sender.version().unwrap(), Version(1));
     }
     assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
     assert_eq!(

@@ -107,7 +107,7 @@ fn a_file_too_short_or_absent_is_refused_by_its_path() {
 }
 
 #[test]
-fn what_is_no_regular_file_is_refused_without_a_wait() {
+fn irregular_file_is_refused_without_a_wait() {
     let dir = tempfile::tempdir().unwrap();
     let fifo = dir.path().join("fifo");
     // Nobody writes to it, and nobody ever will.
@@ -163,7 +163,7 @@ fn file_cut_short_after_opening_publishes_nothing() {
         .unwrap();
     let error = sender.send(&checkpoint).unwrap_err();
     assert!(error.to_string().contains("model.safetensors"), "{error}");
-    assert_eq!(sender.version(), Version(1));
+    assert_eq!(sender.version().unwrap(), Version(1));
     assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
 }
 
@@ -246,7 +246,7 @@ fn a_source_may_change_from_tensors_to_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("model.safetensors");
     sender.snapshot().unwrap().save_safetensors(&path).unwrap();
-    let zeros = Tensors::zeros(sender.layout());
+    let zeros = Tensors::zeros(sender.layout().unwrap());
     crate::send_to(&mut sender, &zeros, &mut receiver);
     let checkpoint = SafetensorsFile::open(&path).unwrap();
     let (report, snapshot) = crate::send(&mut sender, &checkpoint, || receiver.recv_timeout(SOON));

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use weightsync_engine::{
     AnyScheme, Error, Expect, Outcome, ReceiverSetup, Remedy, SendOptions, Sender, SenderSetup,
-    Session, WaitFor, WorkerId,
+    Session, WaitFor,
 };
 
 use crate::{SOON, connect, join, send, weights};
@@ -89,7 +89,7 @@ fn a_session_goes_on_with_those_that_have_joined() {
             let info = info.clone();
             move || join(ReceiverSetup::new(info, 0)).unwrap()
         });
-        let both = || Expect::Workers(vec![WorkerId(0), WorkerId(1)]);
+        let both = || Expect::workers([0, 1]);
         let brief = Duration::from_millis(300);
         let error = trainer
             .connect_sender(&weights(), both(), Some(brief))
@@ -130,7 +130,7 @@ fn workers_that_have_left_in_order_have_been_there() {
     let error = sender.wait_for(&Expect::Count(1), Some(brief)).unwrap_err();
     assert!(matches!(error, Error::MissingWorkers { .. }), "{error}");
     join(ReceiverSetup::new(info, 4)).unwrap().fail("no disk");
-    let expect = Expect::Workers(vec![WorkerId(4)]);
+    let expect = Expect::workers([4]);
     let error = sender.wait_for(&expect, Some(brief)).unwrap_err();
     assert!(error.to_string().contains("no disk"), "{error}");
 }

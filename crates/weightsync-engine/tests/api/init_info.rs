@@ -23,7 +23,7 @@ fn init_info_crosses_text_and_bytes_and_joins_often() {
     let from_text: InitInfo = serde_json::from_str(&text).unwrap();
     let from_bytes: InitInfo = postcard::from_bytes(&bytes).unwrap();
     assert_eq!(
-        (&from_text, &from_bytes, from_text.model().as_str()),
+        (&from_text, &from_bytes, from_text.models()[0].as_str()),
         (&info, &info, "policy")
     );
     let _workers = [(0, &from_text), (1, &from_bytes), (2, &from_text)]
@@ -37,7 +37,7 @@ fn two_setups_have_nothing_in_common() {
 }
 
 #[test]
-fn what_was_changed_is_refused_in_words() {
+fn changed_init_info_is_refused_with_the_reason() {
     let good = serde_json::to_value(info()).unwrap();
     let changed = |field: &str, value: Value| {
         let mut changed = good.clone();
@@ -156,7 +156,7 @@ proptest! {
         let at = at.index(bytes.len());
         bytes[at] = byte;
         if let Ok(info) = postcard::from_bytes::<InitInfo>(&bytes) {
-            prop_assert!(!info.model().as_str().is_empty());
+            prop_assert!(!info.models()[0].as_str().is_empty());
         }
     }
 }

@@ -43,7 +43,7 @@ fn sent() -> SendOptions {
 
 fn setup() -> SenderSetup {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    setup.deadline(LONG)
+    setup.send_timeout(Some(LONG))
 }
 
 #[test]
@@ -83,7 +83,7 @@ fn a_connect_leaves_nothing_and_can_be_made_again() {
 fn a_send_that_had_published_has_published() {
     let (mut sender, mut receiver) = pair_by(setup(), &weights());
     ended(|| sender.send(&weights()));
-    assert_eq!(sender.version(), Version(2));
+    assert_eq!(sender.version().unwrap(), Version(2));
     assert_eq!(
         receiver.recv_timeout(SOON).unwrap().unwrap().version(),
         Version(2)
@@ -124,7 +124,7 @@ fn a_send_that_waits_for_room_has_changed_nothing() {
     ended(|| sender.send(&weights()));
     ended(|| sender.send_async(&weights(), &SendOptions::new()));
     ended(|| sender.loan().map(drop));
-    assert_eq!(sender.version(), Version(2));
+    assert_eq!(sender.version().unwrap(), Version(2));
     drop((first, second));
     assert_eq!(
         send_to(&mut sender, &weights(), &mut receiver).version(),
@@ -133,14 +133,16 @@ fn a_send_that_waits_for_room_has_changed_nothing() {
 
     // Room among the asynchronous sends.
     for bound in [1, 2] {
-        let (mut sender, mut receiver) =
-            pair_by(setup().pending(AsyncSendLimit::Queue(bound)), &weights());
+        let (mut sender, mut receiver) = pair_by(
+            setup().async_send_limit(AsyncSendLimit::Queue(bound)),
+            &weights(),
+        );
         let flying: Vec<_> = (0..bound)
             .map(|_| sender.send_async(&weights(), &SendOptions::new()).unwrap())
             .collect();
-        let version = sender.version();
+        let version = sender.version().unwrap();
         ended(|| sender.send_async(&weights(), &SendOptions::new()));
-        assert_eq!(sender.version(), version);
+        assert_eq!(sender.version().unwrap(), version);
         receiver.recv_timeout(SOON).unwrap().expect("the newest");
         for one in flying {
             assert!(one.wait(Some(SOON)).unwrap().failed().next().is_none());
@@ -284,7 +286,7 @@ fn interrupt_leaves_the_background_thread_alone() {
         BackgroundState::Following
     );
     assert!(sender.send(&weights()).unwrap().all_applied());
-    assert_eq!(background.read().unwrap().version(), Version(2));
+    assert_eq!(background.read().unwrap().version().unwrap(), Version(2));
     let mut receiver = background.stop().unwrap().0;
     ended(|| receiver.recv());
 

@@ -31,7 +31,7 @@ fn a_loan_is_written_by_name_and_published() {
         );
         let report = loan.publish().unwrap();
         assert!(
-            report.all_applied() && report.version() == Version(2),
+            report.all_applied() && report.version().unwrap() == Version(2),
             "{report}"
         );
         worker.join().unwrap()
@@ -78,7 +78,7 @@ fn a_loan_that_is_dropped_publishes_nothing() {
             .into_iter()
             .for_each(|place| place.fill(0xff));
     }
-    assert_eq!(sender.version(), Version(1));
+    assert_eq!(sender.version().unwrap(), Version(1));
     let snapshot = receiver.latest().unwrap().unwrap();
     assert_eq!(
         (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),
@@ -99,7 +99,7 @@ fn a_loan_is_whole_and_of_its_own_model() {
             .into_iter()
             .for_each(|place| place.fill(9));
         let error = loan.publish_with(options).unwrap_err();
-        assert_eq!(sender.version(), Version(1), "{error}");
+        assert_eq!(sender.version().unwrap(), Version(1), "{error}");
         error
     };
     let error = refused(&SendOptions::new().partial(true));
@@ -115,7 +115,10 @@ fn a_loan_is_whole_and_of_its_own_model() {
         .into_iter()
         .for_each(|place| place.fill(1));
     let options = SendOptions::new().model("policy").wait(WaitFor::Sent);
-    assert_eq!(loan.publish_with(&options).unwrap().version(), Version(2));
+    assert_eq!(
+        loan.publish_with(&options).unwrap().version().unwrap(),
+        Version(2)
+    );
     let got = receiver.recv_timeout(SOON).unwrap().unwrap();
     assert_eq!(got.version(), Version(2));
 }
@@ -125,7 +128,7 @@ fn a_loan_waits_for_a_slot_no_longer_than_a_send() {
     let setup = SenderSetup::new("policy", &weights())
         .unwrap()
         .slots(2, 2)
-        .deadline(crate::BRIEF);
+        .send_timeout(Some(crate::BRIEF));
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let _first = receiver.latest().unwrap();
     let _second = send_to(&mut sender, &weights(), &mut receiver);

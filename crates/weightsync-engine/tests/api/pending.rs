@@ -11,13 +11,13 @@ use crate::{BRIEF, SOON, connect, join, pair, weights};
 
 fn to(workers: &[u32], deadline: Duration) -> SendOptions {
     let options = SendOptions::new().workers(workers.iter().copied());
-    options.deadline(deadline)
+    options.timeout(Some(deadline))
 }
 
 #[test]
 fn finished_sends_do_not_count_in_any_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    let setup = setup.slots(2, 8).pending(AsyncSendLimit::Queue(2));
+    let setup = setup.slots(2, 8).async_send_limit(AsyncSendLimit::Queue(2));
     let (mut sender, mut receivers) = connect(setup, &weights(), 3);
     let send = |sender: &mut weightsync_engine::Sender, worker, deadline| {
         sender.send_async(&weights(), &to(&[worker], deadline))
@@ -25,10 +25,10 @@ fn finished_sends_do_not_count_in_any_order() {
     let slow = send(&mut sender, 0, SOON).unwrap();
     let quick = send(&mut sender, 1, SOON).unwrap();
     let error = send(&mut sender, 2, BRIEF).unwrap_err();
-    let Error::SendPending { version, allowed } = error else {
+    let Error::SendPending { versions, allowed } = error else {
         panic!("{error}")
     };
-    assert_eq!((version, allowed), (Version(2), 2));
+    assert_eq!((versions[0].1, allowed), (Version(2), 2));
     receivers[1].recv_timeout(SOON).unwrap().unwrap();
     assert!(quick.is_settled().unwrap() && !slow.is_settled().unwrap());
     let third = send(&mut sender, 2, BRIEF).unwrap();
@@ -59,7 +59,7 @@ fn the_report_of_a_settled_send_outlives_the_sender() {
         for (version, one) in (2..).zip(&sent) {
             assert!(one.is_settled().unwrap(), "{level:?}");
             let report = one.wait(None).unwrap();
-            assert_eq!(report.version(), Version(version));
+            assert_eq!(report.version().unwrap(), Version(version));
             assert_eq!(report.workers[0].outcome, Outcome::Applied);
         }
     }
@@ -86,7 +86,7 @@ fn unsettled_send_is_unknown_after_shutdown() {
 
 /// Two receivers of one number in one process, one after the other.
 #[test]
-fn one_that_left_does_not_stand_for_its_successor() {
+fn departed_worker_does_not_settle_its_successor() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let info = setup.init_info();
     let (mut sender, receivers) = connect(setup, &weights(), 1);
@@ -137,12 +137,12 @@ fn a_late_worker_costs_one_send_its_deadline() {
         assert!(!report.all_applied() && report.failed().count() == 1);
         report.workers[0].late
     };
-    let brief = SendOptions::new().deadline(BRIEF);
+    let brief = SendOptions::new().timeout(Some(BRIEF));
     let report = sender.send_with(&weights(), &brief).unwrap();
     assert_eq!(late(&report), None);
     assert!(report.took >= BRIEF, "{report}");
     // It would take the life of this test.
-    let long = SendOptions::new().deadline(Duration::MAX);
+    let long = SendOptions::new().timeout(Some(Duration::MAX));
     for _ in 0..3 {
         let report = sender.send_with(&weights(), &long).unwrap();
         assert!(late(&report).unwrap() >= BRIEF, "{report}");

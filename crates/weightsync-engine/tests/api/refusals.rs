@@ -55,8 +55,8 @@ fn wrong_weights_are_refused_and_the_old_serve() {
         (Dtype::I64, Dtype::F64)
     );
 
-    assert_eq!(sender.version(), Version(1));
-    assert_eq!(sender.workers()[0].version(), Version(1));
+    assert_eq!(sender.version().unwrap(), Version(1));
+    assert_eq!(sender.workers()[0].versions[0], Version(1));
     assert_eq!(receiver.latest().unwrap().unwrap().version(), Version(1));
     assert_eq!(before.slice::<f32>("layer.bias").unwrap(), [0.5; 7]);
     drop(before);
@@ -95,7 +95,7 @@ fn everything_wrong_at_once_is_named_at_once() {
     assert_eq!(refused.missing, ["layer.weight", "step"]);
     assert_eq!(refused.unknown, ["layer.wieght"]);
     assert_eq!((refused.shapes.len(), refused.dtypes.len()), (1, 1));
-    assert_eq!(sender.version(), Version(1));
+    assert_eq!(sender.version().unwrap(), Version(1));
 }
 
 #[test]
@@ -295,12 +295,12 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
         "{line}"
     );
     assert_eq!(
-        (report.version(), line.versions[0]),
+        (report.version().unwrap(), line.versions[0]),
         (Version(2), Version(1))
     );
     // The label is that of the weights this worker has.
-    assert_eq!(receiver.version(), Version(1));
-    assert_eq!(sender.workers()[0].version(), Version(1));
+    assert_eq!(receiver.version().unwrap(), Version(1));
+    assert_eq!(sender.workers()[0].versions[0], Version(1));
     assert_eq!(model.own.slice::<i64>("step").unwrap(), [41]);
 
     next.slice_mut::<i64>("step").unwrap()[0] = 3;
@@ -309,7 +309,7 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
     });
     assert_eq!(loaded.unwrap(), Some(Version(3)));
     assert!(report.unwrap().all_applied());
-    assert_eq!(receiver.version(), Version(3));
+    assert_eq!(receiver.version().unwrap(), Version(3));
     assert_eq!(model.own.slice::<i64>("step").unwrap(), [3]);
 }
 
@@ -327,7 +327,10 @@ fn model_that_no_longer_fits_is_refused_at_load() {
     );
     assert!(report.unwrap().to_string().contains("layer.weight"));
     assert_eq!(
-        (receiver.version(), other.slice::<i64>("step").unwrap()),
+        (
+            receiver.version().unwrap(),
+            other.slice::<i64>("step").unwrap()
+        ),
         (Version(1), &[0][..])
     );
 }
@@ -356,10 +359,10 @@ fn a_version_is_reported_only_once_it_is_loaded() {
     sender
         .send_with(
             &weights(),
-            &SendOptions::new().wait(WaitFor::Sent).deadline(SOON),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
         )
         .unwrap();
-    let sender_says = || sender.workers()[0].version();
+    let sender_says = || sender.workers()[0].versions[0];
     let mut model = Watched {
         own: weights(),
         sender_says: &sender_says,
@@ -400,4 +403,42 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     let twice = joins().models(["critic", "critic"]);
     let error = twice.connect(Some(SOON)).unwrap_err();
     assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
+}
+
+#[test]
+fn calls_about_one_model_refuse_several_models() {
+    fn refused<T>(call: &str, result: Result<T>) {
+        match result.err() {
+            Some(Error::SeveralModels { known }) => assert_eq!(known.len(), 2, "{call}"),
+            other => panic!("{call}: {other:?}"),
+        }
+    }
+    let one = weights();
+    let setup = SenderSetup::new("actor", &one).unwrap();
+    let setup = setup.add_model("critic", &one).unwrap();
+    refused("SenderSetup::layout", setup.layout());
+    let info = setup.init_info();
+    let insisting = ReceiverSetup::new(info.clone(), 1).model(&one).unwrap();
+    let joined = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
+    let set = Set::new().with("actor", &one).with("critic", &one);
+    let mut sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
+    refused("ReceiverSetup::model", insisting.connect(Some(SOON)));
+
+    refused("Sender::version", sender.version());
+    refused("Sender::layout", sender.layout());
+    refused("Sender::snapshot", sender.snapshot());
+    refused("Sender::digest", sender.digest());
+    refused("Sender::loan", sender.loan());
+    assert_eq!(sender.version_of("critic").unwrap(), Version(1));
+    refused("Receiver::version", joined.join().unwrap().version());
+
+    let sent = SendOptions::new().wait(WaitFor::Sent);
+    let pending = sender.send_async(&set, &sent).unwrap();
+    refused("PendingSend::version", pending.version());
+    refused(
+        "Report::version",
+        pending.wait(Some(SOON)).unwrap().version(),
+    );
+    let report = sender.send_with(&one, &sent.model("critic")).unwrap();
+    assert_eq!(report.version().unwrap(), Version(3));
 }

@@ -72,7 +72,7 @@ fn every_dtype_and_shape_arrives_bit_by_bit() {
         assert_eq!(bytes_of(&snapshot), bytes(&next));
     }
     let last = every_dtype(9);
-    let mut own = Tensors::zeros(receiver.layout());
+    let mut own = Tensors::zeros(&receiver.models()[0].layout);
     let (report, loaded) = send(&mut sender, &last, || {
         receiver.loading(&mut own).recv_timeout(SOON)
     });

@@ -1,5 +1,5 @@
 //! A trainer, a worker that passes on what it receives, and the two it feeds:
-//! who dies costs the others nothing.
+//! the death of one costs the others nothing.
 
 use crate::process::{Answer, Command, Fared};
 use crate::scale::PATIENCE;

@@ -1,4 +1,4 @@
-//! Who dies, or stands still, costs the others nothing.
+//! The death of one process costs the others nothing.
 
 use std::time::{Duration, Instant};
 
@@ -15,66 +15,6 @@ fn send(word: u64) -> Command {
 
 fn version(number: u64, word: u64) -> Answer {
     Answer::Version { number, word }
-}
-
-pub fn death_of_a_worker_with_every_slot_frees_the_send() {
-    let mut script = Script::open("holder", 1 << 13, 2, 2);
-    script.send(TRAINER, &send(2));
-    script.send(1, &Command::Receive(None));
-    script.send(2, &Command::Receive(None));
-    script.answers([TRAINER, 1, 2]);
-    // Worker 0 holds both slots, worker 1 nothing.
-    assert_eq!(
-        script.ask(1, &Command::Reread { times: 1 }),
-        Answer::Held(vec![1, 2])
-    );
-    assert_eq!(script.ask(2, &Command::Keep(0)), Answer::Done);
-    script.send(2, &Command::Receive(None));
-    script.send(TRAINER, &send(3));
-    script.until_it_sleeps(TRAINER);
-
-    let begun = Instant::now();
-    let [sent, received] = script.kill(1, [TRAINER, 2]);
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
-    assert_eq!(received, version(3, 3));
-    let Answer::Sent { lines, .. } = sent else {
-        panic!("{sent:?}");
-    };
-    assert_eq!(lines, [(0, Fared::Died), (1, Fared::Applied)]);
-    script.close();
-}
-
-pub fn sleeping_readers_notice_trainer_death_at_once() {
-    // Worker 0 yields before it sleeps, worker 1 sleeps at once.
-    let mut script = Script::open("sleepers", 1 << 13, 2, 2);
-    for life in 2..5 {
-        let pid = script.pid(TRAINER);
-        for worker in [1, 2] {
-            script.send(worker, &Command::Receive(None));
-            script.until_it_sleeps(worker);
-        }
-        let begun = Instant::now();
-        let died = script.kill(TRAINER, [1, 2]);
-        assert_eq!(died, [Answer::TrainerDied(pid), Answer::TrainerDied(pid)]);
-        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
-
-        // They wait for its successor, and hold what the dead one left.
-        for worker in [1, 2] {
-            script.send(worker, &Command::Receive(None));
-        }
-        script.raise(TRAINER);
-        script.send(TRAINER, &script.lead(2));
-        let [led, one, two] = script.answers([TRAINER, 1, 2]);
-        assert_eq!(
-            [led, one, two],
-            [Answer::Done, version(1, 1), version(1, 1)]
-        );
-        let held = Answer::Held(vec![1; life]);
-        for worker in [1, 2] {
-            assert_eq!(script.ask(worker, &Command::Reread { times: 2 }), held);
-        }
-    }
-    script.close();
 }
 
 pub fn forked_child_of_a_dead_worker_blocks_nobody() {
@@ -113,56 +53,6 @@ pub fn forked_child_of_a_dead_worker_blocks_nobody() {
     assert_eq!(lines, [(0, Fared::Died), (1, Fared::Applied)]);
     assert!(!kept.is_empty());
     drop(kept);
-    script.close();
-}
-
-pub fn stopped_worker_is_late_and_others_are_up_to_date() {
-    let mut script = Script::open("stopped", 1 << 13, 3, 3);
-    script.stop(1);
-    let first = Duration::from_millis(400);
-    for word in 2..5 {
-        // It is late once; the sends after that do not wait for it.
-        let deadline = if word == 2 { first } else { PATIENCE };
-        script.send(2, &Command::Receive(None));
-        script.send(3, &Command::Receive(None));
-        script.send(TRAINER, &Command::Send { word, deadline });
-        let [sent, one, two] = script.answers([TRAINER, 2, 3]);
-        assert_eq!([one, two], [version(word, word), version(word, word)]);
-        let Answer::Sent { lines, took } = sent else {
-            panic!("{sent:?}");
-        };
-        assert_eq!(
-            lines,
-            [(0, Fared::Late), (1, Fared::Applied), (2, Fared::Applied)]
-        );
-        assert!(took < MOMENT && (word > 2 || took >= first), "{took:?}");
-        for worker in [2, 3] {
-            assert_eq!(script.ask(worker, &Command::Keep(0)), Answer::Done);
-        }
-    }
-    script.wake(1);
-    // What it held is whole, and what comes is the newest.
-    assert_eq!(
-        script.ask(1, &Command::Reread { times: 2 }),
-        Answer::Held(vec![1])
-    );
-    assert_eq!(script.ask(1, &Command::Receive(None)), version(4, 4));
-    for worker in [1, 2, 3] {
-        script.send(worker, &Command::Receive(None));
-    }
-    script.send(TRAINER, &send(5));
-    let [sent, ..] = script.answers([TRAINER, 1, 2, 3]);
-    let Answer::Sent { lines, .. } = sent else {
-        panic!("{sent:?}");
-    };
-    assert_eq!(
-        lines,
-        [
-            (0, Fared::Applied),
-            (1, Fared::Applied),
-            (2, Fared::Applied)
-        ]
-    );
     script.close();
 }
 

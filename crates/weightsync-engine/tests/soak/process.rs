@@ -108,7 +108,7 @@ impl Lead {
         Ok(setup
             .slots(self.slots, self.slots)
             .run_dir(&self.run_dir)?
-            .deadline(PATIENCE))
+            .send_timeout(Some(PATIENCE)))
     }
 }
 
@@ -153,7 +153,9 @@ impl Process {
                 let begun = Instant::now();
                 let report = sender.send_with(
                     &self.weights,
-                    &SendOptions::new().wait(WaitFor::Applied).deadline(deadline),
+                    &SendOptions::new()
+                        .wait(WaitFor::Applied)
+                        .timeout(Some(deadline)),
                 )?;
                 let lines = report.workers.iter();
                 let lines = lines.map(|line| (line.worker.0, fared(&line.outcome)));

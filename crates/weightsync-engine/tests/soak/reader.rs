@@ -154,7 +154,7 @@ impl Checker {
             }
             _ => {}
         }
-        if receiver.run() != run || receiver.version() != version {
+        if receiver.run() != run || receiver.version().unwrap() != version {
             return Err(format!("{version} of {run} is not what the receiver reports").into());
         }
         let pattern = Pattern::new(seed, version.0);

@@ -5,9 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use rustix::process::{
-    Pid, PidfdFlags, PidfdGetfdFlags, Signal, kill_process, pidfd_getfd, pidfd_open,
-};
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open};
 use tempfile::TempDir;
 use weightsync_engine::worker::{Event, Spawn, Workers};
 use weightsync_engine::{InitInfo, Tensors};
@@ -26,7 +24,6 @@ pub struct Script {
     census: Census,
     dir: TempDir,
     lead: Lead,
-    asleep: Vec<usize>,
     dead: Vec<usize>,
 }
 
@@ -72,7 +69,6 @@ impl Script {
             census,
             dir,
             lead,
-            asleep: Vec::new(),
             dead: Vec::new(),
         }
     }
@@ -185,21 +181,7 @@ impl Script {
         self.dead.retain(|dead| *dead != process);
     }
 
-    /// Stops a process where it is.
-    pub fn stop(&mut self, process: usize) {
-        self.signal(process, Signal::STOP);
-        self.asleep.push(process);
-        self.until_state(process, 'T');
-    }
-
-    /// Lets it go on.
-    pub fn wake(&mut self, process: usize) {
-        self.signal(process, Signal::CONT);
-        self.asleep.retain(|asleep| *asleep != process);
-    }
-
-    /// Waits until a process waits in the kernel: it has nothing more to do
-    /// on its own.
+    /// Waits until a process sleeps in the kernel.
     pub fn until_it_sleeps(&self, process: usize) {
         self.until_state(process, 'S');
     }
@@ -221,11 +203,9 @@ impl Script {
             census,
             dir,
             lead,
-            asleep,
             dead,
         } = self;
-        assert_eq!(asleep, [0; 0], "processes that cannot end");
-        for (process, exit) in workers.shutdown(PATIENCE).into_iter().enumerate() {
+        for (process, exit) in workers.shutdown(Some(PATIENCE)).into_iter().enumerate() {
             assert!(
                 exit.is_success() || dead.contains(&process),
                 "process {process} {exit}\n{}",
@@ -251,11 +231,6 @@ impl Script {
     /// What the workers of this script need to join.
     pub fn info(&self) -> InitInfo {
         info_of(&self.lead)
-    }
-
-    fn signal(&self, process: usize, signal: Signal) {
-        let pid = Pid::from_raw(self.pid(process) as i32).expect("a process id");
-        kill_process(pid, signal).expect("it is our child");
     }
 
     fn until_state(&self, process: usize, wanted: char) {

@@ -276,7 +276,12 @@ impl<'a> Stage<'a> {
     /// Ends everything in order.
     fn end(mut self) -> Done {
         self.let_go();
-        for (index, exit) in self.workers.shutdown(PATIENCE).into_iter().enumerate() {
+        for (index, exit) in self
+            .workers
+            .shutdown(Some(PATIENCE))
+            .into_iter()
+            .enumerate()
+        {
             let killed = self.victim == Some(exit.pid) || exit.stderr_text().contains(BURNT);
             assert!(
                 exit.is_success() || killed,

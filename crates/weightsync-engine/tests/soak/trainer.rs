@@ -77,7 +77,7 @@ impl Plan {
     pub fn setup(&self, weights: &Tensors) -> weightsync_engine::Result<SenderSetup> {
         let setup = SenderSetup::new(&self.model, weights)?
             .slots(self.slots, self.max_slots)
-            .deadline(PATIENCE);
+            .send_timeout(Some(PATIENCE));
         match &self.run_dir {
             Some(dir) => setup.run_dir(dir),
             None => Ok(setup),
@@ -100,7 +100,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
     let fuse = Lit::new(plan.fuse);
     let (mut versions, mut told) = (1, Instant::now());
     while !worker.is_closed() {
-        let version = sender.version().next().0;
+        let version = sender.version().unwrap().next().0;
         let pattern = Pattern::new(plan.seed, version);
         // Mostly it laps its readers; now and then it waits for them.
         let wait = match version % 16 {
@@ -109,15 +109,17 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
         };
         let report = if version.is_multiple_of(3) {
             pattern.fill(&mut weights)?;
-            let report =
-                sender.send_with(&weights, &SendOptions::new().wait(wait).deadline(PATIENCE))?;
+            let report = sender.send_with(
+                &weights,
+                &SendOptions::new().wait(wait).timeout(Some(PATIENCE)),
+            )?;
             // Not sent, so never seen.
             Pattern::new(!plan.seed, version).fill(&mut weights)?;
             report
         } else {
             let mut loan = sender.loan()?;
             pattern.fill_loan(&mut loan, || fuse.midway(version))?;
-            loan.publish_with(&SendOptions::new().wait(wait).deadline(PATIENCE))?
+            loan.publish_with(&SendOptions::new().wait(wait).timeout(Some(PATIENCE)))?
         };
         fuse.done(version);
         judge(&report)?;
@@ -190,7 +192,7 @@ impl Crew {
     }
 
     fn end(self) -> Result<(), Failure> {
-        for exit in self.workers.shutdown(PATIENCE) {
+        for exit in self.workers.shutdown(Some(PATIENCE)) {
             if !exit.is_success() && !exit.stderr_text().contains(BURNT) {
                 return Err(format!("at the end: {exit}").into());
             }

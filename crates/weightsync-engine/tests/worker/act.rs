@@ -330,7 +330,12 @@ fn desert() {
             Some((_, Event::Frame(_)))
         ));
     }
-    assert!(workers.shutdown(LONG).iter().all(|exit| exit.is_success()));
+    assert!(
+        workers
+            .shutdown(Some(LONG))
+            .iter()
+            .all(|exit| exit.is_success())
+    );
 }
 
 fn print_pids(workers: &Workers) {

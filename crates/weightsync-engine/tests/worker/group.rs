@@ -47,7 +47,7 @@ pub fn every_worker_gets_its_own_init() {
         .expect("workers start");
     let speakers: BTreeSet<usize> = (0..2).map(|_| frame(&workers).0).collect();
     assert_eq!(speakers, BTreeSet::from([0, 1]));
-    for (worker, exit) in workers.shutdown(LONG).iter().enumerate() {
+    for (worker, exit) in workers.shutdown(Some(LONG)).iter().enumerate() {
         assert!(exit.is_success());
         assert_eq!(
             exit.stderr_tail.len(),
@@ -255,7 +255,7 @@ pub fn an_interrupted_call_ends_and_the_pipe_stays_whole() {
         .start()
         .expect("a worker starts");
     frame(&workers);
-    let exits = interruptible(|| true, || workers.shutdown(LONG));
+    let exits = interruptible(|| true, || workers.shutdown(Some(LONG)));
     assert_eq!(exits[0].signal, Some(9));
     assert!(started.elapsed() < LONG);
 }
@@ -307,7 +307,7 @@ pub fn a_restart_follows_the_end_of_the_process_before() {
     assert_eq!(killed.stderr_text(), "second\n");
     workers.restart(0, None).expect("it starts again");
     assert_eq!(frame(&workers), (0, b"spoken".to_vec()));
-    let exits = workers.shutdown(LONG);
+    let exits = workers.shutdown(Some(LONG));
     assert_eq!(exits[0].stderr_text(), "second\n");
     assert_eq!(exits[1].stderr_text(), "first\n");
 }
@@ -365,7 +365,7 @@ pub fn worker_that_keeps_dying_waits_for_its_end_event() {
     while workers.running() > 0 {
         std::thread::yield_now();
     }
-    let exits = workers.shutdown(LONG);
+    let exits = workers.shutdown(Some(LONG));
     assert_eq!(exits.len(), 1);
 }
 
@@ -380,7 +380,7 @@ pub fn last_send_arrives_after_a_full_queue() {
     for number in 0..10 {
         workers.send(0, &[number], Some(LONG)).expect("they fit");
     }
-    let exits = workers.shutdown(LONG);
+    let exits = workers.shutdown(Some(LONG));
     assert_eq!(exits[0].stderr_text(), "10\n");
 }
 
@@ -417,7 +417,7 @@ pub fn shutdown_is_idempotent() {
         assert_eq!(frame(&workers).1, b"first");
     }
     workers.kill(0).expect("it can be killed");
-    let exits = workers.shutdown(LONG);
+    let exits = workers.shutdown(Some(LONG));
     assert!(
         watched.iter().all(|worker| ends(worker, Duration::ZERO)),
         "all are gone by now"
@@ -429,7 +429,7 @@ pub fn shutdown_is_idempotent() {
         assert_eq!(exit.stderr_text(), "Err(Closed)\n");
     }
     assert_eq!(workers.running(), 0);
-    assert_eq!(workers.shutdown(LONG), exits);
+    assert_eq!(workers.shutdown(Some(LONG)), exits);
     assert!(matches!(
         workers.send(1, b"", Some(LONG)),
         Err(WorkerError::ShutDown)
@@ -454,7 +454,7 @@ pub fn sends_before_shutdown_can_still_be_received() {
     .expect("workers start");
     expect_line(&heard, "done");
     expect_line(&heard, "done");
-    let exits = workers.shutdown(LONG);
+    let exits = workers.shutdown(Some(LONG));
     let mut next = [0_u32; 2];
     while let Some((worker, event)) = workers.recv_any(None) {
         match event {
@@ -476,7 +476,7 @@ pub fn a_worker_that_ignores_the_end_is_killed() {
         .start()
         .expect("a worker starts");
     frame(&workers);
-    assert_eq!(workers.shutdown(LONG)[0].signal, Some(9));
+    assert_eq!(workers.shutdown(Some(LONG))[0].signal, Some(9));
 
     // By the trainer, where it has none: this program has never heard of us.
     let workers = Spawn::program("sleep")
@@ -484,7 +484,7 @@ pub fn a_worker_that_ignores_the_end_is_killed() {
         .start()
         .expect("sleep is there");
     let sleep = watch(workers.pid(0).expect("it runs"));
-    assert_eq!(workers.shutdown(Duration::ZERO)[0].signal, Some(9));
+    assert_eq!(workers.shutdown(Some(Duration::ZERO))[0].signal, Some(9));
     assert!(ends(&sleep, Duration::ZERO));
 }
 
@@ -525,7 +525,7 @@ pub fn launcher_works_if_it_leaves_stdin_alone() {
     let workers = launch("\"$0\"; exit $?");
     workers.send(0, b"through", Some(LONG)).expect("it reads");
     assert_eq!(frame(&workers), (0, b"through".to_vec()));
-    assert!(workers.shutdown(LONG)[0].is_success());
+    assert!(workers.shutdown(Some(LONG))[0].is_success());
 
     let workers = launch("exec \"$0\" < /dev/null");
     let (_, exit) = exit(&workers);
@@ -556,7 +556,7 @@ pub fn a_call_for_no_worker_is_an_error() {
     let none = spawn(0, &Role::Echo).start().expect("no worker is fine");
     assert!(none.is_empty());
     assert_eq!(none.recv_any(None), None);
-    assert_eq!(none.shutdown(LONG), []);
+    assert_eq!(none.shutdown(Some(LONG)), []);
 }
 
 fn expect_line(heard: &Receiver<String>, expected: &str) {

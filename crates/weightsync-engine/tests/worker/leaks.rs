@@ -36,10 +36,10 @@ pub fn rounds() {
             3 => {
                 workers.restart(0, None).expect("it starts again");
                 workers.kill(1).expect("it can be killed");
-                workers.shutdown(Duration::ZERO);
+                workers.shutdown(Some(Duration::ZERO));
             }
             _ => {
-                let exits = workers.shutdown(LONG);
+                let exits = workers.shutdown(Some(LONG));
                 assert!(exits.iter().all(|exit| exit.is_success()), "{exits:?}");
             }
         }

@@ -234,7 +234,7 @@ impl Route {
         mut goes_on: impl FnMut() -> bool,
     ) -> Result<SearchResult> {
         // A caller that waits for the answer of a process it reached does so here, too.
-        let until = deadline.filter(|_| !self.joining.hears_out);
+        let until = deadline.filter(|_| !self.joining.single_attempt);
         let settles = Instant::now() + SETTLES.min(left(until, 2 * SETTLES) / 2);
         let mut nearer = self.names();
         loop {
@@ -263,7 +263,7 @@ impl Route {
             }
         }
         let nearer = nearer.into_iter().map(|(_, name)| name).collect();
-        let patience = match self.joining.hears_out {
+        let patience = match self.joining.single_attempt {
             true => ATTEMPT.into(),
             false => Patience {
                 // Even an attempt without time left gives a process that is there a moment to

@@ -540,7 +540,8 @@ fn one_of_two_workers_gets_a_contested_number() {
         // Each send arrives. They go to all workers: a version for one worker is kept for it, and
         // would take a slot for each number.
         let options = SendOptions::new().wait(WaitFor::Sent);
-        let sent = sender.send_with(&weights(), &options).unwrap().version();
+        let report = sender.send_with(&weights(), &options).unwrap();
+        let sent = report.version().unwrap();
         while winner.recv_timeout(LONG).unwrap().unwrap().version() < sent {}
     }
     println!("{won:?} came first by memory and by a link");

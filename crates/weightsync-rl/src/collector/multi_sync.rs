@@ -91,7 +91,7 @@ impl Builder {
         // Every version has this layout, so one that arrives can be acted on:
         // a worker may say that it has it before it looks at it.
         self.task.check(&weights.layout()?)?;
-        let setup = SenderSetup::new("policy", weights)?.deadline(self.deadline);
+        let setup = SenderSetup::new("policy", weights)?.send_timeout(Some(self.deadline));
         let mut seeds = Seeds(EnvRng::seed_from_u64(self.seed));
         let starts = (0..self.workers).map(|_| self.hello(&mut seeds, setup.init_info()));
         let starts = starts.collect::<Result<Vec<_>, _>>()?;
@@ -259,7 +259,7 @@ impl MultiSync {
             weights,
             &SendOptions::new()
                 .wait(WaitFor::Applied)
-                .deadline(self.deadline),
+                .timeout(Some(self.deadline)),
         )?)
     }
 
@@ -270,7 +270,7 @@ impl MultiSync {
 
     /// The version sent last.
     pub fn version(&self) -> Version {
-        self.sender.version()
+        self.sender.version().expect("the only model")
     }
 
     /// Every connected worker with the version it has, as the sender sees them.
@@ -298,7 +298,7 @@ impl MultiSync {
             sender, workers, ..
         } = self;
         drop(sender);
-        workers.shutdown(SHUTDOWN);
+        workers.shutdown(Some(SHUTDOWN));
     }
 
     /// One part of `shape` from each worker.

@@ -1,7 +1,7 @@
 //! Chooses a sender's address, which is final before a socket listens there.
 
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::Path;
 
@@ -9,6 +9,7 @@ use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{ModelId, Result};
 use weightsync_net::address::PortFile;
 pub(super) use weightsync_net::address::{bad, host_and_port, local_ip, reached, resolve};
+use weightsync_net::listen_error;
 
 use super::error::RpcError;
 
@@ -59,11 +60,7 @@ pub(super) fn allocate(
 ///
 /// If another process listens there.
 pub(super) fn listen(addr: SocketAddr) -> Result<TcpListener> {
-    let listener = TcpListener::bind(addr).map_err(|source| match source.kind() {
-        ErrorKind::AddrInUse => RpcError::Taken { addr },
-        _ => RpcError::Listen { addr, source },
-    });
-    Ok(listener?)
+    TcpListener::bind(addr).map_err(|source| listen_error(addr, source))
 }
 
 /// A port on which nobody listens. The ports to try follow from the endpoint's name, which is

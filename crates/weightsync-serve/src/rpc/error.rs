@@ -9,16 +9,6 @@ use weightsync_net::AccessError;
 pub(super) enum RpcError {
     #[error("{0}")]
     Access(#[from] AccessError),
-    #[error(
-        "cannot listen at {addr}: another sender of this run directory or another program uses it; \
-         stop that process, or use another run directory or listen=HOST:PORT"
-    )]
-    Taken { addr: SocketAddr },
-    #[error("listening at {addr} failed: {source}")]
-    Listen {
-        addr: SocketAddr,
-        source: std::io::Error,
-    },
     #[error("no free port was found at {host}: {source}")]
     NoPort {
         host: std::net::IpAddr,

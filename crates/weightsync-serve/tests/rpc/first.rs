@@ -19,20 +19,20 @@ fn the_first_weights_come_with_the_first_send() {
             let info = info.clone();
             scope.spawn(move || worker(info, number).expect("it joins"))
         });
-        let expect = Expect::Workers(vec![WorkerId(0), WorkerId(1)]);
+        let expect = Expect::workers([0, 1]);
         let mut sender = setup
             .connect(&initial, expect, Some(SOON))
             .expect("both join");
         let mut workers = joins.map(|join| join.join().expect("no panic"));
         // Both ends are connected, and nothing has moved.
-        assert!(sender.version().is_none());
+        assert!(sender.version().unwrap().is_none());
         assert!(sender.workers().iter().all(|worker| !worker.is_ready()));
         assert_eq!(sender.workers().len(), 2);
         for worker in &mut workers {
-            assert!(worker.version().is_none());
+            assert!(worker.version().unwrap().is_none());
             assert!(worker.recv_timeout(BRIEF).expect("no failure").is_none());
             assert!(worker.latest().expect("no failure").is_none());
-            assert_eq!(worker.layout(), sender.layout());
+            assert_eq!(worker.models()[0].layout, *sender.layout().unwrap());
         }
         // There is nothing to keep the rest of, nor to look at.
         let partial = SendOptions::new().partial(true);
@@ -48,14 +48,17 @@ fn the_first_weights_come_with_the_first_send() {
             })
         });
         let report = sender.send(&weights(64, 2.0)).expect("it is sent");
-        assert!(report.all_applied() && report.version().0 == 1, "{report}");
+        assert!(
+            report.all_applied() && report.version().unwrap().0 == 1,
+            "{report}"
+        );
         let workers = waits.map(|wait| wait.join().expect("no panic"));
         assert!(workers.iter().all(|(value, _)| *value == 2.0));
         // A late worker has the version without a send.
         let mut late = worker(info, 2).expect("it joins");
         assert_eq!(receive(&mut late), 2.0);
         let status = sender.workers();
-        assert!(status.iter().all(|worker| worker.version().0 == 1));
+        assert!(status.iter().all(|worker| worker.versions[0].0 == 1));
     });
 }
 
@@ -110,7 +113,7 @@ fn silent_worker_is_late_and_delays_no_other() {
         let report = sender.send_with(&weights(64, 2.0), &staged).expect("sent");
         assert!(report.all_reached(), "{report}");
         assert_eq!(wait.join().expect("no panic"), 2.0);
-        let brief = SendOptions::new().deadline(BRIEF);
+        let brief = SendOptions::new().timeout(Some(BRIEF));
         let report = sender.send_with(&weights(64, 3.0), &brief).expect("sent");
         assert_eq!(
             report.worker(0).map(|line| &line.outcome),

@@ -225,7 +225,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
             let _ = life.write_all(b"0\r\n\r\n");
         }
     });
-    let expect = Expect::Workers(vec![weightsync_engine::WorkerId(5)]);
+    let expect = Expect::workers([5]);
     sender.wait_for(&expect, Some(SOON)).expect("it joins");
     assert_eq!(sender.workers()[0].device, "tpu:0");
     let report = sender.send(&weights(300_000, 2.0)).expect("it is sent");

@@ -159,7 +159,7 @@ fn room_error_names_the_worker_that_holds_a_version() {
             rest
         })
         .collect();
-    let brief = sent.clone().deadline(BRIEF);
+    let brief = sent.clone().timeout(Some(BRIEF));
     let error = sender.send_with(&initial, &brief).unwrap_err();
     let Error::AllSlotsPinned { holders, .. } = &error else {
         panic!("{error}");

@@ -221,7 +221,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
         loop {
             let status = sender.workers();
             assert_eq!(status.len(), 1);
-            if status[0].version() == receiver.version() {
+            if status[0].versions[0] == receiver.version().unwrap() {
                 break;
             }
             assert!(begun.elapsed() < SOON, "{status:?}");

@@ -39,7 +39,10 @@ fn at_connect() -> Rpc {
 
 fn setup(weights: &Tensors, scheme: Rpc) -> SenderSetup {
     let setup = SenderSetup::new("policy", weights).expect("a model");
-    setup.scheme(scheme).expect("a place").deadline(SOON)
+    setup
+        .scheme(scheme)
+        .expect("a place")
+        .send_timeout(Some(SOON))
 }
 
 /// A sender that expects nobody.

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::set::{Member, SetSnapshot};
 use crate::snapshot::Snapshot;
 use crate::transport::copies::Copies;
-use crate::transport::{Interrupter, Joining, ModelSpec, ReceiverTransport, Which};
+use crate::transport::{Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest};
 /// A worker's end of models in shared memory.
 #[derive(Debug)]
 pub struct Attached {
@@ -193,14 +193,14 @@ impl ReceiverTransport for Attached {
     fn pull(
         &mut self,
         model: usize,
-        pull: Which,
+        pull: VersionRequest,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         let model = self.indices[model];
         let want = match pull {
-            Which::Newest => Want::Newest,
-            Which::AtLeast(version) => Want::AtLeast { model, version },
-            Which::Exactly(version) => Want::Exactly { model, version },
+            VersionRequest::Newest => Want::Newest,
+            VersionRequest::AtLeast(version) => Want::AtLeast { model, version },
+            VersionRequest::Exactly(version) => Want::Exactly { model, version },
         };
         self.reader.ask(want)?;
         let answer = self.reader.answer(deadline);

@@ -313,7 +313,7 @@ fn of_published(mut versions: Vec<Version>, published: &[(usize, Version)]) -> V
 fn order_digests(waiter: &Waiter, publication: &Publication, thread: &DigestThread) {
     for (model, version) in &publication.versions {
         match waiter.snapshot(*model) {
-            // Not what was sent to some workers only.
+            // Versions that were sent to some workers only do not count.
             Ok(Some(snapshot)) if snapshot.version() == *version => {
                 thread.digest_next(*model, snapshot);
             }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, Opening, ReceiverTransport, Scheme,
-    SenderTransport, Which,
+    SenderTransport, VersionRequest,
 };
 
 use super::*;
@@ -80,7 +80,7 @@ fn sender_shutdown_is_a_state_and_the_model_serves() {
     // Nothing comes any more, so this does not wait.
     assert!(
         !background
-            .wait(None, |status| status.version() == Version(3))
+            .wait(None, |status| status.version().unwrap() == Version(3))
             .unwrap()
     );
 }
@@ -101,7 +101,7 @@ fn a_restarted_sender_is_found_again() {
     let next = setup().connect(&number(9.0), Expect::Count(1), Some(SOON));
     let mut next = next.unwrap();
     let model = background.read().unwrap();
-    assert_eq!((value(&model), model.version()), (9.0, Version(1)));
+    assert_eq!((value(&model), model.version().unwrap()), (9.0, Version(1)));
     assert_eq!(model.run(), next.run());
     assert!(model.run().epoch > first.epoch);
     drop(model);
@@ -143,22 +143,22 @@ fn old_versions_are_not_reported_to_the_next_sender() {
         assert!(background.safe_point().unwrap().is_some());
         let model = background.read().unwrap();
         assert_eq!(
-            (value(&model), model.version(), model.run()),
+            (value(&model), model.version().unwrap(), model.run()),
             (5.0, Version(5), first)
         );
         say.send(()).unwrap();
         next.join().unwrap().unwrap()
     });
-    assert_eq!(next.workers()[0].version(), Version::NONE);
+    assert_eq!(next.workers()[0].versions[0], Version::NONE);
     staged(Version(1));
-    assert_eq!(next.workers()[0].version(), Version::NONE);
+    assert_eq!(next.workers()[0].versions[0], Version::NONE);
     assert!(background.safe_point().unwrap().is_some());
     let model = background.read().unwrap();
     assert_eq!(
-        (value(&model), model.version(), model.run()),
+        (value(&model), model.version().unwrap(), model.run()),
         (9.0, Version(1), next.run())
     );
-    assert_eq!(next.workers()[0].version(), Version(1));
+    assert_eq!(next.workers()[0].versions[0], Version(1));
 }
 
 /// One that answers and cannot be followed is told so once, and the worker says
@@ -275,7 +275,12 @@ impl ReceiverTransport for FragileEnd {
         self.inner.latest()
     }
 
-    fn pull(&mut self, model: usize, pull: Which, until: Deadline) -> Result<Option<SetSnapshot>> {
+    fn pull(
+        &mut self,
+        model: usize,
+        pull: VersionRequest,
+        until: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
         self.inner.pull(model, pull, until)
     }
 

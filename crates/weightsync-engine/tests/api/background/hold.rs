@@ -89,7 +89,7 @@ fn a_thread_that_holds_may_hold_again_but_not_change() {
 }
 
 #[test]
-fn what_is_held_keeps_nobody_from_stopping() {
+fn model_hold_does_not_delay_shutdown() {
     let (mut sender, background) = numbers(SafePoints::Implied, setup());
     let held = background.hold().unwrap();
     let pending = stage(&mut sender, &background, 2.0);

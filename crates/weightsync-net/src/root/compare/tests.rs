@@ -114,7 +114,7 @@ fn version_arrives_as_a_delta_bit_for_bit() {
         assert!(report.all_applied(), "{report}");
         let (version, got) = gets
             .iter()
-            .find(|(version, _)| *version == report.version().0)
+            .find(|(version, _)| *version == report.version().unwrap().0)
             .unwrap();
         assert!(got == bytes(&weights), "version {version}");
         // The bytes received are reported at the latest when the version is whole.

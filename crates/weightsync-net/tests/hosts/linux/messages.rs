@@ -180,7 +180,7 @@ impl Sent {
         });
         Self {
             word,
-            version: report.version().0,
+            version: report.version().expect("one model").0,
             took: report.took,
             cpu,
             workers: lines.collect(),

@@ -90,7 +90,7 @@ fn train(lead: &Lead) -> Outcome {
     let setup = SenderSetup::new("policy", &versions.tensors)?
         .scheme(scheme)?
         .run_dir(&lead.run_dir)?
-        .deadline(PATIENCE);
+        .send_timeout(Some(PATIENCE));
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
     emit(&Notice::Info(info));
@@ -130,7 +130,7 @@ fn send_all(
     let text = |error: weightsync_engine::Error| error.to_string();
     for order in orders {
         let (word, options) = match order {
-            Order::Send { word, deadline } => (word, SendOptions::new().deadline(deadline)),
+            Order::Send { word, deadline } => (word, SendOptions::new().timeout(Some(deadline))),
             Order::Publish { word } => (word, SendOptions::new().wait(WaitFor::Sent)),
             Order::Forget { worker } => {
                 sender.forget([worker]).map_err(text)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::task::spawn_blocking;
 use tokio::time::sleep;
-use weightsync_engine::transport::{Deadline, Image, ModelSpec, Which};
+use weightsync_engine::transport::{Deadline, Image, ModelSpec, VersionRequest};
 use weightsync_engine::{Digest, Remedy, Run, Snapshot, Version};
 use weightsync_simd::crc64;
 
@@ -307,12 +307,12 @@ pub(super) async fn ask(
     session: Arc<Session>,
     inbox: Arc<Inbox>,
     model: usize,
-    pull: Which,
+    pull: VersionRequest,
     deadline: Deadline,
 ) -> Result<Option<Fetched>, NoAnswer> {
     let (want, version) = match pull {
-        Which::AtLeast(version) => (WireWant::AtLeast, Some(version.0)),
-        Which::Exactly(version) => (WireWant::Exactly, Some(version.0)),
+        VersionRequest::AtLeast(version) => (WireWant::AtLeast, Some(version.0)),
+        VersionRequest::Exactly(version) => (WireWant::Exactly, Some(version.0)),
         _ => (WireWant::Newest, None),
     };
     loop {

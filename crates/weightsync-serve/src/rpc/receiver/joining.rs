@@ -13,7 +13,7 @@ use weightsync_engine::transport::{
     Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
-use weightsync_net::Access;
+use weightsync_net::{Access, listen_error};
 
 use super::inbox::{End, Inbox};
 use super::{server, wait_for};
@@ -159,7 +159,7 @@ pub(super) fn join(
     access.may_listen(own).map_err(RpcError::from)?;
     let listener = TcpListener::bind(own);
     let listener = listener.and_then(|listener| Ok((listener.local_addr()?, listener)));
-    let failed = |source| RpcError::Listen { addr: own, source };
+    let failed = |source| listen_error(own, source);
     let (own, listener) = listener.map_err(failed)?;
     let bearer = Bearer::to_worker(at.secret());
     let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
@@ -192,7 +192,7 @@ pub(super) fn join(
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let soon = deadline.and(ends);
         // A caller that waits for the sender's answer gives each step its own time, and can cancel.
-        let until = soon.filter(|_| !joining.hears_out);
+        let until = soon.filter(|_| !joining.single_attempt);
         let (done, wait) = sync_channel(1);
         let proof = ProofKey::new(at.secret());
         let attempt = enter(client.clone(), proof, register.clone(), inbox.clone());

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use tokio::task::JoinHandle;
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, Which, interrupt,
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
+    interrupt,
 };
 use weightsync_engine::{Error, Origin, Result, Run, SetSnapshot, Version};
 use weightsync_net::Access;
@@ -136,7 +137,7 @@ impl ReceiverTransport for RpcReceiver {
     fn pull(
         &mut self,
         model: usize,
-        pull: Which,
+        pull: VersionRequest,
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
@@ -158,7 +159,7 @@ impl ReceiverTransport for RpcReceiver {
             Err(fetch::NoAnswer::Unknown { known }) => Err(Error::NoSuchVersion {
                 model: self.session.models[model].id.clone(),
                 asked: match pull {
-                    Which::Exactly(version) | Which::AtLeast(version) => version,
+                    VersionRequest::Exactly(version) | VersionRequest::AtLeast(version) => version,
                     _ => Version::NONE,
                 },
                 known,

@@ -13,7 +13,7 @@ use weightsync_engine::transport::{
 };
 use weightsync_engine::{Origin, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::Listener;
-use weightsync_net::Access;
+use weightsync_net::{Access, listen_error};
 
 use self::workers::Shared;
 use super::error::RpcError;
@@ -40,10 +40,7 @@ impl RpcSender {
         let listener = address::listen(at.listens)?;
         let secret = opening.at.secret();
         let server = Server::new(listener, Bearer::to_sender(secret), Limits::default());
-        let server = server.map_err(|source| RpcError::Listen {
-            addr: at.listens,
-            source,
-        })?;
+        let server = server.map_err(|source| listen_error(at.listens, source))?;
         let mut segment = Segment::open(opening, nobody_comes(opening)?, 0)?;
         // A worker checks each block that it fetches against its checksum.
         segment.set_checksums(true);
