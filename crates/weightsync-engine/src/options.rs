@@ -64,8 +64,9 @@ impl SendOptions {
         self
     }
 
-    /// How long the send waits at most, for a free slot and for its workers. An asynchronous send
-    /// waits this long for earlier sends, and for space in full queues of workers.
+    /// How long the send waits at most, for a free slot and for its workers. The time in which a
+    /// source writes its tensors does not count. An asynchronous send waits this long for earlier
+    /// sends, and for space in full queues of workers.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = Some(deadline);

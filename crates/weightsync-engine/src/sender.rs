@@ -91,6 +91,7 @@ impl Sender {
     ) -> Result<Report> {
         let (since, until) = self.times(options);
         let flight = self.publish(weights.members(), options, since, until)?;
+        let until = flight.deadline;
         flight.finish(options.wait, until)
     }
 
