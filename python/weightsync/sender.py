@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightsync import _dtypes, _ends, _paths
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
-from weightsync._source import Source
+from weightsync._source import Source, Streamed
 from weightsync.errors import LifecycleError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
@@ -387,6 +387,8 @@ class Sender(_ends.AsyncWith):
                 given = _paths.resolve(self._context, given)
         elif isinstance(given, str):
             given = _paths.resolve(self._context, given)
+        if isinstance(given, Streamed):
+            return given.native
         source = self._source(name) if partial else self._sources[name]
         native = source.place(given)
         if partial:
