@@ -138,7 +138,7 @@ def allocate(
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """A dtype by itself or by its name, with or without ``torch.``."""
+    """A dtype, given as one or by its name, with or without ``torch.``."""
     if isinstance(value, torch.dtype):
         return value
     found = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else None
