@@ -125,6 +125,8 @@ class Source:
         extra: Sequence[tuple[str, Any]],
         mapping: Mapping | None = None,
     ) -> Source: ...
+    @staticmethod
+    def streamed(tensors: Sequence[_Spec], fetch: Callable[[int], int]) -> Source: ...
     def place(
         self,
         addresses: Sequence[int],

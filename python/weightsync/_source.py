@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
@@ -130,6 +130,75 @@ class Source:
 
     def _hold_memory(self) -> None:
         self._memory = [tensor.detach() for tensor in self._held]
+
+
+class Streamed:
+    """Weights that are made while they are sent: a tensor lives until it has its place.
+
+    A sender takes it in place of a model, once. The tensors come as ``(name, tensor)`` pairs in
+    groups, each name once. What comes before its turn is kept.
+
+    Args:
+        specs: name, dtype (as safetensors names it) and shape of each tensor.
+        groups: iterated over once, in the thread that sends.
+    """
+
+    def __init__(
+        self,
+        specs: list[tuple[str, str, tuple[int, ...]]],
+        groups: Iterable[Iterable[tuple[str, Any]]] = (),
+    ) -> None:
+        self._specs = {name: (dtype, tuple(shape)) for name, dtype, shape in specs}
+        self._names = list(self._specs)
+        self._groups = iter(groups)
+        self._waiting: dict[str, Any] = {}
+        self._came: set[str] = set()
+        # The one that is being copied.
+        self._held: Any = None
+        #: What ended it before its last tensor.
+        self.failure: BaseException | None = None
+        self.native = NativeSource.streamed(specs, self._fetch)
+
+    def _fetch(self, at: int) -> int:
+        try:
+            self._held = None
+            name = self._names[at]
+            while name not in self._waiting:
+                if not self._next_group():
+                    raise WrongWeightsError(f"{name} is missing: no chunk has brought it")
+            held = self._waiting.pop(name)
+            if at == len(self._names) - 1:
+                while self._next_group():
+                    pass
+            if held.device.type != "cpu" or _may_be_odd(held) or not held.is_contiguous():
+                held = held.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            self._held = held
+            return int(held.data_ptr())
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _next_group(self) -> bool:
+        group = next(self._groups, None)
+        for name, tensor in group or ():
+            if name in self._came:
+                raise WrongWeightsError(f"{name} has come with an earlier chunk")
+            expected, got = self._specs.get(name), _spec(name, tensor)
+            if expected != got:
+                raise WrongWeightsError(
+                    f"{name}: expected {_in_words(expected)}, got {_in_words(got)}"
+                )
+            self._came.add(name)
+            self._waiting[name] = tensor
+        return group is not None
+
+    def release(self) -> None:
+        """Releases what was held."""
+        self._held, self._waiting = None, {}
+
+
+def _in_words(spec: tuple[str, tuple[int, ...]] | None) -> str:
+    return "no such tensor" if spec is None else f"{spec[0]} {list(spec[1])}"
 
 
 class Places:

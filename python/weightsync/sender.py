@@ -12,7 +12,7 @@ from weightsync import _dtypes, _ends, _paths
 from weightsync._checks import choice, numbers, only_version
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
-from weightsync._source import Source
+from weightsync._source import Source, Streamed
 from weightsync.errors import LifecycleError, MissingModelError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
@@ -380,6 +380,8 @@ class Sender(_ends.AsyncWith):
                 given = _paths.resolve(self._context, given)
         elif isinstance(given, str):
             given = _paths.resolve(self._context, given)
+        if isinstance(given, Streamed):
+            return given.native
         source = self._source(name) if partial else self._sources[name]
         native = source.place(given)
         if partial:

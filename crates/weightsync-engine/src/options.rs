@@ -66,8 +66,9 @@ impl SendOptions {
     }
 
     /// How long the send waits at most for a free slot and for its workers, in place of
-    /// [the setup's timeout](crate::SenderSetup::send_timeout). An asynchronous send waits this long
-    /// for earlier sends, and for space in full queues of workers.
+    /// [the setup's timeout](crate::SenderSetup::send_timeout). The time in which a source writes
+    /// its tensors does not count. An asynchronous send waits this long for earlier sends, and for
+    /// space in full queues of workers.
     #[must_use]
     pub fn timeout(mut self, timeout: Option<Duration>) -> Self {
         self.timeout = Some(timeout);

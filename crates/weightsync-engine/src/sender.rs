@@ -89,6 +89,7 @@ impl Sender {
     ) -> Result<Report> {
         let (since, until) = self.times(options);
         let in_flight = self.publish(weights.members(), options, since, until)?;
+        let until = in_flight.deadline;
         in_flight.finish(options.wait, until)
     }
 

@@ -120,6 +120,11 @@ fn cause_of(py: Python<'_>, error: &Error) -> Option<PyErr> {
         Error::Load { source, .. } | Error::Extract { source, .. } => source,
         _ => return None,
     };
-    let raised: Option<&Raised> = source.downcast_ref();
+    // What reads a tensor passes it on as an error of input.
+    let read = source.downcast_ref::<std::io::Error>();
+    let raised = match read.and_then(std::io::Error::get_ref) {
+        Some(within) => within.downcast_ref::<Raised>(),
+        None => source.downcast_ref::<Raised>(),
+    };
     raised.map(|raised| raised.0.clone_ref(py))
 }

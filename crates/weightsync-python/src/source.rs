@@ -4,13 +4,15 @@ use std::sync::{PoisonError, RwLock};
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use pyo3::{PyTraverseError, PyVisit};
 use weightsync_core::extract::TensorRef;
 use weightsync_engine::{
     Attributes, Dtype, Error, ExtraState, Extracted, MappedExtractor, Result, Strategy, TensorData,
     WeightExtractor, find_ties,
 };
+use weightsync_simd::stream_copy_slice;
 
-use crate::errors::{SettingError, WrongTypeError, WrongWeightsError, exception};
+use crate::errors::{Raised, SettingError, WrongTypeError, WrongWeightsError, exception};
 use crate::mapping::Mapping;
 use crate::plain;
 use crate::raw::{self, Address, Span};
@@ -89,6 +91,15 @@ pub struct Source(Form);
 enum Form {
     AsItIs(Placed),
     Mapped(MappedExtractor<'static, Placed>),
+    Streamed(Streamed),
+}
+
+/// Tensors that exist one after the other, each while it is copied.
+struct Streamed {
+    layout: weightsync_engine::Layout,
+    /// Called with a tensor's index; the address of its elements, row-major, which are
+    /// kept until the next call.
+    fetch: Py<PyAny>,
 }
 
 /// Tensors in this process's memory.
@@ -179,6 +190,16 @@ impl Source {
         }))
     }
 
+    /// Tensors as `(name, dtype, shape)` that `fetch` makes: it is called with the index of
+    /// each of them in order, while a send writes this one into its place, and returns where
+    /// the elements lie, row-major. They stay until the next call. The first error ends the
+    /// send, and nothing is published.
+    #[staticmethod]
+    fn streamed(tensors: Vec<(String, String, Vec<u64>)>, fetch: Py<PyAny>) -> PyResult<Self> {
+        let layout = Layout::new(tensors)?.0;
+        Ok(Self(Form::Streamed(Streamed { layout, fetch })))
+    }
+
     /// The place of every tensor, in order, with the strides (in elements) of
     /// those that are not row-major, and the extra states that have changed.
     #[pyo3(signature = (addresses, strides = None, extra = None))]
@@ -189,7 +210,7 @@ impl Source {
         strides: Option<Bound<'_, PyDict>>,
         extra: Option<Vec<(String, Bound<'_, PyAny>)>>,
     ) -> PyResult<()> {
-        let placed = self.placed();
+        let placed = self.placed()?;
         let (expected, got) = (placed.tensors.len(), addresses.len());
         if expected != got {
             return Err(WrongWeightsError::new_err(format!(
@@ -234,7 +255,7 @@ impl Source {
     /// The same of tensors that are looked at all at once, in this order; False if
     /// they are not what they were, or cannot be read where they lie.
     fn place_tensors(&self, py: Python<'_>, tensors: &Tensors) -> PyResult<bool> {
-        let placed = self.placed();
+        let placed = self.placed()?;
         let Some(memory) = tensors.memory_layout(py)? else {
             return Ok(false);
         };
@@ -249,21 +270,41 @@ impl Source {
 
     #[getter]
     fn layout(&self) -> Layout {
-        Layout(self.placed().layout.clone())
+        Layout(self.given().clone())
     }
 
     fn __repr__(&self) -> String {
-        let layout = &self.placed().layout;
+        let layout = self.given();
         let (tensors, bytes) = (layout.len(), layout.payload_bytes());
         format!("<Source: {tensors} tensors, {bytes} bytes>")
+    }
+
+    /// What makes the tensors may refer to this.
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        match &self.0 {
+            Form::Streamed(streamed) => visit.call(&streamed.fetch),
+            _ => Ok(()),
+        }
     }
 }
 
 impl Source {
-    fn placed(&self) -> &Placed {
+    fn placed(&self) -> PyResult<&Placed> {
         match &self.0 {
-            Form::AsItIs(placed) => placed,
-            Form::Mapped(mapped) => mapped.source(),
+            Form::AsItIs(placed) => Ok(placed),
+            Form::Mapped(mapped) => Ok(mapped.source()),
+            Form::Streamed(_) => Err(WrongTypeError::new_err(
+                "a streamed source makes its tensors itself: they have no places",
+            )),
+        }
+    }
+
+    /// The layout before any mapping.
+    fn given(&self) -> &weightsync_engine::Layout {
+        match &self.0 {
+            Form::AsItIs(placed) => &placed.layout,
+            Form::Mapped(mapped) => &mapped.source().layout,
+            Form::Streamed(streamed) => &streamed.layout,
         }
     }
 
@@ -271,6 +312,7 @@ impl Source {
         match &self.0 {
             Form::AsItIs(placed) => placed,
             Form::Mapped(mapped) => mapped,
+            Form::Streamed(streamed) => streamed,
         }
     }
 }
@@ -406,6 +448,51 @@ impl Tensor {
 
     fn size(&self) -> usize {
         self.dtype.bytes().unwrap_or(1) as usize
+    }
+}
+
+impl Streamed {
+    /// Copies a tensor to its place: Python makes it, and the copy needs no interpreter.
+    fn write(&self, index: usize, place: &mut [u8]) -> std::io::Result<()> {
+        let fetched = Python::try_attach(|py| {
+            let address = self.fetch.bind(py).call1((index,))?;
+            address.extract::<Address>()
+        });
+        let address = match fetched {
+            Some(Ok(address)) => address,
+            Some(Err(error)) => return Err(std::io::Error::other(Raised::boxed(error))),
+            None => return Err(std::io::Error::other("the interpreter has ended")),
+        };
+        let span = Span {
+            address,
+            before: 0,
+            len: place.len(),
+        };
+        let copied = raw::lend(&[span], |bytes| stream_copy_slice(place, bytes[0]));
+        copied.map_err(|_| std::io::Error::other("it has no memory of its own"))
+    }
+}
+
+impl WeightExtractor for Streamed {
+    fn layout(&self) -> Result<weightsync_engine::Layout> {
+        Ok(self.layout.clone())
+    }
+
+    fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
+        let reads = (0..self.layout.len()).map(|index| {
+            move |place: &mut [u8]| -> std::io::Result<()> { self.write(index, place) }
+        });
+        let reads: Vec<_> = reads.collect();
+        let tensors = self.layout.tensors().iter().zip(&reads);
+        let tensors = tensors.map(|(spec, read)| Extracted {
+            name: &spec.name,
+            data: TensorData::Read {
+                dtype: spec.dtype,
+                shape: &spec.shape,
+                read,
+            },
+        });
+        take(&tensors.collect::<Vec<_>>())
     }
 }
 

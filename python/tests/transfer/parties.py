@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import threading
+from multiprocessing.connection import Client, Listener
 
 import torch
 import torch.distributed as dist
@@ -71,6 +73,17 @@ class Worker:
     def forgive(self):
         self.loader.fault = None
 
+    def serve(self, address):
+        """Answers the calls of trainers of other processes, in a thread."""
+        listener = Listener(address)
+
+        def answer():
+            while True:
+                with listener.accept() as trainer:
+                    _answer(self, trainer)
+
+        threading.Thread(target=answer, daemon=True).start()
+
     def state(self):
         return self.actor.weight_version, self.model.value
 
@@ -91,7 +104,13 @@ class Faulty(transfer.ModuleLoader):
 async def call(actor, method, *args):
     """How a client of these tests calls an actor of another process."""
     actor.order(method, *args)
-    return await asyncio.to_thread(actor.answer)
+    answer = asyncio.ensure_future(asyncio.to_thread(actor.answer))
+    try:
+        return await asyncio.shield(answer)
+    except asyncio.CancelledError:
+        # What is asked next must not get this answer. A worker that stands still gives none.
+        await asyncio.wait({answer}, timeout=5)
+        raise
 
 
 def trainer(model, workers, *, extractor=None, dtype=torch.float32, deployment=1):
@@ -101,6 +120,67 @@ def trainer(model, workers, *, extractor=None, dtype=torch.float32, deployment=1
     )
     client = transfer.ActorClient(workers, call=call, deployment=deployment)
     return transfer.TrainingActor(extractor, model, dtype), client
+
+
+def _answer(worker, trainer):
+    try:
+        while True:
+            method, args = trainer.recv()
+            try:
+                answer = True, getattr(worker, method)(*args)
+            except Exception as error:
+                answer = False, str(error)
+            trainer.send(answer)
+    except (EOFError, OSError):
+        # The trainer is gone.
+        pass
+
+
+class Trainer:
+    """A trainer of a process of its own, for workers that serve at addresses."""
+
+    def __init__(self, addresses):
+        self.model = Net()
+        self.extractor = Dying({"group_by_module": True})
+        self.links = [Client(address) for address in addresses]
+
+    def initialize(self, cfg):
+        self.training = transfer.TrainingActor(self.extractor, self.model, torch.float32)
+        client = transfer.ActorClient(self.links, call=_over_link)
+        asyncio.run(self.training.initialize_weight_sync(None, cfg, client))
+
+    def sync(self, value, dies_at=None):
+        self.model.fill(value)
+        self.extractor.dies_at = dies_at
+        return asyncio.run(self.training.sync_weights())
+
+
+class Dying(transfer.ModuleExtractor):
+    """Is killed when a chunk is asked for."""
+
+    dies_at = None
+
+    async def extract_weights(self, model, generator_dtype):
+        plan = await super().extract_weights(model, generator_dtype)
+        plan._chunks = self._until_death(plan._chunks)
+        return plan
+
+    def _until_death(self, chunks):
+        for at, chunk in enumerate(chunks):
+            if at == self.dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield chunk
+
+
+async def _over_link(link, method, *args):
+    def ask():
+        link.send((method, args))
+        done, answer = link.recv()
+        if not done:
+            raise RuntimeError(answer)
+        return answer
+
+    return await asyncio.to_thread(ask)
 
 
 class Rank:

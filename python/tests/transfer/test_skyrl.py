@@ -1,16 +1,32 @@
 """A trainer that is written against SkyRL 0.3.0's interface, with its imports changed."""
 
 import asyncio
+import json
+import socket
+import sys
+import types
 
+import pytest
 import torch
 from parties import Net, Worker, call
+from skyrl_trainer import SkyRank
 from weightsync import transfer
+from weightsync.errors import UnsupportedError, WrongWeightsError
 from weightsync.transfer.skyrl import (
     BroadcastInitInfo,
     BroadcastTransferStrategy,
+    BroadcastWeightTransferSender,
+    BroadcastWeightUpdateRequest,
+    CudaIpcInitInfo,
+    CudaIpcTransferStrategy,
+    CudaIpcWeightTransferSender,
+    CudaIpcWeightUpdateRequest,
     LoraLoadRequest,
     WeightChunk,
     WeightExtractor,
+    WeightTransferSender,
+    WeightTransferStrategy,
+    WeightUpdateRequest,
     get_transfer_strategy,
     get_transfer_strategy_cls,
     yield_module_grouped_chunks,
@@ -77,6 +93,24 @@ def test_trainer_of_the_older_interface_syncs(actor):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("group_by_module", [False, True])
+def test_sharded_trainer_of_the_older_interface_syncs(actor, group_by_module):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = [actor(SkyRank, rank, 2, port) for rank in range(2)]
+
+    def all_(method, *args):
+        for one in ranks:
+            one.order(method, *args)
+        return [one.answer() for one in ranks]
+
+    all_("init_weight_sync_state", group_by_module)
+    for version in (1, 2):
+        first, second = all_("broadcast_to_inference_engines", float(version))
+        assert first == [(version, float(version))] * 2 and second == []
+    all_("end")
+
+
 def test_older_names_have_the_older_forms():
     info = BroadcastInitInfo(True, "10.0.0.1", 4321, 1, 9)
     servers = info.for_servers(world_size_per_server=4, num_servers=4, dp_size=2)
@@ -91,6 +125,93 @@ def test_older_names_have_the_older_forms():
     )
     assert chunk.total_size_bytes == 4
     assert LoraLoadRequest(lora_path="/adapter").lora_name == ""
+    ipc = CudaIpcInitInfo(True, "bfloat16")
+    assert ipc.for_servers(4, 2) == [ipc, ipc] and ipc.to_api_payload() == {}
+    assert transfer.init_info_from_dict(json.loads(json.dumps(ipc.to_dict()))) == ipc
+
+
+def test_older_chunks_are_positional_and_have_strings():
+    tensors = [torch.zeros(2, 3), torch.zeros(5)]
+    chunk = WeightChunk(["a", "b"], ["torch.float32"] * 2, [[2, 3], [5]], tensors)
+    assert chunk.dtypes == ["torch.float32"] * 2 and chunk.shapes == [[2, 3], [5]]
+    assert len(chunk) == 2 and chunk.total_numel == 11 and chunk.total_size_bytes == 44
+    with pytest.raises(ValueError, match="same length"):
+        WeightChunk(["a"], ["torch.float32"] * 2, [[2, 3], [5]], tensors)
+    with pytest.raises(WrongWeightsError, match="b: expected torch.float32"):
+        WeightChunk(["a", "b"], ["torch.float32"] * 2, [[2, 3], [6]], tensors)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        WeightUpdateRequest(["a"], ["torch.float32"], [[2]]),
+        BroadcastWeightUpdateRequest(["a"], ["torch.float32"], [[2]], [2]),
+        BroadcastWeightUpdateRequest(names=["a"], dtypes=["float32"], shapes=[[2]]),
+        CudaIpcWeightUpdateRequest(names=[], dtypes=[], shapes=[], sizes=[], ipc_handles={}),
+        LoraLoadRequest(lora_path="/adapter", lora_name="mine"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_older_requests_are_json(asked):
+    data = json.loads(json.dumps(asked.to_json_dict()))
+    assert type(asked).from_json_dict(data) == asked
+    # What the older interface wrote has no numbers of a sync.
+    for name in ("kind", "version", "chunk", "last"):
+        del data[name]
+    assert type(asked).from_json_dict(data) == asked
+    with pytest.raises(transfer.RequestError, match="names: expected a list"):
+        type(asked).from_json_dict({**data, "names": 3})
+    with pytest.raises(ValueError, match="expected 1 of them"):
+        type(asked).from_json_dict({**data, "names": ["a"], "dtypes": [], "shapes": [[2]]})
+
+
+def test_older_classes_are_abstract():
+    assert WeightExtractor.__abstractmethods__ >= {"extract_weights", "get_weight_metadata"}
+    assert WeightTransferSender.__abstractmethods__ == {"send_chunks", "teardown"}
+    assert WeightTransferStrategy.__abstractmethods__ == {
+        "create_init_info", "create_sender", "get_vllm_transfer_engine",
+    }  # fmt: skip
+    assert issubclass(BroadcastWeightTransferSender, WeightTransferSender)
+    assert issubclass(CudaIpcWeightTransferSender, WeightTransferSender)
+    assert get_transfer_strategy_cls("nccl", True) is CudaIpcTransferStrategy
+    info = CudaIpcTransferStrategy.create_init_info(types.SimpleNamespace(model_dtype="float16"))
+    assert info == CudaIpcInitInfo(True, "float16")
+
+
+def test_vllms_engines_are_named_where_vllm_is(monkeypatch):
+    for strategy, module, name in (
+        (BroadcastTransferStrategy, "nccl_engine", "NCCLWeightTransferEngine"),
+        (CudaIpcTransferStrategy, "ipc_engine", "IPCWeightTransferEngine"),
+    ):
+        place = f"vllm.distributed.weight_transfer.{module}"
+        monkeypatch.setitem(sys.modules, place, None)
+        with pytest.raises(UnsupportedError, match=f"needs a vLLM that has {name}"):
+            strategy.get_vllm_transfer_engine()
+        engine = type(name, (), {})
+        monkeypatch.setitem(sys.modules, place, types.SimpleNamespace(**{name: engine}))
+        for parent in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+            monkeypatch.setitem(sys.modules, parent, types.ModuleType(parent))
+        assert strategy.get_vllm_transfer_engine() is engine
+
+
+@pytest.mark.parametrize(
+    ("nodes", "setting", "address"),
+    [(2, None, "127.0.0.2"), (1, None, "127.0.0.1"), (2, "127.0.0.3", "127.0.0.3")],
+)
+def test_receivers_come_to_the_nodes_address_in_a_cluster(monkeypatch, nodes, setting, address):
+    ray = types.SimpleNamespace(
+        is_initialized=lambda: True,
+        nodes=lambda: [{"Alive": True}] * nodes,
+        util=types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"),
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    config = types.SimpleNamespace(run_engines_locally=False, weight_sync_backend="gloo")
+    if setting is not None:
+        config.master_addr = setting
+    info = BroadcastTransferStrategy.create_init_info(config, 2)
+    assert (info.master_addr, info.world_size) == (address, 3)
+    assert info.override_existing_receiver and info.master_port
+    BroadcastTransferStrategy._opened.clear()
 
 
 def test_grouping_batches_whole_modules():

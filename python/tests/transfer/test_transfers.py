@@ -11,6 +11,7 @@ import pytest
 import torch
 from actors import Raised
 from parties import Net, Rank, Worker, threaded, trainer
+from torch import nn
 from weightsync import transfer
 from weightsync.errors import (
     DeadlineError,
@@ -22,6 +23,7 @@ from weightsync.errors import (
     WeightsyncError,
     WrongWeightsError,
 )
+from weightsync.transfer import _group
 
 LIVE = ["weightsync", "broadcast", "packed_broadcast"]
 
@@ -338,3 +340,166 @@ def test_strategy_is_settings_and_no_handle(word):
         asyncio.run(copy.create_sender(info))
     if word == "weightsync":
         strategy.close()
+
+
+class Silent(transfer.InferenceEngineClient):
+    """A client that does not answer one of its calls."""
+
+    def __init__(self, silent):
+        self._silent = silent
+
+    async def _answer(self, call, answer=None):
+        if call == self._silent:
+            await asyncio.Event().wait()
+        return answer
+
+    async def get_world_size(self):
+        return await self._answer("get_world_size", (1, 1))
+
+    async def init_weight_update_communicator(self, init_info):
+        await self._answer("init_weight_update_communicator")
+
+    async def update_named_weights(self, request):
+        await self._answer("update_named_weights")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("get_world_size", "did not answer how many they are within 0.5 s"),
+        ("init_weight_update_communicator", "did not answer the init info within 0.5 s"),
+    ],
+)
+def test_client_that_does_not_answer_ends_the_wait(call, said):
+    cfg = config("weightsync", timeout=0.5)
+    training = transfer.TrainingActor(transfer.ModuleExtractor(), Net())
+    with pytest.raises(DeadlineError, match=said):
+        asyncio.run(
+            asyncio.wait_for(training.initialize_weight_sync(None, cfg, Silent(call)), 30)
+        )
+    training.shutdown()
+
+
+def test_cancelled_broadcast_closes_the_group(actor):
+    cfg = config("broadcast")
+    worker = actor(Worker, cfg)
+    client = transfer.ActorClient([worker], call=ordered)
+    training, _ = trainer(Net(fill=1.0), [worker])
+
+    async def run():
+        await training.initialize_weight_sync(None, cfg, client)
+        worker.signal(signal.SIGSTOP)
+        sync = asyncio.ensure_future(training.sync_weights())
+        tasks = len(asyncio.all_tasks())
+        # The call of the worker, which stands still, and the transfer.
+        while len(asyncio.all_tasks()) < tasks + 2:
+            await asyncio.sleep(0)
+        sync.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sync
+        left = [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+        await asyncio.wait_for(asyncio.gather(*left, return_exceptions=True), 5)
+        with pytest.raises(LifecycleError, match="the group is closed"):
+            await training.sync_weights()
+
+    asyncio.run(run())
+    training.shutdown()
+
+
+async def ordered(actor, method, *args):
+    """Orders without taking a thread that waits for an answer, which does not come."""
+    actor.order(method, *args)
+    loop, there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(actor._pipe.fileno(), there.set)
+    try:
+        await there.wait()
+    finally:
+        loop.remove_reader(actor._pipe.fileno())
+    return actor.answer()
+
+
+def test_member_that_fails_closes_the_half_it_has(monkeypatch):
+    strategy = transfer.strategy_from_config(config("broadcast"))
+    monkeypatch.setattr(_group.UpdateGroup, "_made", _made_by_rank_0_alone)
+
+    async def run():
+        info = await strategy.create_init_info(1)
+        sender, failure = await asyncio.gather(
+            strategy.create_sender(info), strategy.create_receiver(info, 1), return_exceptions=True
+        )
+        assert isinstance(failure, PeerError) and "no NCCL here" in str(failure)
+        chunk = transfer.WeightChunk(["a"], [torch.zeros(1)], ["float32"], [(1,)])
+        # The failure is held, and with it what failed: its links must be closed all the same.
+        with pytest.raises(PeerError, match="rank 1 .* died during chunk 0"):
+            await sender.send_chunks([chunk], Silent(None))
+
+    asyncio.run(run())
+
+
+def _made_by_rank_0_alone(group, backend, rank, limit):
+    if rank:
+        raise RuntimeError("no NCCL here")
+    return group._control
+
+
+def test_backend_that_torch_lacks_is_named():
+    strategy = transfer.strategy_from_config(
+        {"strategy": "broadcast", "strategy_settings": {"backend": "mpi", "timeout": 20.0}}
+    )
+
+    async def run():
+        info = await strategy.create_init_info(1)
+        return await asyncio.gather(
+            strategy.create_sender(info), strategy.create_receiver(info, 1), return_exceptions=True
+        )
+
+    for failure in asyncio.run(run()):
+        assert isinstance(failure, UnsupportedError) and "expected gloo or nccl" in str(failure)
+
+
+def test_request_for_more_than_the_model_has_is_refused_before_memory_is_taken():
+    def refused(receiver, loader, size, said):
+        asked = transfer.BroadcastWeightUpdateRequest(
+            names=["a"], dtypes=["float32"], shapes=[[size]], last=False
+        )
+        with pytest.raises(transfer.RequestError, match=said):
+            asyncio.run(receiver.receive_and_load_weights(asked, loader))
+
+    huge = 1 << 43
+    refused(Allocating(), transfer.ModuleLoader(nn.Linear(3, 2)), huge, "at most 32 bytes in a sync")
+    known = Allocating()
+    known.total_bytes = 24
+    refused(known, Keeping(), 7, "at most 24 bytes in a sync, as the init info says, got 28")
+    # Chunks count together.
+    loader = transfer.ModuleLoader(nn.Linear(3, 2))
+    receiver = Allocating()
+    for chunk, names in enumerate("ab"):
+        asked = transfer.BroadcastWeightUpdateRequest(
+            names=[names], dtypes=["float32"], shapes=[[4]], chunk=chunk, last=False
+        )
+        asyncio.run(receiver.receive_and_load_weights(asked, loader))
+    asked = transfer.BroadcastWeightUpdateRequest(
+        names=["c"], dtypes=["float32"], shapes=[[1]], chunk=2, last=False
+    )
+    with pytest.raises(transfer.RequestError, match="got 36"):
+        asyncio.run(receiver.receive_and_load_weights(asked, loader))
+
+
+class Allocating(transfer.WeightTransferReceiver):
+    request_type = transfer.BroadcastWeightUpdateRequest
+
+    def _receive(self, request):
+        return [torch.empty(tuple(shape)) for shape in request.shapes]
+
+
+def test_init_info_bounds_a_sync():
+    strategy = transfer.strategy_from_config("broadcast")
+    metadata = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [5]]}
+    info = asyncio.run(strategy.create_init_info(1, metadata))
+    assert info.total_bytes == 34
+
+
+def test_strategy_that_lacks_a_part_says_which():
+    receiver = type("Receiver", (transfer.WeightTransferReceiver,), {"request_type": type(request(1, 0))})
+    with pytest.raises(UnsupportedError, match="Receiver must implement _receive"):
+        asyncio.run(receiver().receive_and_load_weights(request(1, 0), Keeping()))

@@ -26,7 +26,7 @@ from weightsync.transfer.init_info import (
     rank_in_deployment,
     rank_offsets,
 )
-from weightsync.transfer.loaders import EngineLoader, ModuleLoader
+from weightsync.transfer.loaders import EngineLoader, ModuleLoader, VllmLoader
 from weightsync.transfer.requests import (
     BroadcastWeightUpdateRequest,
     CudaIpcHandle,
@@ -67,6 +67,7 @@ __all__ = [
     "RequestError",
     "TorchDistributedWeightSyncInitInfo",
     "TrainingActor",
+    "VllmLoader",
     "WeightChunk",
     "WeightExtractor",
     "WeightLoader",

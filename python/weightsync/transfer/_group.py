@@ -16,7 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import DeadlineError, LifecycleError, PeerError, UnsupportedError
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    PeerError,
+    UnsupportedError,
+    WeightsyncError,
+)
 from weightsync.transfer.init_info import TorchDistributedWeightSyncInitInfo
 
 # Acknowledgements travel from receivers to rank 0 under this tag.
@@ -69,17 +75,31 @@ class UpdateGroup:
         self._control: Any = None
         self._data: Any = None
         self._store: Any = dist.PrefixStore(info.group_name, store)
+        if self._store.check(["formed"]):
+            raise UnsupportedError(
+                f"the group {info.group_name!r} has its {self.size} members, and they are fixed: "
+                "initialize the weight sync again, with all workers"
+            )
         self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})")
         self._names = [f"rank {other}" for other in range(self.size)]
-        if rank == 0:
-            self._wait_for_all(timeout)
         # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
         limit = self._limit(2)
         try:
+            if rank == 0:
+                self._wait_for_all(timeout)
+                self._store.set("formed", "")
             self._control = self._gloo(info, rank, limit)
             self._data = self._made(info.backend, rank, limit)
-        except (RuntimeError, dist.DistError) as error:
-            raise PeerError(f"the group {info.group_name!r} was not formed: {error}") from error
+        except BaseException as error:
+            # The others may have formed theirs, and would wait for this member.
+            self.close()
+            if isinstance(error, (RuntimeError, dist.DistError)) and not isinstance(
+                error, WeightsyncError
+            ):
+                raise PeerError(
+                    f"the group {info.group_name!r} was not formed: {error}"
+                ) from error
+            raise
 
     def send(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
         """Broadcasts from rank 0, and returns when all receivers have acknowledged it.

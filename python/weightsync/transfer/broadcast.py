@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from weightsync.errors import LifecycleError, WrongTypeError
 from weightsync.transfer._group import UpdateGroup, join_store, open_store
-from weightsync.transfer.chunk import WeightChunk, allocate
+from weightsync.transfer.chunk import WeightChunk, allocate, dtype_of
 from weightsync.transfer.extractor import trainer_rank
 from weightsync.transfer.init_info import (
     TorchDistributedWeightSyncInitInfo,
@@ -40,8 +41,11 @@ _GRACE = 2.0
 class BroadcastStrategy(WeightTransferStrategy):
     """A broadcast for each tensor, from rank 0 of the trainer to all inference workers.
 
+    The members of a process group are fixed. A worker that joins later is refused, and after a
+    worker died both ends need a new init info.
+
     Args:
-        backend: ``"gloo"`` or ``"nccl"``.
+        backend: ``"gloo"``, or ``"nccl"``, which has not run on a GPU here.
         master_addr: this host's address as receivers reach it. torch's rendez-vous knows no
             secrets, so anything but loopback belongs in a network that is trusted.
         timeout: how long each wait lasts at most, in seconds.
@@ -57,6 +61,7 @@ class BroadcastStrategy(WeightTransferStrategy):
     group_name: str = "weightsync"
     override_existing_receiver: bool = True
     packed = False
+    fixed_membership = True
 
     def __post_init__(self) -> None:
         self._store: dist.TCPStore | None = None
@@ -64,9 +69,11 @@ class BroadcastStrategy(WeightTransferStrategy):
     async def create_init_info(
         self, inference_world_size: int, metadata: Mapping[str, list[Any]] | None = None
     ) -> TorchDistributedWeightSyncInitInfo:
-        return self.open(inference_world_size)
+        return self.open(inference_world_size, 0 if metadata is None else _bytes_of(metadata))
 
-    def open(self, inference_world_size: int) -> TorchDistributedWeightSyncInitInfo:
+    def open(
+        self, inference_world_size: int, total_bytes: int = 0
+    ) -> TorchDistributedWeightSyncInitInfo:
         """Opens the port that receivers will come to."""
         self._store = open_store(self.master_addr, self.timeout)
         return TorchDistributedWeightSyncInitInfo(
@@ -76,6 +83,7 @@ class BroadcastStrategy(WeightTransferStrategy):
             world_size=inference_world_size + 1,
             group_name=self.group_name,
             backend=self.backend,
+            total_bytes=total_bytes,
         )
 
     async def create_sender(self, sync_info: WeightSyncInitInfo) -> WeightTransferSender:
@@ -103,7 +111,7 @@ class BroadcastStrategy(WeightTransferStrategy):
         device = self.device
         if device is None:
             device = "cpu" if info.backend == "gloo" else f"cuda:{torch.cuda.current_device()}"
-        return BroadcastReceiver(group, torch.device(device))
+        return BroadcastReceiver(group, torch.device(device), info.total_bytes)
 
     def get_request_type(self) -> type[WeightUpdateRequest]:
         return BroadcastWeightUpdateRequest
@@ -119,7 +127,10 @@ class PackedBroadcastStrategy(BroadcastStrategy):
 
 
 class BroadcastSender(WeightTransferSender):
-    """Rank 0's end. A receiver that dies is named by the error, and the group is closed."""
+    """Rank 0's end. A receiver that dies is named by the error, and the group is closed.
+
+    A sync that is cancelled closes the group, too: no receiver loads it.
+    """
 
     def __init__(self, group: UpdateGroup, timeout: float, packed: bool) -> None:
         super().__init__()
@@ -144,11 +155,18 @@ class BroadcastSender(WeightTransferSender):
             asyncio.to_thread(self._group.send, tensors, what, request.chunk)
         )
         both = {call, transfer}
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if not transfer.done():
-            # Receivers that were not asked will not come.
-            await asyncio.wait({transfer}, timeout=_GRACE)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            if not transfer.done():
+                # Receivers that were not asked will not come.
+                await asyncio.wait({transfer}, timeout=_GRACE)
+                self._group.close()
+        except asyncio.CancelledError:
+            # The thread of the transfer ends with the group.
             self._group.close()
+            call.cancel()
+            transfer.cancel()
+            raise
         if not call.done():
             call.cancel()
         sent, called = await asyncio.gather(transfer, call, return_exceptions=True)
@@ -167,9 +185,9 @@ class BroadcastReceiver(WeightTransferReceiver):
 
     request_type = BroadcastWeightUpdateRequest
 
-    def __init__(self, group: UpdateGroup, device: torch.device) -> None:
+    def __init__(self, group: UpdateGroup, device: torch.device, total_bytes: int = 0) -> None:
         super().__init__()
-        self._group, self._device = group, device
+        self._group, self._device, self.total_bytes = group, device, total_bytes
 
     def _receive(self, request: WeightUpdateRequest) -> list[torch.Tensor]:
         assert isinstance(request, BroadcastWeightUpdateRequest)
@@ -186,6 +204,11 @@ class BroadcastReceiver(WeightTransferReceiver):
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's memory: backends know few dtypes, and all know bytes."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(metadata: Mapping[str, list[Any]]) -> int:
+    each = zip(metadata["dtype_names"], metadata["shapes"], strict=True)
+    return sum(dtype_of(dtype).itemsize * math.prod(shape) for dtype, shape in each)
 
 
 def _checked(info: WeightSyncInitInfo) -> TorchDistributedWeightSyncInitInfo:

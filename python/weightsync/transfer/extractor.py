@@ -227,7 +227,7 @@ def _made(
             tensors, packed = _gathered(own, found, planned, memory if yields else None)
         if yields:
             chunk = _chunk(names, tensors, module, packed)
-            # The caller has the only reference when the next batch is made.
+            # The consumer has the only reference when the next batch is made.
             del tensors
             yield chunk
             del chunk
@@ -258,7 +258,7 @@ def _gathered(
 
 
 class Memory:
-    """Buffers for batches on the host: one is used again once nobody holds a tensor of it.
+    """Buffers for batches on the host: one is used again once no tensor of it is held.
 
     Memory that is new costs as much time in page faults as the gathering itself.
     """

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from weightsync.errors import LifecycleError, PeerError, SettingError
+from weightsync.errors import DeadlineError, LifecycleError, PeerError, SettingError
 from weightsync.transfer.extractor import WeightExtractor, trainer_rank
 from weightsync.transfer.init_info import (
     EmptyWeightSyncInitInfo,
@@ -22,6 +22,7 @@ from weightsync.transfer.strategy import (
     WeightTransferSender,
     WeightTransferStrategy,
     strategy_from_config,
+    within,
 )
 
 
@@ -32,6 +33,8 @@ class TrainingActor:
         self._extractor, self._model, self._dtype = extractor, model, generator_dtype
         self._client: Any = None
         self.sender: WeightTransferSender | None = None
+        #: What receivers were told, on rank 0: a worker that joins later needs it.
+        self.init_info: WeightSyncInitInfo | None = None
 
     async def initialize_weight_sync(
         self,
@@ -41,7 +44,7 @@ class TrainingActor:
     ) -> None:
         """Connects the sender and all receivers. Without a strategy, ``cfg`` names it.
 
-        Rank 0 alone needs the client.
+        Rank 0 alone needs the client. Each call of it ends by the strategy's timeout.
         """
         self.shutdown()
         strategy = strategy_from_config(cfg) if strategy is None else strategy
@@ -52,21 +55,26 @@ class TrainingActor:
             return
         if inference_client is None:
             raise LifecycleError("rank 0 of the trainer needs the inference client, got none")
-        workers, _ = await inference_client.get_world_size()
+        limit = strategy.timeout
+        size = inference_client.get_world_size()
+        workers, _ = await within(size, limit, "how many they are")
         info = await strategy.create_init_info(workers, getattr(plan, "metadata", None))
         # Each may wait for the other.
+        telling = inference_client.init_weight_update_communicator(info)
         sender, told = await asyncio.gather(
             strategy.create_sender(info),
-            inference_client.init_weight_update_communicator(info),
+            within(telling, limit, "the init info"),
             return_exceptions=True,
         )
-        for failed in (told, sender):
+        # A sender that waited in vain knows for whom.
+        late = isinstance(told, DeadlineError)
+        for failed in (sender, told) if late else (told, sender):
             if isinstance(failed, BaseException):
                 if isinstance(sender, WeightTransferSender):
                     sender.shutdown()
                 raise failed
         assert isinstance(sender, WeightTransferSender)
-        self.sender = sender
+        self.sender, self.init_info = sender, info
 
     async def sync_weights(self) -> int:
         """One sync; the number of the version that all inference workers have loaded."""
@@ -80,7 +88,7 @@ class TrainingActor:
         """Any number of times."""
         if self.sender is not None:
             self.sender.shutdown()
-            self.sender = None
+            self.sender = self.init_info = None
 
 
 class InferenceActor:
@@ -163,6 +171,29 @@ class ActorClient(InferenceEngineClient):
                 for at in range(len(self._actors))
             ],
         )
+
+    async def join(self, actor: Any, init_info: WeightSyncInitInfo, at: int | None = None) -> None:
+        """Gives a worker that comes later the init info, and counts it from the next sync on.
+
+        Args:
+            actor: the new actor.
+            init_info: :attr:`TrainingActor.init_info`.
+            at: whose place it takes, such as that of a worker that died; None: a new place, in a
+                deployment of its own.
+
+        Raises:
+            UnsupportedError: if the strategy has a ``fixed_membership``.
+        """
+        if at is None and self._deployment > 1:
+            raise SettingError(
+                f"at: expected a place from 0 to {len(self._actors) - 1}, because a deployment "
+                f"has {self._deployment} workers, got None"
+            )
+        place = len(self._actors) if at is None else range(len(self._actors))[at]
+        offset = getattr(init_info, "rank_offset", 1) + place // self._deployment * self._deployment
+        told = (init_info.to_dict(), offset, place % self._deployment)
+        await self._call(actor, "init_weight_update_communicator", *told)
+        self._actors[place : place + 1] = [actor]
 
     async def update_named_weights(self, request: dict[str, Any]) -> list[Any]:
         return await self._all("update_named_weights", [(request,)] * len(self._actors))

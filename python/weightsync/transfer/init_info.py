@@ -73,7 +73,8 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo):
     """Where rank 0 of the trainer waits for receivers, to form a process group with them.
 
     ``world_size`` counts rank 0 of the trainer and all receivers; ``rank_offset`` is the rank of
-    the first of them, 1 as it is made.
+    the first of them, 1 as it is made. ``total_bytes`` bounds what a receiver allocates for one
+    sync; 0 where the trainer does not know.
     """
 
     master_addr: str = "127.0.0.1"
@@ -82,6 +83,7 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo):
     world_size: int = 2
     group_name: str = "weightsync"
     backend: str = "gloo"
+    total_bytes: int = 0
     kind: ClassVar[str] = "torch_distributed"
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class TorchDistributedWeightSyncInitInfo(WeightSyncInitInfo):
             ("master_port", 0, 65535),
             ("rank_offset", 1, 1 << 20),
             ("world_size", 2, 1 << 20),
+            ("total_bytes", 0, 1 << 62),
         ):
             _check(self, name, int)
             if not least <= getattr(self, name) <= most:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from weightsync import _dtypes
 from weightsync.errors import WrongWeightsError
 from weightsync.transfer.strategy import WeightLoader
 
@@ -24,12 +25,19 @@ class ModuleLoader(WeightLoader):
     def __init__(self, module: torch.nn.Module, *, cast: bool = False, strict: bool = True) -> None:
         self._module, self._cast, self._strict = module, cast, strict
 
+    def most_bytes(self) -> int:
+        # What is cast may come in elements of 16 bytes (complex128).
+        return sum(
+            one.numel() * (16 if self._cast else one.element_size())
+            for one in self._own().values()
+        )
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        state = self._module.state_dict(keep_vars=True)
+        return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        own = {
-            name: one
-            for name, one in self._module.state_dict(keep_vars=True).items()
-            if isinstance(one, torch.Tensor)
-        }
+        own = self._own()
         wrong = [f"{name} is unknown" for name in named_tensors if name not in own]
         for name, tensor in named_tensors.items():
             if name not in own:
@@ -76,6 +84,44 @@ class EngineLoader(WeightLoader):
             if self._restore is not None:
                 await _done(self._restore())
             raise
+
+
+class VllmLoader(WeightLoader):
+    """The model of a vLLM worker, in the worker's process: through vLLM's layerwise reload.
+
+    Tensors are compared with the engine's checkpoint before the model is touched. If the load
+    fails midway, the weights before come back exactly: the loader keeps the tensors of the last
+    version, and before the first one it reads vLLM's own checkpoint again. The engine must not
+    generate meanwhile. A worker's extension makes it:
+    ``VllmLoader(self.model_runner.model, self.vllm_config)``.
+
+    Args:
+        model: the worker's model.
+        vllm_config: the worker's ``VllmConfig``.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any) -> None:
+        from weightsync.vllm._checkpoint import Checkpoint
+        from weightsync.vllm._worker import Place
+
+        self._place = Place.of(vllm_config, model)
+        self._checkpoint = Checkpoint(self._place.model_config)
+        self._before: dict[str, torch.Tensor] | None = None
+
+    async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
+        from weightsync.vllm import _load
+
+        sent = {name: _dtypes.of_tensor(name, one) for name, one in named_tensors.items()}
+        self._checkpoint.compare("what was sent", sent)
+        try:
+            _load.load(self._place, self._checkpoint.of(iter(named_tensors.items())))
+        except BaseException:
+            if self._before is None:
+                _load.load_first(self._place)
+            else:
+                _load.load(self._place, self._checkpoint.of(iter(self._before.items())))
+            raise
+        self._before = named_tensors
 
 
 async def _done(result: Any) -> Any:

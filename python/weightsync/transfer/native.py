@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import weightsync
-from weightsync.errors import LifecycleError, SettingError, WrongTypeError
+from weightsync import _dtypes
+from weightsync._native import Layout
+from weightsync._source import Streamed
+from weightsync.errors import (
+    LifecycleError,
+    LoadError,
+    SettingError,
+    WeightsyncError,
+    WrongTypeError,
+)
 from weightsync.transfer.chunk import WeightChunk, dtype_of
 from weightsync.transfer.extractor import trainer_rank
 from weightsync.transfer.init_info import WeightsyncInitInfo, WeightSyncInitInfo
@@ -27,6 +37,12 @@ from weightsync.transfer.strategy import (
     within,
 )
 
+# How long lines of the report are waited for once the inference client has failed, in seconds.
+_GRACE = 1.0
+
+# Name, dtype and shape of a tensor, as the native engine has them.
+Spec = tuple[str, str, tuple[int, ...]]
+
 
 @dataclass
 class WeightsyncStrategy(WeightTransferStrategy):
@@ -34,8 +50,9 @@ class WeightsyncStrategy(WeightTransferStrategy):
 
     Args:
         scheme: as of :class:`weightsync.Sender`.
-        options: further settings of :class:`weightsync.Sender`.
-        timeout: how long each wait lasts at most, in seconds.
+        options: further settings of :class:`weightsync.Sender`. With a ``mapping`` among them
+            rank 0 keeps all chunks of a sync, because the mapping may need them in another order.
+        timeout: how long each wait lasts at most, in seconds. Extraction does not count.
     """
 
     scheme: str = "shared-mem"
@@ -43,7 +60,12 @@ class WeightsyncStrategy(WeightTransferStrategy):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        self._opened: tuple[weightsync.Sender, int] | None = None
+        self._opened: tuple[weightsync.Sender, list[Spec], int] | None = None
+        if self.options.get("copy_threads", 0) > 1:
+            got = self.options["copy_threads"]
+            raise SettingError(
+                f"copy_threads: expected 0 or 1, because chunks are written as they come, got {got}"
+            )
 
     async def create_init_info(
         self, inference_world_size: int, metadata: Mapping[str, list[Any]] | None = None
@@ -52,23 +74,31 @@ class WeightsyncStrategy(WeightTransferStrategy):
         if metadata is None:
             raise SettingError("metadata: expected names, dtype_names and shapes, got none")
         lists = (metadata["names"], metadata["dtype_names"], metadata["shapes"])
-        # Nothing reads their memory, so it costs nothing.
-        model = {
+        specs = [
+            (name, *_dtypes.of_tensor(name, torch.empty(shape, dtype=dtype_of(dtype), device="meta")))
+            for name, dtype, shape in zip(*lists, strict=True)
+        ]
+        self.close()
+        # A mapping looks at tensors, and nothing reads their memory, so it costs nothing.
+        model = self._is_mapped() and {
             name: torch.empty(shape, dtype=dtype_of(dtype))
             for name, dtype, shape in zip(*lists, strict=True)
         }
-        self.close()
-        sender = weightsync.Sender(model, scheme=self.scheme, timeout=self.timeout, **self.options)
-        self._opened = sender, inference_world_size
-        return WeightsyncInitInfo(info=sender.init_info.to_json())
+        sender = weightsync.Sender(
+            model or Streamed(specs), scheme=self.scheme, timeout=self.timeout,
+            **{"pending": 1, **self.options},
+        )  # fmt: skip
+        self._opened = sender, [] if self._is_mapped() else specs, inference_world_size
+        # A worker that is there still has the receiver of a trainer that was there before.
+        return WeightsyncInitInfo(True, sender.init_info.to_json())
 
     async def create_sender(self, sync_info: WeightSyncInitInfo) -> WeightTransferSender:
         if trainer_rank() != 0:
             return Draining()
         if self._opened is None:
             raise LifecycleError("call create_init_info first, on this strategy and in this process")
-        (sender, workers), self._opened = self._opened, None
-        return WeightsyncSender(sender, workers, self.timeout)
+        (sender, specs, workers), self._opened = self._opened, None
+        return WeightsyncSender(sender, specs, workers, self.timeout)
 
     async def create_receiver(
         self, sync_info: WeightSyncInitInfo, rank_offset: int, rank: int = 0
@@ -87,19 +117,29 @@ class WeightsyncStrategy(WeightTransferStrategy):
             self._opened[0].shutdown()
             self._opened = None
 
+    def _is_mapped(self) -> bool:
+        return self.options.get("mapping") is not None
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
 
 class WeightsyncSender(WeightTransferSender):
-    """Assembles the chunks and sends the whole version, in one pass over the tensors.
+    """Writes each chunk into its place in the next version, before the next chunk is made.
 
-    ``report`` has a line for each worker, from the second sync on.
+    So extraction is the only pass over the weights, and rank 0 has one batch more than its model.
+    A version whose extraction fails is never visible.
+
+    ``report`` has a line for each worker that had joined before, from the second sync on.
+    ``applied`` says that the worker's loader has loaded the version.
     """
 
-    def __init__(self, sender: weightsync.Sender, workers: int, timeout: float) -> None:
+    def __init__(
+        self, sender: weightsync.Sender, specs: list[Spec], workers: int, timeout: float
+    ) -> None:
         super().__init__()
-        self._sender, self._workers, self.timeout = sender, workers, timeout
+        self._sender, self._specs, self._workers = sender, specs, workers
+        self.timeout = timeout
         self.report: weightsync.Report | None = None
 
     async def send_chunks(
@@ -108,40 +148,64 @@ class WeightsyncSender(WeightTransferSender):
         """One sync. Workers that have it keep it where others failed.
 
         Raises:
-            NotAppliedError: ``report`` says who has the version.
+            PeerError: naming the workers that failed, as :class:`ActorClient` has it. ``report``
+                has a line for each.
+            NotAppliedError: a worker has not loaded the version, and its actor did not say so.
         """
         self._begin()
-        weights: dict[str, torch.Tensor] = {}
         with drained(chunks) as each:
-            for chunk in each:
-                weights.update(zip(chunk.names, chunk.tensors, strict=True))
-                del chunk
+            arrival = self._publish(each)
         request = WeightsyncUpdateRequest(
             version=self.syncs, model=self._sender.models[0], last=True
         )
-        call = within(
-            inference_client.update_named_weights(request.to_dict()), self.timeout, self._what()
-        )
-        # Each waits for the other: workers for the version, the sender for the workers.
-        sent, called = await asyncio.gather(
-            asyncio.to_thread(self._publish, weights), call, return_exceptions=True
-        )
-        for failed in (sent, called):
-            if isinstance(failed, BaseException):
-                raise failed
+        call = inference_client.update_named_weights(request.to_dict())
+        try:
+            await within(call, self.timeout, self._what())
+        except Exception:
+            # The report says who has the version by now; the client says why others have not.
+            with contextlib.suppress(WeightsyncError):
+                await asyncio.to_thread(arrival, _GRACE)
+            raise
+        await asyncio.to_thread(arrival, self.timeout)
         self.version = self.syncs
 
     def create_request(self, chunk: WeightChunk) -> WeightUpdateRequest:
         """One for the sync: chunks travel as a whole version."""
         return WeightsyncUpdateRequest(version=max(self.syncs, 1), model=self._sender.models[0])
 
-    def _publish(self, weights: dict[str, torch.Tensor]) -> None:
-        first = not self._sender.is_connected
-        if first:
-            self._sender.connect(self._workers, weights=weights, timeout=self.timeout)
-        # A connect that is called again brings the weights of its first call.
-        if not first or self.syncs > 1:
-            self.report = self._sender.send(weights, version=self.syncs)
+    def _publish(self, chunks: Iterator[WeightChunk]) -> Callable[[float], None]:
+        """Publishes the chunks as one version, and returns what waits for the workers."""
+        weights: Streamed | dict[str, torch.Tensor]
+        if self._specs:
+            weights = Streamed(self._specs, _groups(chunks))
+        else:
+            weights = {name: one for group in _groups(chunks) for name, one in group}
+        try:
+            if self._sender.is_connected:
+                pending = self._sender.send_async(weights, version=self.syncs)
+                return lambda timeout: self._settle(pending, timeout)
+            # No worker is waited for yet: they join when they are asked to.
+            self._sender.connect(0, weights=weights, timeout=self.timeout)
+            if self._sender.version < self.syncs:
+                # Syncs before this one failed, and the first version is always number 1.
+                self._sender.send(self._sender.snapshot(), version=self.syncs, wait="sent")
+            return lambda timeout: self._sender.wait_for(self._workers, timeout=timeout)
+        except BaseException:
+            if isinstance(weights, Streamed) and weights.failure is not None:
+                raise weights.failure from None
+            raise
+        finally:
+            if isinstance(weights, Streamed):
+                weights.release()
+
+    def _settle(self, pending: weightsync.PendingSend, timeout: float) -> None:
+        self.report = pending.wait(timeout)
+        version = pending.version
+        # A worker that came back in this sync has it, and a line that it died before.
+        has = {one.worker for one in self._sender.workers if one.version >= version}
+        if not has or any(
+            line.outcome != "applied" and line.worker not in has for line in self.report.workers
+        ):
             self.report.ensure_applied()
 
     def shutdown(self) -> None:
@@ -150,13 +214,17 @@ class WeightsyncSender(WeightTransferSender):
 
 
 class WeightsyncReceiver(WeightTransferReceiver):
-    """Reads the version in place, and hands the loader views of it."""
+    """Reads the version in place, and hands the loader views of it.
+
+    The sender is told what the loader said: that it has the version, or why not.
+    """
 
     request_type = WeightsyncUpdateRequest
 
     def __init__(self, info: WeightsyncInitInfo, worker: int, timeout: float) -> None:
         super().__init__()
-        self._receiver = weightsync.Receiver(info.info, worker)
+        self._target = _Target()
+        self._receiver = weightsync.ModelReceiver(info.info, worker, model=self._target)
         self._connected, self._timeout = False, timeout
 
     async def receive_and_load_weights(
@@ -164,22 +232,69 @@ class WeightsyncReceiver(WeightTransferReceiver):
     ) -> None:
         self._expect(request)
         self._sync = 0
-        snapshot = await asyncio.to_thread(self._fetch, request.version)
-        await load(loader, dict(snapshot), request.version)
+        loop = asyncio.get_running_loop()
+
+        def load_here(snapshot: weightsync.Snapshot) -> None:
+            # The loader runs in the caller's loop while the receiver's thread waits for it.
+            loading = load(loader, dict(snapshot), request.version)
+            asyncio.run_coroutine_threadsafe(loading, loop).result()
+
+        await asyncio.to_thread(self._fetch, request.version, load_here)
         self.version = request.version
 
-    def _fetch(self, version: int) -> weightsync.Snapshot:
-        if not self._connected:
-            self._receiver.connect(timeout=self._timeout)
-            self._connected = True
-        found = self._receiver.latest()
-        if found is None or found.version < version:
-            found = self._receiver.pull(at_least=version, timeout=self._timeout)
-        if found is None or found.version != version:
-            got = "none" if found is None else found.version
-            raise weightsync.DeadlineError(f"expected version {version}, got {got}", "retry")
-        return found
+    def _fetch(self, version: int, load_here: Callable[[weightsync.Snapshot], None]) -> None:
+        self._target.load_here, self._target.wanted = load_here, version
+        try:
+            if not self._connected:
+                self._receiver.connect(timeout=self._timeout)
+                self._connected = True
+            if self._receiver.version < version:
+                self._receiver.pull(at_least=version, timeout=self._timeout)
+        except LoadError as error:
+            # As the loader said it.
+            raise error.__cause__ if isinstance(error.__cause__, WeightsyncError) else error
+        finally:
+            self._target.load_here = None
+        got = self._receiver.version
+        if got != version:
+            raise weightsync.DeadlineError(f"expected version {version}, got {got or 'none'}", "retry")
 
     def shutdown(self) -> None:
         super().shutdown()
         self._receiver.shutdown()
+
+
+class _Target:
+    """What the native receiver loads into: the loader of the request that is being answered."""
+
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
+        self._loaded = 0
+        self.wanted = 0
+        self.load_here: Callable[[weightsync.Snapshot], None] | None = None
+
+    def layout(self) -> Layout | None:
+        return self._layout
+
+    def shape(self, layout: Layout) -> bool:
+        """Takes any: the loader compares."""
+        self._layout = layout
+        return True
+
+    def load(self, snapshot: Any) -> None:
+        # After a load that failed the receiver goes back; the loader has done that itself.
+        if snapshot.version == self._loaded:
+            return
+        if self.load_here is None or snapshot.version != self.wanted:
+            raise LifecycleError(f"version {snapshot.version} came, and no request asked for it")
+        self.load_here(weightsync.Snapshot(snapshot))
+        self._loaded = snapshot.version
+
+
+def _groups(chunks: Iterator[WeightChunk]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Names and tensors, without holding a chunk while the next one is made."""
+    for chunk in chunks:
+        group = list(zip(chunk.names, chunk.tensors, strict=True))
+        del chunk
+        yield group
+        del group

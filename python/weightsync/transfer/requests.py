@@ -79,6 +79,12 @@ class WeightUpdateRequest(ABC):
         """The dtypes as torch has them."""
         return [dtype_of(dtype) for dtype in self.dtypes]
 
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of all tensors."""
+        each = zip(self.torch_dtypes, self.shapes, strict=True)
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in each)
+
     def to_dict(self) -> dict[str, Any]:
         """Strings, numbers, lists and dicts."""
         return {"kind": self.kind, **asdict(self)}

@@ -1,36 +1,39 @@
 """The names and calls of SkyRL 0.3.0's ``weight_sync``, over this package.
 
-A trainer that was written for ``skyrl.backends.skyrl_train.weight_sync`` imports this module in
-its place. An extractor has ``extract_weights(dtype)`` and keeps its model; a strategy is called
-through its class; ``create_sender`` blocks; ``send_chunks`` takes the weights' metadata.
+A trainer that was written for ``skyrl.backends.skyrl_train.weight_sync`` and its modules imports
+this module in their place. An extractor has ``extract_weights(dtype)`` and keeps its model; a
+strategy is called through its class; ``create_sender`` blocks; ``send_chunks`` takes the weights'
+metadata.
+
+The receiving end is this package's: the inference workers have a
+:class:`weightsync.transfer.InferenceActor`, and the client calls those. SkyRL's own
+``RemoteInferenceClient`` has vLLM's NCCL and IPC engines as its receivers, and these do not
+understand what is sent here: for vLLM use :mod:`weightsync.vllm`.
+
+The module imports neither CUDA code nor Ray; nothing of it has run on a GPU.
 """
 
 from __future__ import annotations
 
 import asyncio
-from abc import abstractmethod
+import importlib
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from weightsync import transfer
-from weightsync.errors import LifecycleError
+from weightsync.errors import LifecycleError, UnsupportedError
 from weightsync.transfer.broadcast import PackedBroadcastStrategy
-from weightsync.transfer.chunk import WeightChunk
 from weightsync.transfer.extractor import setting, trainer_rank
 from weightsync.transfer.init_info import (
     EmptyWeightSyncInitInfo,
     TorchDistributedWeightSyncInitInfo,
     WeightSyncInitInfo,
     rank_offsets,
-)
-from weightsync.transfer.requests import (
-    BroadcastWeightUpdateRequest,
-    CudaIpcWeightUpdateRequest,
-    LoraLoadRequest,
-    WeightUpdateRequest,
 )
 from weightsync.transfer.strategy import strategy_from_config
 
@@ -39,7 +42,9 @@ __all__ = [
     "BroadcastTransferStrategy",
     "BroadcastWeightTransferSender",
     "BroadcastWeightUpdateRequest",
+    "CudaIpcInitInfo",
     "CudaIpcTransferStrategy",
+    "CudaIpcWeightTransferSender",
     "CudaIpcWeightUpdateRequest",
     "LoraLoadRequest",
     "WeightChunk",
@@ -54,6 +59,21 @@ __all__ = [
 ]
 
 
+class WeightChunk(transfer.WeightChunk):
+    """A chunk whose dtypes are names, such as ``"torch.bfloat16"``, and whose shapes are lists."""
+
+    def __init__(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        tensors: list[torch.Tensor],
+    ) -> None:
+        super().__init__(names, tensors, dtypes, shapes)  # type: ignore[arg-type]
+        self.dtypes = [str(dtype) for dtype in dtypes]  # type: ignore[misc]
+        self.shapes = [list(shape) for shape in shapes]  # type: ignore[misc]
+
+
 class WeightExtractor(transfer.WeightExtractor):
     """Has its model, and yields chunks of a dtype."""
 
@@ -61,10 +81,94 @@ class WeightExtractor(transfer.WeightExtractor):
     def extract_weights(self, dtype: torch.dtype) -> Iterator[WeightChunk]:  # type: ignore[override]
         """The chunks of one sync."""
 
+    @abstractmethod
+    def get_weight_metadata(self, dtype: torch.dtype) -> dict[str, list[Any]]:
+        """``names``, ``dtype_names`` and ``shapes`` of all weights. Nothing is gathered for it."""
+
     async def _extract_raw_weights(
         self, model: Any, generator_dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         raise LifecycleError("this extractor makes its chunks itself: call extract_weights(dtype)")
+
+
+class _Json:
+    """Requests as dicts: ``kind`` and the numbers of a sync are added, and may be left out."""
+
+    to_dict: Callable[[], dict[str, Any]]
+    from_dict: Callable[[Any], Any]
+    kind: ClassVar[str]
+
+    def to_json_dict(self) -> dict[str, Any]:
+        """Plain data, handles of memory included."""
+        return self.to_dict()
+
+    @classmethod
+    def from_json_dict(cls, data: Mapping[str, Any]) -> Any:
+        """What ``to_json_dict`` made, checked."""
+        return cls.from_dict({**cls().to_dict(), **data})
+
+
+class WeightUpdateRequest(_Json, transfer.WeightUpdateRequest):
+    """What all requests have."""
+
+
+class BroadcastWeightUpdateRequest(_Json, transfer.BroadcastWeightUpdateRequest):
+    """``sizes``, in elements, says that the chunk comes as one packed buffer."""
+
+    def __init__(
+        self,
+        names: list[str] | None = None,
+        dtypes: list[str] | None = None,
+        shapes: list[list[int]] | None = None,
+        sizes: list[int] | None = None,
+        **numbers: Any,
+    ) -> None:
+        super().__init__(_list(names), _list(dtypes), _list(shapes), sizes=sizes, **numbers)
+
+
+class CudaIpcWeightUpdateRequest(_Json, transfer.PackedCudaIpcWeightUpdateRequest):
+    """A chunk that is packed into one buffer, with a handle on each GPU. No handle is pickled."""
+
+    def __init__(
+        self,
+        names: list[str] | None = None,
+        dtypes: list[str] | None = None,
+        shapes: list[list[int]] | None = None,
+        sizes: list[int] | None = None,
+        ipc_handles: Any = None,
+        **numbers: Any,
+    ) -> None:
+        super().__init__(
+            _list(names), _list(dtypes), _list(shapes), sizes=_list(sizes),
+            ipc_handles={} if ipc_handles is None else ipc_handles, **numbers,
+        )  # fmt: skip
+
+
+class LoraLoadRequest(_Json, transfer.LoraLoadRequest):
+    """An adapter to be loaded from a path, under a name."""
+
+    def __init__(
+        self,
+        names: list[str] | None = None,
+        dtypes: list[str] | None = None,
+        shapes: list[list[int]] | None = None,
+        lora_path: str = "",
+        lora_name: str = "",
+        **numbers: Any,
+    ) -> None:
+        super().__init__(
+            _list(names), _list(dtypes), _list(shapes), lora_path=lora_path, lora_name=lora_name,
+            **numbers,
+        )  # fmt: skip
+
+    @classmethod
+    def from_json_dict(cls, data: Mapping[str, Any]) -> LoraLoadRequest:
+        return cls.from_dict({**cls(lora_path="-").to_dict(), "lora_path": "", **data})
+
+
+def _list(given: Any) -> Any:
+    """What was given, to be checked; an empty list for nothing."""
+    return [] if given is None else given
 
 
 class BroadcastInitInfo(TorchDistributedWeightSyncInitInfo):
@@ -87,7 +191,39 @@ class BroadcastInitInfo(TorchDistributedWeightSyncInitInfo):
         }
 
 
-class WeightTransferSender:
+@dataclass
+class CudaIpcInitInfo(EmptyWeightSyncInitInfo):
+    """Handles need no rendez-vous: every server gets the same."""
+
+    model_dtype_str: str = "bfloat16"
+    kind: ClassVar[str] = "skyrl_cuda_ipc"
+
+    def for_servers(
+        self, world_size_per_server: int, num_servers: int, dp_size: int = 1
+    ) -> list[CudaIpcInitInfo]:
+        """One for each server."""
+        return [replace(self) for _ in range(num_servers)]
+
+    def to_api_payload(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+class WeightTransferSender(ABC):
+    """The trainer's end. Every rank has one."""
+
+    @abstractmethod
+    async def send_chunks(
+        self, chunks: Iterable[WeightChunk], weight_metadata: Mapping[str, list[Any]] | None = None
+    ) -> None:
+        """One sync; all ranks call it."""
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """Closes what the sender holds open."""
+
+
+class _Sender(WeightTransferSender):
     """Sends to the client that it was created with."""
 
     def __init__(self, sender: transfer.WeightTransferSender, client: Any) -> None:
@@ -97,80 +233,114 @@ class WeightTransferSender:
         self, chunks: Iterable[WeightChunk], weight_metadata: Mapping[str, list[Any]] | None = None
     ) -> None:
         """One sync; all ranks call it. The metadata is not needed."""
-        await self._sender.send_chunks(chunks, self._client)
+        await self._sender.send_chunks(_plain(chunks), self._client)
 
     def teardown(self) -> None:
         """Any number of times."""
         self._sender.shutdown()
 
 
-BroadcastWeightTransferSender = WeightTransferSender
+class BroadcastWeightTransferSender(_Sender):
+    """Has the group that ``create_sender`` formed."""
+
+    def __init__(
+        self,
+        init_info: BroadcastInitInfo,
+        model_update_group: transfer.WeightTransferSender,
+        inference_client: Any,
+    ) -> None:
+        super().__init__(model_update_group, inference_client)
 
 
-class WeightTransferStrategy:
+class CudaIpcWeightTransferSender(_Sender):
+    """Needs a GPU, and has not run on one."""
+
+    def __init__(self, init_info: CudaIpcInitInfo, inference_client: Any) -> None:
+        strategy = strategy_from_config("packed_cuda_ipc")
+        super().__init__(asyncio.run(strategy.create_sender(init_info)), inference_client)
+
+
+class WeightTransferStrategy(ABC):
     """A factory that is never made: its methods are called on the class."""
 
-    _opened: ClassVar[dict[int, transfer.WeightTransferStrategy]] = {}
-
-    @classmethod
+    @staticmethod
+    @abstractmethod
     def create_init_info(
-        cls, ie_cfg: Any, inference_world_size: int | None = None
+        ie_cfg: Any, inference_world_size: int | None = None
     ) -> WeightSyncInitInfo:
         """All ranks call it; the one of rank 0 is for the receivers."""
-        raise NotImplementedError
 
-    @classmethod
-    def create_sender(
-        cls, init_info: WeightSyncInitInfo, inference_client: Any
-    ) -> WeightTransferSender:
+    @staticmethod
+    @abstractmethod
+    def get_vllm_transfer_engine() -> type:
+        """The class of vLLM's that SkyRL pairs with the strategy."""
+
+    @staticmethod
+    @abstractmethod
+    def create_sender(init_info: WeightSyncInitInfo, inference_client: Any) -> WeightTransferSender:
         """All ranks call it, in a thread; rank 0 waits there for the receivers."""
-        strategy = cls._strategy(init_info)
-        return WeightTransferSender(
-            asyncio.run(strategy.create_sender(init_info)), inference_client
-        )
-
-    @classmethod
-    def _strategy(cls, init_info: WeightSyncInitInfo) -> transfer.WeightTransferStrategy:
-        raise NotImplementedError
 
 
 class BroadcastTransferStrategy(WeightTransferStrategy):
-    """A packed broadcast. ``ie_cfg`` may have ``weight_sync_backend`` and ``master_addr``."""
+    """A packed broadcast. ``ie_cfg`` may have ``weight_sync_backend`` and ``master_addr``.
 
-    @classmethod
+    Without ``master_addr`` receivers come to this node's address if Ray runs on several nodes, and
+    else to loopback. torch's rendez-vous knows no secrets: such a cluster needs a network that is
+    trusted, as Ray itself does.
+    """
+
+    _opened: ClassVar[dict[int, PackedBroadcastStrategy]] = {}
+
+    @staticmethod
     def create_init_info(
-        cls, ie_cfg: Any, inference_world_size: int | None = None
+        ie_cfg: Any, inference_world_size: int | None = None
     ) -> BroadcastInitInfo:
         strategy = PackedBroadcastStrategy(
             backend=setting(ie_cfg, "weight_sync_backend", "gloo"),
-            master_addr=setting(ie_cfg, "master_addr", "127.0.0.1"),
+            master_addr=setting(ie_cfg, "master_addr", None) or _node_address(),
             override_existing_receiver=not setting(ie_cfg, "run_engines_locally", False),
         )
         if trainer_rank() != 0:
             return BroadcastInitInfo(backend=strategy.backend)
         info = BroadcastInitInfo(**vars(strategy.open(inference_world_size or 1)))
-        cls._opened[info.master_port] = strategy
+        BroadcastTransferStrategy._opened[info.master_port] = strategy
         return info
 
-    @classmethod
-    def _strategy(cls, init_info: WeightSyncInitInfo) -> transfer.WeightTransferStrategy:
+    @staticmethod
+    def create_sender(
+        init_info: WeightSyncInitInfo, inference_client: Any
+    ) -> BroadcastWeightTransferSender:
         port = getattr(init_info, "master_port", 0)
-        return cls._opened.pop(port, None) or PackedBroadcastStrategy()
+        strategy = BroadcastTransferStrategy._opened.pop(port, None) or PackedBroadcastStrategy()
+        group = asyncio.run(strategy.create_sender(init_info))
+        return BroadcastWeightTransferSender(init_info, group, inference_client)  # type: ignore[arg-type]
+
+    @staticmethod
+    def get_vllm_transfer_engine() -> type:
+        """vLLM's NCCL engine, which does not receive what this strategy sends."""
+        return _of_vllm("nccl_engine", "NCCLWeightTransferEngine")
 
 
 class CudaIpcTransferStrategy(WeightTransferStrategy):
-    """One handle for each chunk."""
+    """One handle for each chunk. It needs a GPU, and has not run on one."""
 
-    @classmethod
+    @staticmethod
     def create_init_info(
-        cls, ie_cfg: Any, inference_world_size: int | None = None
-    ) -> EmptyWeightSyncInitInfo:
+        ie_cfg: Any, inference_world_size: int | None = None
+    ) -> CudaIpcInitInfo:
         local = setting(ie_cfg, "run_engines_locally", False)
-        return EmptyWeightSyncInitInfo(override_existing_receiver=not local)
+        return CudaIpcInitInfo(not local, setting(ie_cfg, "model_dtype", "bfloat16"))
 
-    @classmethod
-    def _strategy(cls, init_info: WeightSyncInitInfo) -> transfer.WeightTransferStrategy:
-        return strategy_from_config("packed_cuda_ipc")
+    @staticmethod
+    def create_sender(
+        init_info: WeightSyncInitInfo, inference_client: Any
+    ) -> CudaIpcWeightTransferSender:
+        return CudaIpcWeightTransferSender(init_info, inference_client)  # type: ignore[arg-type]
+
+    @staticmethod
+    def get_vllm_transfer_engine() -> type:
+        """vLLM's IPC engine, which does not receive what this strategy sends."""
+        return _of_vllm("ipc_engine", "IPCWeightTransferEngine")
 
 
 def get_transfer_strategy(weight_sync_backend: str, colocate_all: bool) -> str:
@@ -199,14 +369,14 @@ def yield_module_grouped_chunks(
     it is gathered. :class:`weightsync.transfer.MegatronExtractor` asks for shapes first.
     """
     grouping = _Grouping()
-    batch: list[WeightChunk] = []
+    batch: list[transfer.WeightChunk] = []
     for module, names in grouping._group_by_module(params).items():
         tensors = []
         for name in names:
             tensor = gather_tensor_fn(params[name]).to(dtype).detach().contiguous()
             tensors.append(tensor.view(tuple(get_shape_fn(name, params[name], tensor))))
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        chunk = WeightChunk(list(names), tensors, [dtype] * len(names), shapes, module)
+        chunk = transfer.WeightChunk(list(names), tensors, [dtype] * len(names), shapes, module)
         # The rule says whether the one before is whole without this one.
         batches = list(grouping._batch_by_threshold(iter([*batch, chunk]), batch_size_threshold_gb))
         for done in batches[:-1]:
@@ -223,11 +393,36 @@ class _Grouping(transfer.WeightExtractor):
         return dict(model)
 
 
-def _merged(chunks: list[WeightChunk]) -> WeightChunk:
+def _merged(chunks: list[transfer.WeightChunk]) -> WeightChunk:
     return WeightChunk(
         names=[name for chunk in chunks for name in chunk.names],
+        dtypes=[str(dtype) for chunk in chunks for dtype in chunk.dtypes],
+        shapes=[list(shape) for chunk in chunks for shape in chunk.shapes],
         tensors=[tensor for chunk in chunks for tensor in chunk.tensors],
-        dtypes=[dtype for chunk in chunks for dtype in chunk.dtypes],
-        shapes=[shape for chunk in chunks for shape in chunk.shapes],
-        module_name=chunks[0].module_name if len(chunks) == 1 else None,
     )
+
+
+def _plain(chunks: Iterable[transfer.WeightChunk]) -> Iterator[transfer.WeightChunk]:
+    """The chunks as the package's senders have them."""
+    for chunk in chunks:
+        plain = transfer.WeightChunk(chunk.names, chunk.tensors, chunk.dtypes, chunk.shapes)
+        del chunk
+        yield plain
+        del plain
+
+
+def _of_vllm(module: str, name: str) -> type:
+    try:
+        found = importlib.import_module(f"vllm.distributed.weight_transfer.{module}")
+        return getattr(found, name)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError) as error:
+        raise UnsupportedError(f"this needs a vLLM that has {name}: {error}") from error
+
+
+def _node_address() -> str:
+    """Where this node is reached by the others of a Ray cluster; loopback without others."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return "127.0.0.1"
+    several = sum(node.get("Alive", False) for node in ray.nodes()) > 1
+    return str(ray.util.get_node_ip_address()) if several else "127.0.0.1"

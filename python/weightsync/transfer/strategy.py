@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from weightsync.errors import (
     LoadError,
     PeerError,
     SettingError,
+    UnsupportedError,
     WeightsyncError,
 )
 from weightsync.transfer.chunk import WeightChunk
@@ -37,6 +39,13 @@ class WeightLoader(ABC):
         The tensors may be views of a version in shared memory. They stay as they are while they
         are held.
         """
+
+    def most_bytes(self) -> int | None:
+        """What a version of this engine's model has at most; None if the loader cannot know.
+
+        A receiver refuses a request for more, before it allocates memory for it.
+        """
+        return None
 
 
 class InferenceEngineClient(ABC):
@@ -100,11 +109,11 @@ class WeightTransferSender(ABC):
     async def _send_chunk(
         self, chunk: WeightChunk, request: WeightUpdateRequest, client: InferenceEngineClient
     ) -> None:
-        raise NotImplementedError
+        raise UnsupportedError(f"{type(self).__name__} must implement _send_chunk")
 
     def _end(self) -> WeightUpdateRequest:
         """The request that ends the sync."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{type(self).__name__} must implement _end")
 
     async def _finish(self, client: InferenceEngineClient) -> None:
         await self._call(client, self._end())
@@ -135,13 +144,18 @@ class WeightTransferReceiver(ABC):
 
     So the model holds a whole version at any time, whichever chunk fails and whatever the loader
     can undo, at the price of memory for one more version. ``version`` is the one that was loaded.
+
+    What a sync may have is bounded before memory is allocated for it: by ``total_bytes`` (of the
+    init info; 0 is unknown), and by :meth:`WeightLoader.most_bytes`.
     """
 
     request_type: type[WeightUpdateRequest]
+    total_bytes: int = 0
 
     def __init__(self) -> None:
         self.version = 0
         self._staged: dict[str, torch.Tensor] = {}
+        self._staged_bytes = 0
         self._sync = 0
         self._next = 0
         self._closed = False
@@ -160,9 +174,11 @@ class WeightTransferReceiver(ABC):
         """
         self._expect(request)
         try:
+            self._bound(request, loader)
             if request.names:
                 tensors = await asyncio.to_thread(self._receive, request)
                 self._staged.update(zip(request.names, tensors, strict=True))
+                self._staged_bytes += request.tensor_bytes
             self._next = request.chunk + 1
             if request.last:
                 await load(loader, self._staged, request.version)
@@ -171,9 +187,21 @@ class WeightTransferReceiver(ABC):
             self._sync, self._staged = 0, {}
             raise
 
+    def _bound(self, request: WeightUpdateRequest, loader: WeightLoader) -> None:
+        """Refuses more than the model has."""
+        total = self._staged_bytes + request.tensor_bytes
+        for most, whose in (
+            (self.total_bytes or None, "the init info says"),
+            (loader.most_bytes(), "this worker's model has"),
+        ):
+            if most is not None and total > most:
+                raise RequestError(
+                    f"shapes: expected at most {most} bytes in a sync, as {whose}, got {total}"
+                )
+
     def _receive(self, request: WeightUpdateRequest) -> list[torch.Tensor]:
         """The tensors of a chunk, in memory of this process's own. Blocks, by a timeout."""
-        raise NotImplementedError
+        raise UnsupportedError(f"{type(self).__name__} must implement _receive")
 
     def _expect(self, request: WeightUpdateRequest) -> None:
         if self._closed:
@@ -187,6 +215,7 @@ class WeightTransferReceiver(ABC):
         if request.chunk == 0 and request.version != self._sync:
             # A sync that was given up is dropped.
             self._sync, self._next, self._staged = request.version, 0, {}
+            self._staged_bytes = 0
         if (request.version, request.chunk) != (self._sync, self._next):
             raise RequestError(
                 f"expected chunk {self._next} of sync {self._sync or 'any'}, "
@@ -205,8 +234,15 @@ class WeightTransferStrategy(ABC):
     """Describes a transfer: cheap, and plain settings only, so it can be sent to any actor.
 
     ``create_init_info`` and ``create_sender`` are called on rank 0 of the trainer, on the same
-    object; ``create_sender`` on the other ranks too.
+    object; ``create_sender`` on the other ranks too. ``timeout`` is how long each wait lasts at
+    most, in seconds.
     """
+
+    timeout: float = 60.0
+
+    #: Whether the workers are those that joined first. Where it is false, a worker may join later,
+    #: and one that died may come back.
+    fixed_membership: ClassVar[bool] = False
 
     @abstractmethod
     async def create_init_info(
@@ -248,11 +284,15 @@ class Draining(WeightTransferSender):
 
 _registry: dict[str, str] = {}
 
+#: The group of entry points by which packages register strategies: ``word = "module:Class"``.
+ENTRY_POINTS = "weightsync.transfer.strategies"
+
 
 def register_strategy(name: str, target: str) -> None:
     """Makes a strategy known by a word: ``register_strategy("mine", "package.module:Class")``.
 
-    The module is imported when the strategy is chosen.
+    A package may have an entry point in the group ``weightsync.transfer.strategies`` instead. The
+    module is imported when the strategy is chosen.
     """
     module, _, attribute = target.partition(":")
     if not name or not module or not attribute:
@@ -263,7 +303,7 @@ def register_strategy(name: str, target: str) -> None:
 
 def strategies() -> list[str]:
     """The words that are known."""
-    return sorted(_registry)
+    return sorted(_known())
 
 
 def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
@@ -274,17 +314,24 @@ def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
             ``strategy_settings``, a dict of settings for its constructor.
     """
     name = cfg if isinstance(cfg, str) else setting(cfg, "strategy", None)
-    if not isinstance(name, str) or name not in _registry:
-        raise SettingError(f"strategy: expected one of {', '.join(strategies())}, got {name!r}")
+    known = _registry if isinstance(name, str) and name in _registry else _known()
+    if not isinstance(name, str) or name not in known:
+        raise SettingError(f"strategy: expected one of {', '.join(sorted(known))}, got {name!r}")
     settings = {} if isinstance(cfg, str) else setting(cfg, "strategy_settings", None) or {}
-    module, _, attribute = _registry[name].partition(":")
+    module, _, attribute = known[name].partition(":")
     try:
         made = getattr(importlib.import_module(module), attribute)(**settings)
     except (ImportError, AttributeError, TypeError) as error:
-        raise SettingError(f"strategy {name!r} ({_registry[name]}) cannot be made: {error}") from error
+        raise SettingError(f"strategy {name!r} ({known[name]}) cannot be made: {error}") from error
     if not isinstance(made, WeightTransferStrategy):
-        raise SettingError(f"{_registry[name]} is no WeightTransferStrategy")
+        raise SettingError(f"{known[name]} is no WeightTransferStrategy")
     return made
+
+
+def _known() -> dict[str, str]:
+    """Words and targets: those of installed packages, and before them those that are registered."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {**{one.name: one.value for one in found}, **_registry}
 
 
 @contextmanager

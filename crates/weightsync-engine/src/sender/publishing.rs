@@ -24,6 +24,8 @@ struct Payload {
     bytes: u64,
     /// The tensors of a partial update.
     partial: Option<Vec<String>>,
+    /// How long its source took to write it.
+    writing: Duration,
 }
 
 impl Sender {
@@ -69,7 +71,8 @@ impl Sender {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Publishes in one step what is to be sent.
+    /// Publishes in one step what is to be sent. The time in which the sources write their tensors
+    /// is no wait, so the flight's deadline is later by that.
     pub(super) fn publish(
         &mut self,
         members: Members<'_>,
@@ -98,7 +101,7 @@ impl Sender {
             partial: payload.partial,
             since,
             copied: since.elapsed(),
-            deadline: until,
+            deadline: until.and_then(|at| at.checked_add(payload.writing)),
             settled: Mutex::new(Vec::new()),
         })
     }
@@ -126,6 +129,7 @@ fn stage_and_publish(
         publish::check(prepared, *weights, options.partial)?;
     }
     let mut payload = Payload::default();
+    let mut writing = Duration::ZERO;
     let mut transport = Some(transport);
     let mut staging: Option<Box<dyn Staging + '_>> = None;
     for (place, (index, weights)) in resolved.iter().enumerate() {
@@ -137,7 +141,12 @@ fn stage_and_publish(
                 staging = Some(transport.stage(&indices, until)?);
             }
             match &mut staging {
-                Some(staging) => staging.write(*index, sources, copy),
+                Some(staging) => {
+                    let began = Instant::now();
+                    let written = staging.write(*index, sources, copy);
+                    writing += began.elapsed();
+                    written
+                }
                 None => Ok(()),
             }
         };
@@ -154,6 +163,7 @@ fn stage_and_publish(
             }
         }
     }
+    payload.writing = writing;
     drop(bases);
     let Some(mut staging) = staging else {
         return Err(Error::EmptySet);
