@@ -134,6 +134,7 @@ class Sender(_ends.AsyncWith):
         weights: Any = None,
         weights_dict: Mapping[str, Any] | None = None,
         processes: Iterable[Any] | None = None,
+        version: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         """Publishes the first version, and returns once the workers have loaded it.
@@ -150,6 +151,8 @@ class Sender(_ends.AsyncWith):
             processes: the workers' processes, of :mod:`multiprocessing` or
                 :mod:`subprocess`: a process that fails before all have joined ends the
                 wait.
+            version: the first version's number, such as the step that training goes on
+                from; 1 without it.
             timeout: in seconds.
 
         Raises:
@@ -164,7 +167,7 @@ class Sender(_ends.AsyncWith):
             watch = None if processes is None else Watched(processes).check
             # Workers may have joined even if this call fails.
             _ends.opened(self)
-            self._session.connect_sender(given, workers, timeout, watch)
+            self._session.connect_sender(given, workers, timeout, watch, version)
             self._connected = True
         logger.info("connected: %r", self)
 

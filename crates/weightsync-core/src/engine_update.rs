@@ -9,7 +9,7 @@
 //! | start | update | weights whole: resume on them; unknown: restore |
 //! | update | update, once for each chunk, then finish | the same; new weights before the last chunk count as unknown |
 //! | finish | resume on the new weights | the same |
-//! | restore | resume on the old weights | over: held |
+//! | restore | resume on the old weights | the engine has all of the new weights: resume on them; else over: held |
 //! | resume | over: updated or kept old, as the weights are | over: not resumed; held if the weights are unknown, unless pause failed |
 //!
 //! An engine that dies is dead, in every state. No call is made twice but for update.
@@ -247,7 +247,9 @@ impl EngineUpdate {
             (State::Paused | State::Started { .. } | State::Updated, whole) => {
                 (State::UpdateFailed, whole)
             }
-            // An engine that could not go back is not trusted with what it says it holds.
+            // It need not go back: the update was done, and only its answer was lost.
+            (State::Restoring, Weights::New) => (State::UpdateFailed, Weights::New),
+            // An engine that could not go back is not trusted with what else it says it holds.
             (State::Restoring, _) => (State::Held, Weights::Unknown),
             (State::Finished | State::UpdateFailed | State::Restored, Weights::Unknown) => {
                 (State::Held, Weights::Unknown)

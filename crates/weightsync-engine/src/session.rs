@@ -4,7 +4,7 @@ use std::fmt;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
-use weightsync_core::WorkerId;
+use weightsync_core::{Version, WorkerId};
 
 use crate::error::{Error, Result};
 use crate::extract::WeightExtractor;
@@ -199,10 +199,32 @@ impl Session {
         expect: Expect,
         timeout: Option<Duration>,
     ) -> Result<()> {
+        self.connect_sender_at(weights, None, expect, timeout)
+    }
+
+    /// As [`connect_sender`](Self::connect_sender), and the first version has this number, for
+    /// example the step that a trainer goes on from. Without one it is 1. With a scheme whose
+    /// [first weights](crate::transport::FirstWeights) come with the first send the number has no
+    /// effect: that send is numbered itself.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`connect_sender`](Self::connect_sender).
+    pub fn connect_sender_at(
+        &mut self,
+        weights: &(impl SendSource + ?Sized),
+        first: Option<Version>,
+        expect: Expect,
+        timeout: Option<Duration>,
+    ) -> Result<()> {
         let since = Instant::now();
         match &self.state {
             State::PreparedSender(setup) => {
-                let sender = (**setup).clone().open(weights, timeout)?;
+                let options = match first {
+                    Some(version) => SendOptions::new().version(version),
+                    None => SendOptions::new(),
+                };
+                let sender = (**setup).clone().open_first(weights, options, timeout)?;
                 self.state = State::Opened(Box::new(sender));
             }
             State::Opened(sender) => sender.check(weights.members())?,

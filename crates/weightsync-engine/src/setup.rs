@@ -397,8 +397,18 @@ impl SenderSetup {
         weights: &(impl SendSource + ?Sized),
         timeout: Option<Duration>,
     ) -> Result<Sender> {
+        self.open_first(weights, SendOptions::new(), timeout)
+    }
+
+    /// As [`open`](Self::open), with the first version numbered.
+    pub(crate) fn open_first(
+        self,
+        weights: &(impl SendSource + ?Sized),
+        first: SendOptions,
+        timeout: Option<Duration>,
+    ) -> Result<Sender> {
         let first = match self.scheme.scheme().first_weights() {
-            FirstWeights::AtConnect => Some(SendOptions::new()),
+            FirstWeights::AtConnect => Some(first),
             FirstWeights::AtFirstSend => None,
         };
         self.open_with(weights, first, timeout)

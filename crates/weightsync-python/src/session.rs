@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 use weightsync_engine::{
-    Error, Members, Receiver, ReceiverSetup, Result, Run, SendSource, SenderSetup, WeightExtractor,
+    Error, Members, Receiver, ReceiverSetup, Result, Run, SendSource, SenderSetup, Version,
+    WeightExtractor,
 };
 
 use crate::background::Background;
@@ -108,8 +109,8 @@ impl Session {
 
     /// The rendez-vous of a sender: its first weights, the workers it waits for
     /// (a count or numbers), and how long, in seconds. While it waits, `watch` is called,
-    /// and what that raises ends it.
-    #[pyo3(signature = (weights, workers, timeout, watch = None))]
+    /// and what that raises ends it. The first version has the number `version`, or 1.
+    #[pyo3(signature = (weights, workers, timeout, watch = None, version = None))]
     fn connect_sender(
         &self,
         py: Python<'_>,
@@ -117,11 +118,13 @@ impl Session {
         workers: Workers,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
+        version: Option<Number>,
     ) -> PyResult<()> {
         let sent = Sent::of(&weights);
         let timeout = timeout_of(timeout);
+        let first = version.map(|number| Version(number.0));
         self.inner.watched(py, watch.as_ref(), |session| {
-            session.connect_sender(&sent, workers.into(), timeout)
+            session.connect_sender_at(&sent, first, workers.into(), timeout)
         })
     }
 

@@ -55,6 +55,15 @@ def test_connect_passes_processes_that_live():
             sender.connect(1, processes=[3])
 
 
+def test_connect_numbers_the_first_version():
+    with all_ended(weightsync.Sender(Net())) as (sender,):
+        with pytest.raises(weightsync.SettingError, match="version: expected a whole number"):
+            sender.connect(0, version=-1)
+        sender.connect(0, version=7)
+        assert sender.version == 7
+        assert sender.send().version == 8
+
+
 def test_connect_says_who_joins_at_info(caplog):
     caplog.set_level(logging.INFO, logger="weightsync")
     sender = weightsync.Sender(Net())

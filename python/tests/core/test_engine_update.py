@@ -39,6 +39,17 @@ def test_half_new_weights_are_restored_before_resume():
     assert _end(update) == ("held", "unknown", "update failed: reset; restore failed: no disk")
 
 
+def test_update_that_was_only_late_ends_as_updated():
+    late = [["done"], ["done"], ["failed", "late", "unknown"], ["failed", "v2 is there", "new"]]
+    update, calls = _until(*late, ["done"])
+    assert calls[2:] == ["update", "restore", "resume", None]
+    assert _end(update) == (
+        "updated",
+        "new",
+        "update failed: late; restore failed: v2 is there",
+    )
+
+
 def test_failed_resume_says_what_the_engine_holds():
     update, calls = _until(["failed", "busy", "unknown"], ["failed", "gone", "unknown"])
     assert calls == ["pause", "resume", None]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import faulty
 import pytest
 import tiny
 
@@ -34,6 +35,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any
     yield make
     for engine in engines:
         engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The name of the backend with faults; a package of its own brings it to vLLM's processes."""
+    packages = tmp_path_factory.mktemp("packages")
+    info = packages / "faulty-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nfaulty = faulty:register\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Spawned processes have this process's path.
+        patch.syspath_prepend(packages)
+        faulty.register()
+        yield faulty.NAME
 
 
 @pytest.fixture(scope="module")

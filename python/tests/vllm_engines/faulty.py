@@ -1,8 +1,11 @@
-"""The backend with a fault: its worker's model fails in the middle of a load when told to."""
+"""The backend with faults: its worker's model fails in the middle of a load, or is slow, when told
+to; and what the engine is to discard is gone, as a GPU's sleep at level 2 has it.
+"""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,11 @@ class FaultyEngine(WeightsyncEngine):
         load_weights = model.load_weights
 
         def load(tensors: Any) -> Any:
+            slow = slow_in(told.parent)
+            if self.parallel_config.rank == 0 and slow.exists():
+                seconds = float(slow.read_text())
+                slow.unlink()
+                time.sleep(seconds)
             rank, left = map(int, told.read_text().split()) if told.exists() else (-1, 0)
             if rank != self.parallel_config.rank or not left:
                 return load_weights(tensors)
@@ -40,6 +48,12 @@ class FaultyEngine(WeightsyncEngine):
 
         model.load_weights = load
 
+    def init_transfer_engine(self, init_info: Any) -> None:
+        super().init_transfer_engine(init_info)
+        if init_info.do == "forget":
+            for parameter in self.model.parameters():
+                parameter.data.zero_()
+
 
 def register() -> None:
     """The entry point."""
@@ -50,6 +64,11 @@ def register() -> None:
 def told_in(folder: Path) -> Path:
     """The file that says on which rank loads fail, and how many."""
     return folder / "fail"
+
+
+def slow_in(folder: Path) -> Path:
+    """The file that says how many seconds the next load takes longer."""
+    return folder / "slow"
 
 
 def _until_midway(tensors: Any) -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import faulty
+import pytest
 import tiny
 
 import weightsync
+from weightsync.errors import LifecycleError
 from weightsync.vllm import Trainer
 
 
@@ -26,14 +29,19 @@ async def ask(engine):
     return [await one(place, prompt) for place, prompt in enumerate(tiny.PROMPTS)]
 
 
-async def update_it(folder, model):
+async def update_it(folder, model, backend):
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**tiny.engine_settings(folder)))
+    settings = {**tiny.engine_settings(folder), "weight_transfer_config": {"backend": backend}}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
     try:
+        await updates_are_late(engine, folder)
         with weightsync.Sender(model) as sender:
             trainer = Trainer(sender, [engine])
+            for call in (trainer.sync, trainer.refresh, trainer.sleep, trainer.wake):
+                with pytest.raises(LifecycleError, match="sync_async"):
+                    call()
             for step in range(1, 4):
                 tiny.change(model, step)
                 report = await trainer.sync_async(step=step)
@@ -44,7 +52,23 @@ async def update_it(folder, model):
         engine.shutdown()
 
 
-def test_an_async_llm_answers_as_transformers(tmp_path):
+async def updates_are_late(engine, folder):
+    """A load that takes longer than the trainer waits: the report says what the engine runs."""
+    model = tiny.llama(1)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [engine], timeout=2)
+        assert (await trainer.sync_async()).all_synced
+        tiny.change(model, 1)
+        faulty.slow_in(folder).write_text("3")
+        (line,) = (await trainer.sync_async()).engines
+        assert (line.outcome, line.version) == ("updated", 2), line
+        assert "did not come back in 2 s" in line.reason
+        assert await ask(engine) == tiny.greedy(model)
+        assert await engine.get_weight_version() == "2"
+        assert [worker.version for worker in sender.workers] == [2]
+
+
+def test_async_llm_answers_as_transformers(tmp_path, faults):
     model = tiny.llama()
     model.save_pretrained(tmp_path)
-    asyncio.run(update_it(tmp_path, model))
+    asyncio.run(update_it(tmp_path, model, faults))

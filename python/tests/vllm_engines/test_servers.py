@@ -56,7 +56,7 @@ def ended(connection, answer, first):
     return tokens, reason
 
 
-def test_two_servers_answer_as_transformers_after_each_of_ten_updates(servers):
+def test_servers_answer_as_transformers_ten_times(servers):
     model = tiny.llama()
     with weightsync.Sender(model) as sender:
         trainer = Trainer(sender, [server.url for server in servers])
@@ -93,7 +93,7 @@ def test_requests_under_way_fare_as_the_pause_says(servers, mode):
         assert server.get("is_paused") == {"is_paused": False}
 
 
-def test_a_trainer_that_dies_midway_leaves_whole_weights(servers):
+def test_trainer_that_dies_midway_leaves_whole_weights(servers):
     server = servers[0]
     program = [sys.executable, "-P", str(Path(__file__).parent / "dying_trainer.py"), server.url]
     with subprocess.Popen(
@@ -110,7 +110,7 @@ def test_a_trainer_that_dies_midway_leaves_whole_weights(servers):
         assert server.ask() == tiny.greedy(model)
 
 
-def test_a_server_that_dies_midway_is_one_line_and_comes_back_new(servers):
+def test_server_that_dies_comes_back_with_the_newest(servers):
     staying, dying = servers
     model = tiny.llama(10)
 
@@ -120,19 +120,27 @@ def test_a_server_that_dies_midway_is_one_line_and_comes_back_new(servers):
             dying.kill()
 
     with weightsync.Sender(model) as sender:
-        trainer = Trainer(sender, [staying.url, Dying(dying.url)], timeout=30)
-        report = trainer.sync()
+        trainer = Trainer(sender, [staying.url], timeout=30)
+        trainer.add(Dying(dying.url), info_file=dying.info_file)
+        report = trainer.sync(step=3)
         assert [line.outcome for line in report.engines] == ["updated", "dead"]
         assert report.failed[0].reason.startswith("the engine died: /update_weights: ")
         assert staying.ask() == tiny.greedy(model)
-        trainer.remove(dying.url)
+        assert dying.info_file.stat().st_mode & 0o777 == 0o600
+        tiny.change(model, 1)
+        assert [line.outcome for line in trainer.sync(step=4).engines] == ["updated", "dead"]
 
         dying.start()
         dying.wait()
-        trainer.add(dying.url)
-        tiny.change(model, 1)
+        # Nobody has told the server anything since it came back.
+        assert dying.ask() == staying.ask() == tiny.greedy(model)
         report = trainer.refresh()
         assert report.all_synced, report
-        assert [line.pause is None for line in report.engines] == [True, False]
-        assert dying.get("weight_info") == {"weight_version": "1"}
-        assert dying.ask() == staying.ask()
+        assert [(line.version, line.pause) for line in report.engines] == [(4, None)] * 2
+        assert dying.get("weight_info") == {"weight_version": "4"}
+        tiny.change(model, 2)
+        trainer.remove(dying.url)
+        trainer.add(dying.url)
+        report = trainer.sync()
+        assert report.all_synced, report
+        assert dying.ask() == staying.ask() == tiny.greedy(model)

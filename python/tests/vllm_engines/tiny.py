@@ -120,6 +120,11 @@ def requests(llm: Any, length: int = LENGTH) -> list[Any]:
     return llm.generate(prompts, sampling, use_tqdm=False)
 
 
+def ask_core(llm: Any, name: str) -> Any:
+    """What the process of an ``LLM``'s engine says."""
+    return llm.llm_engine.engine_core.call_utility(name)
+
+
 def surroundings(*paths: Path) -> dict[str, str]:
     """What a process of its own is started with: it finds what this one does."""
     known = [str(path) for path in paths] + [one for one in sys.path if one]
@@ -130,6 +135,8 @@ class Server:
     """A vLLM server in processes of its own."""
 
     def __init__(self, folder: Path) -> None:
+        #: Where its trainer tells it what it needs to join.
+        self.info_file = folder / "engine.json"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -155,7 +162,7 @@ class Server:
                 + ["--host", "127.0.0.1", "--port", str(self.port), *arguments],
                 stdout=log,
                 stderr=log,
-                env=surroundings(),
+                env={**surroundings(), "WEIGHTSYNC_ENGINE_INFO": str(self.info_file)},
                 start_new_session=True,
             )
 

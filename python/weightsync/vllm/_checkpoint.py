@@ -33,18 +33,18 @@ class Checkpoint:
         self._files = _of_folder(model_config)
         self._module: Any = None
         self._looked = False
-        self._in_memory_form = False
 
-    def compare(self, what: str, sent: Tensors) -> None:
+    def compare(self, what: str, sent: Tensors) -> bool:
         """Compares what was sent with the model, by name, shape and kind of number.
+
+        True if it has the form that the model has in memory, and not the checkpoint's.
 
         Raises:
             WrongWeightsError: listing what differs.
         """
-        self._in_memory_form = False
         wrong = None if self._files is None else _differences(sent, self._files, self._config)
         if wrong == []:
-            return
+            return False
         if (module := self._transformers()) is not None:
             in_memory = {
                 name: _dtypes.of_tensor(name, tensor)
@@ -52,17 +52,15 @@ class Checkpoint:
             }
             others = _differences(sent, in_memory, self._config)
             if not others:
-                self._in_memory_form = True
-                return
+                return True
             wrong = others if wrong is None else wrong
         # Where neither says, vLLM's own loader has the word.
         if wrong:
             raise WrongWeightsError(f"{what} is not this engine's model: " + "; ".join(wrong))
+        return False
 
-    def of(self, tensors: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
-        """The same tensors in the checkpoint's form."""
-        if not self._in_memory_form:
-            return tensors
+    def of_memory(self, tensors: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        """Tensors of the form in memory, in the checkpoint's form."""
         try:
             from transformers.core_model_loading import revert_weight_conversion
         except ImportError:

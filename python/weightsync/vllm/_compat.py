@@ -1,12 +1,16 @@
 """What differs between vLLM's versions. Nothing else in this package asks for a version.
 
-| vLLM | how weights get in | the worker's engine is made with | start asks for a format | label |
-|---|---|---|---|---|
-| before 0.16 | not at all | | | |
-| 0.16-0.21 | ``collective_rpc`` and a worker extension | | | no |
-| 0.22-0.24 | the backend | ``config, parallel_config, model`` | yes | no |
-| 0.25-0.27 | the backend | ``config, vllm_config, device, model`` | no | no |
-| 0.28-0.33 | the backend | the same | no | yes |
+| vLLM | how weights get in | what is left out |
+|---|---|---|
+| before 0.17 | not at all: its ``LLM`` cannot be paused | |
+| 0.17-0.23 | ``collective_rpc`` and a worker extension | labels, restarts, sleep |
+| 0.24 | the same | labels, restarts |
+| 0.25-0.27 | the backend | labels |
+| 0.28-0.33 | the backend | |
+
+From 0.22 on vLLM takes backends of other packages, but up to 0.24 it tells them neither the
+model's configuration nor the device. Up to 0.23 an engine that wakes generates as soon as its
+weights have memory again, before anybody can load them.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from typing import NamedTuple
 
 from weightsync.errors import UnsupportedError
 
-#: The oldest version that an extension of its workers can load into.
-OLDEST = (0, 16)
-#: The oldest version that takes a backend of another package.
-BACKEND = (0, 22)
+#: The oldest version whose ``LLM`` can be paused, and whose workers take an extension.
+OLDEST = (0, 17)
+#: From here an engine that wakes generates once all of it is awake.
+SLEEP = (0, 24)
 #: From here the worker's engine is given the whole configuration, and owns start and finish.
-OWNS_UPDATE = (0, 25)
+BACKEND = (0, 25)
 #: From here an engine has a label for its weights, and requests carry it.
 LABELS = (0, 28)
 #: The newest version whose interface was read.
@@ -33,10 +37,10 @@ class Interface(NamedTuple):
 
     #: Through the backend; else through the worker extension.
     backend: bool
-    #: Whether start must be told that vLLM is to prepare nothing.
-    start_takes_format: bool
-    #: Whether finish takes the version's label.
+    #: Whether it takes the version's label.
     labels: bool
+    #: Whether it can be brought a version between its wake and its first answer.
+    sleeps: bool
 
 
 def interface(version: str) -> Interface:
@@ -47,14 +51,8 @@ def interface(version: str) -> Interface:
     """
     number = parse(version)
     if number < OLDEST:
-        raise UnsupportedError(
-            f"vLLM {version} is too old: weightsync needs {_text(OLDEST)} or newer"
-        )
-    return Interface(
-        backend=number >= BACKEND,
-        start_takes_format=BACKEND <= number < OWNS_UPDATE,
-        labels=number >= LABELS,
-    )
+        raise UnsupportedError(_too_old(version))
+    return Interface(number >= BACKEND, number >= LABELS, number >= SLEEP)
 
 
 def parse(version: str) -> tuple[int, int]:
@@ -68,9 +66,11 @@ def parse(version: str) -> tuple[int, int]:
 def concern(version: str) -> str | None:
     """Why this version may not work with a backend, in one line; None if it should."""
     number = parse(version)
+    if number < OLDEST:
+        return _too_old(version)
     if number < BACKEND:
         return (
-            f"vLLM {version} takes no backend of another package: upgrade it to "
+            f"vLLM {version} tells a backend too little to load: upgrade it to "
             f"{_text(BACKEND)} or newer, or use "
             'worker_extension_cls="weightsync.vllm.extension.WorkerExtension"'
         )
@@ -80,6 +80,10 @@ def concern(version: str) -> str | None:
             "knows: if updates fail, upgrade weightsync"
         )
     return None
+
+
+def _too_old(version: str) -> str:
+    return f"vLLM {version} is too old: weightsync needs {_text(OLDEST)} or newer"
 
 
 def _text(version: tuple[int, int]) -> str:

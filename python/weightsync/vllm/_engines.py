@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import re
+import socket
 import threading
 import urllib.parse
 from collections.abc import Callable, Coroutine
-from typing import Any, Literal
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
-from weightsync.errors import DeadlineError, PeerError, SettingError, WrongTypeError
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    PeerError,
+    SettingError,
+    WeightsyncError,
+    WrongTypeError,
+)
 from weightsync.vllm import _compat
 
 #: How requests that are under way fare in a pause.
@@ -19,27 +28,32 @@ Pause = Literal["keep", "wait", "abort"]
 
 # No answer of a server is longer.
 _LONGEST_ANSWER = 1 << 20
-_SAID = re.compile(r"weightsync\[(old|new|unknown|open)\]: (.*?)(?:', please check the stack trace|\Z)", re.S)
+_SAID = re.compile(
+    r"weightsync\[(old|new|unknown|open|asleep)\]: (.*?)(?:', please check the stack trace|\Z)",
+    re.S,
+)
+
+_Answer = TypeVar("_Answer")
 
 
 class EngineDiedError(PeerError):
     """The engine is gone, or does not answer as one."""
 
 
-class EngineCallError(Exception):
+class EngineCallError(WeightsyncError, RuntimeError):
     """The engine refused a call, or failed in it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, remedy: str = "retry") -> None:
         said = _SAID.search(text)
-        #: What the engine's workers say that they hold now, or "open" where an update was left
-        #: unfinished; None if they did not say.
+        #: What the engine's workers say that they hold now; "open" where an update was left
+        #: unfinished, "asleep" where somebody else has paused the engine; None if they did not say.
         self.weights = said[1] if said else None
-        super().__init__(said[2] if said else text.strip() or "it did not say why")
+        super().__init__(said[2] if said else text.strip() or "it did not say why", remedy)
 
 
 class Engine:
-    """One engine. Its calls block, raise :class:`EngineCallError`, :class:`EngineDiedError` or
-    :class:`DeadlineError`, and return within ``timeout`` seconds.
+    """One engine. Its calls block, raise an error of :mod:`weightsync.errors`, and return within
+    ``timeout`` seconds.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,6 +76,10 @@ class Engine:
         """Lets it generate."""
         raise NotImplementedError
 
+    def is_paused(self, timeout: float) -> bool:
+        """Whether it is paused, or asleep: vLLM does not say which."""
+        raise NotImplementedError
+
     def reset_cache(self, timeout: float) -> None:
         """Drops what it has computed with older weights; requests under way compute theirs again."""
         raise NotImplementedError
@@ -77,6 +95,13 @@ class Engine:
     def call(self, name: str, timeout: float, **arguments: Any) -> None:
         """One of vLLM's calls for weights."""
         raise NotImplementedError
+
+    def check_thread(self) -> None:
+        """Refuses a thread that the engine's own calls need."""
+
+    def is_gone(self) -> None:
+        """It has died: what answers later under this name may be of another version."""
+        self._interface = None
 
     def interface(self, timeout: float) -> _compat.Interface:
         """How it is spoken to."""
@@ -94,11 +119,7 @@ class Engine:
 
     def start(self, timeout: float) -> None:
         """Begins an update."""
-        interface = self.interface(timeout)
-        if interface.start_takes_format:
-            # The workers prepare and finish their loads themselves.
-            self.call("start_weight_update", timeout, is_checkpoint_format=False)
-        elif interface.backend:
+        if self.interface(timeout).backend:
             self.call("start_weight_update", timeout)
 
     def update(self, version: int, timeout: float) -> None:
@@ -117,6 +138,11 @@ class Engine:
             self.call("finish_weight_update", timeout, weight_version=label)
         elif interface.backend:
             self.call("finish_weight_update", timeout)
+
+    def label(self, label: str, timeout: float) -> None:
+        """Sets the label outside of an update."""
+        if self.interface(timeout).labels:
+            self.call("update_weight_version", timeout, new_version=label)
 
     def _extension(self, told: dict[str, Any], timeout: float) -> None:
         self.call("collective_rpc", timeout, method="weightsync", args=[json.dumps(told)])
@@ -144,8 +170,13 @@ class ServerEngine(Engine):
     def resume(self, timeout: float) -> None:
         self._post("resume", timeout)
 
+    def is_paused(self, timeout: float) -> bool:
+        return bool(self._get("is_sleeping", timeout).get("is_sleeping"))
+
     def reset_cache(self, timeout: float) -> None:
-        self._post("reset_prefix_cache?reset_running_requests=true", timeout)
+        # Up to 0.27 the answer is empty.
+        told = self._post("reset_prefix_cache?reset_running_requests=true", timeout)
+        _check_reset(told.get("success", True))
 
     def sleep(self, level: int, timeout: float) -> None:
         self._post(f"sleep?level={level}", timeout)
@@ -159,8 +190,10 @@ class ServerEngine(Engine):
     def _get(self, path: str, timeout: float) -> dict[str, Any]:
         return self._request("GET", path, None, timeout)
 
-    def _post(self, path: str, timeout: float, body: dict[str, Any] | None = None) -> None:
-        self._request("POST", path, body or {}, timeout)
+    def _post(
+        self, path: str, timeout: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return self._request("POST", path, body or {}, timeout)
 
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float
@@ -169,30 +202,39 @@ class ServerEngine(Engine):
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         assert parts.hostname is not None
         connection = kind(parts.hostname, parts.port, timeout=timeout)
-        try:
-            text = None if body is None else json.dumps(body)
-            headers = {} if text is None else {"Content-Type": "application/json"}
+        text = None if body is None else json.dumps(body)
+        headers = {} if text is None else {"Content-Type": "application/json"}
+
+        def exchange() -> tuple[int, bytes]:
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
             answer = connection.getresponse()
-            content = answer.read(_LONGEST_ANSWER)
+            return answer.status, answer.read(_LONGEST_ANSWER)
+
+        try:
+            # The connection's own timeout is for each of its reads, and for each of its addresses.
+            status, content = _Call(f"/{_bare(path)}", exchange).wait(timeout)
         except TimeoutError as error:
             raise DeadlineError(f"/{_bare(path)} did not answer in {timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             said = str(error) or type(error).__name__
             raise EngineDiedError(f"/{_bare(path)}: {said}") from error
         finally:
+            if connection.sock is not None:
+                # It may be read in a thread.
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
         try:
             told = json.loads(content or b"{}")
         except ValueError:
             told = {}
-        if answer.status == 404:
+        if status == 404:
             raise EngineCallError(
                 f"the server has no /{_bare(path)}: start it with VLLM_SERVER_DEV_MODE=1 and "
                 '--weight-transfer-config \'{"backend": "weightsync"}\''
             )
-        if answer.status >= 400:
-            raise EngineCallError(_error_of(told) or f"/{_bare(path)} answered {answer.status}")
+        if status >= 400:
+            raise EngineCallError(_error_of(told) or f"/{_bare(path)} answered {status}")
         return told if isinstance(told, dict) else {}
 
 
@@ -213,7 +255,7 @@ class LocalEngine(Engine):
         return int(getattr(parallel, "world_size_across_dp", parallel.world_size))
 
     def reset_cache(self, timeout: float) -> None:
-        self._do("reset_prefix_cache", timeout, reset_running_requests=True)
+        _check_reset(self._do("reset_prefix_cache", timeout, reset_running_requests=True))
 
     def sleep(self, level: int, timeout: float) -> None:
         self._do("sleep", timeout, level=level)
@@ -230,7 +272,7 @@ class LocalEngine(Engine):
             arguments = {"request": self._requests().WeightTransferUpdateRequest(**arguments)}
         self._do(name, timeout, **arguments)
 
-    def _do(self, name: str, timeout: float, **arguments: Any) -> None:
+    def _do(self, name: str, timeout: float, **arguments: Any) -> Any:
         raise NotImplementedError
 
     def _config(self) -> Any:
@@ -241,7 +283,7 @@ class LocalEngine(Engine):
 
         return base
 
-    def _raise(self, name: str, error: Exception) -> None:
+    def _raise(self, name: str, error: Exception) -> NoReturn:
         if type(error).__name__ == "EngineDeadError":
             raise EngineDiedError(f"{name}: {str(error) or 'the engine core is gone'}") from error
         raise EngineCallError(str(error) or type(error).__name__) from error
@@ -250,7 +292,7 @@ class LocalEngine(Engine):
 class LLMEngine(LocalEngine):
     """An ``LLM``. Its calls cannot be given up: one that is late goes on in its thread."""
 
-    _late: threading.Thread | None = None
+    _late: _Call[Any] | None = None
 
     def pause(self, mode: Pause, clear: bool, timeout: float) -> None:
         # Level 0 stops the scheduler, and no more.
@@ -259,26 +301,22 @@ class LLMEngine(LocalEngine):
     def resume(self, timeout: float) -> None:
         self._do("wake_up", timeout, tags=["scheduling"])
 
-    def _do(self, name: str, timeout: float, **arguments: Any) -> None:
-        if self._late is not None and self._late.is_alive():
+    def is_paused(self, timeout: float) -> bool:
+        return bool(self._call("is_sleeping", timeout, self._engine.llm_engine.is_sleeping))
+
+    def _do(self, name: str, timeout: float, **arguments: Any) -> Any:
+        return self._call(name, timeout, getattr(self._engine, name), **arguments)
+
+    def _call(self, name: str, timeout: float, call: Callable[..., Any], **arguments: Any) -> Any:
+        if self._late is not None and not self._late.is_over():
             raise DeadlineError("an earlier call of it has not come back yet")
-        call: Callable[..., Any] = getattr(self._engine, name)
-        failed: list[Exception] = []
-
-        def do() -> None:
-            try:
-                call(**arguments)
-            except Exception as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=do, name=f"weightsync {name}", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        if thread.is_alive():
-            self._late = thread
-            raise DeadlineError(f"{name} did not come back in {timeout:g} s")
-        if failed:
-            self._raise(name, failed[0])
+        self._late = _Call(name, lambda: call(**arguments))
+        try:
+            return self._late.wait(timeout)
+        except DeadlineError:
+            raise
+        except Exception as error:
+            self._raise(name, error)
 
     def _config(self) -> Any:
         return self._engine.llm_engine.vllm_config
@@ -297,13 +335,28 @@ class AsyncLLMEngine(LocalEngine):
     def resume(self, timeout: float) -> None:
         self._do("resume_generation", timeout)
 
-    def _do(self, name: str, timeout: float, **arguments: Any) -> None:
+    def check_thread(self) -> None:
+        try:
+            here = asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        if here is self._loop:
+            raise LifecycleError(
+                f"this call would block the event loop that {self.name} runs in: use "
+                "`await trainer.sync_async()`; for the other calls, such as wake, "
+                "`await asyncio.to_thread(trainer.wake)`"
+            )
+
+    def is_paused(self, timeout: float) -> bool:
+        return bool(self._do("is_sleeping", timeout))
+
+    def _do(self, name: str, timeout: float, **arguments: Any) -> Any:
         if self._loop.is_closed():
             raise EngineDiedError(f"{name}: its event loop is closed")
         call: Coroutine[Any, Any, Any] = getattr(self._engine, name)(**arguments)
         future = asyncio.run_coroutine_threadsafe(call, self._loop)
         try:
-            future.result(timeout)
+            return future.result(timeout)
         except TimeoutError as error:
             future.cancel()
             raise DeadlineError(f"{name} did not come back in {timeout:g} s") from error
@@ -312,6 +365,41 @@ class AsyncLLMEngine(LocalEngine):
 
     def _config(self) -> Any:
         return self._engine.vllm_config
+
+
+class _Call(Generic[_Answer]):
+    """A call in a thread of its own, which is left alone where it is late."""
+
+    def __init__(self, name: str, call: Callable[[], _Answer]) -> None:
+        self._name = name
+        self._answers: list[_Answer] = []
+        self._errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                self._answers.append(call())
+            except Exception as error:
+                self._errors.append(error)
+
+        self._thread = threading.Thread(target=run, name=f"weightsync {name}", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float) -> _Answer:
+        """What it returns or raises.
+
+        Raises:
+            DeadlineError: if it is not over by then.
+        """
+        self._thread.join(timeout)
+        if not self.is_over():
+            raise DeadlineError(f"{self._name} did not come back in {timeout:g} s")
+        if self._errors:
+            raise self._errors[0]
+        return self._answers[0]
+
+    def is_over(self) -> bool:
+        """Whether it has come back."""
+        return not self._thread.is_alive()
 
 
 def engine_of(given: Any, place: int) -> Engine:
@@ -347,6 +435,12 @@ def _error_of(told: Any) -> str | None:
     error = told.get("error", told.get("detail"))
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
+
+
+def _check_reset(done: Any) -> None:
+    # Some versions return nothing.
+    if done is False:
+        raise EngineCallError("its prefix cache could not be reset: requests hold blocks of it")
 
 
 def _bare(path: str) -> str:

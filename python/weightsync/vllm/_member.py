@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from weightsync._native import EngineUpdate, Report
-from weightsync.errors import DeadlineError, WeightsyncError
+from weightsync.errors import DeadlineError, UnsupportedError, WeightsyncError
 from weightsync.sender import Sender
+from weightsync.vllm import _restart
 from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError, Pause
 from weightsync.vllm._report import EngineReport
 
@@ -48,15 +49,28 @@ class Sent:
 class Member:
     """An engine, its workers' numbers, and what it is known to have."""
 
-    def __init__(self, engine: Engine, take: Callable[[int], int]) -> None:
+    def __init__(
+        self, engine: Engine, take: Callable[[int], int], info_file: str | None = None
+    ) -> None:
         self.name = engine.name
-        self._engine = engine
+        self.engine = engine
         self._take = take
+        self._info_file = info_file
+        # What that file holds.
+        self._written: tuple[str, int] | None = None
         self._first: int | None = None
         self._ranks = 0
+        # Whether its ranks were counted since it started.
+        self._counted = False
         self._version: int | None = None
-        # It is paused, and nobody knows that its weights are whole.
+        # A pause of this trainer was tried, and no resume has succeeded since.
+        self._paused = False
+        # Nobody knows that its weights are whole.
         self._held = False
+        # What it has computed may be of weights that it had before.
+        self._stale = False
+        # This update has set the label.
+        self._labelled = False
         #: The level it sleeps at.
         self.asleep: int | None = None
 
@@ -79,58 +93,101 @@ class Member:
 
     def sleep(self, level: int, timeout: float) -> None:
         """Puts the engine to sleep."""
-        self._engine.sleep(level, timeout)
+        before = self.asleep
+        if level:
+            self._check_sleeps(timeout)
+        if level == 2:
+            self._forget(timeout)
+        # A sleep that is late comes later.
         self.asleep = level
-
-    def wake(self, sent: Sent, rules: Rules) -> EngineReport:
-        """Wakes the engine with the newest version."""
-        level, self.asleep = self.asleep, None
-        tags = ["kv_cache"] if level else []
         try:
-            if level:
-                self._engine.wake(["weights"], rules.timeout)
-        except EngineDiedError as error:
-            return self._line(sent, "dead", reason=f"wake_up: {error}")
-        except (EngineCallError, WeightsyncError) as error:
-            self.asleep = level
-            return self._line(sent, "asleep", reason=f"wake_up: {error}")
-        return self._guarded(sent, rules, tags=tags)
+            self.engine.sleep(level, timeout)
+        except EngineCallError:
+            self.asleep = before
+            raise
 
-    def _guarded(self, sent: Sent, rules: Rules, **how: Any) -> EngineReport:
+    def wake(self, sent: Sent, rules: Rules) -> EngineReport | None:
+        """Wakes the engine with the newest version; None if it does not sleep."""
+        try:
+            if self.asleep is None:
+                if self._paused or not self.engine.is_paused(rules.timeout):
+                    return None
+                self._check_sleeps(rules.timeout)
+                # Somebody else put it to sleep, and its weights may be discarded.
+                self._forget(rules.timeout)
+                self.asleep = 2
+            if self.asleep:
+                self.engine.wake(["weights"], rules.timeout)
+        except EngineDiedError as error:
+            return self._dead(sent, f"wake_up: {error}")
+        except WeightsyncError as error:
+            return self._line(sent, "asleep", reason=f"wake_up: {error}")
+        return self._guarded(sent, rules)
+
+    def _check_sleeps(self, timeout: float) -> None:
+        if not self.engine.interface(timeout).sleeps:
+            raise UnsupportedError(
+                "this vLLM generates before a version can be loaded when it wakes: upgrade it to "
+                "0.24 or newer"
+            )
+
+    def _forget(self, timeout: float) -> None:
+        """The engine's weights are, or will be, discarded: no update may count on them."""
+        self.engine.ask(timeout, do="forget")
+        self._held = True
+
+    def _guarded(self, sent: Sent, rules: Rules, *, unless_there: bool = False) -> EngineReport:
         """What nobody expects is a line, too: the others have theirs."""
         try:
-            return self._update(sent, rules, **how)
+            line = self._update(sent, rules, unless_there)
         except Exception as error:
-            self._held = True
-            return self._line(sent, "held", reason=f"{type(error).__name__}: {error}")
+            self._held = self._held or self._paused
+            line = self._line(sent, self._stuck(), reason=f"{type(error).__name__}: {error}")
+        if not self._paused and (line.outcome == "updated" or line.pause is not None):
+            # An engine that somebody else pauses from here on is not taken for one of ours.
+            with contextlib.suppress(WeightsyncError):
+                self.engine.ask(rules.timeout, do="over")
+        return line
 
-    def _update(
-        self, sent: Sent, rules: Rules, *, unless_there: bool = False, tags: list[str] | None = None
-    ) -> EngineReport:
+    def _stuck(self) -> str:
+        """How an engine is whose update could not begin."""
+        if self.asleep is not None:
+            return "asleep"
+        if self._held:
+            return "held"
+        return "not resumed" if self._paused else "kept old"
+
+    def _update(self, sent: Sent, rules: Rules, unless_there: bool) -> EngineReport:
         try:
             self._prepare(sent, rules.timeout)
+            if unless_there and not self._held and not self._paused and self._has(sent):
+                return self._there(sent, rules.timeout)
         except EngineDiedError as error:
             return self._dead(sent, str(error))
-        except (EngineCallError, WeightsyncError) as error:
-            outcome = "held" if self._held else "kept old"
-            return self._line(sent, outcome, reason=f"not paused: {error}")
-        if unless_there and not self._held and self._loaded(sent) == sent.version:
-            return self._line(sent, "updated")
-        return self._drive(sent, rules, tags or [])
+        except WeightsyncError as error:
+            if isinstance(error, EngineCallError) and error.weights == "asleep":
+                return self._line(sent, "asleep", reason=str(error))
+            return self._line(sent, self._stuck(), reason=f"not paused: {error}")
+        return self._drive(sent, rules)
 
     def _prepare(self, sent: Sent, timeout: float) -> None:
         """Before the pause: every rank has joined, has the version, and has compared it."""
-        engine = self._engine
+        engine = self.engine
         engine.interface(timeout)
-        if self._first is None:
-            self._ranks = engine.ranks(timeout)
-            self._first = self._take(self._ranks)
+        if not self._counted:
+            ranks = engine.ranks(timeout)
+            if ranks < 1:
+                raise EngineCallError(f"it says that it has {ranks} workers: expected 1 or more")
+            if ranks != self._ranks:
+                self._ranks, self._first = ranks, self._take(ranks)
+            self._counted = True
         try:
             self._join(sent, timeout)
         except EngineCallError as error:
             if error.weights != "open":
                 raise
             # A trainer has left it so, or a call came too late.
+            self._paused = True
             engine.finish(None, timeout)
             self._join(sent, timeout)
         # One that has just joined has what was sent, whatever the report says of its number.
@@ -140,31 +197,51 @@ class Member:
                 raise DeadlineError(f"worker {line.worker} did not fetch it in time")
 
     def _join(self, sent: Sent, timeout: float) -> None:
-        self._engine.ask(
+        assert self._first is not None
+        sender = sent.sender.init_info.to_json()
+        ours = self._paused or self.asleep is not None
+        self.engine.ask(
             timeout,
             do="join",
-            sender=sent.sender.init_info.to_json(),
+            sender=sender,
             first_worker=self._first,
             version=sent.version,
+            asleep=not ours and self.engine.is_paused(timeout),
         )
+        if self._info_file is not None and self._written != (sender, self._first):
+            _restart.write(self._info_file, sender, self._first, timeout)
+            self._written = (sender, self._first)
 
-    def _drive(self, sent: Sent, rules: Rules, tags: list[str]) -> EngineReport:
+    def _has(self, sent: Sent) -> bool:
+        return self._loaded(sent) == sent.version
+
+    def _there(self, sent: Sent, timeout: float) -> EngineReport:
+        """The engine has the version: it was updated, or it has restarted with it."""
+        if self._version != sent.version:
+            self.engine.label(str(sent.version), timeout)
+            self._version = sent.version
+        return self._line(sent, "updated")
+
+    def _drive(self, sent: Sent, rules: Rules) -> EngineReport:
         """Pause, start, update, finish, resume; what follows a failure is the core's to say."""
-        update, was_held, paused = EngineUpdate(), self._held, time.monotonic()
+        update, began = EngineUpdate(), time.monotonic()
+        # Its weights may not be those that it had, so that it cannot just go on.
+        cannot_go_on = self._held or self.asleep is not None
+        self._labelled = False
         call = update.begin()
         while call is not None:
             try:
-                self._make(call, sent, rules, tags)
+                self._make(call, update, sent, rules)
                 call = update.done()
             except EngineDiedError as error:
                 call = update.died(str(error))
-            except (EngineCallError, WeightsyncError) as error:
-                if was_held and call in ("pause", "start"):
-                    return self._line(sent, "held", reason=f"{call} failed: {error}")
+            except WeightsyncError as error:
+                if cannot_go_on and call in ("pause", "start"):
+                    return self._line(sent, self._stuck(), reason=f"{call} failed: {error}")
                 if call == "update":
                     self._end(rules.timeout)
                 call = update.failed(str(error), self._known(call, error, update.weights))
-        took = time.monotonic() - paused
+        took = time.monotonic() - began
         outcome = update.outcome or "held"
         if outcome == "dead":
             return self._dead(sent, update.reason)
@@ -173,32 +250,56 @@ class Member:
             self._version = self._label(sent)
         elif update.weights == "unknown":
             self._version = None
+        if self.asleep is not None:
+            outcome = "asleep"
         return self._line(sent, outcome, pause=took, reason=update.reason)
 
-    def _make(self, call: str, sent: Sent, rules: Rules, tags: list[str]) -> None:
-        engine, timeout = self._engine, rules.timeout
+    def _make(self, call: str, update: EngineUpdate, sent: Sent, rules: Rules) -> None:
+        engine, timeout = self.engine, rules.timeout
         match call:
             case "pause":
+                self._paused = True
                 engine.pause(rules.pause, rules.reset_prefix_cache, timeout)
             case "start":
                 engine.start(timeout)
             case "update":
                 engine.update(sent.version, timeout)
             case "finish":
+                self._stale = True
+                self._reset(rules)
                 engine.finish(str(self._label(sent)), timeout)
-                if rules.reset_prefix_cache:
-                    engine.reset_cache(timeout)
+                self._labelled = True
             case "restore":
-                engine.ask(timeout, do="restore")
+                engine.ask(timeout, do="restore", version=sent.version)
             case "resume":
-                if tags:
-                    engine.wake(tags, timeout)
-                engine.resume(timeout)
+                self._resume(update, sent, rules)
+
+    def _resume(self, update: EngineUpdate, sent: Sent, rules: Rules) -> None:
+        """Lets it generate, with a label that is true and nothing of older weights."""
+        engine, timeout = self.engine, rules.timeout
+        new = update.weights == "new"
+        if self.asleep is not None and not new:
+            raise EngineCallError("it sleeps on: it has not the newest version")
+        if new and not self._labelled:
+            self._stale = True
+        if self._stale:
+            self._reset(rules)
+        if new and not self._labelled:
+            engine.label(str(self._label(sent)), timeout)
+        if self.asleep:
+            engine.wake(["kv_cache"], timeout)
+        engine.resume(timeout)
+        self.asleep, self._paused = None, False
+
+    def _reset(self, rules: Rules) -> None:
+        if rules.reset_prefix_cache:
+            self.engine.reset_cache(rules.timeout)
+        self._stale = False
 
     def _end(self, timeout: float) -> None:
         """Ends an update that failed; if that fails too, the next sync does it."""
-        with contextlib.suppress(EngineCallError, WeightsyncError):
-            self._engine.finish(None, timeout)
+        with contextlib.suppress(WeightsyncError):
+            self.engine.finish(None, timeout)
 
     def _known(self, call: str, error: Exception, before: _Weights) -> _Weights:
         """What the engine is known to hold after a call that failed."""
@@ -220,8 +321,10 @@ class Member:
         return max(self._loaded(sent) or 0, sent.version)
 
     def _dead(self, sent: Sent, reason: str | None) -> EngineReport:
-        # A server that comes back has its first weights, and is not paused.
-        self._version, self._held = None, False
+        # What comes back under its name is not paused, and may be another version of vLLM.
+        self._version = self.asleep = None
+        self._counted = self._paused = self._held = self._stale = False
+        self.engine.is_gone()
         return self._line(sent, "dead", reason=reason)
 
     def _line(

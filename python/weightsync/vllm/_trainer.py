@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.errors import LifecycleError, ModelError, SettingError, WeightsyncError
 from weightsync.sender import Sender
-from weightsync.vllm._engines import Pause, engine_of
+from weightsync.vllm._engines import EngineCallError, Pause, engine_of
 from weightsync.vllm._member import Member, Rules, Sent
 from weightsync.vllm._report import EngineReport, SyncReport
 
@@ -24,9 +25,13 @@ class Trainer:
 
     All sends of the sender go through this.
 
+    Calls block. A trainer that runs in the event loop of its ``AsyncLLM`` calls :meth:`sync_async`,
+    and the other methods in a thread (``await asyncio.to_thread(trainer.wake)``).
+
     Args:
         sender: of the engines' model alone. It is connected by the first sync unless it is.
-        engines: an ``LLM``, an ``AsyncLLM`` (from inside its event loop), or a server's URL.
+        engines: an ``LLM``, an ``AsyncLLM`` (from inside its event loop), or a server's URL; see
+            :meth:`add`.
         pause: how requests under way fare: ``"keep"`` freezes them, and they go on with the new
             weights; ``"wait"`` lets them end first; ``"abort"`` ends them.
         reset_prefix_cache: whether what the old weights computed is dropped after an update;
@@ -70,15 +75,23 @@ class Trainer:
         """The names of the engines, as the reports have them."""
         return [member.name for member in self._members]
 
-    def add(self, engine: Any) -> str:
+    def add(self, engine: Any, *, info_file: str | os.PathLike[str] | None = None) -> str:
         """Adds an engine, and returns its name. It gets the newest version at the next sync, or
         at once by :meth:`refresh`.
+
+        Args:
+            engine: an ``LLM``, an ``AsyncLLM`` or a server's URL.
+            info_file: where to write what the engine needs to join. An engine whose variable
+                ``WEIGHTSYNC_ENGINE_INFO`` names this file has the newest version whenever it
+                restarts, before it serves. The file holds the sender's secret, and its owner alone
+                can read it.
         """
         made = engine_of(engine, self._made)
         if made.name in self.engines:
             raise SettingError(f"{made.name} is among the engines already")
         self._made += 1
-        self._members = [*self._members, Member(made, self._numbers.take)]
+        file = None if info_file is None else os.fspath(info_file)
+        self._members = [*self._members, Member(made, self._numbers.take, file)]
         return made.name
 
     def remove(self, name: str) -> None:
@@ -98,7 +111,9 @@ class Trainer:
         Raises:
             WrongWeightsError: if the weights are not as the sender was set up. What an engine
                 refuses is a line of the report.
+            LifecycleError: in the event loop of one of the engines.
         """
+        self._check_thread()
         with self._lock:
             began = time.monotonic()
             sent = self._send(step, weights, began)
@@ -113,6 +128,7 @@ class Trainer:
 
         For engines that were added, have restarted, or have failed.
         """
+        self._check_thread()
         with self._lock:
             sent = self._last()
             return self._all(lambda member: member.refresh(sent, self._rules), sent.version)
@@ -120,26 +136,40 @@ class Trainer:
     def sleep(self, name: str | None = None, *, level: int = 1) -> None:
         """Puts an engine, or all of them, to sleep; syncs pass it over until it wakes.
 
+        Level 1 keeps the weights in the host's memory, and level 2 discards them: put engines to
+        sleep by this method, so that their workers know.
+
         Raises:
-            EngineCallError: if an engine cannot sleep.
+            EngineCallError: naming the engines that cannot sleep. The others do.
         """
+        self._check_thread()
         if level not in (0, 1, 2):
             raise SettingError(f"level: expected 0, 1 or 2, got {level!r}")
         with self._lock:
+            failed = []
             for member in self._chosen(name):
-                member.sleep(level, self._rules.timeout)
+                try:
+                    member.sleep(level, self._rules.timeout)
+                except WeightsyncError as error:
+                    failed.append(f"{member.name} does not sleep: {error}")
+        if failed:
+            raise EngineCallError("; ".join(failed))
 
     def wake(self, name: str | None = None) -> SyncReport:
-        """Wakes an engine, or all of them: each has the newest version before it generates."""
+        """Wakes an engine, or all that sleep: each has the newest version before it generates.
+
+        An engine that cannot be brought to the newest version sleeps on, and its line says why.
+        """
+        self._check_thread()
         with self._lock:
-            sent = self._last()
-            chosen = [member for member in self._chosen(name) if member.asleep is not None]
+            sent, chosen = self._last(), self._chosen(name)
             return self._all(lambda member: member.wake(sent, self._rules), sent.version, chosen)
 
     def _send(self, step: int | None, weights: Any, began: float) -> Sent:
         if not self._sender.is_connected:
             # Engines join later, one by one.
-            self._sender.connect(0, weights=weights, timeout=self._rules.timeout)
+            timeout = self._rules.timeout
+            self._sender.connect(0, weights=weights, version=step, timeout=timeout)
             if step in (None, self._sender.version):
                 return self._last(began)
         report = self._sender.send(
@@ -155,13 +185,13 @@ class Trainer:
 
     def _all(
         self,
-        update: Callable[[Member], EngineReport],
+        update: Callable[[Member], EngineReport | None],
         version: int,
         members: list[Member] | None = None,
     ) -> SyncReport:
         """Updates engines, each in a thread of its own. Each of their calls has its end."""
         members = self._members if members is None else members
-        lines: dict[str, EngineReport] = {}
+        lines: dict[str, EngineReport | None] = {}
 
         def one(member: Member) -> None:
             lines[member.name] = update(member)
@@ -174,7 +204,12 @@ class Trainer:
             thread.start()
         for thread in threads:
             thread.join()
-        return SyncReport(version, [lines[member.name] for member in members])
+        made = [lines[member.name] for member in members]
+        return SyncReport(version, [line for line in made if line is not None])
+
+    def _check_thread(self) -> None:
+        for member in self._members:
+            member.engine.check_thread()
 
     def _member(self, name: str) -> Member:
         for member in self._members:

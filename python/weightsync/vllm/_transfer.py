@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -11,32 +11,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightsync.errors import UnsupportedError
+from weightsync.vllm import _restart
+from weightsync.vllm._told import Told, number
 from weightsync.vllm._worker import EngineWorker, Place
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(Told, WeightTransferInitInfo):
     """What a trainer asks of a worker outside of an update."""
-
-    #: "join": be joined to the sender, and have a version that fits. "loaded": say whether the
-    #: last update failed. "restore": bring the last whole version back.
-    do: str
-    #: The sender's init info, as JSON text.
-    sender: str = ""
-    #: The worker number of this engine's rank 0.
-    first_worker: int = 0
-    #: The version to have, at least.
-    version: int = 0
-    #: In seconds.
-    timeout: float = 60.0
-
-    def __post_init__(self) -> None:
-        if self.do not in ("join", "loaded", "restore"):
-            raise ValueError(f'do: expected "join", "loaded" or "restore", got {self.do!r}')
-        _check(self, "sender", str)
-        _check(self, "first_worker", int)
-        _check(self, "version", int)
-        _check(self, "timeout", (int, float))
 
 
 @dataclass
@@ -47,8 +30,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        _check(self, "version", int)
-        _check(self, "timeout", (int, float))
+        number("version", self.version, int)
+        number("timeout", self.timeout, (int, float))
 
 
 class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -56,33 +39,27 @@ class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     All of a load, vLLM's layerwise reload included, happens inside ``receive_weights``: the
     sender's reports then say what is true, and a load that fails is undone there.
+
+    vLLM makes this when the worker has loaded its checkpoint and serves nothing yet. An engine that
+    was told where its trainer is gets the newest version here.
     """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def __init__(self, config: Any, given: Any, *rest: Any) -> None:
-        # Up to 0.24 (config, parallel_config, model), then (config, vllm_config, device, model).
-        super().__init__(config, given, *rest)
-        self._worker = EngineWorker(Place.of(given, rest[-1]))
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._worker = EngineWorker(Place.of(vllm_config, model))
+        _restart.begin(self._worker)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        match init_info.do:
-            case "join":
-                self._worker.join(
-                    init_info.sender, init_info.first_worker, init_info.version, init_info.timeout
-                )
-            case "loaded":
-                self._worker.loaded()
-            case _:
-                self._worker.restore()
+        self._worker.do(init_info)
 
     def start_weight_update(self) -> None:
         self._worker.start()
 
-    def receive_weights(self, update_info: UpdateInfo, load_weights: Any = None) -> None:
-        # Up to 0.24 vLLM gives a function that loads; the model has the same one.
+    def receive_weights(self, update_info: UpdateInfo) -> None:
         self._worker.update(update_info.version, update_info.timeout)
 
     def finish_weight_update(self) -> None:
@@ -91,8 +68,9 @@ class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         self._worker.leave()
 
-
-def _check(info: Any, name: str, kind: type | tuple[type, ...]) -> None:
-    value = getattr(info, name)
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is not str and value < 0):
-        raise ValueError(f"{name}: expected {kind}, zero or more, got {value!r}")
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> NoReturn:
+        """vLLM before 0.28 has its trainers call this; ours call :class:`weightsync.vllm.Trainer`."""
+        raise UnsupportedError(
+            "the backend 'weightsync' sends through weightsync.vllm.Trainer: call its sync"
+        )

@@ -8,10 +8,17 @@ from typing import Any
 
 from weightsync import _ends, _extra
 from weightsync._native import Background, InitInfo, Layout, Session, Snapshot
-from weightsync.errors import DeadlineError, PeerError, WeightsyncError, WrongWeightsError
+from weightsync.errors import (
+    DeadlineError,
+    LoadError,
+    PeerError,
+    WeightsyncError,
+    WrongWeightsError,
+)
 from weightsync.vllm import _load
 from weightsync.vllm._checkpoint import Checkpoint, Tensors
-from weightsync.vllm._ranks import Ranks
+from weightsync.vllm._ranks import Holds, Ranks
+from weightsync.vllm._told import Told
 
 # How long a version that the sender calls staged may take to reach this thread.
 _HANDOVER = 0.05
@@ -22,32 +29,31 @@ class Place:
     """Where in an engine a worker is, and what it loads into."""
 
     model: Any
-    #: None where vLLM gives it to nobody (0.22 to 0.24, outside of a load).
     vllm_config: Any
-    model_config: Any
     rank: int
 
     @staticmethod
-    def of(config: Any, model: Any) -> Place:
-        """From a ``VllmConfig``; or from a ``ParallelConfig``, as vLLM 0.22 to 0.24 give it."""
-        if not hasattr(config, "parallel_config"):
-            from vllm.config import get_current_vllm_config
-
-            config = get_current_vllm_config()
-        parallel = config.parallel_config
+    def of(vllm_config: Any, model: Any) -> Place:
+        """The place of the worker that vLLM made with this configuration."""
+        parallel = vllm_config.parallel_config
         index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        rank = index * parallel.world_size + parallel.rank
-        return Place(model, config, config.model_config, rank)
+        return Place(model, vllm_config, index * parallel.world_size + parallel.rank)
+
+    @property
+    def model_config(self) -> Any:
+        """vLLM's configuration of the model."""
+        return self.vllm_config.model_config
 
 
 class UpdateError(Exception):
-    """An update of this engine that failed, and what the engine holds now.
+    """A call that failed, and what the engine holds now.
 
     Its text crosses vLLM's process borders, where types are lost: the trainer reads it.
     """
 
     def __init__(self, reason: str, weights: str) -> None:
         super().__init__(f"weightsync[{weights}]: {reason}")
+        self.reason = reason
 
 
 class EngineWorker:
@@ -61,27 +67,74 @@ class EngineWorker:
         self._background: Background | None = None
         self._joined: tuple[str, int] | None = None
         self._model = ""
+        # Of the sender that was joined last, and the version that it had then.
+        self._run: Any = None
+        self._first = 0
         # Between vLLM's start and finish.
         self._started = False
-        # Why the last update failed, if it did.
+        # A trainer has begun an update, and has not said that the engine generates again.
+        self._under_way = False
+        # Why the last update failed, if it did, and the version that was not loaded.
         self._failed: UpdateError | None = None
+        self._missed = -1
 
-    def join(self, sender: str, first_worker: int, version: int, timeout: float) -> None:
+    def do(self, told: Told) -> None:
+        """One call of the trainer."""
+        match told.do:
+            case "join":
+                self.join(told)
+            case "update":
+                self.update(told.version, told.timeout)
+            case "loaded":
+                self.loaded()
+            case "restore":
+                self.restore(told.version, told.timeout)
+            case "forget":
+                self._target.forget()
+            case _:
+                self._under_way = False
+
+    def begin(self, told: Told) -> None:
+        """Joins the sender and loads its newest version, before the engine has served anything.
+
+        Raises:
+            LoadError: if that fails, on every rank.
+        """
+        failed = None
+        try:
+            self._join(told)
+        except Exception as error:
+            failed = _said(error)
+        failures = self._ranks.agree(failed, told.timeout)
+        if not failures:
+            newest = self._ranks.newest(self._first, told.timeout)
+            self._update(newest, told.timeout)
+            failures = self._failed.reason if self._failed else None
+        if failures:
+            self.leave()
+            raise LoadError(failures)
+
+    def join(self, told: Told) -> None:
         """Joins the sender unless this worker has, and compares its model with vLLM's.
 
         What is fetched here is verified and held; the model does not change.
         """
+        # All ranks are in the same state: vLLM refuses a call, and not on one rank alone.
         if self._started:
-            # All ranks are: vLLM would refuse another start, and not on one rank alone.
             self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
+            return
+        if told.asleep and not self._under_way:
+            self._ranks.fail(UpdateError("it was put to sleep, or paused, by somebody else", "asleep"))
             return
         failed = None
         try:
-            self._join(sender, first_worker + self._place.rank, version, timeout)
+            self._join(told)
         except Exception as error:
             failed = _said(error)
-        if failures := self._ranks.agree(failed):
+        if failures := self._ranks.agree(failed, told.timeout):
             self._ranks.fail(UpdateError(failures, "old"))
+        else:
+            self._under_way = True
 
     def start(self) -> None:
         """An update begins. The load prepares what it needs."""
@@ -97,39 +150,29 @@ class EngineWorker:
         It never raises, as vLLM would take the update for ended on some ranks alone;
         :meth:`loaded` says what became of it.
         """
-        target, failed = self._target, None
-        self._failed = None
-        target.begin()
-        try:
-            self._load(version, timeout)
-        except Exception as error:
-            failed = target.failure or _said(error)
-        # Ranks that loaded have agreed on that; to tell the sender comes after it.
-        failures = target.agreed if target.agreed is not None else self._ranks.agree(failed)
-        if not failures:
-            return
-        if self._session is not None and self._background is None:
-            self.leave()
-        whole = self._ranks.agree(None if target.whole else "its weights are half loaded")
-        if whole:
-            self._failed = UpdateError(f"{failures}; {whole}", "unknown")
-        else:
-            self._failed = UpdateError(failures, "old")
+        self._update(version, timeout)
 
     def loaded(self) -> None:
         """Says why the last update failed, if it did."""
         if self._failed is not None:
             self._ranks.fail(self._failed)
 
-    def restore(self) -> None:
-        """Brings the last whole version back where a load has left a mix."""
-        failed = None
+    def restore(self, version: int, timeout: float) -> None:
+        """Brings the last whole version back where a load has left a mix.
+
+        It raises also where that is the new version, which the trainer took for failed: its update
+        was slow, and was done later.
+        """
+        target, failed = self._target, None
         try:
-            self._target.restore()
+            target.restore()
         except Exception as error:
             failed = _said(error)
-        if failures := self._ranks.agree(failed):
+        holds = target.holds
+        if failures := self._ranks.agree(failed, timeout, holds):
             self._ranks.fail(UpdateError(failures, "unknown"))
+        elif holds is not None and holds[0] == self._run and holds[1] >= version:
+            self._ranks.fail(UpdateError(f"version {holds[1]} was loaded meanwhile", "new"))
 
     def leave(self) -> None:
         """Leaves the sender. The model keeps what it has. Any number of times."""
@@ -140,54 +183,88 @@ class EngineWorker:
         if session is not None:
             session.shutdown(_ends.why)
 
-    def _join(self, sender: str, worker: int, version: int, timeout: float) -> None:
-        if self._joined != (sender, worker) or not self._follows():
+    def _join(self, told: Told) -> None:
+        worker = told.first_worker + self._place.rank
+        known = self._joined == (told.sender, worker) and self._follows()
+        # A version whose load failed does not come once more to a worker that stays.
+        if known and told.version > self._missed:
+            return
+        self.leave()
+        info = InitInfo.from_json(told.sender)
+        if len(info.models) != 1:
+            raise WrongWeightsError(
+                f"an engine runs one model, and the sender has {', '.join(info.models)}: make "
+                "a sender for the engines' model alone"
+            )
+        self._model = info.models[0]
+        self._session = Session.prepare_receiver(info, worker, None, "cpu")
+        first = self._session.join_receiver(told.timeout)
+        if first is None:
+            raise WrongWeightsError(f"the scheme {info.scheme!r} carries no weights")
+        self._joined = (told.sender, worker)
+        (snapshot, _), = first.members()
+        self._run, self._first = snapshot.run, snapshot.version
+        try:
+            self._target.compare(snapshot)
+        except WrongWeightsError:
             self.leave()
-            info = InitInfo.from_json(sender)
-            if len(info.models) != 1:
-                raise WrongWeightsError(
-                    f"an engine runs one model, and the sender has {', '.join(info.models)}: make "
-                    "a sender for the engines' model alone"
-                )
-            self._model = info.models[0]
-            self._session = Session.prepare_receiver(info, worker, None, "cpu")
-            first = self._session.join_receiver(timeout)
-            if first is None:
-                raise WrongWeightsError(f"the scheme {info.scheme!r} carries no weights")
-            self._joined = (sender, worker)
-            (snapshot, _), = first.members()
-            try:
-                self._target.compare(snapshot)
-            except WrongWeightsError:
-                self.leave()
-                raise
-            if snapshot.version < version:
-                raise DeadlineError(
-                    f"version {version} is not here after {timeout:g} s; the newest is "
-                    f"version {snapshot.version}"
-                )
+            raise
+        if snapshot.version < told.version:
+            raise DeadlineError(
+                f"version {told.version} is not here after {told.timeout:g} s; the newest is "
+                f"version {snapshot.version}"
+            )
+        self._missed = -1
 
     def _follows(self) -> bool:
         """Whether the sender's versions still arrive here."""
         return self._background is not None and self._background.state()[0] == "following"
 
+    def _update(self, version: int, timeout: float) -> None:
+        target, failed = self._target, None
+        self._failed = None
+        target.begin(timeout)
+        try:
+            self._load(version, timeout)
+        except Exception as error:
+            failed = target.failure or _said(error)
+        # Ranks that loaded have agreed on that; to tell the sender comes after it.
+        failures = target.agreed
+        if failures is None:
+            failures = self._ranks.agree(failed, timeout, target.holds)
+            if not failures and not target.whole:
+                # It has the version, and the engine has discarded it.
+                failures = target.load_again()
+        if not failures:
+            return
+        self._missed = version
+        if self._session is not None and self._background is None:
+            self.leave()
+        mixed = None if target.whole else "its weights are half loaded"
+        if whole := self._ranks.agree(mixed, timeout, target.holds):
+            self._failed = UpdateError(f"{failures}; {whole}", "unknown")
+        else:
+            self._failed = UpdateError(failures, "old")
+
     def _load(self, version: int, timeout: float) -> None:
         if self._session is None:
             raise PeerError("this worker has not joined a sender, or has restarted since")
-        models: list[tuple[str, Any]] = [(self._model, self._target)]
+        target = self._target
+        models: list[tuple[str, Any]] = [(self._model, target)]
         if self._background is None:
             self._session.load_joined(models)
             self._background = self._session.start_background(models, True)
         until = time.monotonic() + timeout
-        while True:
-            self._background.safe_point()
-            if (held := self._background.versions()[self._model]) >= version:
-                break
-            if self._target.failure is not None:
-                raise RuntimeError(self._target.failure)
+        while (held := self._background.versions()[self._model]) < version:
+            if target.agreed:
+                # Another rank failed.
+                raise RuntimeError(target.agreed)
             if time.monotonic() > until or not self._follows():
                 raise DeadlineError(f"version {version} is not here; the worker holds {held}")
-            self._background.wait({self._model: version}, _HANDOVER)
+            # What was loaded so far was not the version, and all ranks know.
+            target.begin(timeout)
+            if self._background.safe_point() is None:
+                self._background.wait({self._model: version}, _HANDOVER)
 
 
 class Target:
@@ -196,8 +273,11 @@ class Target:
     def __init__(self, place: Place, ranks: Ranks) -> None:
         self._place = place
         self._ranks = ranks
+        self._timeout = 0.0
         self._layout: Layout | None = None
         self._checkpoint: Checkpoint | None = None
+        # Whether versions of a layout have the form that the model has in memory.
+        self._in_memory: dict[Any, bool] = {}
         # What the model holds whole. It stays pinned: the way back needs it.
         self._held: Snapshot | None = None
         self.whole = True
@@ -206,8 +286,14 @@ class Target:
         #: What all ranks said of this update's load; None before.
         self.agreed: str | None = None
 
-    def begin(self) -> None:
-        """An update begins."""
+    @property
+    def holds(self) -> Holds:
+        """The run and the version of what the model holds; None of what vLLM started with."""
+        return None if self._held is None else (self._held.run, self._held.version)
+
+    def begin(self, timeout: float) -> None:
+        """An update begins. Ranks that are later than the timeout have failed."""
+        self._timeout = timeout
         self.failure, self.agreed = None, None
 
     def compare(self, snapshot: Snapshot) -> None:
@@ -216,10 +302,7 @@ class Target:
         Raises:
             WrongWeightsError: listing what differs.
         """
-        if self._checkpoint is None:
-            self._checkpoint = Checkpoint(self._place.model_config)
-        what = f"{snapshot.model} v{snapshot.version}"
-        self._checkpoint.compare(what, _tensors_of(snapshot))
+        self._has_form_of_memory(snapshot)
 
     def layout(self) -> Layout:
         assert self._layout is not None
@@ -230,32 +313,41 @@ class Target:
         return True
 
     def load(self, snapshot: Snapshot) -> None:
-        """Loads a version, or says why not; the version before comes back by the same call."""
+        """Loads a version on every rank, or says why not, and goes back to the version before."""
         if self.whole and self._held is not None and _same(snapshot, self._held):
             return
-        if self.agreed is not None:
-            # The way back: every rank goes it.
-            self._restore(snapshot)
-            return
+        if self.agreed:
+            # The library goes back, where this could not.
+            raise RuntimeError(self.agreed)
         before = self._held
         self.whole = False
         try:
             self._take(snapshot)
         except Exception as error:
             self.failure = _said(error)
-        self.agreed = self._ranks.agree(self.failure) or ""
+        self.agreed = self._ranks.agree(self.failure, self._timeout, _of(snapshot)) or ""
         if not self.agreed:
             self._held, self.whole = snapshot, True
             return
-        if before is None:
-            # The library has nothing to go back to: these were the weights vLLM started with.
-            self._restore(None)
+        self._restore(before)
         raise RuntimeError(self.agreed)
+
+    def load_again(self) -> str | None:
+        """Loads what the model held before it was discarded; what went wrong on any rank."""
+        try:
+            self._restore(self._held)
+        except Exception as error:
+            self.failure = _said(error)
+        return self._ranks.agree(self.failure, self._timeout, self.holds)
 
     def restore(self) -> None:
         """Loads what was held last, unless the model is whole."""
         if not self.whole:
             self._restore(self._held)
+
+    def forget(self) -> None:
+        """The engine discards the model's weights: they are whole again after the next load."""
+        self.whole = False
 
     def _restore(self, snapshot: Snapshot | None) -> None:
         self.whole = False
@@ -266,12 +358,28 @@ class Target:
         self._held, self.whole = snapshot, True
 
     def _take(self, snapshot: Snapshot) -> None:
-        assert self._checkpoint is not None
-        _load.load(self._place, self._checkpoint.of(_load.tensors_of(snapshot)))
+        tensors = _load.tensors_of(snapshot)
+        if self._has_form_of_memory(snapshot):
+            assert self._checkpoint is not None
+            tensors = self._checkpoint.of_memory(tensors)
+        _load.load(self._place, tensors)
+
+    def _has_form_of_memory(self, snapshot: Snapshot) -> bool:
+        layout = (snapshot.layout.id, tuple(snapshot.ties))
+        if layout not in self._in_memory:
+            if self._checkpoint is None:
+                self._checkpoint = Checkpoint(self._place.model_config)
+            what = f"{snapshot.model} v{snapshot.version}"
+            self._in_memory[layout] = self._checkpoint.compare(what, _tensors_of(snapshot))
+        return self._in_memory[layout]
+
+
+def _of(snapshot: Snapshot) -> Holds:
+    return snapshot.run, snapshot.version
 
 
 def _same(one: Snapshot, other: Snapshot) -> bool:
-    return (one.run, one.version) == (other.run, other.version)
+    return _of(one) == _of(other)
 
 
 def _tensors_of(snapshot: Snapshot) -> Tensors:

@@ -242,7 +242,7 @@ fn failures_end_as_the_table_says() {
     use Weights::{New, Old, Unknown};
     let done = |count| vec![Event::Done; count];
     let with = |count, rest: &[Event]| [done(count), rest.to_vec()].concat();
-    let cases: [Case; 13] = [
+    let cases: [Case; 14] = [
         (
             done(6),
             "pause start update update finish resume",
@@ -283,6 +283,13 @@ fn failures_end_as_the_table_says() {
             "pause start update restore",
             Outcome::Held,
             Unknown,
+            Some("update failed: r; restore failed: r"),
+        ),
+        (
+            with(3, &[failed(Unknown), failed(New), Event::Done]),
+            "pause start update update restore resume",
+            Outcome::Updated,
+            New,
             Some("update failed: r; restore failed: r"),
         ),
         (

@@ -191,6 +191,23 @@ fn second_init_of_one_model_leaves_the_others() {
 }
 
 #[test]
+fn first_version_has_the_number_of_its_connect() {
+    let mut trainer = Session::new(AnyScheme::new(SharedMem::default()));
+    let source = weights();
+    trainer.init_on_sender("policy", &source).unwrap();
+    let first = Some(Version(7));
+    trainer
+        .connect_sender_at(&source, first, Expect::Count(0), Some(SOON))
+        .unwrap();
+    let sender = trainer.sender().unwrap();
+    assert_eq!(
+        sender.old_snapshot("policy", Version(7)).unwrap().version(),
+        Version(7)
+    );
+    assert_eq!(sender.send(&source).unwrap().version(), Version(8));
+}
+
+#[test]
 fn set_across_two_senders_is_refused() {
     let (actor, critic) = (weights(), weights());
     let mut senders = Senders::new();

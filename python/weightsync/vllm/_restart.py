@@ -1,0 +1,80 @@
+"""An engine that restarts joins its trainer before it serves: it never serves its checkpoint.
+
+The trainer writes a file for each engine, which holds what the engine needs to join. The variable
+``WEIGHTSYNC_ENGINE_INFO`` of the engine's environment names that file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from typing import TYPE_CHECKING
+
+from weightsync.errors import LoadError, OperatingSystemError, SettingError
+from weightsync.vllm._told import Told
+
+if TYPE_CHECKING:
+    from weightsync.vllm._worker import EngineWorker
+
+logger = logging.getLogger("weightsync")
+
+#: Names the file.
+VARIABLE = "WEIGHTSYNC_ENGINE_INFO"
+# No file is longer.
+_LONGEST = 1 << 20
+
+
+def write(path: str, sender: str, first_worker: int, timeout: float) -> None:
+    """Writes the file, whole or not at all. It holds the sender's secret: its owner alone reads it.
+
+    Raises:
+        OperatingSystemError: if it cannot be written.
+    """
+    told = {"sender": sender, "first_worker": first_worker, "timeout": timeout}
+    try:
+        # Made with the mode 0600.
+        opened, new = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=".weightsync-")
+        with open(opened, "w", encoding="utf-8") as file:
+            json.dump(told, file)
+        os.replace(new, path)
+    except OSError as error:
+        raise OperatingSystemError(f"the engine's info file cannot be written: {error}") from error
+
+
+def begin(worker: EngineWorker) -> None:
+    """Loads the newest version, if the engine was told of a trainer.
+
+    Raises:
+        LoadError: in one line, if it was, and has no version of it: vLLM then does not start.
+    """
+    path = os.environ.get(VARIABLE)
+    if not path:
+        return
+    try:
+        told = _read(path)
+        if told is None:
+            logger.warning(
+                "%s is not there yet (%s): the engine begins with its checkpoint", path, VARIABLE
+            )
+            return
+        worker.begin(told)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise LoadError(
+            f"the engine does not start without its trainer's newest version: {said} "
+            f"({VARIABLE}={path}; remove this file to start with the checkpoint)"
+        ) from None
+
+
+def _read(path: str) -> Told | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_LONGEST)
+    except FileNotFoundError:
+        return None
+    try:
+        return Told("join", **json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"the info file cannot be read: {error}") from error
