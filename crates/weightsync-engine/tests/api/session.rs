@@ -204,7 +204,7 @@ fn first_version_has_the_number_of_its_connect() {
         sender.old_snapshot("policy", Version(7)).unwrap().version(),
         Version(7)
     );
-    assert_eq!(sender.send(&source).unwrap().version(), Version(8));
+    assert_eq!(sender.send(&source).unwrap().version().unwrap(), Version(8));
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use weightsync_engine::{
-    Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor, WorkerId,
+    Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor,
 };
 use weightsync_serve::Rpc;
 
