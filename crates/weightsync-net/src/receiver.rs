@@ -59,6 +59,10 @@ struct State {
     moving: bool,
     /// It is its own agent, or was when it had a segment last.
     is_own_agent: bool,
+    /// The worker was handed some version.
+    has_version: bool,
+    /// The worker has said that it can use nothing that comes.
+    is_useless: bool,
     /// Nobody looks for another way any more.
     ended: Option<Ended>,
 }
@@ -95,6 +99,8 @@ impl NetReceiver {
                 looks: None,
                 moving: false,
                 is_own_agent: false,
+                has_version: false,
+                is_useless: false,
                 ended: None,
             }),
             changed: Condvar::new(),
@@ -138,6 +144,7 @@ impl NetReceiver {
             // It may have gone while it was in use here.
             let lost = gone || (result.is_ok() && found.has_lost_its_relay());
             let mut state = shared.state();
+            state.has_version |= matches!(result, Ok(Some(_)));
             if lost {
                 Shared::look_again(shared, &mut state, found);
             } else {
@@ -372,6 +379,7 @@ impl ReceiverTransport for NetReceiver {
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.shared.state().is_useless |= set.is_none();
         self.notify(
             |attached| attached.refuse(set, reason),
             |state| state.refused = Some((set.cloned(), reason.into())),
@@ -398,9 +406,16 @@ impl Drop for NetReceiver {
                 let _ = thread.join();
             }
         }
-        let late = shared.state().found.take();
+        let (late, is_unfinished) = {
+            let mut state = shared.state();
+            let is_unfinished = !state.has_version && !state.is_useless;
+            (state.found.take(), is_unfinished)
+        };
         // The worker leaves its segment before its agent leaves the sender.
-        drop((found, late));
+        let agents = [found, late].into_iter().flatten().filter_map(Found::leave);
+        for agent in agents.filter(|_| is_unfinished) {
+            shared.route.keep(agent);
+        }
     }
 }
 

@@ -10,13 +10,14 @@ use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result};
+use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result, WorkerId};
 use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
 use crate::error::{NetError, transport};
 use crate::receiver::NetReceiver;
+use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
 
@@ -71,7 +72,13 @@ pub struct Distributed {
     pub(crate) token: Option<Token>,
     /// Where it listens, by the addresses that were told.
     spots: Arc<Mutex<HashMap<String, Spot>>>,
+    /// The agents of workers whose `connect` ended before their first version was whole. They go
+    /// on fetching for the next `connect` of this scheme or of a clone.
+    unfinished: Arc<Mutex<HashMap<Unfinished, Agent>>>,
 }
+
+/// Where an unfinished agent fetches from, and for which worker.
+pub(crate) type Unfinished = (String, [u8; 16], WorkerId);
 
 /// Where a trainer that was placed listens: not always where workers find it.
 #[derive(Debug)]
@@ -142,6 +149,7 @@ impl Distributed {
             deltas: Deltas::Auto,
             token: None,
             spots: Arc::default(),
+            unfinished: Arc::default(),
         }
     }
 
@@ -287,6 +295,12 @@ impl Distributed {
 
     fn spots(&self) -> MutexGuard<'_, HashMap<String, Spot>> {
         self.spots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn unfinished(&self) -> MutexGuard<'_, HashMap<Unfinished, Agent>> {
+        self.unfinished
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Where it is to listen; the port may be for the system to choose.

@@ -14,7 +14,7 @@ use crate::error::{NetError, transport};
 use crate::link::log_limiter::{self, LogLimiter};
 use crate::relay::local::{self, Owner};
 use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, Reach, StartError, left};
-use crate::scheme::{Distributed, Share};
+use crate::scheme::{Distributed, Share, Unfinished};
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -81,6 +81,13 @@ impl Found {
     /// Whether it was, and that has gone.
     pub(super) fn has_lost_its_relay(&self) -> bool {
         self.is_a_relays() && self.attached.reader().is_gone()
+    }
+
+    /// Leaves the segment. What remains is the agent that this worker is itself.
+    pub(super) fn leave(self) -> Option<Agent> {
+        let Self { attached, agent } = self;
+        drop(attached);
+        agent
     }
 
     /// Whether it is that of the worker's own agent.
@@ -190,6 +197,25 @@ impl Route {
         Ok(None)
     }
 
+    /// Keeps the agent that this worker was for its next look: what has come of the first version
+    /// is not fetched again.
+    pub(super) fn keep(&self, agent: Agent) {
+        if !self.is_forked() {
+            self.scheme.unfinished().insert(self.key(), agent);
+        }
+    }
+
+    /// The agent that was kept, if it is still of use.
+    fn kept(&self) -> Option<Agent> {
+        let kept = self.scheme.unfinished().remove(&self.key());
+        kept.filter(|agent| agent.is_there() && agent.run.epoch >= self.joining.seen)
+    }
+
+    fn key(&self) -> Unfinished {
+        let at = &self.at;
+        (at.address().to_owned(), *at.secret(), self.joining.worker)
+    }
+
     /// Whether the worker reads a relay's memory where there is one.
     pub(super) fn wants_a_relay(&self) -> bool {
         self.scheme.share != Share::Nothing
@@ -245,7 +271,11 @@ impl Route {
                     continue;
                 }
                 match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
-                    Ok(attached) => return Ok(found(attached, None)),
+                    Ok(attached) => {
+                        // What it fetches is there.
+                        drop(self.kept());
+                        return Ok(found(attached, None));
+                    }
                     // It does not answer, or is about to go.
                     Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
                     Err(error) => return Err(error),
@@ -272,15 +302,21 @@ impl Route {
                 until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
             },
         };
-        let agent = match self.become_agent(nearer, patience, goes_on)? {
-            Ok(agent) => agent,
-            Err(reach) => return Ok(Look::Nothing(reach)),
+        let agent = match self.kept() {
+            Some(agent) => agent,
+            None => match self.become_agent(nearer, patience, goes_on)? {
+                Ok(agent) => agent,
+                Err(reach) => return Ok(Look::Nothing(reach)),
+            },
         };
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(attached) => Ok(found(attached, Some(agent))),
-            // The sender went in between.
-            Err(Error::NoSender { .. }) => Ok(Look::Nothing(Reach::Unknown)),
+            // The sender went in between, or its answer takes long.
+            Err(Error::NoSender { .. }) => {
+                self.keep(agent);
+                Ok(Look::Nothing(Reach::Unknown))
+            }
             Err(error) => Err(error),
         }
     }

@@ -209,6 +209,11 @@ impl Agent {
         })
     }
 
+    /// Whether a worker of this process can still attach to it.
+    pub(crate) fn is_there(&self) -> bool {
+        self.owner.is_here() && weightsync_mem::is_served(&self.address).unwrap_or(false)
+    }
+
     /// What ends it from another thread.
     pub(crate) fn stopper(&self) -> Stopper {
         Stopper {
