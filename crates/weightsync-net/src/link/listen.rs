@@ -1,6 +1,7 @@
 //! Accepts connections. Strangers are few, get little time, and seldom learn that they have
 //! failed.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,11 +19,13 @@ use crate::wire::hello::{HelloError, Role};
 const BREATHE: Duration = Duration::from_millis(50);
 
 /// Accepts until it is dropped; `take` is given each connection that has proved
-/// itself, and `busy` says whether there are as many control links as may be.
+/// itself, `busy` says whether there are as many control links as may be, and `failed` is
+/// told each time that a connection cannot be accepted.
 pub(crate) async fn accept_all(
     listener: TcpListener,
     key: Key,
     busy: impl Fn() -> bool + Send + Sync + 'static,
+    failed: impl Fn(&io::Error) + Send + Sync + 'static,
     take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
     let answers = Arc::new(Mutex::new(Answers::default()));
@@ -40,6 +43,7 @@ pub(crate) async fn accept_all(
             // Out of descriptors, most likely.
             Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
+                failed(&error);
                 log(&log_limiter, "accept", || {
                     format!("cannot accept connections: {error}")
                 });

@@ -202,7 +202,7 @@ impl Engine {
                     tokio::spawn(serving.clone().child(socket));
                 }
             };
-            tokio::spawn(accept_all(bulk, key.clone(), || false, take));
+            tokio::spawn(accept_all(bulk, key.clone(), || false, |_| {}, take));
         }
         let connections = Connections::new(key.clone(), run, agent, options.connections);
         Ok(Self {

@@ -11,6 +11,7 @@
 //! * Numbers that a worker sends are reduced to what was published.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -209,6 +210,11 @@ impl Shared {
 
 /// Who comes and goes.
 impl Shared {
+    /// Notes that this process lacked a descriptor for a connection with a worker.
+    pub(super) fn note_failed_accept(&self, error: &io::Error) {
+        self.remote_readers.note_failed_accept(error);
+    }
+
     /// The connection of another worker that has the number of one that registers.
     pub(super) fn holder(&self, about: &About) -> Option<ConnectionId> {
         self.table().holder(about)
