@@ -85,6 +85,27 @@ fn every_test_the_feature_table_names_exists() {
 }
 
 #[test]
+fn every_test_the_threat_model_names_exists() {
+    let root = root();
+    let text = fs::read_to_string(root.join("docs/threat-model.md")).expect("docs/threat-model.md");
+    // Its tests are named without their crates.
+    let is_name = |code: &&str| {
+        let of_test = |letter: char| letter.is_ascii_lowercase() || letter == '_';
+        // An option such as `max_slots` has one underscore.
+        code.matches('_').count() > 1 && code.chars().all(of_test)
+    };
+    let named: Vec<&str> = text.split('`').skip(1).step_by(2).filter(is_name).collect();
+    assert!(!named.is_empty(), "it names no test at all");
+    let all = ["crates", "fuzz"].map(|folder| sources(&root.join(folder), "rs"));
+    let exists = |name: &&str| all.iter().flatten().any(|source| has_test(source, name));
+    let missing: Vec<&str> = named.into_iter().filter(|name| !exists(name)).collect();
+    assert!(
+        missing.is_empty(),
+        "docs/threat-model.md names tests that do not exist: {missing:#?}"
+    );
+}
+
+#[test]
 fn a_function_that_is_no_test_does_not_count() {
     let source = "#[test]\nfn first() {}\n\n    #[test]\n    #[should_panic]\n    fn second() {}\nfn third() {}\n\
                   trials![\n    group::fourth,\n]\nuse group::{fifth, group::sixth,\n};\n\

@@ -4,6 +4,7 @@ mod inner;
 mod receiving;
 mod setup;
 
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId};
@@ -46,8 +47,9 @@ const REJOIN: Duration = Duration::from_secs(60);
 #[derive(Clone, Debug)]
 pub struct ReceiverSetup {
     info: InitInfo,
-    /// In place of the scheme that the init info names.
-    scheme: Option<AnyScheme>,
+    /// In place of the scheme that the init info names, or that scheme, once it was used. Clones
+    /// share it: a scheme may keep what a failed `connect` has fetched.
+    scheme: Arc<OnceLock<AnyScheme>>,
     worker: WorkerId,
     /// The ids of the models to receive; `None` is all of them.
     wanted: Option<Vec<String>>,

@@ -10,9 +10,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::io::Errno;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, os};
 use crate::plan::{Answer, Key};
 use crate::protocol::order;
 use crate::registry::{
@@ -135,6 +136,19 @@ impl RemoteReaders {
         self.shared.hold(&state, model, &set)
     }
 
+    /// Notes that this process lacked the descriptors or the memory for a connection of a
+    /// worker. [`Writer::wait_readers`] then reports that, and not a missing worker. Other errors
+    /// are the worker's, and are not noted.
+    pub fn note_failed_accept(&self, error: &std::io::Error) {
+        let is_own = |errno: &Errno| {
+            let own = [Errno::MFILE, Errno::NFILE, Errno::NOMEM, Errno::NOBUFS];
+            own.contains(errno)
+        };
+        if let Some(errno) = Errno::from_io_error(error).filter(is_own) {
+            *self.shared.failure() = Some(os("accepting a worker")(errno));
+        }
+    }
+
     /// The readers of the sender's own host, by worker.
     pub fn local(&self) -> Vec<ReaderStatus> {
         let mut readers = self.shared.readers();
@@ -209,6 +223,7 @@ impl RemoteReaders {
             plan.join((key, u64::MAX), models, delivery, records, steps);
         });
         drop(state);
+        *shared.failure() = None;
         shared.bells.ring();
         Ok(RemoteReader {
             shared: shared.clone(),

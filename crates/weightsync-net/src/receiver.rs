@@ -58,6 +58,10 @@ struct State {
     moving: bool,
     /// The worker is its own agent, or was when it last had a segment.
     is_own_agent: bool,
+    /// The worker has been given a version.
+    has_version: bool,
+    /// The worker has said that it cannot use the sender's models.
+    is_useless: bool,
     /// The search for another route has ended without one.
     ended: Option<Ended>,
 }
@@ -94,6 +98,8 @@ impl NetReceiver {
                 looks: None,
                 moving: false,
                 is_own_agent: false,
+                has_version: false,
+                is_useless: false,
                 ended: None,
             }),
             changed: Condvar::new(),
@@ -137,6 +143,7 @@ impl NetReceiver {
             // The relay may have gone during the call.
             let lost = gone || (result.is_ok() && found.has_lost_its_relay());
             let mut state = shared.state();
+            state.has_version |= matches!(result, Ok(Some(_)));
             if lost {
                 Shared::look_again(shared, &mut state, found);
             } else {
@@ -372,6 +379,7 @@ impl ReceiverTransport for NetReceiver {
     }
 
     fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        self.shared.state().is_useless |= set.is_none();
         self.notify(
             |attached| attached.refuse(set, reason),
             |state| state.refused = Some((set.cloned(), reason.into())),
@@ -398,9 +406,16 @@ impl Drop for NetReceiver {
                 let _ = thread.join();
             }
         }
-        let late = shared.state().found.take();
+        let (late, is_unfinished) = {
+            let mut state = shared.state();
+            let is_unfinished = !state.has_version && !state.is_useless;
+            (state.found.take(), is_unfinished)
+        };
         // The worker leaves its segment before its agent leaves the sender.
-        drop((found, late));
+        let agents = [found, late].into_iter().flatten().filter_map(Found::leave);
+        for agent in agents.filter(|_| is_unfinished) {
+            shared.route.keep(agent);
+        }
     }
 }
 

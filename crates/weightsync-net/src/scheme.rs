@@ -9,13 +9,14 @@ use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result};
+use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result, WorkerId};
 use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
 use crate::error::{listen_error, transport};
 use crate::receiver::NetReceiver;
+use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
 
@@ -70,7 +71,13 @@ pub struct Distributed {
     pub(crate) token: Option<Token>,
     /// The listening addresses, by the addresses that init infos name.
     allocated: Arc<Mutex<HashMap<String, Allocated>>>,
+    /// The agents of workers whose `connect` ended before their first version was whole. They go
+    /// on fetching for the next `connect` of this scheme or of a clone.
+    unfinished: Arc<Mutex<HashMap<Unfinished, Agent>>>,
 }
+
+/// Where an unfinished agent fetches from, and for which worker.
+pub(crate) type Unfinished = (String, [u8; 16], WorkerId);
 
 /// Where an allocated endpoint listens. Workers may reach it at another address.
 #[derive(Debug)]
@@ -140,6 +147,7 @@ impl Distributed {
             deltas: Deltas::Auto,
             token: None,
             allocated: Arc::default(),
+            unfinished: Arc::default(),
         }
     }
 
@@ -286,6 +294,12 @@ impl Distributed {
 
     fn allocated(&self) -> MutexGuard<'_, HashMap<String, Allocated>> {
         self.allocated
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn unfinished(&self) -> MutexGuard<'_, HashMap<Unfinished, Agent>> {
+        self.unfinished
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }

@@ -8,7 +8,7 @@ impl ReceiverSetup {
     pub fn new(info: InitInfo, worker: impl Into<WorkerId>) -> Self {
         Self {
             info,
-            scheme: None,
+            scheme: Arc::default(),
             worker: worker.into(),
             wanted: None,
             own: Vec::new(),
@@ -21,7 +21,7 @@ impl ReceiverSetup {
     /// travel as text.
     #[must_use]
     pub fn scheme(mut self, scheme: impl Into<AnyScheme>) -> Self {
-        self.scheme = Some(scheme.into());
+        self.scheme = Arc::new(OnceLock::from(scheme.into()));
         self
     }
 
@@ -82,6 +82,9 @@ impl ReceiverSetup {
     /// [first weights](crate::transport::FirstWeights) come with the first send, none
     /// are waited for. The sender's `connect` counts
     /// this worker from here on.
+    ///
+    /// After an error a clone of this setup can connect again. With `distributed` it goes on with
+    /// what had come of the first version; dropping the last clone gives that up.
     ///
     /// A worker that loads into models of its own uses
     /// [`connect_into`](Self::connect_into) or
@@ -165,10 +168,14 @@ impl ReceiverSetup {
     pub(crate) fn take_first(self, timeout: Option<Duration>) -> Result<Receiver> {
         let since = Instant::now();
         let until = deadline(timeout);
-        let scheme = match &self.scheme {
-            Some(scheme) => scheme.clone(),
-            None => self.info.scheme().parse()?,
+        let scheme = match self.scheme.get() {
+            Some(scheme) => scheme,
+            None => {
+                let named = self.info.scheme().parse()?;
+                self.scheme.get_or_init(|| named)
+            }
         };
+        let scheme = scheme.clone();
         let (transport, initial) = loop {
             match self.begin(&scheme, since, until) {
                 // Before its first version: there is another to wait for.

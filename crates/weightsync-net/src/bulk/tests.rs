@@ -59,7 +59,7 @@ async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
         });
     };
     let key = Key::new(&SECRET);
-    tokio::spawn(accept_all(listener, key, || false, take));
+    tokio::spawn(accept_all(listener, key, || false, |_| {}, take));
     address
 }
 
@@ -201,7 +201,13 @@ fn relay_does_not_search_for_an_unknown_model() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
-        tokio::spawn(accept_all(listener, Key::new(&SECRET), || false, take));
+        tokio::spawn(accept_all(
+            listener,
+            Key::new(&SECRET),
+            || false,
+            |_| {},
+            take,
+        ));
         address
     });
     let item = Item { model: 1, ..ITEM };

@@ -1,6 +1,7 @@
 //! Accepts connections. Strangers are few, get little time, and seldom learn that they have
 //! failed.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -18,11 +19,12 @@ use crate::wire::hello::{HelloError, Role};
 const BREATHE: Duration = Duration::from_millis(50);
 
 /// Accepts connections until dropped. `take` gets each one that has authenticated; `busy` says
-/// whether there are too many control links.
+/// whether there are too many control links; `failed` gets each error of an accept.
 pub(crate) async fn accept_all(
     listener: TcpListener,
     key: Key,
     busy: impl Fn() -> bool + Send + Sync + 'static,
+    failed: impl Fn(&io::Error) + Send + Sync + 'static,
     take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
     let answers = Arc::new(Mutex::new(Answers::default()));
@@ -40,6 +42,7 @@ pub(crate) async fn accept_all(
             // The process is probably out of descriptors.
             Err(_) if weightsync_mem::raise_files() => continue,
             Err(error) => {
+                failed(&error);
                 log(&log_limiter, "accept", || {
                     format!("cannot accept connections: {error}")
                 });

@@ -76,6 +76,7 @@ async fn listen(key: &Key) -> SocketAddr {
         listener,
         key.clone(),
         || false,
+        |_| {},
         |_, _, _| {},
     ));
     address

@@ -17,7 +17,11 @@ const FIRST: Duration = Duration::from_millis(50);
 /// version for it.
 const STAYS: Duration = Duration::from_millis(500);
 
-/// The longest pause between two looks.
+/// The longest pause between two looks, of a worker that has no version yet. All that comes to
+/// it is fetched once more by a relay that comes meanwhile.
+const LONGEST_WITHOUT: Duration = Duration::from_millis(200);
+
+/// The longest pause of one that has.
 const LONGEST: Duration = Duration::from_secs(8);
 
 impl Shared {
@@ -40,7 +44,11 @@ impl Shared {
     fn look_out_for_a_relay(shared: &Arc<Self>) {
         let (mut pause, mut since) = (FIRST, Instant::now());
         while !shared.rest(pause) {
-            pause = (pause * 2).min(LONGEST);
+            let longest = match shared.state().has_version {
+                true => LONGEST,
+                false => LONGEST_WITHOUT,
+            };
+            pause = (pause * 2).min(longest);
             if !shared.route.has_a_relay() {
                 continue;
             }

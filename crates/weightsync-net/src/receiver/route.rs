@@ -14,7 +14,7 @@ use crate::error::{NetError, transport};
 use crate::link::log_limiter::{self, LogLimiter};
 use crate::relay::local::{self, Owner};
 use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, Reach, StartError, left};
-use crate::scheme::{Distributed, Share};
+use crate::scheme::{Distributed, Share, Unfinished};
 
 /// How long one attempt to reach the sender may take.
 const ATTEMPT: Duration = Duration::from_secs(3);
@@ -79,6 +79,13 @@ impl Found {
     /// Whether the segment's relay has gone.
     pub(super) fn has_lost_its_relay(&self) -> bool {
         self.is_a_relays() && self.attached.reader().is_gone()
+    }
+
+    /// Leaves the segment, and returns the agent that this worker is itself.
+    pub(super) fn leave(self) -> Option<Agent> {
+        let Self { attached, agent } = self;
+        drop(attached);
+        agent
     }
 
     /// Whether the segment belongs to the worker's own agent.
@@ -189,6 +196,25 @@ impl Route {
         Ok(None)
     }
 
+    /// Keeps the agent that this worker was, for its next search: the part of the first version
+    /// that has come is not fetched again.
+    pub(super) fn keep(&self, agent: Agent) {
+        if !self.is_forked() {
+            self.scheme.unfinished().insert(self.key(), agent);
+        }
+    }
+
+    /// The agent that was kept, if it can still be used.
+    fn kept(&self) -> Option<Agent> {
+        let kept = self.scheme.unfinished().remove(&self.key());
+        kept.filter(|agent| agent.is_there() && agent.run.epoch >= self.joining.seen)
+    }
+
+    fn key(&self) -> Unfinished {
+        let at = &self.at;
+        (at.address().to_owned(), *at.secret(), self.joining.worker)
+    }
+
     /// Whether the worker prefers a relay's memory.
     pub(super) fn wants_a_relay(&self) -> bool {
         self.scheme.share != Share::Nothing
@@ -244,7 +270,11 @@ impl Route {
                     continue;
                 }
                 match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
-                    Ok(attached) => return Ok(found(attached, None)),
+                    Ok(attached) => {
+                        // This segment has what the kept agent fetches.
+                        drop(self.kept());
+                        return Ok(found(attached, None));
+                    }
                     // This process does not answer, or is about to end.
                     Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
                     Err(error) => return Err(error),
@@ -272,15 +302,21 @@ impl Route {
                 until: deadline.map(|at| at.max(Instant::now() + ANSWER)),
             },
         };
-        let agent = match self.become_agent(nearer, patience, goes_on)? {
-            Ok(agent) => agent,
-            Err(reach) => return Ok(SearchResult::Nothing(reach)),
+        let agent = match self.kept() {
+            Some(agent) => agent,
+            None => match self.become_agent(nearer, patience, goes_on)? {
+                Ok(agent) => agent,
+                Err(reach) => return Ok(SearchResult::Nothing(reach)),
+            },
         };
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
             Ok(attached) => Ok(found(attached, Some(agent))),
-            // The sender ended in between.
-            Err(Error::NoSender { .. }) => Ok(SearchResult::Nothing(Reach::Unknown)),
+            // The sender ended in between, or its answer takes long.
+            Err(Error::NoSender { .. }) => {
+                self.keep(agent);
+                Ok(SearchResult::Nothing(Reach::Unknown))
+            }
             Err(error) => Err(error),
         }
     }

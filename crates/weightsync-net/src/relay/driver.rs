@@ -203,7 +203,7 @@ impl Driver {
                     tokio::spawn(serving.clone().child(socket));
                 }
             };
-            tokio::spawn(accept_all(bulk, key.clone(), || false, take));
+            tokio::spawn(accept_all(bulk, key.clone(), || false, |_| {}, take));
         }
         let connections = Connections::new(key.clone(), run, agent, options.connections);
         Ok(Self {

@@ -208,6 +208,11 @@ impl Agent {
         })
     }
 
+    /// Whether a worker of this process can still attach to the agent.
+    pub(crate) fn is_there(&self) -> bool {
+        self.owner.is_here() && weightsync_mem::is_served(&self.address).unwrap_or(false)
+    }
+
     /// Ends the agent from another thread.
     pub(crate) fn stopper(&self) -> Stopper {
         Stopper {

@@ -175,7 +175,7 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
             drop(link);
         });
     };
-    tokio::spawn(accept_all(listener, key, || false, take));
+    tokio::spawn(accept_all(listener, key, || false, |_| {}, take));
     while let Some(what) = messages.recv().await {
         match what.unwrap() {
             ToRoot::Agent { .. } | ToRoot::Ping => {}
@@ -299,7 +299,13 @@ pub(crate) fn drones(
             }
         });
     };
-    runtime.spawn(accept_all(listener, Key::new(secret), || false, take));
+    runtime.spawn(accept_all(
+        listener,
+        Key::new(secret),
+        || false,
+        |_| {},
+        take,
+    ));
     (runtime, address, seen)
 }
 

@@ -297,7 +297,7 @@ impl Listening {
             key,
             events,
             serving,
-            remote_readers: _,
+            remote_readers,
             agents,
         } = self;
         let asking = Arc::new(Semaphore::new(ASKING));
@@ -320,7 +320,8 @@ impl Listening {
                 drop(tokio::spawn(answer(socket, event, events, turns)));
             }
         };
-        accept_all(listener, key, busy, take).await;
+        let failed = move |error: &_| remote_readers.note_failed_accept(error);
+        accept_all(listener, key, busy, failed, take).await;
     }
 }
 

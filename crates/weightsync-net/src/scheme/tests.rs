@@ -1,8 +1,13 @@
-use std::time::Duration;
+use std::io::{BufRead, BufReader};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, Rlimit, setrlimit};
 use weightsync_engine::{Expect, SenderSetup, Tensors};
 
 use super::*;
+use crate::relay::tests::LONG;
 
 fn place(scheme: &Distributed) -> Result<Endpoint> {
     scheme.allocate_endpoint(&["policy".parse()?], None)
@@ -118,4 +123,69 @@ fn second_trainer_finds_the_first_at_another_port() {
     assert!(is_in_use, "{error}");
     first.shutdown();
     connect().1.unwrap();
+}
+
+/// As a copy of this program: a sender that may have 64 files open, and prints what a wait for
+/// a worker comes to, once somebody has written a line.
+#[test]
+fn as_a_sender_with_few_files() {
+    if std::env::var_os(FEW_FILES).is_none() {
+        return;
+    }
+    let few = Some(64);
+    let limit = Rlimit {
+        current: few,
+        maximum: few,
+    };
+    setrlimit(Resource::Nofile, limit).unwrap();
+    let mut weights = Tensors::new();
+    weights.insert("w", [2], vec![1.0_f32; 2]).unwrap();
+    let setup = SenderSetup::new("policy", &weights).unwrap();
+    let setup = setup.scheme(Distributed::new()).unwrap();
+    let address = setup.init_info().endpoint().address().to_owned();
+    let mut sender = setup.open(&weights, Some(LONG)).unwrap();
+    println!("\nat {address}");
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    let since = Instant::now();
+    let error = loop {
+        let second = Some(Duration::from_secs(1));
+        let error = sender.wait_for(&Expect::Count(1), second).unwrap_err();
+        if !matches!(error, Error::MissingWorkers { .. }) || since.elapsed() > LONG {
+            break error;
+        }
+    };
+    println!("says {error}");
+}
+
+/// With which variable a copy of this program is that sender.
+const FEW_FILES: &str = "WEIGHTSYNC_TEST_FEW_FILES";
+
+#[test]
+fn sender_out_of_files_does_not_blame_its_workers() {
+    let mut sender = Command::new(std::env::current_exe().unwrap())
+        .args([
+            "--exact",
+            "--nocapture",
+            "scheme::tests::as_a_sender_with_few_files",
+        ])
+        .env(FEW_FILES, "")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(sender.stdout.take().unwrap()).lines();
+    let mut lines = lines.map(std::result::Result::unwrap);
+    let mut after = |word: &str| {
+        let found = lines.find_map(|line| Some(line.strip_prefix(word)?.to_owned()));
+        found.unwrap_or_else(|| panic!("it does not say {word:?}"))
+    };
+    let address = after("at ");
+    let clients: Vec<_> = (0..100)
+        .map(|_| TcpStream::connect(&address).unwrap())
+        .collect();
+    drop(sender.stdin.take());
+    let error = after("says ");
+    assert!(error.contains("limit of open files (64)"), "{error}");
+    drop(clients);
+    assert!(sender.wait().unwrap().success());
 }

@@ -16,6 +16,7 @@ use hyper::service::{Service, service_fn};
 use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
@@ -111,8 +112,14 @@ impl Server {
     }
 
     /// Serves until it is to stop, and then until the answers on their way are given,
-    /// or [`LAST_WORDS`] are over.
-    pub(crate) async fn serve(self, router: Router, mut stopping: Stopping) {
+    /// or [`LAST_WORDS`] are over. `failed` is told each time that a connection cannot be
+    /// accepted.
+    pub(crate) async fn serve(
+        self,
+        router: Router,
+        mut stopping: Stopping,
+        failed: impl Fn(&io::Error),
+    ) {
         let listener = match tokio::net::TcpListener::from_std(self.listener) {
             Ok(listener) => listener,
             Err(error) => {
@@ -133,6 +140,7 @@ impl Server {
                 // Out of descriptors, most likely.
                 Err(_) if raise_files() => continue,
                 Err(error) => {
+                    failed(&error);
                     self.admission.complain(Cause::Accept, &error);
                     sleep(PAUSE).await;
                     continue;
@@ -143,6 +151,7 @@ impl Server {
                 room = room_for_connections();
             }
             if connections.len() >= room {
+                failed(&Errno::MFILE.into());
                 self.admission.complain(Cause::Connections, &peer);
                 continue;
             }

@@ -11,6 +11,7 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("workers_without_a_relay_fetch_for_themselves", alone),
     ("a_late_worker_gets_the_newest", late),
     ("what_changed_goes_down_a_chain_of_relays", changes),
+    ("relay_makes_two_slots_or_one_if_they_are_large", slots),
 ];
 
 const MIB: usize = 1 << 20;
@@ -45,6 +46,21 @@ fn relays() {
     }
     let (served, name) = (status.served, &chain[3].address);
     stage.note(&format!("served {served} bytes of {once}; {name} is last"));
+}
+
+/// A slot costs the memory of a model.
+fn slots() {
+    for (bytes, first) in [(MIB, 2), (32 * MIB, 1)] {
+        let mut stage = Stage::new(2, bytes);
+        stage.start_relay(1);
+        let relay = Actor::Relay(1);
+        assert_eq!(stage.slots(relay), first, "of {bytes} bytes, at first");
+        stage.start_workers(1, &[10]);
+        // The next one is made while nobody waits for it.
+        stage.until("the relay has two slots", |stage| stage.slots(relay) >= 2);
+        stage.send_everywhere();
+        assert_eq!(stage.slots(relay), 2, "of {bytes} bytes");
+    }
 }
 
 fn changes() {

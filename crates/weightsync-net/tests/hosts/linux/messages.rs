@@ -71,6 +71,8 @@ pub(crate) enum Content {
 pub(crate) struct Join {
     pub(crate) worker: u32,
     pub(crate) info: InitInfo,
+    /// How long each of its `connect` calls may take; it calls again after each that fails.
+    pub(crate) patience: Duration,
 }
 
 /// How many workers begin.

@@ -167,13 +167,16 @@ fn relay(root: &str) -> Outcome {
 }
 
 fn work(join: Join) -> Outcome {
+    // Only that it is on its host.
+    emit(&Notice::Joined);
     let pulls = join.info.scheme().contains("pull");
     let setup = ReceiverSetup::new(join.info, join.worker);
     let mut receiver = loop {
-        match setup.clone().connect(Some(PATIENCE)) {
+        match setup.clone().connect(Some(join.patience)) {
             Ok(receiver) => break receiver,
             // There is no sender for longer than that.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
+            Err(weightsync_engine::Error::NoInitialWeights { .. }) if join.patience < PATIENCE => {}
             Err(error) => return Err(error.into()),
         }
     };

@@ -8,6 +8,8 @@ use super::stage::{Actor, GIGABIT, Stage, TRAINERS};
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_slow_host_keeps_what_came_when_its_worker_dies", first),
     ("a_host_that_falls_behind_returns_to_deltas", behind),
+    ("worker_before_its_relay_fetches_little_itself", early),
+    ("worker_with_short_timeouts_fetches_once", impatient),
 ];
 
 const MIB: u64 = 1 << 20;
@@ -31,6 +33,55 @@ fn first() {
     stage.begin_worker(11, 1);
     stage.until("it has some version", |stage| stage.seen(11).is_some());
     let came = stage.came_to(Actor::Relay(1)) - before;
+    stage.note(&format!("{came} bytes came for a version of {bytes}"));
+    assert!(came < bytes + bytes / 4, "{came} bytes of {bytes}");
+    stage.until_all_newest();
+}
+
+/// A relay comes right after the worker of its host, or when half of a version has come.
+fn early() {
+    let bytes = 16 * MIB;
+    for came in [0, bytes / 2] {
+        let mut stage = Stage::new(2, bytes as usize);
+        // A version takes seven seconds.
+        stage.rate([1], 20_000_000);
+        stage.begin_worker(10, 1);
+        let worker = Actor::Worker(10);
+        let before = stage.came_to(worker);
+        if came > 0 {
+            stage.until_came(worker, came);
+        }
+        stage.start_relay(1);
+        let joined = stage.came_to(worker);
+        stage.until_all_newest();
+        let (all, after) = {
+            let now = stage.came_to(worker);
+            (now - before, now - joined)
+        };
+        stage.note(&format!(
+            "{all} bytes came for a version of {bytes}, {after} of them once the relay was there"
+        ));
+        assert!(all < came + bytes + bytes / 4, "{all} bytes of {bytes}");
+        assert!(after < bytes + bytes / 8, "{after} bytes of {bytes}");
+    }
+}
+
+/// A worker without a relay gives each `connect` a fraction of the time that a version takes, while
+/// versions are published.
+fn impatient() {
+    let bytes = 16 * MIB;
+    let mut stage = Stage::new(2, bytes as usize);
+    // A version takes seven seconds.
+    stage.rate([1], 20_000_000);
+    stage.begin_worker_with(10, 1, Duration::from_millis(1500));
+    let worker = Actor::Worker(10);
+    let before = stage.came_to(worker);
+    for _ in 0..3 {
+        stage.until_came(worker, bytes / 4);
+        stage.publish();
+    }
+    stage.until("it has some version", |stage| stage.seen(10).is_some());
+    let came = stage.came_to(worker) - before;
     stage.note(&format!("{came} bytes came for a version of {bytes}"));
     assert!(came < bytes + bytes / 4, "{came} bytes of {bytes}");
     stage.until_all_newest();

@@ -184,11 +184,22 @@ impl Stage {
         self.start(Actor::Relay(host), host, &role);
     }
 
-    /// Starts a worker on a host, and does not wait for it.
+    /// Starts a worker on a host, and does not wait for it to join.
     pub(crate) fn begin_worker(&mut self, worker: u32, host: usize) {
+        self.begin_worker_with(worker, host, PATIENCE);
+    }
+
+    /// The same of a worker whose `connect` calls take no longer than that.
+    pub(crate) fn begin_worker_with(&mut self, worker: u32, host: usize, patience: Duration) {
         let info = self.info.clone().expect("a trainer has said how to join");
-        let role = Role::Worker(Join { worker, info });
-        self.start(Actor::Worker(worker), host, &role);
+        let role = Role::Worker(Join {
+            worker,
+            info,
+            patience,
+        });
+        let who = Actor::Worker(worker);
+        self.start(who, host, &role);
+        self.until("the worker's program runs", |stage| stage.is_up(who));
     }
 
     /// Starts workers on a host; they have the newest version on return.

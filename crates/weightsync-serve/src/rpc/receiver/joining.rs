@@ -166,7 +166,7 @@ pub(super) fn join(
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
-        server.serve(router, stopping)
+        server.serve(router, stopping, |_| {})
     });
     let thread = thread.map_err(RpcError::Thread)?;
 

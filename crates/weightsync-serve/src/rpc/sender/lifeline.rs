@@ -42,7 +42,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         return taken;
     }
     let client = Client::new(registration.addr, app.shared.bearer.clone());
-    let lines = match call_back(&client, &register).await {
+    let lines = match call_back(&app.shared, &client, &register).await {
         Ok(lines) => lines,
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
     };
@@ -179,12 +179,21 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
 }
 
 /// Calls a worker that registers, and keeps its lifeline.
-async fn call_back(client: &Arc<Client>, register: &Register) -> Result<Lines, String> {
+async fn call_back(
+    shared: &Shared,
+    client: &Arc<Client>,
+    register: &Register,
+) -> Result<Lines, String> {
     let failed = |why: String| format!("calling the worker back at {}: {why}", client.addr());
     let reply = client
         .ask(Ask::get(of_worker::LIFELINE), CALLED_BACK)
         .await
-        .map_err(|fault| failed(fault.to_string()))?;
+        .map_err(|fault| {
+            if let Fault::Connect { source, .. } = &fault {
+                shared.note_failed_accept(source);
+            }
+            failed(fault.to_string())
+        })?;
     if reply.status != StatusCode::OK {
         return Err(failed(format!("it answered {}", reply.status)));
     }

@@ -53,8 +53,10 @@ impl RpcSender {
         ));
         let theirs = shared.clone();
         let thread = HttpThread::start("weightsync-rpc", move |stopping| {
-            let router = server::router(theirs, stopping.clone());
-            server.serve(router, stopping)
+            let router = server::router(theirs.clone(), stopping.clone());
+            server.serve(router, stopping, move |error| {
+                theirs.note_failed_accept(error)
+            })
         });
         Ok(Self {
             shared,

@@ -11,6 +11,7 @@
 //! * Numbers that a worker sends are reduced to what was published.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -211,6 +212,11 @@ impl Shared {
 
 /// Registrations and departures.
 impl Shared {
+    /// Notes that this process lacked a descriptor for a connection with a worker.
+    pub(super) fn note_failed_accept(&self, error: &io::Error) {
+        self.remote_readers.note_failed_accept(error);
+    }
+
     /// The connection of another worker that has the number of one that registers.
     pub(super) fn holder(&self, registration: &Registration) -> Option<ConnectionId> {
         self.table().holder(registration)
