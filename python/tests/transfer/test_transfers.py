@@ -6,6 +6,8 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -503,3 +505,13 @@ def test_strategy_that_lacks_a_part_says_which():
     receiver = type("Receiver", (transfer.WeightTransferReceiver,), {"request_type": type(request(1, 0))})
     with pytest.raises(UnsupportedError, match="Receiver must implement _receive"):
         asyncio.run(receiver().receive_and_load_weights(request(1, 0), Keeping()))
+
+
+def test_cuda_code_is_imported_only_where_it_is_chosen():
+    program = (
+        "import sys, weightsync.transfer as t, weightsync.transfer.skyrl\n"
+        "for word in ('weightsync', 'broadcast', 'packed_broadcast'):\n"
+        "    t.strategy_from_config(word)\n"
+        "assert 'weightsync.transfer.cuda_ipc' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

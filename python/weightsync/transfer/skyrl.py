@@ -162,7 +162,8 @@ class LoraLoadRequest(_Json, transfer.LoraLoadRequest):
         )  # fmt: skip
 
     @classmethod
-    def from_json_dict(cls, data: Mapping[str, Any]) -> LoraLoadRequest:
+    def from_json_dict(cls, data: Mapping[str, Any]) -> Any:
+        """What ``to_json_dict`` made, checked."""
         return cls.from_dict({**cls(lora_path="-").to_dict(), "lora_path": "", **data})
 
 
