@@ -1,4 +1,5 @@
-//! Memory that Python owns, or looks at: the one place of `unsafe` here.
+//! Memory that Python owns, or looks at: the one place of `unsafe` here, but for the two calls that
+//! vouch for addresses.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -10,7 +11,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
 use weightsync_engine::{Origin, PrivateView};
-use weightsync_simd::stream_copy_slice;
+use weightsync_simd::stream_copy;
 
 /// Where a tensor or an array of Python's lies.
 ///
@@ -26,16 +27,20 @@ pub struct Address(usize);
 impl Address {
     /// Copies bytes into the object, which has room for them, past the caches
     /// where that is faster; false if it has no memory.
-    pub fn store(self, bytes: &[u8]) -> bool {
+    ///
+    /// # Safety
+    ///
+    /// The promise of an address holds until this returns: the object is writable, and has room
+    /// for as many bytes. It does not overlap `bytes`.
+    pub unsafe fn store(self, bytes: &[u8]) -> bool {
         if bytes.is_empty() {
             return true;
         }
         if self.0 == 0 {
             return false;
         }
-        // SAFETY: allocated and writable, by what is promised of an address; not null.
-        let place = unsafe { std::slice::from_raw_parts_mut(self.0 as *mut u8, bytes.len()) };
-        stream_copy_slice(place, bytes);
+        // SAFETY: as the caller promises; not null.
+        unsafe { stream_copy(self.0 as *mut u8, bytes.as_ptr(), bytes.len()) };
         true
     }
 }
@@ -68,11 +73,16 @@ impl Span {
 
 /// Lends the bytes of all spans, in their order, for the time of one call. The error is the
 /// index of the first span whose object has no memory.
-pub fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
+///
+/// # Safety
+///
+/// The promise of an address holds for each span until this returns: all its bytes are allocated,
+/// and readable.
+pub unsafe fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Result<T, usize> {
     let mut lent = Vec::with_capacity(spans.len());
     for (index, span) in spans.iter().enumerate() {
-        // SAFETY: `call` takes bytes of any lifetime, so none outlives it, and what is promised
-        // of an address holds until the call from Python returns.
+        // SAFETY: `call` takes bytes of any lifetime, so none outlives it, and the caller
+        // promises that they are there until it returns.
         lent.push(unsafe { span.bytes() }.ok_or(index)?);
     }
     Ok(call(&lent))

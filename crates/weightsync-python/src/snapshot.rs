@@ -41,11 +41,16 @@ impl Snapshot {
         }
     }
 
+    #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn copy(&self, py: Python<'_>, places: Vec<(usize, Address)>) -> PyResult<()> {
         self.read(py, |held| {
             let views: Vec<_> = held.tensors().collect();
             for (index, address) in places {
-                if !address.store(views[index].bytes()) {
+                let bytes = views[index].bytes();
+                // SAFETY: the Python files hand each address over with the index of a tensor of
+                // its dtype and shape, and hold the object until this call from Python returns. A
+                // version's bytes are mapped by this process alone, and are no object of Python's.
+                if !unsafe { address.store(bytes) } {
                     return Err(Error::Load {
                         name: views[index].name().to_owned(),
                         source: "the tensor it goes to has no memory of its own".into(),

@@ -337,6 +337,7 @@ impl WeightExtractor for Source {
 
 impl Placed {
     /// Lends every tensor as it is now.
+    #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn lend(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         let now = self.now.read().unwrap_or_else(PoisonError::into_inner);
         if now.addresses.len() != self.tensors.len() {
@@ -368,7 +369,7 @@ impl Placed {
             })
         });
         let extra = extra.collect::<Result<Vec<_>>>()?;
-        let lent = raw::lend(&spans, |bytes| {
+        let call = |bytes: &[&[u8]]| {
             let mut tensors = Vec::with_capacity(bytes.len() + extra.len());
             let lent = self.tensors.iter().zip(&spans).zip(&strides).zip(bytes);
             for (((tensor, span), strides), bytes) in lent {
@@ -376,7 +377,11 @@ impl Placed {
             }
             tensors.extend(extra);
             take(&tensors)
-        });
+        };
+        // SAFETY: the Python files hand the addresses over at each placing, with what the tensors
+        // are, and hold the tensors until the call from Python returns that placed them; a span is
+        // within what a tensor's shape and strides cover.
+        let lent = unsafe { raw::lend(&spans, call) };
         lent.unwrap_or_else(|hollow| Err(self.tensors[hollow].hollow()))
     }
 }

@@ -242,7 +242,7 @@ class Member:
                     self._end(rules.timeout)
                 call = update.failed(str(error), self._known(call, error, update.weights))
         took = time.monotonic() - began
-        outcome = update.outcome or "held"
+        outcome: str = update.outcome or "held"
         if outcome == "dead":
             return self._dead(sent, update.reason)
         self._held = outcome == "held"

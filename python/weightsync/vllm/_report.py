@@ -14,7 +14,7 @@ class EngineReport:
     engine: str
     #: "updated"; "kept old": it generates with the version it had; "not resumed": its weights
     #: are whole, and it may still be paused; "held": it stays paused, because nobody knows that
-    #: its weights are whole; "dead"; "asleep": it gets the newest version when ``Trainer.wake`` wakes it.
+    #: its weights are whole; "dead"; "asleep": ``Trainer.wake`` wakes it with the newest version.
     outcome: str
     #: The version it has; None if that is not known, or if it has the weights it began with.
     version: int | None

@@ -49,6 +49,7 @@ def number(name: str, value: object, kind: type | tuple[type, ...]) -> None:
     Raises:
         SettingError: if it is none, or less than zero.
     """
-    if not isinstance(value, kind) or isinstance(value, bool) or not value >= 0:  # type: ignore[operator]
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not value >= 0:  # type: ignore[operator]
         what = "a whole number" if kind is int else "a number"
         raise SettingError(f"{name}: expected {what} from 0 on, got {value!r}")

@@ -70,7 +70,7 @@ class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> NoReturn:
-        """vLLM before 0.28 has its trainers call this; ours call :class:`weightsync.vllm.Trainer`."""
+        """vLLM before 0.28 has its trainers call this; :class:`weightsync.vllm.Trainer` sends."""
         raise UnsupportedError(
             "the backend 'weightsync' sends through weightsync.vllm.Trainer: call its sync"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +125,8 @@ class EngineWorker:
             self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
             return
         if told.asleep and not self._under_way:
-            self._ranks.fail(UpdateError("it was put to sleep, or paused, by somebody else", "asleep"))
+            words = "it was put to sleep, or paused, by somebody else"
+            self._ranks.fail(UpdateError(words, "asleep"))
             return
         failed = None
         try:
@@ -358,7 +360,7 @@ class Target:
         self._held, self.whole = snapshot, True
 
     def _take(self, snapshot: Snapshot) -> None:
-        tensors = _load.tensors_of(snapshot)
+        tensors: Iterable[tuple[str, Any]] = _load.tensors_of(snapshot)
         if self._has_form_of_memory(snapshot):
             assert self._checkpoint is not None
             tensors = self._checkpoint.of_memory(tensors)
