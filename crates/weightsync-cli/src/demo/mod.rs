@@ -175,7 +175,7 @@ impl Training {
             elapsed: self.begun.elapsed(),
             frames: self.curve.frames(),
             mean_return: self.curve.mean(),
-            version: report.version().unwrap().0,
+            version: report.version().expect("one model").0,
             workers: self
                 .collector
                 .worker_versions()

@@ -78,7 +78,7 @@ impl Follower {
         let mut last = 0;
         loop {
             let models = self.0.read()?;
-            let version = models.version().unwrap().0;
+            let version = models.versions()[0].1.0;
             let mut words = models.iter().flat_map(|(_, own)| words_of(own));
             let first = words.next().flatten();
             let Some(first) = first.filter(|first| words.all(|word| word == Some(*first))) else {

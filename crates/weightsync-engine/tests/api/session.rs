@@ -176,10 +176,8 @@ fn second_init_of_one_model_leaves_the_others() {
         .unwrap();
     let sender = trainer.sender().unwrap();
     assert_eq!(sender.models().len(), 2);
-    assert_eq!(
-        sender.layout().unwrap().tensor("extra").unwrap().dtype,
-        Dtype::F64
-    );
+    let sent = sender.snapshot_of("actor").unwrap();
+    assert_eq!(sent.layout().tensor("extra").unwrap().dtype, Dtype::F64);
     sender.send(&both).unwrap();
     let old = sender.old_snapshot("critic", Version(1)).unwrap();
     assert_eq!(old.version(), Version(1), "the history");

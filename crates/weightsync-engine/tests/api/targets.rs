@@ -127,7 +127,7 @@ fn a_set_that_is_not_what_the_send_names_is_refused() {
     assert!(matches!(error, Error::OtherModel { .. }), "{error}");
     let words = error.to_string();
     assert!(words.ends_with("its source is actor, critic"), "{words}");
-    assert_eq!(sender.version().unwrap(), Version(1));
+    assert_eq!(sender.version_of("actor").unwrap(), Version(1));
     let critic = Set::new().with("critic", &one);
     let report = sender.send_with(&critic, &options).unwrap();
     assert_eq!(report.versions[0].0.as_str(), "critic");

@@ -31,7 +31,7 @@ fn a_set_is_loaded_whole_or_not_at_all() {
             status.failure.as_ref().unwrap().contains(words),
             "{status:?}"
         );
-        assert_eq!(status.version().unwrap(), Version(2));
+        assert_eq!(status.versions[0].1, Version(2));
 
         // The next one has the whole of it, also what was sent in between.
         let critic = number(4.0);
