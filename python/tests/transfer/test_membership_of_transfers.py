@@ -16,7 +16,7 @@ def config(word):
 
 
 @pytest.mark.parametrize("word", LIVE)
-def test_trainer_killed_in_a_sync_leaves_the_old_version_and_starts_again(actor, tmp_path, word):
+def test_killed_trainer_leaves_the_old_version(actor, tmp_path, word):
     workers = [actor(Worker, config(word)) for _ in range(2)]
     addresses = [str(tmp_path / str(at)) for at in range(2)]
     for one, address in zip(workers, addresses, strict=True):
@@ -38,7 +38,7 @@ def test_trainer_killed_in_a_sync_leaves_the_old_version_and_starts_again(actor,
         assert [one.ask("state") for one in workers] == [(version, 2.0 + version)] * 2
 
 
-def test_worker_that_died_comes_back_and_another_one_joins_late(actor):
+def test_workers_come_back_and_join_late(actor):
     word = "weightsync"
     workers = [actor(Worker, config(word)) for _ in range(2)]
     model = Net(fill=1.0)

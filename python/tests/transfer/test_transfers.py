@@ -459,7 +459,7 @@ def test_backend_that_torch_lacks_is_named():
         assert isinstance(failure, UnsupportedError) and "expected gloo or nccl" in str(failure)
 
 
-def test_request_for_more_than_the_model_has_is_refused_before_memory_is_taken():
+def test_request_beyond_the_model_is_refused():
     def refused(receiver, loader, size, said):
         asked = transfer.BroadcastWeightUpdateRequest(
             names=["a"], dtypes=["float32"], shapes=[[size]], last=False
