@@ -139,7 +139,7 @@ class _PeakOfPrivateMemory:
 
 
 @pytest.mark.parametrize("at", [1, 2, 3])
-def test_extraction_that_fails_leaves_the_version_before(at):
+def test_failed_extraction_leaves_the_old_version(at):
     extractor = Watched({"group_by_module": True})
     training, workers, client = start(extractor, Net(fill=1.0))
     assert sync(training, client, "weightsync") == 1
@@ -233,7 +233,7 @@ def test_chunks_may_come_in_another_order():
     end(training, workers)
 
 
-def test_mapping_gets_all_chunks_and_threads_are_refused():
+def test_mapping_gets_all_chunks():
     import weightsync
 
     mapping = weightsync.Mapping().rename("layers.*", "layers.*")

@@ -198,7 +198,7 @@ def test_vllms_engines_are_named_where_vllm_is(monkeypatch):
     ("nodes", "setting", "address"),
     [(2, None, "127.0.0.2"), (1, None, "127.0.0.1"), (2, "127.0.0.3", "127.0.0.3")],
 )
-def test_receivers_come_to_the_nodes_address_in_a_cluster(monkeypatch, nodes, setting, address):
+def test_receivers_in_a_cluster_use_the_nodes_address(monkeypatch, nodes, setting, address):
     ray = types.SimpleNamespace(
         is_initialized=lambda: True,
         nodes=lambda: [{"Alive": True}] * nodes,

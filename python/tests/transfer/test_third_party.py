@@ -26,7 +26,7 @@ def test_documented_example_runs(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_package_with_a_strategy_is_installed_and_syncs(tmp_path, monkeypatch):
+def test_installed_strategy_syncs(tmp_path, monkeypatch):
     source, place = copytree(EXAMPLE, tmp_path / "source"), tmp_path / "packages"
     # Nothing is written into the clone, and no index is asked.
     pip = "-m pip install --quiet --no-index --no-deps --no-build-isolation --target".split()
@@ -50,7 +50,7 @@ def test_package_with_a_strategy_is_installed_and_syncs(tmp_path, monkeypatch):
     assert not [one for one in Path("/dev/shm").iterdir() if one.name.startswith("weightsync-ray")]
 
 
-def test_entry_points_are_words_and_are_loaded_when_chosen(tmp_path, monkeypatch):
+def test_entry_point_is_loaded_when_chosen(tmp_path, monkeypatch):
     info = tmp_path / "thirdparty-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thirdparty\nVersion: 1\n")

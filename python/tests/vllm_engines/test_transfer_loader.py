@@ -58,7 +58,7 @@ def test_llm_loads_what_a_transfer_brings(llm, strategy):
     training.shutdown()
 
 
-def test_first_load_that_fails_leaves_the_engines_own_weights(made):
+def test_failed_first_load_leaves_own_weights(made):
     own = tiny.llama(9)
     llm = made(own, worker_extension_cls="transfer_worker.TransferWorker")
     model = tiny.llama(10)
