@@ -239,9 +239,9 @@ def test_every_error_is_one_of_ours():
 #: Raises of Python's own exceptions: the file under the package, the exception, the reason.
 ALLOWED = {
     ("_probe.py", "OSError"): "an attempt of `doctor` fails; the report has the text, nobody the exception",
+    ("vllm/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
+    ("vllm/_engines.py", "NotImplementedError"): "an abstract method",
 }
-#: These folders are not covered yet.
-UNCOVERED = {"transfer", "vllm"}
 
 
 def test_package_raises_no_bare_exception():
@@ -249,8 +249,6 @@ def test_package_raises_no_bare_exception():
     found = set()
     for file in package.rglob("*.py"):
         where = file.relative_to(package)
-        if where.parts[0] in UNCOVERED:
-            continue
         for node in ast.walk(ast.parse(file.read_text())):
             raised = node.exc if isinstance(node, ast.Raise) else None
             name = getattr(getattr(raised, "func", raised), "id", "")

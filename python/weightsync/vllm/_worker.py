@@ -260,7 +260,7 @@ class EngineWorker:
         while (held := self._background.versions()[self._model]) < version:
             if target.agreed:
                 # Another rank failed.
-                raise RuntimeError(target.agreed)
+                raise LoadError(target.agreed)
             if time.monotonic() > until or not self._follows():
                 raise DeadlineError(f"version {version} is not here; the worker holds {held}")
             # What was loaded so far was not the version, and all ranks know.
@@ -320,7 +320,7 @@ class Target:
             return
         if self.agreed:
             # The library goes back, where this could not.
-            raise RuntimeError(self.agreed)
+            raise LoadError(self.agreed)
         before = self._held
         self.whole = False
         try:
@@ -332,7 +332,7 @@ class Target:
             self._held, self.whole = snapshot, True
             return
         self._restore(before)
-        raise RuntimeError(self.agreed)
+        raise LoadError(self.agreed)
 
     def load_again(self) -> str | None:
         """Loads what the model held before it was discarded; what went wrong on any rank."""
