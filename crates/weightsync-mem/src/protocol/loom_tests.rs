@@ -260,7 +260,9 @@ impl Sender {
 
     fn tell(&mut self, key: Key, live: Live) {
         let reader = &mut self.readers[key.0.0 as usize];
-        reader.claims.tell(live.record, self.plan.set(live.record));
+        reader
+            .claims
+            .note_named(live.record, self.plan.set(live.record));
     }
 }
 
