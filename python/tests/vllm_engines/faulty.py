@@ -1,5 +1,5 @@
 """The backend with faults: its worker's model fails in the middle of a load, or is slow, when told
-to; and what the engine is to discard is gone, as a GPU's sleep at level 2 has it.
+to; and a sleep at level 2 discards the weights, as on a GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class FaultyEngine(WeightsyncEngine):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        # The CPU's own sleep does nothing.
+        CPUWorker.sleep = _sleep
         model = self.model
         told = told_in(Path(self.model_config.model))
         load_weights = model.load_weights
@@ -48,12 +52,6 @@ class FaultyEngine(WeightsyncEngine):
 
         model.load_weights = load
 
-    def init_transfer_engine(self, init_info: Any) -> None:
-        super().init_transfer_engine(init_info)
-        if init_info.do == "forget":
-            for parameter in self.model.parameters():
-                parameter.data.zero_()
-
 
 def register() -> None:
     """The entry point."""
@@ -69,6 +67,13 @@ def told_in(folder: Path) -> Path:
 def slow_in(folder: Path) -> Path:
     """The file that says how many seconds the next load takes longer."""
     return folder / "slow"
+
+
+def _sleep(worker: Any, level: int = 1) -> None:
+    """A sleep that discards the weights at level 2."""
+    if level == 2:
+        for parameter in worker.model_runner.get_model().parameters():
+            parameter.data.zero_()
 
 
 def _until_midway(tensors: Any) -> Any:
