@@ -54,6 +54,7 @@ class Receiving(_ends.AsyncWith):
         Raises:
             ModelError: if the worker receives several models, which :attr:`versions` has.
         """
+        one_model("version", self._models, "versions")
         return only_version(self.versions)
 
     @property

@@ -140,7 +140,10 @@ pub enum State {
     /// A later call failed and the engine holds whole weights; resume is under way.
     UpdateFailed,
     /// A later call failed and the engine's weights are unknown; restore is under way.
-    Restoring,
+    Restoring {
+        /// All update calls were made.
+        all_sent: bool,
+    },
     /// The old weights are back; resume is under way.
     Restored,
     /// The engine generates again. The update is over, as in the states below.
@@ -220,7 +223,7 @@ impl EngineUpdate {
             State::Started { done } if self.is_last(done) => (State::Updated, Weights::Unknown),
             State::Started { done } => (State::Started { done: done + 1 }, Weights::Unknown),
             State::Updated => (State::Finished, Weights::New),
-            State::Restoring => (State::Restored, Weights::Old),
+            State::Restoring { .. } => (State::Restored, Weights::Old),
             State::Finished | State::PauseFailed | State::UpdateFailed | State::Restored => {
                 (State::Resumed, self.weights)
             }
@@ -239,18 +242,20 @@ impl EngineUpdate {
             (State::PauseFailed, _) => (State::NotResumed, Weights::Old),
             // The rest of the new weights was never sent.
             (State::Started { done }, Weights::New) if !self.is_last(done) => {
-                (State::Restoring, Weights::Unknown)
+                (State::Restoring { all_sent: false }, Weights::Unknown)
             }
             (State::Paused | State::Started { .. } | State::Updated, Weights::Unknown) => {
-                (State::Restoring, Weights::Unknown)
+                (self.restoring(), Weights::Unknown)
             }
             (State::Paused | State::Started { .. } | State::Updated, whole) => {
                 (State::UpdateFailed, whole)
             }
             // It need not go back: the update was done, and only its answer was lost.
-            (State::Restoring, Weights::New) => (State::UpdateFailed, Weights::New),
+            (State::Restoring { all_sent: true }, Weights::New) => {
+                (State::UpdateFailed, Weights::New)
+            }
             // An engine that could not go back is not trusted with what else it says it holds.
-            (State::Restoring, _) => (State::Held, Weights::Unknown),
+            (State::Restoring { .. }, _) => (State::Held, Weights::Unknown),
             (State::Finished | State::UpdateFailed | State::Restored, Weights::Unknown) => {
                 (State::Held, Weights::Unknown)
             }
@@ -277,6 +282,16 @@ impl EngineUpdate {
             reason: self.and("the engine died", reason),
             ..self.at(State::Dead, Weights::Unknown)
         }
+    }
+
+    /// The state in which the call under way has failed and restore is next.
+    fn restoring(&self) -> State {
+        let all_sent = match self.state {
+            State::Started { done } => self.is_last(done),
+            State::Updated => true,
+            _ => false,
+        };
+        State::Restoring { all_sent }
     }
 
     fn is_last(&self, done: u32) -> bool {
@@ -325,7 +340,7 @@ impl State {
             Self::Finished | Self::PauseFailed | Self::UpdateFailed | Self::Restored => {
                 Some(Call::Resume)
             }
-            Self::Restoring => Some(Call::Restore),
+            Self::Restoring { .. } => Some(Call::Restore),
             Self::Running | Self::Resumed | Self::NotResumed | Self::Held | Self::Dead => None,
         }
     }
@@ -353,7 +368,7 @@ impl fmt::Display for State {
             Self::Finished => "finished",
             Self::PauseFailed => "pause failed",
             Self::UpdateFailed => "update failed",
-            Self::Restoring => "restoring",
+            Self::Restoring { .. } => "restoring",
             Self::Restored => "restored",
             Self::Resumed => "resumed",
             Self::NotResumed => "not resumed",

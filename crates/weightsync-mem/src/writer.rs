@@ -230,6 +230,10 @@ impl Writer {
     ) -> Result<bool, Error> {
         let shared = &self.shared;
         shared.header.map.usable()?;
+        // What was lacking earlier may be there now. If not, it is noted again within moments.
+        if deadline.is_none_or(|at| at > Instant::now()) {
+            shared.failure().take();
+        }
         let met = shared.wait_until(deadline, || Ok(enough(&shared.attendance()).then_some(())))?;
         shared.make_ahead(&mut shared.state());
         // Readers may have come without being admitted.

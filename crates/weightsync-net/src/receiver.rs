@@ -60,7 +60,7 @@ struct State {
     is_own_agent: bool,
     /// The worker has been given a version.
     has_version: bool,
-    /// The worker has said that it cannot use the sender's models.
+    /// The worker has said that it cannot use the sender's models, or a call has failed.
     is_useless: bool,
     /// The search for another route has ended without one.
     ended: Option<Ended>,
@@ -144,6 +144,8 @@ impl NetReceiver {
             let lost = gone || (result.is_ok() && found.has_lost_its_relay());
             let mut state = shared.state();
             state.has_version |= matches!(result, Ok(Some(_)));
+            let interrupted = matches!(result, Err(Error::Interrupted));
+            state.is_useless |= result.is_err() && !interrupted && !gone;
             if lost {
                 Shared::look_again(shared, &mut state, found);
             } else {

@@ -83,7 +83,7 @@ impl Visit for Text {
     }
 }
 
-/// Says what was put queue.
+/// Logs the queued records.
 pub fn flush(py: Python<'_>) {
     let (texts, lost) = {
         let mut queue = QUEUE.lock().unwrap_or_else(PoisonError::into_inner);

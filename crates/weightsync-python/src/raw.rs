@@ -1,4 +1,4 @@
-//! Memory that Python owns, or looks at: the one place of `unsafe` here, but for the two calls that
+//! Memory that Python owns, or looks at: the one place of `unsafe` here, but for the calls that
 //! vouch for addresses.
 #![allow(unsafe_code)]
 

@@ -458,6 +458,7 @@ impl Tensor {
 
 impl Streamed {
     /// Copies a tensor to its place: Python makes it, and the copy needs no interpreter.
+    #[expect(unsafe_code, reason = "it vouches for the addresses")]
     fn write(&self, index: usize, place: &mut [u8]) -> std::io::Result<()> {
         let fetched = Python::try_attach(|py| {
             let address = self.fetch.bind(py).call1((index,))?;
@@ -473,7 +474,11 @@ impl Streamed {
             before: 0,
             len: place.len(),
         };
-        let copied = raw::lend(&[span], |bytes| stream_copy_slice(place, bytes[0]));
+        let copy = |bytes: &[&[u8]]| stream_copy_slice(place, bytes[0]);
+        // SAFETY: the Python files keep the tensor until `fetch` is called again, which this thread
+        // does after the copy. They have compared the tensor's dtype and shape with the place's, and
+        // it is contiguous: all `place.len()` bytes are there.
+        let copied = unsafe { raw::lend(&[span], copy) };
         copied.map_err(|_| std::io::Error::other("it has no memory of its own"))
     }
 }

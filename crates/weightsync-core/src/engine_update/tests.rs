@@ -221,6 +221,10 @@ fn play(
             // From a caller that speaks of its chunk alone.
             reports.push(Weights::New);
         }
+        if update.state() == (State::Restoring { all_sent: false }) {
+            // From an engine that was never sent all of the new weights.
+            reports.push(Weights::New);
+        }
         for report in reports {
             let (next, then) = update.step(failed(report)).unwrap();
             play(&next, then, &left, done, ends);
@@ -242,7 +246,7 @@ fn failures_end_as_the_table_says() {
     use Weights::{New, Old, Unknown};
     let done = |count| vec![Event::Done; count];
     let with = |count, rest: &[Event]| [done(count), rest.to_vec()].concat();
-    let cases: [Case; 14] = [
+    let cases: [Case; 15] = [
         (
             done(6),
             "pause start update update finish resume",
@@ -284,6 +288,13 @@ fn failures_end_as_the_table_says() {
             Outcome::Held,
             Unknown,
             Some("update failed: r; restore failed: r"),
+        ),
+        (
+            with(1, &[failed(Unknown), failed(New)]),
+            "pause start restore",
+            Outcome::Held,
+            Unknown,
+            Some("start failed: r; restore failed: r"),
         ),
         (
             with(3, &[failed(Unknown), failed(New), Event::Done]),

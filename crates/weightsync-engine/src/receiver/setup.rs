@@ -84,7 +84,8 @@ impl ReceiverSetup {
     /// this worker from here on.
     ///
     /// After an error a clone of this setup can connect again. With `distributed` it goes on with
-    /// what had come of the first version; dropping the last clone gives that up.
+    /// what had come of the first version. The last clone gives that up when it is dropped, or the
+    /// scheme's own value, if this setup was given one.
     ///
     /// A worker that loads into models of its own uses
     /// [`connect_into`](Self::connect_into) or

@@ -53,12 +53,14 @@ impl Sender {
         if groups.is_empty() {
             return Err(Error::EmptySet);
         }
-        let (since, until) = self.times(options);
+        let (since, mut until) = self.times(options);
         self.check_each(&groups, options)?;
         let mut all: Option<InFlight> = None;
         for (source, workers) in groups {
             let options = options.clone().workers(workers);
             let one = self.publish(Members::One(source), &options, since, until)?;
+            // Later by the time in which this source was written.
+            until = one.deadline;
             match &mut all {
                 None => all = Some(one),
                 Some(all) => {
@@ -66,6 +68,7 @@ impl Sender {
                     all.versions.extend(one.versions);
                     all.bytes += one.bytes;
                     all.copied = one.copied;
+                    all.deadline = one.deadline;
                     if let (Some(all), Some(one)) = (&mut all.partial, one.partial) {
                         let new: Vec<_> =
                             one.into_iter().filter(|one| !all.contains(one)).collect();

@@ -200,7 +200,9 @@ impl Route {
     /// that has come is not fetched again.
     pub(super) fn keep(&self, agent: Agent) {
         if !self.is_forked() {
-            self.scheme.unfinished().insert(self.key(), agent);
+            let replaced = self.scheme.unfinished().insert(self.key(), agent);
+            // An agent ends its threads when it is dropped: not under the lock.
+            drop(replaced);
         }
     }
 
