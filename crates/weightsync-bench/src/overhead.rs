@@ -6,6 +6,7 @@ use std::error::Error;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, Endpoint, Image, Joining, Level, Opening, Outstanding,
     ReceiverTransport, Scheme, SenderTransport, Source, Staging, Targets,
@@ -60,9 +61,18 @@ pub fn simulated(args: &Args, workers: usize, rounds: u32) -> Result<Pair, Box<d
     Ok(pair)
 }
 
+/// How many files a process may have open on most systems, unless it raises its own limit.
+pub const FILES: u64 = 1024;
+
 /// Sends through shared memory to so many receivers, in a few processes that
-/// look after theirs in turn.
+/// look after theirs in turn. Every process begins with the default limit of open files.
 pub fn crowd(args: &Args, receivers: u32, rounds: u32) -> Result<Times, Box<dyn Error>> {
+    let most = getrlimit(Resource::Nofile).maximum;
+    let limit = Rlimit {
+        current: Some(most.map_or(FILES, |most| most.min(FILES))),
+        maximum: most,
+    };
+    setrlimit(Resource::Nofile, limit)?;
     let processes = args.readers;
     let all = processes * receivers as usize;
     let source = local::Source::new(args)?;
