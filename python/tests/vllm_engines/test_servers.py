@@ -72,16 +72,24 @@ def test_servers_answer_as_transformers_ten_times(servers):
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_requests_under_way_fare_as_the_pause_says(servers, mode):
-    server, model = servers[0], tiny.llama(2)
+    server, model, requests = servers[0], tiny.llama(2), []
+
+    class Busy(ServerEngine):
+        def pause(self, *how):
+            # However slow the trainer is, the request does not end before the pause.
+            requests.append(begun(server, LONG if mode == "abort" else 60))
+            super().pause(*how)
+
     with weightsync.Sender(model) as sender:
         trainer = Trainer(sender, [server.url], pause=mode)
         assert trainer.sync().all_synced
         before = tiny.greedy(model, length=60)[0]
-        request = begun(server, LONG if mode == "abort" else 60)
         tiny.change(model, 1)
+        trainer.remove(server.url)
+        trainer.add(Busy(server.url))
         report = trainer.sync()
         assert report.all_synced, report
-        tokens, reason = ended(*request)
+        tokens, reason = ended(*requests[0])
         if mode == "abort":
             assert reason == "abort"
             assert len(tokens) < LONG
