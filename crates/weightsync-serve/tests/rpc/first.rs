@@ -2,9 +2,7 @@
 
 use std::time::Instant;
 
-use weightsync_engine::{
-    Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor, WorkerId,
-};
+use weightsync_engine::{Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor};
 use weightsync_serve::Rpc;
 
 use super::{BRIEF, SOON, at_connect, receive, sender, setup, weights, worker};
