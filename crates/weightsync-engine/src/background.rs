@@ -66,7 +66,7 @@ impl Receiver {
     /// loop {
     ///     let policy = policy.read()?; // it does not change until this is dropped
     ///     let bias = policy.slice::<f32>("bias")?;
-    ///     if policy.version() == Version(2) {
+    ///     if policy.version()? == Version(2) {
     ///         break assert_eq!(bias, [3.0, 4.0]);
     ///     }
     /// }
