@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from weightsync.errors import (
     WeightsyncError,
     WrongWeightsError,
 )
-from weightsync.transfer import _group
+from weightsync.transfer import _group, native
 
 LIVE = ["weightsync", "broadcast", "packed_broadcast"]
 
@@ -515,3 +517,60 @@ def test_cuda_code_is_imported_only_where_it_is_chosen():
         "assert 'weightsync.transfer.cuda_ipc' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
+
+
+def test_request_that_was_cancelled_leaves_the_next_one_its_loader():
+    loaded = []
+
+    class Loader(transfer.WeightLoader):
+        def __init__(self, name):
+            self.name = name
+
+        async def load_weights(self, named_tensors):
+            loaded.append(self.name)
+
+    class Snapshot(dict):
+        version = 2
+
+    class Native:
+        """As the engine's receiver: version 1 does not come, and version 2 does."""
+
+        version = 0
+        at_it, go_on = threading.Event(), threading.Event()
+
+        def connect(self, timeout):
+            pass
+
+        def pull(self, at_least, timeout):
+            if at_least == 1:
+                self.at_it.set()
+                assert self.go_on.wait(30)
+                raise DeadlineError("version 1 is not here")
+            # Time for the first one's thread to end, if it is still there.
+            self.go_on.set()
+            time.sleep(0.1)
+            target.load_here(Snapshot())
+            self.version = at_least
+
+    receiver = native.WeightsyncReceiver.__new__(native.WeightsyncReceiver)
+    transfer.WeightTransferReceiver.__init__(receiver)
+    receiver._receiver, receiver._target = Native(), native._Target()
+    receiver._connected, receiver._timeout, receiver._fetching = True, 30.0, threading.Lock()
+    target = receiver._target
+
+    def ask(version):
+        request = transfer.WeightsyncUpdateRequest(version=version, model="policy", last=True)
+        return receiver.receive_and_load_weights(request, Loader(version))
+
+    async def run():
+        first = asyncio.ensure_future(ask(1))
+        assert await asyncio.to_thread(Native.at_it.wait, 30)
+        first.cancel()
+        second = asyncio.ensure_future(ask(2))
+        # Time for a thread that does not wait for the first one's.
+        await asyncio.wait({second}, timeout=0.2)
+        Native.go_on.set()
+        await second
+
+    asyncio.run(run())
+    assert (loaded, receiver.version) == ([2], 2)

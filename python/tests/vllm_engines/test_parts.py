@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from weightsync import transfer
 from weightsync.errors import DeadlineError, LoadError, SettingError, UnsupportedError
-from weightsync.vllm import _compat, _ranks, _restart
+from weightsync.vllm import _compat, _load, _ranks, _restart
+from weightsync.vllm._checkpoint import Checkpoint
 from weightsync.vllm._engines import ServerEngine
 from weightsync.vllm._told import Told
 from weightsync.vllm._transfer import UpdateInfo, WeightsyncEngine
@@ -157,3 +163,40 @@ def test_engine_without_its_trainer_does_not_start(tmp_path, monkeypatch, caplog
     path.write_text("not JSON")
     with pytest.raises(LoadError, match="cannot be read"):
         _restart.begin(Worker())
+
+
+def vllm_config(**sizes):
+    parallel = {"world_size": 1, "world_size_across_dp": 1, "data_parallel_rank": 0, "rank": 0}
+    model = SimpleNamespace(hf_config=None, model="nothing")
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**parallel, **sizes}), model_config=model
+    )
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_loader_of_a_transfer_goes_back_in_the_form_that_it_has(monkeypatch, in_memory):
+    loaded = []
+
+    def load(place, tensors):
+        loaded.append(dict(tensors))
+        if loaded[-1]["w"] == 2:
+            raise RuntimeError("the load failed midway")
+
+    monkeypatch.setattr(_load, "load", load)
+    monkeypatch.setattr(_load, "load_first", lambda place: loaded.append("first"))
+    monkeypatch.setattr(Checkpoint, "compare", lambda *given: in_memory)
+    monkeypatch.setattr(
+        Checkpoint, "of_memory", lambda self, tensors: [*tensors, ("of", "memory")]
+    )
+    loader = transfer.VllmLoader(None, vllm_config())
+    for value in (2, 1, 2):
+        with contextlib.suppress(RuntimeError):
+            asyncio.run(loader.load_weights({"w": torch.tensor(value)}))
+    form = {"of": "memory"} if in_memory else {}
+    new = [{"w": value, **form} for value in (2, 1, 2, 1)]
+    assert loaded == [new[0], "first", *new[1:]]
+
+
+def test_loader_of_a_transfer_refuses_ranks_that_do_not_agree():
+    with pytest.raises(UnsupportedError, match="this one has 2"):
+        transfer.VllmLoader(None, vllm_config(world_size=2, world_size_across_dp=2))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from weightsync import _dtypes
-from weightsync.errors import WrongWeightsError
+from weightsync.errors import UnsupportedError, WrongWeightsError
 from weightsync.transfer.strategy import WeightLoader
 
 
@@ -98,30 +98,50 @@ class VllmLoader(WeightLoader):
     Args:
         model: the worker's model.
         vllm_config: the worker's ``VllmConfig``.
+
+    Raises:
+        UnsupportedError: if the engine has several ranks: they do not agree on a load that fails.
     """
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
         from weightsync.vllm._checkpoint import Checkpoint
         from weightsync.vllm._worker import Place
 
+        parallel = vllm_config.parallel_config
+        ranks = getattr(parallel, "world_size_across_dp", parallel.world_size)
+        if ranks > 1:
+            raise UnsupportedError(
+                f"VllmLoader loads into an engine of one rank, and this one has {ranks}: if a load "
+                "failed on one of them, the others would have the new weights; use "
+                "weightsync.vllm.Trainer, whose ranks agree"
+            )
         self._place = Place.of(vllm_config, model)
         self._checkpoint = Checkpoint(self._place.model_config)
-        self._before: dict[str, torch.Tensor] | None = None
+        # Of the last version, with whether they have the form that the model has in memory.
+        self._before: tuple[dict[str, torch.Tensor], bool] | None = None
 
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         from weightsync.vllm import _load
 
         sent = {name: _dtypes.of_tensor(name, one) for name, one in named_tensors.items()}
-        self._checkpoint.compare("what was sent", sent)
+        new = named_tensors, self._checkpoint.compare("what was sent", sent)
         try:
-            _load.load(self._place, self._checkpoint.of(iter(named_tensors.items())))
+            self._take(*new)
         except BaseException:
             if self._before is None:
                 _load.load_first(self._place)
             else:
-                _load.load(self._place, self._checkpoint.of(iter(self._before.items())))
+                self._take(*self._before)
             raise
-        self._before = named_tensors
+        self._before = new
+
+    def _take(self, named_tensors: dict[str, torch.Tensor], in_memory: bool) -> None:
+        from weightsync.vllm import _load
+
+        tensors: Iterable[tuple[str, torch.Tensor]] = named_tensors.items()
+        if in_memory:
+            tensors = self._checkpoint.of_memory(tensors)
+        _load.load(self._place, tensors)
 
 
 async def _done(result: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,6 +227,8 @@ class WeightsyncReceiver(WeightTransferReceiver):
         self._target = _Target()
         self._receiver = weightsync.ModelReceiver(info.info, worker, model=self._target)
         self._connected, self._timeout = False, timeout
+        # A request that was cancelled leaves its thread running.
+        self._fetching = threading.Lock()
 
     async def receive_and_load_weights(
         self, request: WeightUpdateRequest, loader: WeightLoader
@@ -243,6 +246,16 @@ class WeightsyncReceiver(WeightTransferReceiver):
         self.version = request.version
 
     def _fetch(self, version: int, load_here: Callable[[weightsync.Snapshot], None]) -> None:
+        if not self._fetching.acquire(timeout=self._timeout):
+            raise weightsync.DeadlineError(
+                f"an earlier request has not ended in {self._timeout:g} s", "retry"
+            )
+        try:
+            self._fetch_alone(version, load_here)
+        finally:
+            self._fetching.release()
+
+    def _fetch_alone(self, version: int, load_here: Callable[[weightsync.Snapshot], None]) -> None:
         self._target.load_here, self._target.wanted = load_here, version
         try:
             if not self._connected:

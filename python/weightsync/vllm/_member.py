@@ -37,10 +37,9 @@ class Sent:
     #: Where it was just sent.
     report: Report | None
 
-    @property
-    def bytes(self) -> int:
-        """What brought it to a host."""
-        if self.report is None:
+    def bytes(self, *, new: bool) -> int:
+        """What brought it to a host; ``new`` if the engine has no version before it."""
+        if self.report is None or new:
             return self.sender.snapshot()._native.layout.payload_bytes
         delta = self.report.delta_bytes
         return self.report.bytes if delta is None else delta
@@ -67,8 +66,12 @@ class Member:
         self._paused = False
         # Nobody knows that its weights are whole.
         self._held = False
+        # Its workers wait to hear that an update is over.
+        self._joined = False
         # What it has computed may be of weights that it had before.
         self._stale = False
+        # It began this update without a version.
+        self._new = True
         # This update has set the label.
         self._labelled = False
         #: The level it sleeps at.
@@ -124,6 +127,13 @@ class Member:
             return self._line(sent, "asleep", reason=f"wake_up: {error}")
         return self._guarded(sent, rules)
 
+    def leave(self, sender: Sender, timeout: float) -> None:
+        """Leaves the sender, if the engine still answers; it keeps the weights it has."""
+        if self._first is not None:
+            with contextlib.suppress(WeightsyncError):
+                self.engine.ask(timeout, do="leave")
+        sender.forget(self.workers)
+
     def _check_sleeps(self, timeout: float) -> None:
         if not self.engine.interface(timeout).sleeps:
             raise UnsupportedError(
@@ -143,10 +153,11 @@ class Member:
         except Exception as error:
             self._held = self._held or self._paused
             line = self._line(sent, self._stuck(), reason=f"{type(error).__name__}: {error}")
-        if not self._paused and (line.outcome == "updated" or line.pause is not None):
+        if self._joined and not self._paused:
             # An engine that somebody else pauses from here on is not taken for one of ours.
             with contextlib.suppress(WeightsyncError):
                 self.engine.ask(rules.timeout, do="over")
+                self._joined = False
         return line
 
     def _stuck(self) -> str:
@@ -158,6 +169,7 @@ class Member:
         return "not resumed" if self._paused else "kept old"
 
     def _update(self, sent: Sent, rules: Rules, unless_there: bool) -> EngineReport:
+        self._new = self._version is None
         try:
             self._prepare(sent, rules.timeout)
             if unless_there and not self._held and not self._paused and self._has(sent):
@@ -179,8 +191,15 @@ class Member:
             if ranks < 1:
                 raise EngineCallError(f"it says that it has {ranks} workers: expected 1 or more")
             if ranks != self._ranks:
+                # Nobody waits for the old ones.
+                sent.sender.forget(self.workers)
                 self._ranks, self._first = ranks, self._take(ranks)
             self._counted = True
+        # One that has just joined has what was sent, whatever the report says of its number.
+        lines = [] if sent.report is None or self._version is None else sent.report.workers
+        for line in lines:
+            if line.worker in self.workers and line.outcome == "late":
+                raise DeadlineError(f"worker {line.worker} did not fetch it in time")
         try:
             self._join(sent, timeout)
         except EngineCallError as error:
@@ -190,24 +209,27 @@ class Member:
             self._paused = True
             engine.finish(None, timeout)
             self._join(sent, timeout)
-        # One that has just joined has what was sent, whatever the report says of its number.
-        lines = [] if sent.report is None or self._version is None else sent.report.workers
-        for line in lines:
-            if line.worker in self.workers and line.outcome == "late":
-                raise DeadlineError(f"worker {line.worker} did not fetch it in time")
 
     def _join(self, sent: Sent, timeout: float) -> None:
         assert self._first is not None
         sender = sent.sender.init_info.to_json()
         ours = self._paused or self.asleep is not None
-        self.engine.ask(
-            timeout,
-            do="join",
-            sender=sender,
-            first_worker=self._first,
-            version=sent.version,
-            asleep=not ours and self.engine.is_paused(timeout),
-        )
+        try:
+            self.engine.ask(
+                timeout,
+                do="join",
+                sender=sender,
+                first_worker=self._first,
+                ranks=self._ranks,
+                version=sent.version,
+                asleep=not ours and self.engine.is_paused(timeout),
+            )
+        except EngineCallError as error:
+            if error.weights != "unknown":
+                raise
+            # It has joined. Whoever left it so may have been another trainer.
+            self._held = True
+        self._joined = True
         if self._info_file is not None and self._written != (sender, self._first):
             _restart.write(self._info_file, sender, self._first, timeout)
             self._written = (sender, self._first)
@@ -323,13 +345,13 @@ class Member:
     def _dead(self, sent: Sent, reason: str | None) -> EngineReport:
         # What comes back under its name is not paused, and may be another version of vLLM.
         self._version = self.asleep = None
-        self._counted = self._paused = self._held = self._stale = False
+        self._counted = self._paused = self._held = self._joined = self._stale = False
         self.engine.is_gone()
         return self._line(sent, "dead", reason=reason)
 
     def _line(
         self, sent: Sent, outcome: str, *, pause: float | None = None, reason: str | None = None
     ) -> EngineReport:
-        size = sent.bytes if outcome == "updated" else 0
+        size = sent.bytes(new=self._new) if outcome == "updated" else 0
         took = time.monotonic() - sent.began
         return EngineReport(self.name, outcome, self._version, size, pause, took, reason)

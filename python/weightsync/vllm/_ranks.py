@@ -25,6 +25,12 @@ class Ranks:
         # Why they can agree on nothing any more.
         self._broken: str | None = None
 
+    @property
+    def count(self) -> int:
+        """How many agree with each other."""
+        group = _group()
+        return 1 if group is None else int(group.world_size)
+
     def agree(self, failed: str | None, timeout: float, holds: Holds = None) -> str | None:
         """What went wrong on any rank, in words; None if nothing did, and all hold the same.
 

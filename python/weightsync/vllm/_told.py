@@ -11,8 +11,8 @@ from weightsync.errors import SettingError
 #: "join": be joined to the sender, and have a version that fits. "update": load it. "loaded": say
 #: whether the last update failed. "restore": bring the last whole version back where a load left a
 #: mix, and say which version that is. "forget": the engine is about to discard the weights.
-#: "over": the trainer has ended its update, and the engine generates.
-CALLS = ("join", "update", "loaded", "restore", "forget", "over")
+#: "over": the trainer has ended its update, and the engine generates. "leave": leave the sender.
+CALLS = ("join", "update", "loaded", "restore", "forget", "over", "leave")
 
 
 @dataclass
@@ -24,6 +24,8 @@ class Told:
     sender: str = ""
     #: The worker number of this engine's rank 0.
     first_worker: int = 0
+    #: How many ranks the trainer takes the engine to have; 0 if it does not say.
+    ranks: int = 0
     #: The version to have, at least.
     version: int = 0
     #: Whether the engine is paused or asleep, and not by the trainer that asks.
@@ -39,6 +41,7 @@ class Told:
         if not isinstance(self.asleep, bool):
             raise SettingError(f"asleep: expected true or false, got {self.asleep!r}")
         number("first_worker", self.first_worker, int)
+        number("ranks", self.ranks, int)
         number("version", self.version, int)
         number("timeout", self.timeout, (int, float))
 

@@ -95,10 +95,14 @@ class Trainer:
         return made.name
 
     def remove(self, name: str) -> None:
-        """Takes an engine out of the reports. It keeps the weights it has."""
+        """Takes an engine out of the reports, and has it leave the sender. It keeps the weights
+        it has. One that does not answer is left as it is.
+        """
         member = self._member(name)
-        self._members = [one for one in self._members if one is not member]
-        self._sender.forget(member.workers)
+        member.engine.check_thread()
+        with self._lock:
+            self._members = [one for one in self._members if one is not member]
+            member.leave(self._sender, self._rules.timeout)
 
     def sync(self, step: int | None = None, *, weights: Any = None) -> SyncReport:
         """Sends the model's weights, and brings them to every engine that is awake.

@@ -92,6 +92,8 @@ class EngineWorker:
                 self.restore(told.version, told.timeout)
             case "forget":
                 self._target.forget()
+            case "leave":
+                self.leave()
             case _:
                 self._under_way = False
 
@@ -118,8 +120,17 @@ class EngineWorker:
     def join(self, told: Told) -> None:
         """Joins the sender unless this worker has, and compares its model with vLLM's.
 
-        What is fetched here is verified and held; the model does not change.
+        What is fetched here is verified and held; the model does not change. Once it has joined, it
+        raises also where the weights that the engine has are not whole.
         """
+        if told.ranks not in (0, self._ranks.count):
+            # They would load one by one: some the new version, and others not.
+            words = (
+                f"{told.ranks} ranks of it do not agree on loads, but each {self._ranks.count} of "
+                "them: run each data-parallel replica of a dense model as an engine of its own"
+            )
+            self._ranks.fail(UpdateError(words, "old"))
+            return
         # All ranks are in the same state: vLLM refuses a call, and not on one rank alone.
         if self._started:
             self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
@@ -135,8 +146,10 @@ class EngineWorker:
             failed = _said(error)
         if failures := self._ranks.agree(failed, told.timeout):
             self._ranks.fail(UpdateError(failures, "old"))
-        else:
-            self._under_way = True
+            return
+        self._under_way = True
+        if mixed := self._mixed(told.timeout):
+            self._ranks.fail(UpdateError(mixed, "unknown"))
 
     def start(self) -> None:
         """An update begins. The load prepares what it needs."""
@@ -242,11 +255,16 @@ class EngineWorker:
         self._missed = version
         if self._session is not None and self._background is None:
             self.leave()
-        mixed = None if target.whole else "its weights are half loaded"
-        if whole := self._ranks.agree(mixed, timeout, target.holds):
-            self._failed = UpdateError(f"{failures}; {whole}", "unknown")
+        if mixed := self._mixed(timeout):
+            self._failed = UpdateError(f"{failures}; {mixed}", "unknown")
         else:
             self._failed = UpdateError(failures, "old")
+
+    def _mixed(self, timeout: float) -> str | None:
+        """Why the engine's weights are not those of one version; None if they are."""
+        target = self._target
+        failed = None if target.whole else "its weights are not whole"
+        return self._ranks.agree(failed, timeout, target.holds)
 
     def _load(self, version: int, timeout: float) -> None:
         if self._session is None:

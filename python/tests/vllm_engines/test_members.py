@@ -1,0 +1,268 @@
+"""What a trainer makes of an engine, with an engine whose loads are written down and no more."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import weightsync
+from weightsync.errors import LifecycleError, OperatingSystemError
+from weightsync.vllm import Trainer, _load, _ranks, _restart
+from weightsync.vllm._checkpoint import Checkpoint
+from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError
+from weightsync.vllm._told import Told
+from weightsync.vllm._worker import EngineWorker, Place
+
+#: In bytes.
+SIZE = 4 * 1000
+
+
+class Fake(Engine):
+    """One worker, and what vLLM's engine does around it."""
+
+    def __init__(self, name="fake"):
+        super().__init__(name)
+        self.worker = EngineWorker(Place(self, SimpleNamespace(model_config=None), 0))
+        self.paused, self.workers = False, 1
+        # What the model has, and how many loads fail.
+        self.loaded, self.failures = "its checkpoint", 0
+        self.asked: list[str] = []
+        # Calls that are refused, once each.
+        self.refused: list[str] = []
+        self.loop = None
+
+    def version(self, timeout):
+        return "0.32.0"
+
+    def ranks(self, timeout):
+        return self.workers
+
+    def pause(self, mode, clear, timeout):
+        self.paused = True
+        self.asked.append("pause")
+
+    def resume(self, timeout):
+        self.paused = False
+        assert isinstance(self.loaded, (float, str)), "it generates with half loaded weights"
+
+    def is_paused(self, timeout):
+        return self.paused
+
+    def reset_cache(self, timeout):
+        pass
+
+    def sleep(self, level, timeout):
+        self.paused = True
+
+    def wake(self, tags, timeout):
+        pass
+
+    def call(self, name, timeout, **arguments):
+        if name in self.refused:
+            self.refused.remove(name)
+            raise EngineCallError(f"{name} is refused")
+        try:
+            if name == "init_weight_transfer_engine":
+                told = Told(**arguments["init_info"])
+                self.asked.append(told.do)
+                self.worker.do(told)
+            elif name == "update_weights":
+                self.worker.update(**arguments["update_info"])
+            elif name == "start_weight_update":
+                self.worker.start()
+            elif name == "finish_weight_update":
+                self.worker.finish()
+        except Exception as error:
+            raise EngineCallError(f"{type(error).__name__}: {error}") from error
+
+    def check_thread(self):
+        if self.loop is not None:
+            raise LifecycleError("in the event loop of the engine")
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch):
+    """Loads go into the fake."""
+
+    def load(place, tensors):
+        engine = place.model
+        engine.loaded = None
+        if engine.failures:
+            engine.failures -= 1
+            raise RuntimeError("the load failed midway")
+        engine.loaded = dict(tensors)["w"][0].item()
+
+    def load_first(place):
+        load(place, [("w", torch.zeros(1))])
+        place.model.loaded = "its checkpoint"
+
+    monkeypatch.setattr(_load, "load", load)
+    monkeypatch.setattr(_load, "load_first", load_first)
+    monkeypatch.setattr(_ranks, "_group", lambda: None)
+    monkeypatch.setattr(Checkpoint, "__init__", lambda *given: None)
+    monkeypatch.setattr(Checkpoint, "compare", lambda *given: False)
+
+
+@pytest.fixture
+def engine():
+    made = Fake()
+    yield made
+    made.worker.leave()
+
+
+@pytest.fixture
+def sender():
+    with weightsync.Sender(weights(1)) as made:
+        yield made
+
+
+def weights(value):
+    return {"w": torch.full((1000,), float(value))}
+
+
+def test_engine_has_each_version(engine, sender):
+    trainer = Trainer(sender, [engine])
+    for step in (1, 2):
+        report = trainer.sync(step, weights=weights(step))
+        assert report.all_synced, report
+        assert (engine.loaded, engine.paused) == (step, False)
+    assert engine.asked == ["join", "pause", "loaded", "over"] * 2
+
+
+def test_engine_whose_ranks_do_not_agree_is_refused_before_the_pause(engine, sender):
+    engine.workers = 2
+    (line,) = Trainer(sender, [engine]).sync().engines
+    assert (line.outcome, line.pause) == ("kept old", None)
+    assert "2 ranks of it do not agree" in line.reason
+    assert "an engine of its own" in line.reason
+    assert engine.asked == ["join"]
+
+
+@pytest.mark.parametrize("lost", ["added again", "trainer restarted", "thought dead"])
+def test_engine_with_half_loaded_weights_is_held_whoever_asks(engine, sender, lost, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    # The load, the way back, and the restore that is tried after it.
+    engine.failures = 3
+    (line,) = trainer.sync(2, weights=weights(2)).engines
+    assert (line.outcome, engine.loaded, engine.paused) == ("held", None, True)
+    if lost == "added again":
+        trainer.remove("fake")
+        trainer.add(engine)
+    elif lost == "trainer restarted":
+        trainer = Trainer(sender, [engine], first_worker=1)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "call", _dies)
+            assert [line.outcome for line in trainer.refresh().engines] == ["dead"]
+    # It cannot just go on with what it has.
+    engine.refused = ["start_weight_update"]
+    (line,) = trainer.refresh().engines
+    assert (line.outcome, engine.loaded, engine.paused) == ("held", None, True), line
+    assert "start_weight_update is refused" in line.reason
+    report = trainer.refresh()
+    assert report.all_synced, report
+    assert (engine.loaded, engine.paused) == (2, False)
+
+
+def _dies(*given, **more):
+    raise EngineDiedError("connection reset")
+
+
+def test_engine_that_somebody_pauses_after_a_late_fetch_is_left_alone(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    monkeypatch.setattr(trainer, "_sender", Reporting(sender, 0))
+    (line,) = trainer.sync(2, weights=weights(2)).engines
+    assert (line.outcome, line.reason) == (
+        "kept old",
+        "not paused: worker 0 did not fetch it in time",
+    )
+    engine.paused = True
+    assert [line.outcome for line in trainer.refresh().engines] == ["asleep"]
+    assert (engine.loaded, engine.paused) == (1, True)
+
+
+class Reporting:
+    """A sender whose reports say what they are told to."""
+
+    def __init__(self, sender, *late, delta=None):
+        self._sender, self._delta = sender, delta
+        self._lines = [SimpleNamespace(worker=worker, outcome="late") for worker in late]
+
+    def __getattr__(self, name):
+        return getattr(self._sender, name)
+
+    def send(self, *given, **more):
+        report = self._sender.send(*given, **more)
+        return SimpleNamespace(
+            version=report.version, workers=self._lines, bytes=SIZE, delta_bytes=self._delta
+        )
+
+
+def test_engine_whose_info_file_cannot_be_written_is_left_alone(engine, sender, monkeypatch):
+    def write(*given):
+        raise OperatingSystemError("the disk is full")
+
+    monkeypatch.setattr(_restart, "write", write)
+    trainer = Trainer(sender)
+    trainer.add(engine, info_file="engine.json")
+    (line,) = trainer.sync().engines
+    assert (line.outcome, engine.asked) == ("kept old", ["join", "over"]), line
+    engine.paused = True
+    assert [line.outcome for line in trainer.refresh().engines] == ["asleep"]
+
+
+def test_removed_engine_leaves_the_sender(engine, sender):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    assert len(sender.workers) == 1
+    trainer.remove("fake")
+    assert sender.workers == []
+    assert engine.loaded == 1
+    trainer.sync(2, weights=weights(2))
+    trainer.add(engine)
+    assert trainer.refresh().all_synced
+    assert engine.loaded == 2
+    engine.loop = True
+    with pytest.raises(LifecycleError):
+        trainer.remove("fake")
+
+
+def test_engine_that_does_not_answer_can_be_removed(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync().all_synced
+    monkeypatch.setattr(engine, "call", _dies)
+    trainer.remove("fake")
+    assert trainer.engines == []
+
+
+def test_numbers_of_an_engine_that_has_fewer_ranks_are_forgotten(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    engine.worker.leave()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "call", _dies)
+        trainer.sync(2, weights=weights(2))
+    forgotten = []
+    monkeypatch.setattr(sender, "forget", forgotten.extend)
+    engine.workers = 2
+    trainer.sync(3, weights=weights(3))
+    assert forgotten == [0]
+
+
+def test_report_counts_all_bytes_of_an_engine_that_is_new(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert [line.bytes for line in trainer.sync(1, weights=weights(1)).engines] == [SIZE]
+    other = Fake("other")
+    trainer.add(other)
+    monkeypatch.setattr(trainer, "_sender", Reporting(sender, delta=7))
+    try:
+        for sizes in ([7, SIZE], [7, 7]):
+            report = trainer.sync(weights=weights(2))
+            assert report.all_synced, report
+            assert [line.bytes for line in report.engines] == sizes
+    finally:
+        other.worker.leave()
