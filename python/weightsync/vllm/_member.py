@@ -227,7 +227,7 @@ class Member:
         except EngineCallError as error:
             if error.weights != "unknown":
                 raise
-            # It has joined. Whoever left it so may have been another trainer.
+            # The engine has joined. Another trainer may have left it so.
             self._held = True
         self._joined = True
         if self._info_file is not None and self._written != (sender, self._first):
