@@ -158,7 +158,8 @@ def test_outgrown_extra_state_is_named_and_not_sent():
 
 
 @pytest.mark.parametrize(
-    "state", [{"f": print}, {"key": {3: 1}}, {1, 2}, b"bytes", 2**64, object()], ids=str
+    "state", [{"f": print}, {"key": {3: 1}}, {1, 2}, b"bytes", 2**64, object()],
+    ids=["function", "key", "set", "bytes", "large", "object"],
 )
 def test_extra_state_that_is_no_data_is_refused(state):
     with pytest.raises((TypeError, OverflowError, ValueError), match="extra.state"):

@@ -81,7 +81,10 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
     for word in 2..5 {
         let sent = script.send(Payload::Word(word), SendSettings::default());
         assert_eq!((sent.version(), sent.fates()), (word, Vec::new()));
-        for timeout in [None, Some(PATIENCE), Some(Duration::ZERO)] {
+        // A wait without end would never return, and is refused.
+        let refused = script.deed(0, WorkerCommand::Receive(None)).fault();
+        assert_eq!(refused.kind, Kind::Unsupported, "{}", refused.text);
+        for timeout in [Some(PATIENCE), Some(Duration::ZERO)] {
             assert_eq!(
                 script.deed(0, WorkerCommand::Receive(timeout)),
                 Answer::Nothing
