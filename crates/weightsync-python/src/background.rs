@@ -74,7 +74,13 @@ impl Background {
         Ok(versions_of(&status.versions))
     }
 
-    /// The run of these versions.
+    /// The versions that wait for a safe point; empty if none do.
+    fn staged(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        let status = self.status(py)?;
+        Ok(versions_of(&status.staged))
+    }
+
+    /// The run of the versions that this worker runs.
     fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
         Ok(run_of(self.status(py)?.run))
     }

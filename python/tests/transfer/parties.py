@@ -54,8 +54,8 @@ class Layer(nn.Module):
 class Worker:
     """An inference worker. `fault` says at what it fails, or is killed."""
 
-    def __init__(self, strategy, fault=None):
-        self.model = Net(fill=-1.0)
+    def __init__(self, strategy, fault=None, width=64):
+        self.model = Net(fill=-1.0, width=width)
         self.loader = Faulty(self.model)
         self.loader.fault = fault
         made = transfer.strategy_from_config(strategy)

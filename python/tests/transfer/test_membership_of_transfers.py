@@ -1,4 +1,28 @@
-"""Trainers that die or start again, workers that come late or come back."""
+"""Trainers that die or start again, workers that come late or come back.
+
+These scenarios of the conformance suite apply to a transfer, whichever strategy it has. Tests
+without a file are of this one; `weightsync` itself runs the whole suite as the schemes below it.
+
+| scenario | test |
+|---|---|
+| `lifecycle::setting_up_communicates_nothing` | `test_transfers.py::test_strategy_is_settings_and_no_handle` |
+| `lifecycle::missing_workers_are_named` | `test_transfers.py::test_receivers_that_never_join_are_named` for `broadcast`; `weightsync` waits for none |
+| `lifecycle::a_late_joiner_gets_the_newest_version`, `restart::a_worker_that_comes_back_has_the_newest` | `test_workers_come_back_and_join_late`; `broadcast` refuses: `test_members_of_a_process_group_are_fixed` |
+| `lifecycle::connecting_to_nobody_ends_by_its_deadline` | `test_worker_whose_trainer_is_gone_says_so`, `test_transfers.py::test_receivers_that_never_join_are_named` |
+| `lifecycle::a_worker_of_another_model_is_refused_by_name` | `test_worker_of_another_model_keeps_it` |
+| `lifecycle::shutdown_is_announced_and_happens_once`, `lifecycle::a_call_out_of_order_says_what_to_do` | `test_transfers.py::test_workers_have_each_sync_whole` |
+| `lifecycle::init_info_crosses_text_and_bytes` | `test_requests.py::test_init_infos_come_back_equal` |
+| `lifecycle::a_session_is_a_value_before_and_after_init` | `test_transfers.py::test_strategy_is_settings_and_no_handle` |
+| `hostile::damaged_init_info_is_an_error` | `test_requests.py::test_init_info_refuses_what_cannot_be` |
+| `send::unsent_changes_are_not_seen` | `test_unsent_changes_are_not_seen` |
+| `send::wrong_weights_are_named_and_the_old_version_serves` | `test_memory.py::test_chunks_that_do_not_fit_are_named` |
+| `send::a_source_that_fails_midway_changes_nothing` | `test_memory.py::test_failed_extraction_leaves_the_old_version`, `test_transfers.py::test_sharded_trainer_survives_a_failed_sync` |
+| `death::a_worker_that_cannot_load_is_a_line` | `test_transfers.py::test_load_that_fails_keeps_the_old_weights`, `test_memory.py::test_report_says_what_the_loader_said` |
+| `death::a_worker_killed_while_a_send_waits_is_a_line` | `test_transfers.py::test_receiver_killed_in_a_broadcast_is_named`; `test_worker_that_was_killed_is_named` |
+| `death::stopped_worker_is_late_and_others_are_up_to_date` | `test_transfers.py::test_receiver_that_stands_still_is_named` |
+| `death::a_sender_killed_at_any_stage_leaves_whole_versions`, `restart::workers_find_the_next_sender_automatically` | `test_killed_trainer_leaves_the_old_version`; workers are told of the next trainer, and do not look for it |
+| `leaks` | `test_transfers.py::test_nothing_is_left_behind` |
+"""
 
 import asyncio
 
@@ -6,7 +30,7 @@ import pytest
 from actors import Raised
 from parties import Net, Trainer, Worker, call, trainer
 from weightsync import transfer
-from weightsync.errors import UnsupportedError
+from weightsync.errors import PeerError, UnsupportedError, WeightsyncError
 
 LIVE = ["weightsync", "broadcast", "packed_broadcast"]
 
@@ -60,6 +84,78 @@ def test_workers_come_back_and_join_late(actor):
 
     asyncio.run(run())
     training.shutdown()
+
+
+def test_worker_that_was_killed_is_named(actor):
+    word = "weightsync"
+    workers = [actor(Worker, config(word)), actor(Worker, config(word), ("die", 2, 0))]
+    model = Net(fill=1.0)
+    training, client = trainer(model, workers)
+
+    async def run():
+        await training.initialize_weight_sync(None, config(word), client)
+        assert await training.sync_weights() == 1
+        model.fill(2.0)
+        with pytest.raises(PeerError, match="worker 1: .*ended with -9"):
+            await training.sync_weights()
+        assert workers[0].ask("state") == (2, 2.0)
+
+    asyncio.run(run())
+    training.shutdown()
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_worker_of_another_model_keeps_it(word):
+    workers = [Worker(config(word)), Worker(config(word), width=96)]
+    model = Net(fill=1.0)
+    training, client = trainer(model, workers)
+    client = in_process(training, client)
+
+    async def run():
+        await training.initialize_weight_sync(None, config(word), client)
+        with pytest.raises(WeightsyncError, match=r"layers\.0\.up\.weight: expected"):
+            await training.sync_weights()
+
+    asyncio.run(run())
+    assert workers[1].state() == (0, -1.0)
+    training.shutdown()
+    for one in workers:
+        one.shutdown()
+
+
+@pytest.mark.parametrize("word", LIVE)
+def test_unsent_changes_are_not_seen(word):
+    worker = Worker(config(word))
+    model = Net(fill=1.0)
+    training, client = trainer(model, [worker])
+    client = in_process(training, client)
+
+    async def run():
+        await training.initialize_weight_sync(None, config(word), client)
+        assert await training.sync_weights() == 1
+
+    asyncio.run(run())
+    model.fill(2.0)
+    assert worker.state() == (1, 1.0)
+    training.shutdown()
+    worker.shutdown()
+
+
+def test_worker_whose_trainer_is_gone_says_so():
+    cfg = {"strategy": "weightsync", "strategy_settings": {"timeout": 1.0}}
+    strategy = transfer.strategy_from_config(cfg)
+    metadata = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
+
+    async def run():
+        info = await strategy.create_init_info(1, metadata)
+        strategy.close()
+        worker = transfer.strategy_from_config(cfg)
+        receiver = await worker.create_receiver(info, 1)
+        request = transfer.WeightsyncUpdateRequest(version=1, model="policy", last=True)
+        await receiver.receive_and_load_weights(request, transfer.ModuleLoader(Net()))
+
+    with pytest.raises(WeightsyncError, match="no sender|cannot be reached|gone"):
+        asyncio.run(asyncio.wait_for(run(), 30))
 
 
 @pytest.mark.parametrize("word", ["broadcast", "packed_broadcast"])

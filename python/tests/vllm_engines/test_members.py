@@ -266,3 +266,38 @@ def test_report_counts_all_bytes_of_an_engine_that_is_new(engine, sender, monkey
             assert [line.bytes for line in report.engines] == sizes
     finally:
         other.worker.leave()
+
+
+def test_fetch_that_is_late_is_waited_for_before_the_pause(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine], timeout=30)
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    background = engine.worker._background
+
+    class Slow:
+        """Of its background; what was fetched is seen at the third look."""
+
+        looks = 0
+
+        def __getattr__(self, name):
+            return getattr(background, name)
+
+        def staged(self):
+            assert not engine.paused
+            self.looks += 1
+            return background.staged() if self.looks > 2 else {}
+
+    engine.worker._background = slow = Slow()
+    monkeypatch.setattr(trainer, "_sender", Reporting(sender, 0))
+    assert [line.outcome for line in trainer.sync(2, weights=weights(2)).engines] == ["kept old"]
+    report = trainer.refresh()
+    assert (report.all_synced, slow.looks, engine.loaded) == (True, 3, 2), report
+
+
+def test_version_that_does_not_come_pauses_nothing(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine], timeout=0.5)
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    sender.send(weights(2), wait="staged")
+    monkeypatch.setattr(engine.worker, "_here", lambda: 1)
+    (line,) = trainer.refresh().engines
+    assert (line.outcome, line.pause, engine.loaded) == ("kept old", None, 1)
+    assert "version 2 is not here after 0.5 s; the newest is version 1" in line.reason

@@ -23,6 +23,8 @@ from weightsync.vllm._told import Told
 
 # How long a version that the sender calls staged may take to reach this thread.
 _HANDOVER = 0.05
+# How long until a worker looks again whether a version is there.
+_LOOK = 0.01
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,7 @@ class EngineWorker:
         known = self._joined == (told.sender, worker) and self._follows()
         # A version whose load failed does not come once more to a worker that stays.
         if known and told.version > self._missed:
+            self._wait_staged(told.version, told.timeout)
             return
         self.leave()
         info = InitInfo.from_json(told.sender)
@@ -230,6 +233,24 @@ class EngineWorker:
                 f"version {snapshot.version}"
             )
         self._missed = -1
+
+    def _wait_staged(self, version: int, timeout: float) -> None:
+        """Until the version is here; the engine generates meanwhile."""
+        assert self._background is not None
+        until = time.monotonic() + timeout
+        while self._here() < version:
+            if time.monotonic() > until or not self._follows():
+                raise DeadlineError(
+                    f"version {version} is not here after {timeout:g} s; the newest is version "
+                    f"{self._here()}"
+                )
+            time.sleep(_LOOK)
+
+    def _here(self) -> int:
+        """The newest version that was fetched, whether it is loaded or not."""
+        assert self._background is not None
+        staged = self._background.staged().get(self._model, 0)
+        return max(staged, self._background.versions()[self._model])
 
     def _follows(self) -> bool:
         """Whether the sender's versions still arrive here."""
