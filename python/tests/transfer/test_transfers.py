@@ -132,7 +132,7 @@ def test_sharded_trainer_survives_a_failed_sync(actor, word):
 
 
 def test_receiver_that_stands_still_is_named(actor):
-    cfg = config("packed_broadcast", timeout=3.0)
+    cfg = config("packed_broadcast", timeout=8.0)
     workers = [actor(Worker, cfg) for _ in range(2)]
     model = Net(fill=1.0)
     training, client = trainer(model, workers)

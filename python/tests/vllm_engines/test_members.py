@@ -141,7 +141,7 @@ def test_engine_whose_ranks_do_not_agree_is_refused_before_the_pause(engine, sen
 
 
 @pytest.mark.parametrize("lost", ["added again", "trainer restarted", "thought dead"])
-def test_engine_with_half_loaded_weights_is_held_whoever_asks(engine, sender, lost, monkeypatch):
+def test_half_loaded_engine_is_held_for_every_trainer(engine, sender, lost, monkeypatch):
     trainer = Trainer(sender, [engine])
     assert trainer.sync(1, weights=weights(1)).all_synced
     # The load, the way back, and the restore that is tried after it.
