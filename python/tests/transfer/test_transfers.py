@@ -519,7 +519,7 @@ def test_cuda_code_is_imported_only_where_it_is_chosen():
     subprocess.run([sys.executable, "-P", "-c", program], check=True)
 
 
-def test_request_that_was_cancelled_leaves_the_next_one_its_loader():
+def test_cancelled_request_leaves_the_loader():
     loaded = []
 
     class Loader(transfer.WeightLoader):

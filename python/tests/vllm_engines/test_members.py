@@ -131,7 +131,7 @@ def test_engine_has_each_version(engine, sender):
     assert engine.asked == ["join", "pause", "loaded", "over"] * 2
 
 
-def test_engine_whose_ranks_do_not_agree_is_refused_before_the_pause(engine, sender):
+def test_replicas_are_refused_before_the_pause(engine, sender):
     engine.workers = 2
     (line,) = Trainer(sender, [engine]).sync().engines
     assert (line.outcome, line.pause) == ("kept old", None)
@@ -171,7 +171,7 @@ def _dies(*given, **more):
     raise EngineDiedError("connection reset")
 
 
-def test_engine_that_somebody_pauses_after_a_late_fetch_is_left_alone(engine, sender, monkeypatch):
+def test_engine_paused_after_a_late_fetch_is_left(engine, sender, monkeypatch):
     trainer = Trainer(sender, [engine])
     assert trainer.sync(1, weights=weights(1)).all_synced
     monkeypatch.setattr(trainer, "_sender", Reporting(sender, 0))
@@ -202,7 +202,7 @@ class Reporting:
         )
 
 
-def test_engine_whose_info_file_cannot_be_written_is_left_alone(engine, sender, monkeypatch):
+def test_unwritable_info_file_leaves_the_engine_alone(engine, sender, monkeypatch):
     def write(*given):
         raise OperatingSystemError("the disk is full")
 
@@ -239,7 +239,7 @@ def test_engine_that_does_not_answer_can_be_removed(engine, sender, monkeypatch)
     assert trainer.engines == []
 
 
-def test_numbers_of_an_engine_that_has_fewer_ranks_are_forgotten(engine, sender, monkeypatch):
+def test_numbers_of_missing_ranks_are_forgotten(engine, sender, monkeypatch):
     trainer = Trainer(sender, [engine])
     assert trainer.sync(1, weights=weights(1)).all_synced
     engine.worker.leave()
@@ -253,7 +253,7 @@ def test_numbers_of_an_engine_that_has_fewer_ranks_are_forgotten(engine, sender,
     assert forgotten == [0]
 
 
-def test_report_counts_all_bytes_of_an_engine_that_is_new(engine, sender, monkeypatch):
+def test_report_counts_all_bytes_of_a_new_engine(engine, sender, monkeypatch):
     trainer = Trainer(sender, [engine])
     assert [line.bytes for line in trainer.sync(1, weights=weights(1)).engines] == [SIZE]
     other = Fake("other")
@@ -268,7 +268,7 @@ def test_report_counts_all_bytes_of_an_engine_that_is_new(engine, sender, monkey
         other.worker.leave()
 
 
-def test_fetch_that_is_late_is_waited_for_before_the_pause(engine, sender, monkeypatch):
+def test_late_fetch_is_waited_for_before_the_pause(engine, sender, monkeypatch):
     trainer = Trainer(sender, [engine], timeout=30)
     assert trainer.sync(1, weights=weights(1)).all_synced
     background = engine.worker._background

@@ -174,7 +174,7 @@ def vllm_config(**sizes):
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-def test_loader_of_a_transfer_goes_back_in_the_form_that_it_has(monkeypatch, in_memory):
+def test_vllm_loader_goes_back_in_the_same_form(monkeypatch, in_memory):
     loaded = []
 
     def load(place, tensors):
@@ -197,6 +197,6 @@ def test_loader_of_a_transfer_goes_back_in_the_form_that_it_has(monkeypatch, in_
     assert loaded == [new[0], "first", *new[1:]]
 
 
-def test_loader_of_a_transfer_refuses_ranks_that_do_not_agree():
+def test_vllm_loader_refuses_several_ranks():
     with pytest.raises(UnsupportedError, match="this one has 2"):
         transfer.VllmLoader(None, vllm_config(world_size=2, world_size_across_dp=2))
