@@ -82,7 +82,7 @@ class Travelled:
                 assert report.all_synced, report
                 if number >= _WARM:
                     travelled.append(report.engines[0].bytes)
-            dense = trainer._sender.snapshot().layout.payload_bytes
+            dense = trainer._sender.snapshot()._native.layout.payload_bytes
         case = f"{self.size.name}, 1.1 % changed: bytes to the engine's host"
         value, ratio = statistics.median(travelled) / 1e6, statistics.median(travelled) / dense
         yield Row(case, value, "MB", dense / 1e6, ratio, 0.01, ratio <= 0.01)
@@ -113,4 +113,4 @@ def _engine(size: Size, scheme: str) -> Iterator[tuple[Any, Path, Trainer, Steps
             llm.llm_engine.engine_core.shutdown()
 
 
-CASES = [Updates(SMALL), Updates(LARGE), Travelled(SMALL), Travelled(LARGE)]
+CASES = [Updates(SMALL), Updates(LARGE), Travelled(LARGE)]
