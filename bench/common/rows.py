@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,26 @@ class Printer:
             target = f"≤ {row.target:.3g} {'met' if row.met else 'MISSED'}"
         value = f"{row.value:.2f} {row.unit}"
         _line(row.case, value, f"{row.baseline:.2f}", f"{row.ratio:.2f}", target)
+
+
+def show_all(cases: Iterable[Any], only: str, as_json: bool) -> NoReturn:
+    """Measures the cases whose name contains ``only``, prints their rows, and ends the process."""
+    show = Printer(as_json)
+    failed = []
+    for case in cases:
+        if only in case.name:
+            try:
+                for row in case.rows():
+                    show(row)
+            except Exception:
+                # The others are measured all the same.
+                traceback.print_exc()
+                failed.append(case.name)
+    if failed:
+        print(f"no figures for {'; '.join(failed)}", file=sys.stderr, flush=True)
+    # Threads of other packages do not all end when something has failed.
+    sys.stdout.flush()
+    os._exit(1 if failed else 0)
 
 
 def _line(case: str, value: str, baseline: str, ratio: str, target: str) -> None:

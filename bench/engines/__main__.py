@@ -11,13 +11,10 @@ elements change, most of them by one ULP, as in a step of reinforcement learning
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import traceback
 
 import engines
 import extraction
-from rows import Printer
+from rows import show_all
 
 
 def main() -> None:
@@ -25,22 +22,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     args = parser.parse_args()
-    show = Printer(args.json)
-    failed = []
-    for case in (*engines.CASES, *extraction.CASES):
-        if args.only in case.name:
-            try:
-                for row in case.rows():
-                    show(row)
-            except Exception:
-                # The others are measured all the same.
-                traceback.print_exc()
-                failed.append(case.name)
-    if failed:
-        print(f"no figures for {'; '.join(failed)}", file=sys.stderr, flush=True)
-    # Threads of other packages do not all end when something has failed.
-    sys.stdout.flush()
-    os._exit(1 if failed else 0)
+    show_all([*engines.CASES, *extraction.CASES], args.only, args.json)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ they read it. After the rounds each worker is asked whether it has the last valu
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import traceback
 from pathlib import Path
 
 import cases
-from rows import Printer
+from rows import show_all
 
 
 def main() -> None:
@@ -30,22 +27,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     args = parser.parse_args()
-    show = Printer(args.json)
-    failed = []
-    for case in cases.cases(args.weightsync):
-        if args.only in case.name:
-            try:
-                for row in case.rows():
-                    show(row)
-            except Exception:
-                # The others are measured all the same.
-                traceback.print_exc()
-                failed.append(case.name)
-    if failed:
-        print(f"no figures for {'; '.join(failed)}", file=sys.stderr, flush=True)
-    # Threads of other packages do not all end when something has failed.
-    sys.stdout.flush()
-    os._exit(1 if failed else 0)
+    show_all(cases.cases(args.weightsync), args.only, args.json)
 
 
 if __name__ == "__main__":
