@@ -128,6 +128,7 @@ impl Manifest {
             offset: 0,
             len: layout.bytes(),
         };
+        // A layout may be empty, and a range must not be.
         let ranges = (!all.is_empty()).then_some(all).into_iter().collect();
         let part = Part {
             writer: WriterId(0),

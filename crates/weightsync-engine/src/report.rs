@@ -501,6 +501,8 @@ impl WorkerReport {
 
 /// The newest version of the only model among these; `Version::NONE` if there is none.
 pub(crate) fn only_version(versions: &[(ModelId, Version)]) -> Result<Version> {
+    // A send of different weights to different workers makes several versions of one model, in
+    // ascending order.
     let Some((only, newest)) = versions.last() else {
         return Ok(Version::NONE);
     };

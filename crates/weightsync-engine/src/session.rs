@@ -233,6 +233,8 @@ impl Session {
         match std::mem::replace(&mut self.state, State::Closed) {
             State::Opened(mut sender) => {
                 let connected = sender.wait_until(&expect, since, deadline(timeout));
+                // The sender stays open if workers are missing, so that this can be called again:
+                // the workers that have joined are kept.
                 self.state = match connected {
                     Ok(()) => State::Sending(sender),
                     Err(_) => State::Opened(sender),

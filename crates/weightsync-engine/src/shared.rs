@@ -69,6 +69,7 @@ pass_on_loading!(&mut L, Box<L>);
 /// that a panic has poisoned is an error: nothing half-written is sent.
 macro_rules! lock {
     ($($lock:ident: $read:ident, $write:ident;)*) => {
+        // Without `plain_bytes`: the bytes that it returns would outlive the lock.
         $(impl<E: WeightExtractor + ?Sized> WeightExtractor for $lock<E> {
             fn layout(&self) -> Result<Layout> {
                 $read(self).ok_or_else(not_sent)?.layout()
@@ -105,6 +106,7 @@ macro_rules! lock {
             }
         }
 
+        // Not by `pass_on_loading`: an `Arc` lends nothing mutably, and its lock does.
         impl<L: WeightLoader + ?Sized> WeightLoader for Arc<$lock<L>> {
             fn layout(&self) -> Result<Layout> {
                 $read(self).ok_or_else(not_loaded)?.layout()

@@ -118,6 +118,7 @@ impl Names {
             .cached
             .map(|name| number_after(&stat, name).unwrap_or(0));
         let swapped = self.swap.and_then(|(most, used)| {
+            // "max" is no number: the group may use all swap of the machine.
             let most = number(most).unwrap_or(u64::MAX);
             Some(swap.min(most.saturating_sub(number(used)?)))
         });

@@ -294,6 +294,8 @@ fn used(models: u64) -> usize {
 
 /// CRC-64/NVME of the used words, without the checksum itself.
 fn checksum(words: &[u64; SET_WORDS]) -> u64 {
+    // Safe although nothing is checked yet: whatever the second word is, it names 64 models at
+    // most, and the words have room for those.
     let covered = words[..used(words[1])].iter().enumerate();
     let mut bytes = [0; SET_WORDS * 8];
     let parts = bytes.as_chunks_mut::<8>().0;

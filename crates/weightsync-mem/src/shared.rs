@@ -180,6 +180,7 @@ impl ModelPage {
         let bytes = u128::from_le_bytes(digest.0);
         cells.digest[0].store(bytes as u64, Ordering::Relaxed);
         cells.digest[1].store((bytes >> 64) as u64, Ordering::Relaxed);
+        // Last: a reader that finds the version here finds its digest too.
         cells.digest_of.store(version.0, Ordering::Release);
     }
 
@@ -264,6 +265,7 @@ impl Control {
             for (model, version) in versions {
                 self.versions[model].store(version.0, Ordering::Relaxed);
             }
+            // After the versions: a sender that sees this number sees them too.
             self.loaded.store(sequence.max(before), Ordering::Release);
         }
     }

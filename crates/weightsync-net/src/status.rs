@@ -147,6 +147,7 @@ impl Status {
         };
         // Leaves room for the counts to grow by some digits.
         let mut room = MAX_JSON.saturating_sub(json(&short).len() + 64);
+        // Relays first, without their workers: a worker that no relay is listed for has no place.
         for relay in &self.relays {
             let bare = Relay {
                 workers: Vec::new(),

@@ -221,6 +221,7 @@ fn log_sum_exp(logits: &[f32]) -> f32 {
 fn draw(logits: &[f32], uniform: f32) -> Choice {
     let total = log_sum_exp(logits);
     let mut left = uniform;
+    // The shares add up to one but for rounding: the last action takes what is left over.
     let mut action = logits.len() - 1;
     for (i, logit) in logits.iter().enumerate() {
         left -= (logit - total).exp();

@@ -191,6 +191,7 @@ fn add_up_with(
         parts.len() == highs.len() && parts.len() == places.len(),
         "one of each"
     );
+    // The fast codec has the sign and *far* above these bits, and a part has 16 in all.
     assert!(low <= 14, "at most 14 bits below");
     match path {
         #[cfg(target_arch = "x86_64")]

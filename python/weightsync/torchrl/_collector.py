@@ -221,6 +221,7 @@ class _Bumps:
             self._versions.pop()
             collector.increment_version()
 
+    # The hook is copied with its module. The copy is another policy, and not the collector's.
     def __deepcopy__(self, memo: Any) -> _Bumps:
         return _Bumps()
 

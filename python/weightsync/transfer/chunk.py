@@ -79,6 +79,7 @@ class WeightChunk:
             first = self.tensors[0]
             begin = first.storage_offset() * first.element_size()
             storage = first.untyped_storage()
+            # The size includes padding, which a storage that ends with its last tensor lacks.
             if begin + size <= storage.nbytes() and all(
                 tensor.untyped_storage().data_ptr() == storage.data_ptr()
                 and tensor.is_contiguous()

@@ -341,6 +341,7 @@ def drained(chunks: Iterable[WeightChunk]) -> Iterator[Iterator[WeightChunk]]:
     try:
         yield each
     finally:
+        # Gathering is collective: other ranks of the trainer wait for one that stops early.
         for _ in each:
             pass
 

@@ -127,8 +127,9 @@ pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
     }
 }
 
-/// Block by block. While one is read, the lines come from memory that it touches, if those are most;
-/// else those that the one before it touches.
+/// Applies a delta block by block. While the delta of a block is read, lines of the image are
+/// fetched from memory: those of this block if it touches most of them, else those that the block
+/// before it touches.
 fn apply_fast<W: Word>(
     work: &mut Work<W>,
     delta: &[u8],
@@ -160,6 +161,7 @@ fn apply_fast<W: Word>(
             target.seed(here.clone());
             target.put(here, places, &work.now);
         } else {
+            // Put once the next block has been read: its lines can come from memory meanwhile.
             waiting = Some((here, places));
             std::mem::swap(&mut work.now, &mut work.before);
         }
@@ -170,8 +172,8 @@ fn apply_fast<W: Word>(
     Ok(at)
 }
 
-/// What comes from memory while something else is done: a little at a time, as lines that are asked
-/// for all at once keep everything waiting.
+/// Lines to fetch from memory while something else is done. A few are fetched at a time, because
+/// lines that are asked for all at once keep everything else waiting.
 pub(super) struct Ahead<'a> {
     block: &'a [u8],
     /// Where lines are needed, if not everywhere, and how they are asked for.

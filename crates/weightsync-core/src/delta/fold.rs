@@ -54,6 +54,7 @@ pub fn fold(
     }
     let begin = out.len();
     let folded = by_width!(pattern, scratch, fold_as(elements, first, second, out));
+    // A delta that changes nothing is empty, without the codec's byte.
     if !matches!(folded, Ok(1..)) {
         out.truncate(begin);
     }

@@ -98,6 +98,7 @@ impl<'a> Encoder<'a> {
 
     /// Writes what is left. Zeros at the end need not be written, as a reader finds zeros there.
     pub(super) fn finish(mut self, begin: usize) {
+        // One byte is held back until its carry is known, and `low` has four more.
         for _ in 0..5 {
             self.shift();
         }

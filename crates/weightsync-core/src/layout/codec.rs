@@ -51,6 +51,7 @@ impl Layout {
             });
         }
         let count = reader.length("tensors in a layout", MAX_TENSORS)?;
+        // Before there is memory for so many: the count is from outside, and may claim anything.
         if count > reader.remaining() / MIN_TENSOR_BYTES {
             return Err(reader.malformed("fewer bytes than that many tensors need"));
         }

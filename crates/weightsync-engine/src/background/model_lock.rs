@@ -275,6 +275,8 @@ fn go_out(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId) {
     let wanted = permits.wanted && permits.is_empty();
     let queued = *queue > 0;
     drop(inner);
+    // The staged version is loaded by the receiver's thread, which may be waiting for the sender.
+    // Permits are waited for by threads of the worker alone.
     if wanted {
         handoff.notify(|_| ());
     } else if queued {

@@ -110,9 +110,10 @@ fn outcomes(plan: &Plan) -> Vec<TensorOutcome> {
     for &(source, rule) in &plan.dropped {
         outcomes[source].rules.push(rule);
     }
-    for fate in &mut outcomes {
-        fate.rules.sort_unstable();
-        fate.rules.dedup();
+    for outcome in &mut outcomes {
+        outcome.rules.sort_unstable();
+        // A rule that makes several tensors of one is named once.
+        outcome.rules.dedup();
     }
     outcomes
 }

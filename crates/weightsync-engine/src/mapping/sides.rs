@@ -228,6 +228,7 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
             }
         };
         let plan = self.plan.insert(plan);
+        // All of it before the model loads anything: what cannot be made changes no model.
         let made: Vec<Option<Tensor>> = (plan.targets.iter())
             .map(|target| match unchanged(target, plan, tensors) {
                 Some(_) => Ok(None),

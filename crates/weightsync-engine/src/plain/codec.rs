@@ -207,6 +207,8 @@ impl<'a> Reader<'a> {
             6 => Plain::Text(self.text()?.to_owned()),
             7 => {
                 let count = self.len()?;
+                // Without room for all: a count may be as large as the bytes that follow, and each
+                // value takes more memory than its shortest form, a byte.
                 let mut values = Vec::new();
                 for _ in 0..count {
                     values.push(self.value(below)?);

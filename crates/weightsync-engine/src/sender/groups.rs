@@ -89,6 +89,8 @@ impl Sender {
         options: &SendOptions,
     ) -> Result<()> {
         self.need("a send to some workers", |can| can.subsets)?;
+        // Each source is published as a version of its own. The second of one number would be
+        // refused, after the first has gone out.
         if let Some(version) = options.version
             && groups.len() > 1
         {

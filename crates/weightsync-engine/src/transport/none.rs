@@ -37,6 +37,7 @@ impl Scheme for NoSync {
     }
 
     fn allocate_endpoint(&self, _: &[ModelId], _: Option<&Path>) -> Result<Endpoint> {
+        // An address must not be empty. Nobody looks for a sender at this one.
         Endpoint::new("nowhere", [0; 16], false)
     }
 
@@ -54,6 +55,7 @@ impl Scheme for NoSync {
     ) -> Result<Box<dyn ReceiverTransport>> {
         Ok(Box::new(NoReceiver {
             run: Run {
+                // The lowest epoch that is not taken for that of a replaced sender.
                 epoch: joining.seen,
                 id: [0; 16],
             },

@@ -133,6 +133,7 @@ impl FrameAssembler {
             let [a, b, c, d, kind] = self.header;
             let kind = Kind::try_from(kind)?;
             let len = u32::from_le_bytes([a, b, c, d]) as usize;
+            // The greeting is what says how long the others may be.
             let max = match kind {
                 Kind::Greeting => MAX_GREETING,
                 Kind::Init | Kind::User => self.max_frame,

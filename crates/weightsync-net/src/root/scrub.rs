@@ -135,6 +135,8 @@ impl Scrubs {
     ) -> Vec<Checked> {
         self.finding.remove(&item);
         let then = self.expected.get(&item).copied().or(then);
+        // Nothing was noted when a version without a scrub was published. The others are then
+        // compared with the bytes that the sender has now (decision 12).
         if let Some(expected) = then.or(now) {
             self.expected.insert(item, expected);
         }

@@ -57,10 +57,10 @@ pub const MAX_NOTIFIED: usize = 65_536;
 /// The most known versions named in a [`FromRoot::NoSuchVersion`].
 pub const MAX_KNOWN: usize = 16;
 
-/// The most versions in the queue of a worker that takes every version.
+/// The most versions in the queue of a worker that takes every version, as in shared memory.
 pub const MAX_BOUND: u8 = 32;
 
-/// The most slots of a model.
+/// The most slots of a model: a reader's pins are the bits of one word.
 pub const MAX_SLOTS: u8 = 64;
 
 /// The most ranges of one [`ToParent::Fetch`].

@@ -246,6 +246,7 @@ impl Batch {
             config.discount,
             config.trace,
         );
+        // Before the advantages are standardised: values are learned in the units of the rewards.
         let returns: Vec<f32> = advantages.iter().zip(&values).map(|(a, v)| a + v).collect();
         gae::standardize(&mut advantages);
         Ok(Self {

@@ -120,8 +120,8 @@ impl Ring {
     }
 
     /// The delta from `base` to a version. If several consecutive deltas lead there, they are
-    /// folded and kept as one from here on. That is done only if it pays over a link of this speed,
-    /// or else of the slowest known speed.
+    /// folded and kept as one from here on. That is done only if it pays over the slower of this
+    /// link and the slowest known one.
     pub(crate) fn find(&self, item: Item, base: Version, link: Option<u64>) -> Option<Arc<Delta>> {
         let rate = self.rate().into_iter().chain(link).min();
         let mut models = self.models();
@@ -211,6 +211,8 @@ impl OfModel {
     fn trim(&mut self) {
         let mut held: u64 = self.deltas.iter().map(|delta| delta.held()).sum();
         while held > self.bound {
+            // The newest step always stays. Alone it is within the bound: `most` keeps no delta of
+            // a span that is larger than half of the span.
             let newest = self.deltas.iter().rposition(|delta| delta.parts.is_empty());
             let oldest = (0..self.deltas.len()).find(|at| Some(*at) != newest);
             let Some(gone) = oldest.and_then(|oldest| self.deltas.remove(oldest)) else {

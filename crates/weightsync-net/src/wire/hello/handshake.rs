@@ -123,6 +123,7 @@ impl Client {
             }
             Verdict::GoOn { protocol } => protocol,
         };
+        // This end checks the choice: the server that made it has not proved itself yet.
         if ours.common(theirs) != Some(protocol) {
             return Step::close(malformed(
                 "the newest protocol that both ends speak",
@@ -235,7 +236,7 @@ impl Server {
         };
         // Checked only after the protocol: a newer one may have other roles.
         let Some(role) = Role::from_code(client.role) else {
-            return Step::close(malformed("a role of 1 to 3", client.role.to_string()));
+            return Step::close(malformed("a role of 1 to 4", client.role.to_string()));
         };
         if self.busy && role == Role::Control {
             return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
