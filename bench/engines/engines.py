@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,9 @@ os.environ.update(
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # One core each for the trainer and the engine. With more threads than cores, those that
+        # spin after the trainer's last operation slow down the load, and not the baseline.
+        "OMP_NUM_THREADS": "1",
         # The engine core imports the baseline.
         "PYTHONPATH": os.pathsep.join(
             [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -51,14 +53,12 @@ class Updates:
         with _engine(self.size, "shared-mem") as (llm, folder, trainer, steps):
             for number in range(_WARM + _ROUNDS):
                 steps.step()
-                began = time.perf_counter()
                 report = trainer.sync()
-                took = time.perf_counter() - began
                 assert report.all_synced, report
                 (load,) = llm.collective_rpc("load_again", args=(str(folder),))
                 if number >= _WARM:
                     pauses.append(report.engines[0].pause)
-                    serving.append(took)
+                    serving.append(report.engines[0].took)
                     loads.append(load)
         load, what = statistics.median(loads), f"{self.size.name}, 1.1 % changed"
         yield Row.over(f"{what}: pause of an update", statistics.median(pauses), load, 1.2)
@@ -90,8 +90,11 @@ class Travelled:
 
 @contextmanager
 def _engine(size: Size, scheme: str) -> Iterator[tuple[Any, Path, Trainer, Steps]]:
+    import torch
     from vllm import LLM
 
+    # Its variable is read before this module can set it.
+    torch.set_num_threads(1)
     model = size.make()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -52,7 +52,7 @@ pub fn run(
     step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
     let vllm = wheel::install_over(places, vllm, "vllm", &wheel)?;
     let mut with_vllm = timed(pytest(places, &vllm), timeout);
-    step::run_reported("vLLM", with_vllm.arg(WITH_VLLM))?;
+    step::run_reported("vLLM", with_vllm.args(SIDE_BY_SIDE).arg(WITH_VLLM))?;
     let mut tests = timed(pytest(places, &own), timeout);
     step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
 }

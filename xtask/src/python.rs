@@ -36,7 +36,7 @@ pub const OLDEST: Environment = Environment {
 pub const VLLM: Environment = Environment {
     name: "vllm",
     requirements: "python/requirements-vllm.txt",
-    imports: "vllm, torch, transformers, pytest, pytest_timeout",
+    imports: "vllm, torch, transformers, pytest, pytest_timeout, xdist",
     with_dependencies: false,
 };
 

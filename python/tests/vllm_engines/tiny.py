@@ -35,6 +35,9 @@ os.environ.update(SURROUNDINGS)
 
 #: How many tokens are compared.
 LENGTH = 12
+#: More tokens than a server generates before a pause reaches it. vLLM generates some of them
+#: faster than its HTTP process passes them on, so that the pause waits behind them.
+LONG = 30_000
 PROMPTS = [[1, 5, 9], [17, 4], [200, 100, 50, 25]]
 _SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -42,7 +45,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
+    "max_position_embeddings": 32_768,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -98,7 +101,7 @@ def engine_settings(folder: Path) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "enforce_eager": True,
         "dtype": "float32",
-        "max_model_len": 1024,
+        "max_model_len": 32_768,
         "max_num_seqs": 4,
         "weight_transfer_config": {"backend": "weightsync"},
     }

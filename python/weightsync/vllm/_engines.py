@@ -123,13 +123,12 @@ class Engine:
             self.call("start_weight_update", timeout)
 
     def update(self, version: int, timeout: float) -> None:
-        """Loads a version."""
+        """Loads a version. The workers say whether they did when they are asked for ``loaded``."""
         told: dict[str, Any] = {"version": version, "timeout": timeout}
         if self.interface(timeout).backend:
             self.call("update_weights", timeout, update_info=told)
         else:
             self._extension({"do": "update", **told}, timeout)
-        self.ask(timeout, do="loaded")
 
     def finish(self, label: str | None, timeout: float) -> None:
         """Ends an update; the label is the version that requests carry from here on."""

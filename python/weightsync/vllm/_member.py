@@ -285,7 +285,12 @@ class Member:
             case "start":
                 engine.start(timeout)
             case "update":
+                there = self._has(sent)
                 engine.update(sent.version, timeout)
+                # A rank acknowledges a version once all ranks have loaded it, so that the sender
+                # knows. To ask the engine would lengthen the pause.
+                if there or not self._has(sent):
+                    engine.ask(timeout, do="loaded")
             case "finish":
                 self._stale = True
                 self._reset(rules)

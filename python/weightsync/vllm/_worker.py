@@ -48,7 +48,7 @@ class Place:
         return self.vllm_config.model_config
 
 
-class UpdateError(Exception):
+class UpdateError(LoadError):
     """A call that failed, and what the engine holds now.
 
     Its text crosses vLLM's process borders, where types are lost: the trainer reads it.
@@ -56,7 +56,10 @@ class UpdateError(Exception):
 
     def __init__(self, reason: str, weights: str) -> None:
         super().__init__(f"weightsync[{weights}]: {reason}")
-        self.reason = reason
+        self.reason, self._weights = reason, weights
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.reason, self._weights)
 
 
 class EngineWorker:
