@@ -387,10 +387,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
         let _ = model;
         // A transport does not know its scheme's text: the sender puts the text in.
-        Err(Error::Unsupported {
-            what: "reading back what was sent",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("reading back what was sent", UNNAMED))
     }
 
     /// The version of a model that all targets have, or will have once they are released. A partial
@@ -423,10 +420,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// [`Error::Unsupported`].
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
         let _ = (workers, hold);
-        Err(Error::Unsupported {
-            what: "holding workers at a version",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("holding workers at a version", UNNAMED))
     }
 }
 
@@ -590,10 +584,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         let _ = (model, which, deadline);
-        Err(Error::Unsupported {
-            what: "asking for a version",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("asking for a version", UNNAMED))
     }
 
     /// A handle for other threads to end a wait in [`next`](Self::next). A transport without one has
@@ -603,10 +594,10 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     ///
     /// [`Error::Unsupported`].
     fn interrupter(&self) -> Result<Interrupter> {
-        Err(Error::Unsupported {
-            what: "ending a wait from another thread",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported(
+            "ending a wait from another thread",
+            UNNAMED,
+        ))
     }
 
     /// Tells the sender that this worker has joined and that its models fit. A sender that waits for
