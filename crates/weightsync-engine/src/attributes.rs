@@ -96,7 +96,7 @@ impl Attributes {
     /// [`AttributesError::TiedTwice`] or [`AttributesError::TiedToItself`], as
     /// [`Error::Extract`].
     pub fn with_ties(mut self, ties: Vec<(String, String)>) -> Result<Self> {
-        self.wire.ties = resolved(ties).map_err(|(name, error)| extract_error(&name, error))?;
+        self.wire.ties = resolved(ties).map_err(|(name, error)| Error::extract(&name, error))?;
         Ok(self)
     }
 
@@ -187,8 +187,9 @@ impl Attributes {
             let (one, other) = (alias_spec?, of_spec?);
             if (one.dtype, &one.shape) != (other.dtype, &other.shape) {
                 let (alias, of) = (alias.clone(), of.clone());
-                return Err(extract_error(
-                    &alias.clone(),
+                let name = alias.clone();
+                return Err(Error::extract(
+                    &name,
                     AttributesError::TiedUnlike { alias, of },
                 ));
             }
@@ -367,7 +368,7 @@ impl<'a, E: WeightExtractor + ?Sized> TiedOnce<'a, E> {
                     alias: name.to_owned(),
                     of: first.to_owned(),
                 };
-                return Err(extract_error(name, untied));
+                return Err(Error::extract(name, untied));
             }
             Ok((name == first).then_some(travels))
         });
@@ -481,22 +482,9 @@ fn resolved(ties: Ties) -> Result<Ties, (String, AttributesError)> {
     Ok(resolved.collect())
 }
 
-fn extract_error(name: &str, error: AttributesError) -> Error {
-    Error::Extract {
-        name: name.to_owned(),
-        source: error.into(),
-    }
-}
-
 fn find<'a>(layout: &'a Layout, name: &str) -> Result<&'a TensorSpec> {
-    layout.tensor(name).ok_or_else(|| Error::NoSuchTensor {
-        name: name.to_owned(),
-        known: layout
-            .tensors()
-            .iter()
-            .map(|spec| spec.name.clone())
-            .collect(),
-    })
+    let found = layout.tensor(name);
+    found.ok_or_else(|| Error::no_such_tensor(name, layout))
 }
 
 fn named(spec: &TensorSpec, name: &str) -> (String, Dtype, Vec<u64>) {

@@ -6,6 +6,7 @@ use std::sync::PoisonError;
 use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
 use candle_nn::VarMap;
 use weightsync_core::{Dtype, Layout, TensorRef};
+use weightsync_mem::BoxedError;
 use zerocopy::IntoBytes;
 
 use crate::attributes::find_ties;
@@ -38,10 +39,7 @@ impl WeightExtractor for VarMap {
         }
         let mut lent = Vec::with_capacity(vars.len());
         for (((name, var), (storage, layout)), shape) in vars.iter().zip(&guards).zip(&shapes) {
-            let failed = |source| Error::Extract {
-                name: name.clone(),
-                source,
-            };
+            let failed = |source: BoxedError| Error::extract(name, source);
             let bytes = match &**storage {
                 Storage::Cpu(storage) => bytes_of(storage),
                 _ => None,
@@ -88,10 +86,7 @@ impl WeightLoader for VarMap {
         // Everything that can fail comes before the first variable changes.
         let mut loaded = Vec::with_capacity(tensors.len());
         for view in tensors {
-            let failed = |source| Error::Load {
-                name: view.name().into(),
-                source,
-            };
+            let failed = |source: BoxedError| Error::load(view.name(), source);
             let var = vars
                 .get(view.name())
                 .ok_or_else(|| failed("no such variable".into()))?;
@@ -102,10 +97,8 @@ impl WeightLoader for VarMap {
             loaded.push((view.name(), var, tensor));
         }
         for (name, var, tensor) in loaded {
-            var.set(&tensor).map_err(|source| Error::Load {
-                name: name.into(),
-                source: source.into(),
-            })?;
+            var.set(&tensor)
+                .map_err(|source| Error::load(name, source))?;
         }
         Ok(())
     }
@@ -143,11 +136,8 @@ fn dtype_of(name: &str, dtype: DType) -> Result<Dtype> {
         DType::F32 => Dtype::F32,
         DType::F64 => Dtype::F64,
         other => {
-            let source = format!("candle keeps {other:?} where its bytes cannot be read").into();
-            return Err(Error::Extract {
-                name: name.into(),
-                source,
-            });
+            let source = format!("candle keeps {other:?} where its bytes cannot be read");
+            return Err(Error::extract(name, source));
         }
     })
 }

@@ -88,10 +88,9 @@ impl Cascade {
     /// carries nothing.
     pub fn join(setup: ReceiverSetup, timeout: Option<Duration>) -> Result<CascadeSetup> {
         let mut receiver = setup.take_first(timeout)?;
-        let first = receiver.begin()?.ok_or_else(|| Error::Unsupported {
-            what: "weights to pass on",
-            scheme: receiver.scheme().to_string(),
-        })?;
+        let first = receiver
+            .begin()?
+            .ok_or_else(|| Error::unsupported("weights to pass on", receiver.scheme()))?;
         Ok(CascadeSetup {
             setup: SenderSetup::passing_on(receiver.models())?,
             receiver,

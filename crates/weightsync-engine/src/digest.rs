@@ -42,10 +42,7 @@ impl DigestThread {
                 let inbox = inbox.clone();
                 move || inbox.serve()
             })
-            .map_err(|source| Error::Os {
-                action: "starting the digest thread",
-                source,
-            })?;
+            .map_err(Error::os("starting the digest thread"))?;
         Ok(Self {
             inbox,
             thread: Some(thread),

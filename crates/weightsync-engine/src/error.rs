@@ -1,10 +1,12 @@
 //! What can go wrong, and what to do about it.
 
 mod kind;
+mod make;
 mod of_memory;
 mod text;
 
 pub use self::kind::ErrorKind;
+pub(crate) use self::make::place_of;
 pub(crate) use self::text::misfit_text;
 
 use std::path::PathBuf;
@@ -14,8 +16,8 @@ use weightsync_core::{Dtype, Epoch, LayoutMismatch, ModelId, Remedy, Run, Versio
 use weightsync_mem::Holder;
 
 use self::text::{
-    expected_among, gone_text, holders_text, list_of_versions, missing_text, names, pid_text,
-    refusals_text, sent_text, some_names, versions_text,
+    expected_among, gone_text, list, missing_text, names, pid_text, refusals_text, sent_text,
+    some_names, versions_text,
 };
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
@@ -291,7 +293,7 @@ pub enum Error {
     #[error(
         "all {slots} slots of {model} are pinned after {waited:.1?}: {}; drop those snapshots, \
          give the sender more slots, or let it grow",
-        holders_text(.holders)
+        list(.holders, "; ")
     )]
     AllSlotsPinned {
         /// The model.
@@ -321,7 +323,7 @@ pub enum Error {
     #[error(
         "these workers do not have the same version of {model}, but {}: send it whole, or to \
          workers that have the same",
-        list_of_versions(.versions)
+        list(.versions, ", ")
     )]
     Diverged {
         /// The model.
@@ -545,10 +547,9 @@ impl Error {
     /// The error with the scheme's text, where its transport did not know it.
     pub(crate) fn by(self, scheme: &AnyScheme) -> Self {
         match self {
-            Self::Unsupported { what, scheme: text } if text == UNNAMED => Self::Unsupported {
-                what,
-                scheme: scheme.to_string(),
-            },
+            Self::Unsupported { what, scheme: text } if text == UNNAMED => {
+                Self::unsupported(what, scheme)
+            }
             error => error,
         }
     }

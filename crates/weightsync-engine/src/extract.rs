@@ -156,10 +156,10 @@ pub(crate) fn cast_layout(source: &Layout, float: Option<Dtype>) -> Result<Layou
         return Ok(source.clone());
     };
     if !is_float(float) {
-        return Err(Error::Extract {
-            name: "every floating-point tensor".into(),
-            source: format!("a cast goes to F64, F32, F16 or BF16, not to {float}").into(),
-        });
+        return Err(Error::extract(
+            "every floating-point tensor",
+            format!("a cast goes to F64, F32, F16 or BF16, not to {float}"),
+        ));
     }
     let tensors = source.tensors().iter().map(|tensor| {
         let dtype = if is_float(tensor.dtype) {

@@ -128,13 +128,12 @@ fn once(
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
     let lent_wrongly = |how_often: &str| {
-        Error::Extract {
-        name: format!("every tensor of {}", prepared.id),
-        source: format!(
-            "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
+        Error::extract(
+            &format!("every tensor of {}", prepared.id),
+            format!(
+                "its extractor lent the tensors {how_often}: it must call `take` once, and pass on what that returns"
+            ),
         )
-        .into(),
-    }
     };
     let (mut times, mut taken) = (0, false);
     TiedOnce::new(weights, &prepared.attributes).extract(&mut |tensors| {
@@ -258,15 +257,7 @@ pub(crate) fn compare(prepared: &Prepared, got: &Layout) -> Result<()> {
 /// shape.
 fn place(prepared: &Prepared, name: &str, dtype: Dtype, shape: &[u64]) -> Result<usize> {
     let index = prepared.source.index_of(name);
-    let index = index.ok_or_else(|| Error::NoSuchTensor {
-        name: name.into(),
-        known: prepared
-            .source
-            .tensors()
-            .iter()
-            .map(|spec| spec.name.clone())
-            .collect(),
-    })?;
+    let index = index.ok_or_else(|| Error::no_such_tensor(name, &prepared.source))?;
     let sent = &prepared.layout.tensors()[index];
     let source = &prepared.source.tensors()[index];
     let expected = if dtype == sent.dtype { sent } else { source };

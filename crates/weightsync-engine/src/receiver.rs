@@ -11,7 +11,7 @@ use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Remedy, Run, Versi
 use weightsync_mem::{Deadline, WaitStyle};
 
 use self::inner::Search;
-use crate::error::{Error, Result, misfit_text};
+use crate::error::{Error, Result, misfit_text, place_of};
 use crate::init_info::InitInfo;
 use crate::load::WeightLoader;
 use crate::load_set::SetLoader;
@@ -273,11 +273,8 @@ impl Receiver {
         self.transport.latest()
     }
 
-    fn without_push(&self) -> Error {
-        Error::Unsupported {
-            what: "versions that come without being asked for",
-            scheme: self.scheme.to_string(),
-        }
+    pub(crate) fn without_push(&self) -> Error {
+        Error::unsupported("versions that come without being asked for", &self.scheme)
     }
 
     /// Whether the sender still has anything for this end.
@@ -328,10 +325,7 @@ impl Receiver {
     /// worker runs it.
     fn ask(&mut self, pull: &Pull) -> Result<Option<SetSnapshot>> {
         if !self.scheme.capabilities().pull {
-            return Err(Error::Unsupported {
-                what: "asking for a version",
-                scheme: self.scheme.to_string(),
-            });
+            return Err(Error::unsupported("asking for a version", &self.scheme));
         }
         self.is_served()?;
         let deadline = deadline(pull.timeout);
@@ -340,15 +334,11 @@ impl Receiver {
         }
         let models = self.transport.models();
         let place = match (&pull.model, pull.which) {
-            (Some(model), _) => models.iter().position(|spec| spec.id.as_str() == model),
+            (Some(model), _) => place_of(model, models.iter().map(|spec| &spec.id))?,
             // The newest set is the same for every model.
-            (None, VersionRequest::Newest) => Some(0),
-            (None, _) => self.one_model().map(|_| Some(0))?,
+            (None, VersionRequest::Newest) => 0,
+            (None, _) => self.one_model().map(|_| 0)?,
         };
-        let place = place.ok_or_else(|| Error::NoSuchModel {
-            model: pull.model.clone().unwrap_or_default(),
-            known: self.ids(),
-        })?;
         let answer = self.waited(deadline, |transport| {
             transport.pull(place, pull.which, deadline)
         })?;

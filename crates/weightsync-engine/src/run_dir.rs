@@ -388,7 +388,12 @@ fn hash(name: &str) -> u64 {
     })
 }
 
-fn random<const N: usize>() -> Result<[u8; N]> {
+/// Random bytes of the system.
+///
+/// # Errors
+///
+/// [`Error::Os`].
+pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let mut filled = 0;
     while filled < N {
@@ -398,10 +403,7 @@ fn random<const N: usize>() -> Result<[u8; N]> {
             Ok(len) => filled += len,
             Err(rustix::io::Errno::INTR) => {}
             Err(errno) => {
-                return Err(Error::Os {
-                    action: "getting random bytes",
-                    source: errno.into(),
-                });
+                return Err(Error::os("getting random bytes")(errno.into()));
             }
         }
     }

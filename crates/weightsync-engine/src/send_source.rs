@@ -1,7 +1,7 @@
 //! What a send takes: one model's weights, those of several models, or those
 //! registered before.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, place_of};
 use crate::extract::WeightExtractor;
 use crate::models::ModelTree;
 use crate::setup::Model;
@@ -134,20 +134,13 @@ pub(crate) fn resolve<'a>(
     named: Option<&str>,
     models: &'a [Model],
 ) -> Result<Resolved<'a>> {
-    let known = || models.iter().map(|model| model.prepared.id.clone());
-    let index_of = |id: &str| {
-        let mut ids = models.iter().map(|model| &model.prepared.id);
-        let found = ids.position(|model| model.as_str() == id);
-        found.ok_or_else(|| Error::NoSuchModel {
-            model: id.into(),
-            known: known().collect(),
-        })
-    };
+    let known = models.iter().map(|model| &model.prepared.id);
+    let index_of = |id: &str| place_of(id, known.clone());
     let only = || match (named, models) {
         (Some(id), _) => index_of(id),
         (None, [_]) => Ok(0),
         (None, _) => Err(Error::SeveralModels {
-            known: known().collect(),
+            known: known.clone().cloned().collect(),
         }),
     };
     let mut resolved: Resolved<'a> = match members {

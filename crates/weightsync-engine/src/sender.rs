@@ -13,7 +13,7 @@ use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
 use weightsync_mem::Origin;
 
 pub use self::loan::Loan;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, place_of};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::pending::{Handle, PendingSend};
@@ -296,11 +296,10 @@ impl Sender {
     }
 
     fn index_of(&self, model: &str) -> Result<usize> {
-        let found = self.models().position(|id| id.as_str() == model);
-        found.ok_or_else(|| Error::NoSuchModel {
-            model: model.into(),
-            known: self.models().cloned().collect(),
-        })
+        place_of(
+            model,
+            self.setup.models.iter().map(|model| &model.prepared.id),
+        )
     }
 
     fn times(&self, options: &SendOptions) -> (Instant, Deadline) {
@@ -356,10 +355,7 @@ fn need(
     if can(&scheme.capabilities()) {
         return Ok(());
     }
-    Err(Error::Unsupported {
-        what,
-        scheme: scheme.to_string(),
-    })
+    Err(Error::unsupported(what, scheme))
 }
 
 /// Logs the workers that have joined since the last call.

@@ -2,7 +2,7 @@
 
 use weightsync_core::{ModelId, Version};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, place_of};
 use crate::snapshot::Snapshot;
 
 /// One whole version of each model of a set, that belong together.
@@ -57,16 +57,7 @@ impl SetSnapshot {
     ///
     /// [`Error::NoSuchModel`].
     pub fn model(&self, id: &str) -> Result<&Snapshot> {
-        let found = self
-            .members
-            .iter()
-            .find(|member| member.snapshot.model().as_str() == id);
-        found
-            .map(|member| &member.snapshot)
-            .ok_or_else(|| Error::NoSuchModel {
-                model: id.into(),
-                known: self.ids().cloned().collect(),
-            })
+        Ok(&self.members[place_of(id, self.ids())?].snapshot)
     }
 
     /// The version of each model.
@@ -92,7 +83,7 @@ impl SetSnapshot {
         }
     }
 
-    fn ids(&self) -> impl Iterator<Item = &ModelId> {
+    fn ids(&self) -> impl Iterator<Item = &ModelId> + Clone {
         self.members.iter().map(|member| member.snapshot.model())
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Dtype, Layout, ModelId, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, place_of};
 use crate::extract::{WeightExtractor, cast_layout};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
@@ -202,15 +202,8 @@ impl SenderSetup {
         model: &str,
         source: impl WeightExtractor + Send + Sync + 'static,
     ) -> Result<Self> {
-        let known: Vec<_> = self.ids();
-        let found = self
-            .models
-            .iter_mut()
-            .find(|one| one.prepared.id.as_str() == model);
-        let found = found.ok_or_else(|| Error::NoSuchModel {
-            model: model.into(),
-            known,
-        })?;
+        let place = place_of(model, self.models.iter().map(|one| &one.prepared.id))?;
+        let found = &mut self.models[place];
         let sent = source.attributes()?.sent_layout(&source.layout()?)?;
         compare(&found.prepared, &sent)?;
         found.source = Some(Arc::new(source));
@@ -528,10 +521,10 @@ impl SenderSetup {
     /// Allocates the endpoint again, after a setting that it depends on has changed.
     fn placed(mut self) -> Result<Self> {
         if self.run_dir.is_some() && !self.scheme.capabilities().restarts {
-            return Err(Error::Unsupported {
-                what: "finding a restarted trainer by its run directory",
-                scheme: self.scheme.to_string(),
-            });
+            return Err(Error::unsupported(
+                "finding a restarted trainer by its run directory",
+                &self.scheme,
+            ));
         }
         self.at = self
             .scheme

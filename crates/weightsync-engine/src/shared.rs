@@ -145,17 +145,11 @@ fn write_locked<T: ?Sized>(lock: &RwLock<T>) -> Option<RwLockWriteGuard<'_, T>> 
 }
 
 fn not_sent() -> Error {
-    Error::Extract {
-        name: "the whole model".into(),
-        source: POISONED.into(),
-    }
+    Error::extract("the whole model", POISONED)
 }
 
 fn not_loaded() -> Error {
-    Error::Load {
-        name: "the whole model".into(),
-        source: POISONED.into(),
-    }
+    Error::load("the whole model", POISONED)
 }
 
 #[cfg(test)]

@@ -235,14 +235,7 @@ impl Snapshot {
         let index = layout
             .index_of(name)
             .or_else(|| layout.index_of(self.attributes.tied_to(name)?));
-        let index = index.ok_or_else(|| Error::NoSuchTensor {
-            name: name.into(),
-            known: layout
-                .tensors()
-                .iter()
-                .map(|tensor| tensor.name.clone())
-                .collect(),
-        })?;
+        let index = index.ok_or_else(|| Error::no_such_tensor(name, layout))?;
         Ok(self.view(index))
     }
 
@@ -384,10 +377,7 @@ impl WeightExtractor for Snapshot {
         let lent = self.tensors().map(Ok).chain(tied).map(|view: Result<_>| {
             let view = view?;
             let data = TensorRef::new(view.dtype(), view.shape(), view.bytes());
-            let data = data.map_err(|source| Error::Extract {
-                name: view.name().to_owned(),
-                source: source.into(),
-            })?;
+            let data = data.map_err(|source| Error::extract(view.name(), source))?;
             Ok(Extracted {
                 name: view.name(),
                 data: TensorData::InMemory(data),

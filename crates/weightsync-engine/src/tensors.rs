@@ -260,10 +260,7 @@ impl WeightExtractor for Tensors {
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         let lent = self.tensors.iter().map(|(name, tensor)| {
             let data = TensorRef::new(tensor.dtype, &tensor.shape, tensor.bytes());
-            let data = data.map_err(|source| Error::Extract {
-                name: name.clone(),
-                source: source.into(),
-            })?;
+            let data = data.map_err(|source| Error::extract(name, source))?;
             Ok(Extracted {
                 name,
                 data: TensorData::InMemory(data),

@@ -51,11 +51,10 @@ impl std::fmt::Display for RecordHolder {
 }
 
 fn in_words(versions: &[Version]) -> String {
-    if versions.is_empty() {
-        return "none".into();
+    match versions {
+        [] => "none".into(),
+        versions => list(versions, ", "),
     }
-    let versions: Vec<_> = versions.iter().map(ToString::to_string).collect();
-    versions.join(", ")
 }
 
 fn size(bytes: u64) -> String {
@@ -77,9 +76,9 @@ impl std::fmt::Display for Group {
     }
 }
 
-fn list(holders: &[impl ToString]) -> String {
-    let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
-    lines.join("; ")
+fn list(items: &[impl ToString], separator: &str) -> String {
+    let items: Vec<_> = items.iter().map(ToString::to_string).collect();
+    items.join(separator)
 }
 
 /// An error of either end of a segment. The engine wraps some of these in longer messages with a
@@ -156,7 +155,7 @@ pub enum Error {
     /// Every slot of a model is pinned and none came free before the deadline.
     #[error(
         "all {slots} slots of model {model} are pinned after {waited:.1?}: {}",
-        list(holders)
+        list(holders, "; ")
     )]
     AllSlotsPinned {
         /// The model's index.
@@ -173,7 +172,7 @@ pub enum Error {
     #[error(
         "all {records} set records are in use after {waited:.1?}: {}; let these workers receive \
          their queued versions, give them shorter queues, or restart them",
-        list(holders)
+        list(holders, "; ")
     )]
     AllRecordsHeld {
         /// How many records there are.
@@ -358,4 +357,12 @@ pub(crate) fn os(action: &'static str) -> impl FnOnce(Errno) -> Error {
 /// The error for a peer that broke the protocol.
 pub(crate) fn unexpected(expected: &'static str, got: String) -> Error {
     Error::Protocol { expected, got }
+}
+
+pub(crate) fn bad(option: &'static str, expected: &'static str, got: impl ToString) -> Error {
+    Error::BadOption {
+        option,
+        expected,
+        got: got.to_string(),
+    }
 }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
-use crate::error::{Error, unexpected};
+use crate::error::{Error, bad, unexpected};
 use crate::interrupt;
 use crate::map::{Mapping, OwnedFile};
 use crate::model::{Description, Model, ModelSpec};
@@ -257,11 +257,11 @@ impl Reader {
                 let live = mailbox.live.0.load()?;
                 (live.sequence > last).then_some(live.sequence)
             }),
-            Delivery::Asked => Err(Error::BadOption {
-                option: "the delivery of a reader that is told",
-                expected: "newest or every",
-                got: "asked".into(),
-            }),
+            Delivery::Asked => Err(bad(
+                "the delivery of a reader that is told",
+                "newest or every",
+                "asked",
+            )),
         };
         match found? {
             Some(sequence) => self.take(sequence, deadline),
@@ -296,11 +296,7 @@ impl Reader {
         self.book.header.usable()?;
         let versions = versions.into_iter();
         if let Some((model, _)) = versions.clone().find(|(model, _)| !self.has(*model)) {
-            return Err(Error::BadOption {
-                option: "the applied model",
-                expected: "a model of this reader",
-                got: model.to_string(),
-            });
+            return Err(bad("the applied model", "a model of this reader", model));
         }
         self.book.control()?.set_loaded(sequence, versions);
         self.book.wake_sender();

@@ -16,7 +16,7 @@ pub(crate) use self::{
     reader::{Call, End, Reader},
     state::{Gone, State},
 };
-use crate::error::{Error, Holder, RecordHolder};
+use crate::error::{Error, Holder, RecordHolder, bad};
 use crate::grow;
 use crate::map::OwnedFile;
 use crate::model::{Description, Model, ModelSpec};
@@ -293,11 +293,7 @@ impl Shared {
         if model < self.models.len() {
             return Ok(());
         }
-        Err(Error::BadOption {
-            option: "model",
-            expected: "the index of a model",
-            got: model.to_string(),
-        })
+        Err(bad("model", "the index of a model", model))
     }
 
     /// The sender's own pin on one model's version of a set. An error if the sender has closed:

@@ -1,11 +1,14 @@
 //! The outcome of a publication at each reader.
 
+mod settling;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Version, WorkerId};
 
+use self::settling::Settling;
 use crate::error::Error;
 use crate::plan::{Disposition, Key, Plan, Published, Targets};
 use crate::registry::{Departure, Gone, Reader, Shared, State};
@@ -269,18 +272,8 @@ impl Waiter {
     ) -> Result<Vec<ReaderOutcome>, Error> {
         let shared = &self.shared;
         shared.open()?;
-        let mut settling = Settling {
-            shared,
-            after: None,
-            publication,
-            level,
-            listener: None,
-            passed: Open::default(),
-            awaited: Open::of(publication.dispositions.clone()),
-            lines: Vec::with_capacity(publication.dispositions.len()),
-            reported: Vec::new(),
-            named: Vec::new(),
-        };
+        let awaited = publication.dispositions.clone();
+        let mut settling = Settling::new(shared, publication, level, awaited);
         let done = shared.wait_until(deadline, || {
             settling.look();
             Ok(settling.awaited.is_empty().then_some(()))
@@ -327,25 +320,9 @@ impl Waiter {
                 Disposition::Full | Disposition::Held | Disposition::Shut
             )
         };
-        let mut settling = Settling {
-            shared,
-            after: None,
-            publication,
-            level: Level::Staged,
-            listener: None,
-            passed: Open::default(),
-            awaited: Open::of(
-                publication
-                    .dispositions
-                    .iter()
-                    .filter(decided)
-                    .copied()
-                    .collect(),
-            ),
-            lines: Vec::new(),
-            reported: Vec::new(),
-            named: Vec::new(),
-        };
+        let awaited = publication.dispositions.iter().filter(decided);
+        let awaited = awaited.copied().collect();
+        let mut settling = Settling::new(shared, publication, Level::Staged, awaited);
         settling.look();
         settling.report_missing(&shared.state());
         settling.report_absent();
@@ -401,299 +378,5 @@ impl Waiter {
             }
         }
         Ok(())
-    }
-}
-
-struct Settling<'a> {
-    shared: &'a Shared,
-    /// When the last look that found something took place; read once for all its lines.
-    after: Option<Duration>,
-    publication: &'a Publication,
-    level: Level,
-    /// The number under which it gets [changes](State::mark_changed) of remote readers, from its
-    /// first look on.
-    listener: Option<u64>,
-    /// Readers to wait for, whose outcome is not known yet.
-    awaited: Open,
-    /// Readers not to wait for, because they were late before and have not moved.
-    passed: Open,
-    lines: Vec<ReaderOutcome>,
-    /// Departed readers among the lines, which are reported once.
-    reported: Vec<Key>,
-    /// Readers that have a line. Some were connected when it was made, and may depart at any
-    /// moment.
-    named: Vec<Key>,
-}
-
-/// Readers whose outcome is not known yet.
-#[derive(Debug, Default)]
-struct Open {
-    /// Looked at each time.
-    processes: Vec<(Key, Disposition)>,
-    /// Looked at only after a change.
-    remote_readers: BTreeMap<Key, Disposition>,
-}
-
-impl Open {
-    /// The first look finds out which of them are remote readers.
-    fn of(dispositions: Vec<(Key, Disposition)>) -> Self {
-        Self {
-            processes: dispositions,
-            remote_readers: BTreeMap::new(),
-        }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.processes.is_empty() && self.remote_readers.is_empty()
-    }
-
-    fn take(&mut self) -> impl Iterator<Item = Key> {
-        let Self {
-            processes,
-            remote_readers,
-        } = std::mem::take(self);
-        let remote_readers = remote_readers.into_keys();
-        processes
-            .into_iter()
-            .map(|(key, _)| key)
-            .chain(remote_readers)
-    }
-}
-
-impl Settling<'_> {
-    /// Moves readers whose outcome is known to `lines`.
-    fn look(&mut self) {
-        self.after = None;
-        let mut state = self.shared.state();
-        if self.publication.full.is_some() && state.plan.anything_waits() {
-            self.shared.deliver(&mut state);
-        }
-        match self.listener {
-            None => self.listener = Some(state.listen()),
-            Some(listener) => {
-                for key in state.take_changed(listener) {
-                    let awaited = self.awaited.remote_readers.remove_entry(&key);
-                    let again = awaited.or_else(|| self.passed.remote_readers.remove_entry(&key));
-                    self.awaited.processes.extend(again);
-                }
-            }
-        }
-        let mut again = std::mem::take(&mut self.awaited.processes);
-        again.append(&mut self.passed.processes);
-        for (key, disposition) in again {
-            if self.is_known(&mut state, key, disposition) {
-                continue;
-            }
-            let reader = state.readers.get(&key);
-            let late = reader.and_then(|reader| self.publication.late(reader));
-            let open = match late {
-                Some(_) => &mut self.passed,
-                None => &mut self.awaited,
-            };
-            match reader.and_then(Reader::socket) {
-                Some(_) => open.processes.push((key, disposition)),
-                None => drop(open.remote_readers.insert(key, disposition)),
-            }
-        }
-    }
-
-    /// Whether a reader's outcome is known; its line is there then.
-    fn is_known(&mut self, state: &mut State, key: Key, disposition: Disposition) -> bool {
-        // A worker moves from the table to the departed ones in a single step. So a reader is in
-        // one of the two, unless thousands departed since.
-        if let Some(reader) = state.readers.get(&key) {
-            let publication = self.publication;
-            let known = publication.outcome((key, disposition), reader, &state.plan, self.level);
-            let Some(outcome) = known else {
-                return false;
-            };
-            if outcome == Outcome::Left
-                && let Some(reader) = state.readers.get_mut(&key)
-                && !std::mem::replace(&mut reader.reported, true)
-            {
-                self.reported.push(key);
-            }
-            self.line(state, key, outcome);
-        } else if let Some(gone) = state.report_gone(key) {
-            if !gone.reported {
-                self.reported.push(key);
-            }
-            self.gone_line(&gone);
-        }
-        true
-    }
-
-    /// No report has the lines, so departed workers must be reported again.
-    fn unreport(&mut self) {
-        let mut state = self.shared.state();
-        for key in self.reported.drain(..) {
-            state.unreport(key);
-        }
-    }
-
-    /// Adds the lines of readers that did not answer in time, or were not waited for.
-    fn late(&mut self) {
-        self.after = None;
-        let open: Vec<Key> = self.awaited.take().chain(self.passed.take()).collect();
-        if open.is_empty() {
-            return;
-        }
-        let state = self.shared.state();
-        for key in open {
-            self.line(&state, key, Outcome::Late);
-        }
-    }
-
-    /// Adds the lines of workers that were not among the publication's readers: those that are not
-    /// connected, cannot use the models, or departed.
-    fn report_the_rest(&mut self) {
-        let mut state = self.shared.state();
-        // The first version may be out now, so further slots can be made.
-        self.shared.make_ahead(&mut state);
-        let publication = self.publication;
-        for one in state.report_rejected(|worker| publication.is_for(worker)) {
-            let reported = publication
-                .dispositions
-                .iter()
-                .any(|(key, _)| *key == one.key)
-                || state.missing().any(|gone| gone.key == one.key);
-            // If a departed worker's number belongs to another reader by now, that reader has the
-            // line.
-            let succeeded = !state.readers.contains_key(&one.key)
-                && publication
-                    .dispositions
-                    .iter()
-                    .any(|(key, _)| *key > one.key && key.0 == one.key.0);
-            if reported || succeeded {
-                continue;
-            }
-            let reason = one.reason;
-            self.named.push(one.key);
-            self.lines.push(ReaderOutcome {
-                worker: one.key.0,
-                pid: one.pid,
-                outcome: Outcome::Refused { reason },
-                versions: vec![Version::NONE; self.shared.models.len()],
-                current: false,
-                after: publication.at.elapsed(),
-                late: None,
-            });
-        }
-        let mut again = Vec::new();
-        for gone in state.report_unreported(|worker| publication.is_for(worker)) {
-            if !self.named.contains(&gone.key) {
-                self.gone_line(&gone);
-            } else if !gone.is_in_order() {
-                // The reader has its line, and one is enough: the next report names its death.
-                again.push(gone.key);
-            }
-        }
-        for key in again {
-            state.unreport(key);
-        }
-        self.report_missing(&state);
-        drop(state);
-        self.report_absent();
-    }
-
-    /// Adds the lines of workers that failed, died or were lost, and are not back.
-    fn report_missing(&mut self, state: &State) {
-        let publication = self.publication;
-        let mut missing = state.missing().peekable();
-        if missing.peek().is_none() {
-            return;
-        }
-        let named: BTreeSet<Key> = self.named.iter().copied().collect();
-        for gone in missing {
-            let mut sent = publication.versions.iter();
-            let takes_one = sent.any(|(model, _)| gone.models.contains(*model));
-            if takes_one && publication.is_for(gone.key.0) && !named.contains(&gone.key) {
-                self.gone_line(gone);
-            }
-        }
-    }
-
-    /// Adds the lines of workers that were named and are not connected.
-    fn report_absent(&mut self) {
-        let publication = self.publication;
-        for worker in &publication.absent {
-            if self.lines.iter().any(|line| line.worker == *worker) {
-                continue;
-            }
-            self.lines.push(ReaderOutcome {
-                worker: *worker,
-                pid: 0,
-                outcome: Outcome::Absent,
-                versions: vec![Version::NONE; self.shared.models.len()],
-                current: false,
-                after: publication.at.elapsed(),
-                late: None,
-            });
-        }
-    }
-
-    fn line(&mut self, state: &State, key: Key, outcome: Outcome) {
-        let Some(reader) = state.readers.get(&key) else {
-            return;
-        };
-        let after = self.after();
-        let versions = reader.versions(self.shared.models.len());
-        let applied = |model: &usize| versions[*model];
-        let late = match outcome {
-            Outcome::Late => self.publication.late(reader),
-            _ => None,
-        };
-        self.named.push(key);
-        self.lines.push(ReaderOutcome {
-            worker: key.0,
-            pid: reader.pid(),
-            outcome,
-            current: self.publication.is_current(reader.models, applied),
-            versions,
-            after,
-            late,
-        });
-    }
-
-    fn after(&mut self) -> Duration {
-        *self
-            .after
-            .get_or_insert_with(|| self.publication.at.elapsed())
-    }
-
-    fn gone_line(&mut self, gone: &Gone) {
-        let loaded = |model: &usize| gone.versions[*model];
-        let did_its_part = self
-            .publication
-            .is_applied(gone.models, gone.applied, loaded);
-        let outcome = match (gone.departure, &gone.reason) {
-            // The worker did its part before it left.
-            (Departure::Left, _) if did_its_part => Outcome::Applied,
-            (_, Some(reason)) => Outcome::Failed {
-                reason: reason.clone(),
-            },
-            (Departure::Left, None) => Outcome::Left,
-            (Departure::Died, None) => Outcome::Died,
-            (Departure::Lost, None) => Outcome::Lost,
-        };
-        let after = self.after();
-        self.named.push(gone.key);
-        self.lines.push(ReaderOutcome {
-            worker: gone.key.0,
-            pid: gone.pid,
-            outcome,
-            current: self.publication.is_current(gone.models, loaded),
-            versions: gone.versions.clone(),
-            after,
-            late: None,
-        });
-    }
-}
-
-impl Drop for Settling<'_> {
-    fn drop(&mut self) {
-        if let Some(listener) = self.listener {
-            self.shared.state().stop_listening(listener);
-        }
     }
 }

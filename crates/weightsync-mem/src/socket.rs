@@ -18,7 +18,7 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-use crate::error::{Error, os, unexpected};
+use crate::error::{Error, bad, os, unexpected};
 use crate::interrupt;
 use crate::limits;
 use crate::protocol::MAX_SLOTS;
@@ -313,10 +313,12 @@ fn endpoint() -> Result<OwnedFd, Error> {
 }
 
 fn abstract_address(name: &str) -> Result<SocketAddrUnix, Error> {
-    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|_| Error::BadOption {
-        option: "the segment's name",
-        expected: "1 to 107 bytes",
-        got: format!("{} bytes", name.len()),
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|_| {
+        bad(
+            "the segment's name",
+            "1 to 107 bytes",
+            format!("{} bytes", name.len()),
+        )
     })
 }
 

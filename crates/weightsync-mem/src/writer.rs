@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use weightsync_core::{Run, Version, WorkerId};
 
-use crate::error::Error;
+use crate::error::{Error, bad};
 use crate::grow::{self, Shortage};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
 use crate::plan::{Key, Targets};
@@ -166,7 +166,7 @@ impl Writer {
             }
         }
         if models.is_empty() {
-            return Err(bad("models", "at least one model", "none".into()));
+            return Err(bad("models", "at least one model", "none"));
         }
         let max_slots = self.options.max_slots;
         // Dropping it returns the lent slots.
@@ -423,8 +423,7 @@ impl Threads {
 
 pub(crate) fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<(), Error> {
     if !(1..=MAX_MODELS).contains(&models.len()) {
-        let got = models.len().to_string();
-        return Err(bad("models", "between 1 and 64 of them", got));
+        return Err(bad("models", "between 1 and 64 of them", models.len()));
     }
     if let Some(long) = models
         .iter()
@@ -434,23 +433,13 @@ pub(crate) fn check(models: &[ModelSpec], options: &SegmentOptions) -> Result<()
         return Err(bad("a model's note", "at most 16 MiB", got));
     }
     if !(2..=MAX_SLOTS as u8).contains(&options.slots) {
-        return Err(bad("slots", "between 2 and 64", options.slots.to_string()));
+        return Err(bad("slots", "between 2 and 64", options.slots));
     }
     if !(options.slots..=MAX_SLOTS as u8).contains(&options.max_slots) {
-        let got = options.max_slots.to_string();
-        return Err(bad("max_slots", "between slots and 64", got));
+        return Err(bad("max_slots", "between slots and 64", options.max_slots));
     }
     if options.history > MAX_SLOTS as u8 - 2 {
-        let got = options.history.to_string();
-        return Err(bad("history", "at most 62", got));
+        return Err(bad("history", "at most 62", options.history));
     }
     Ok(())
-}
-
-fn bad(option: &'static str, expected: &'static str, got: String) -> Error {
-    Error::BadOption {
-        option,
-        expected,
-        got,
-    }
 }

@@ -132,3 +132,7 @@ pub(crate) fn transport(error: impl std::error::Error + Send + Sync + 'static) -
         remedy: Remedy::GiveUp,
     }
 }
+
+pub(crate) fn os(action: &'static str) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::Os { action, source }
+}

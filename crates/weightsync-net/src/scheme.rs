@@ -14,7 +14,7 @@ use weightsync_mem::Delivery;
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
-use crate::error::{listen_error, transport};
+use crate::error::{listen_error, os, transport};
 use crate::receiver::NetReceiver;
 use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
@@ -464,10 +464,9 @@ impl Scheme for Distributed {
 }
 
 fn local_address(listener: &TcpListener) -> Result<SocketAddr> {
-    listener.local_addr().map_err(|source| Error::Os {
-        action: "asking a socket for its address",
-        source,
-    })
+    listener
+        .local_addr()
+        .map_err(os("asking a socket for its address"))
 }
 
 fn port_of(address: &str) -> Option<u16> {

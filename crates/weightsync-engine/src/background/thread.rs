@@ -67,10 +67,7 @@ pub(crate) enum Work {
 pub(crate) fn can_follow(receiver: &Receiver) -> Result<()> {
     let can = receiver.scheme().capabilities();
     if can.weights && !can.push {
-        return Err(Error::Unsupported {
-            what: "versions that come without being asked for",
-            scheme: receiver.scheme().to_string(),
-        });
+        return Err(receiver.without_push());
     }
     receiver.interrupter().map(drop)
 }
@@ -116,10 +113,7 @@ impl<B: Send + 'static> Follower<B> {
                     run(&handoff, task);
                     handoff.fail();
                 });
-                Some(thread.map_err(|source| Error::Os {
-                    action: "starting a background receiver",
-                    source,
-                })?)
+                Some(thread.map_err(Error::os("starting a background receiver"))?)
             }
         };
         Ok(Self { handoff, thread })

@@ -32,31 +32,29 @@ impl From<Memory> for Error {
 impl Error {
     /// The error of a segment, with a model's name in place of its number.
     pub(crate) fn of_memory(error: Memory, id: impl Fn(usize) -> Option<ModelId>) -> Self {
-        let model = match &error {
-            Memory::AllSlotsPinned { model, .. }
-            | Memory::SlotsExhausted { model, .. }
-            | Memory::Diverged { model, .. }
-            | Memory::NoSuchVersion { model, .. } => id(*model),
-            _ => None,
-        };
-        let Some(model) = model else {
-            return error.into();
-        };
         match error {
             Memory::AllSlotsPinned {
+                model,
                 slots,
                 waited,
                 holders,
-                ..
-            } => Self::AllSlotsPinned {
+            } if let Some(model) = id(model) => Self::AllSlotsPinned {
                 model,
                 slots,
                 waited,
                 holders,
             },
-            Memory::SlotsExhausted { slots, .. } => Self::SlotsExhausted { model, slots },
-            Memory::Diverged { versions, .. } => Self::Diverged { model, versions },
-            Memory::NoSuchVersion { asked, known, .. } => Self::NoSuchVersion {
+            Memory::SlotsExhausted { model, slots } if let Some(model) = id(model) => {
+                Self::SlotsExhausted { model, slots }
+            }
+            Memory::Diverged { model, versions } if let Some(model) = id(model) => {
+                Self::Diverged { model, versions }
+            }
+            Memory::NoSuchVersion {
+                model,
+                asked,
+                known,
+            } if let Some(model) = id(model) => Self::NoSuchVersion {
                 model,
                 asked,
                 known,

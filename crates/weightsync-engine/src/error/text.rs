@@ -1,7 +1,6 @@
 //! What errors say of lists, counts and what may be missing.
 
 use weightsync_core::{LayoutMismatch, ModelId, Version, WorkerId};
-use weightsync_mem::Holder;
 
 use crate::report::WorkerReport;
 
@@ -23,11 +22,10 @@ pub(crate) fn misfit_text(mismatch: &LayoutMismatch) -> String {
 }
 
 pub(super) fn missing_text(missing: &[WorkerId]) -> String {
-    if missing.is_empty() {
-        return String::new();
+    match missing {
+        [] => String::new(),
+        missing => format!(" (missing: {})", list(missing, ", ")),
     }
-    let names: Vec<_> = missing.iter().map(ToString::to_string).collect();
-    format!(" (missing: {})", names.join(", "))
 }
 
 /// How those went that had joined and are not there.
@@ -36,53 +34,34 @@ pub(super) fn gone_text(gone: &[WorkerReport]) -> String {
 }
 
 pub(super) fn refusals_text(refusals: &[(WorkerId, String)]) -> String {
-    let lines: Vec<_> = refusals
-        .iter()
-        .map(|(worker, reason)| format!("{worker}: {reason}"))
-        .collect();
-    lines.join("; ")
+    let lines = refusals.iter();
+    let lines = lines.map(|(worker, reason)| format!("{worker}: {reason}"));
+    list(lines, "; ")
 }
 
 /// A few of the names, so that a typing error is seen at once.
 pub(super) fn some_names(known: &[String]) -> String {
-    let mut text = known
-        .iter()
-        .take(5)
-        .map(|name| format!("{name:?}"))
-        .collect::<Vec<_>>()
-        .join(", ");
+    let names = known.iter().take(5).map(|name| format!("{name:?}"));
     match known.len() {
-        0 => text.push_str("none"),
-        more if more > 5 => text.push_str(&format!(" and {} more", more - 5)),
-        _ => {}
+        0 => "none".into(),
+        more if more > 5 => format!("{} and {} more", list(names, ", "), more - 5),
+        _ => list(names, ", "),
     }
-    text
 }
 
 pub(super) fn names(models: &[ModelId]) -> String {
-    let names: Vec<_> = models.iter().map(ModelId::as_str).collect();
-    match names.is_empty() {
-        true => "none".into(),
-        false => names.join(", "),
+    match models {
+        [] => "none".into(),
+        models => list(models, ", "),
     }
 }
 
 pub(super) fn sent_text(versions: &[(ModelId, Version)]) -> String {
     let texts = versions.iter();
-    let texts: Vec<_> = texts
-        .map(|(model, version)| format!("{model} {version}"))
-        .collect();
-    texts.join(", ")
-}
-
-pub(super) fn holders_text(holders: &[Holder]) -> String {
-    let lines: Vec<_> = holders.iter().map(ToString::to_string).collect();
-    lines.join("; ")
-}
-
-pub(super) fn list_of_versions(versions: &[Version]) -> String {
-    let texts: Vec<_> = versions.iter().map(ToString::to_string).collect();
-    texts.join(", ")
+    list(
+        texts.map(|(model, version)| format!("{model} {version}")),
+        ", ",
+    )
 }
 
 pub(super) fn pid_text(pid: &Option<u32>) -> String {
@@ -93,6 +72,11 @@ pub(super) fn versions_text(known: &[Version]) -> String {
     match known {
         [] => "none is".into(),
         [one] => format!("{one} is"),
-        several => format!("{} are", list_of_versions(several)),
+        several => format!("{} are", list(several, ", ")),
     }
+}
+
+pub(super) fn list(items: impl IntoIterator<Item: ToString>, separator: &str) -> String {
+    let items = items.into_iter().map(|item| item.to_string());
+    items.collect::<Vec<_>>().join(separator)
 }

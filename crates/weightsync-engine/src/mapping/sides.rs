@@ -53,7 +53,7 @@ impl<'a, E: WeightExtractor> MappedExtractor<'a, E> {
         }
         let plan = Arc::new(Plan::new(self.mapping.rules(), &layout()?));
         plan.layout()
-            .map_err(|error| extract_error("the whole model", error))?;
+            .map_err(|error| Error::extract("the whole model", error))?;
         Ok(known.insert(plan).clone())
     }
 
@@ -67,7 +67,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
     fn layout(&self) -> Result<Layout> {
         let plan = self.current()?;
         plan.layout()
-            .map_err(|error| extract_error("the whole model", error))
+            .map_err(|error| Error::extract("the whole model", error))
     }
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
@@ -177,12 +177,12 @@ impl<'a, L: WeightLoader> MappedLoader<'a, L> {
         let plan = Arc::new(Plan::new(self.mapping.rules(), sent));
         let made = plan
             .layout()
-            .map_err(|error| load_error("the whole model", error))?;
+            .map_err(|error| Error::load("the whole model", error))?;
         if !self.model.shape(&made)? {
             let dry_run = self.mapping.dry_run(sent, &self.model.layout()?);
             if !dry_run.is_complete() {
                 let incomplete = MappingError::Incomplete(Box::new(dry_run));
-                return Err(load_error("the whole model", incomplete));
+                return Err(Error::load("the whole model", incomplete));
             }
         }
         Ok(plan)
@@ -272,7 +272,7 @@ fn lend(
         })
         .collect();
     let lent = plan.targets.iter().zip(&reads).map(|(target, read)| {
-        let failed = |error| extract_error(&target.name, error);
+        let failed = |error| Error::extract(&target.name, error);
         let data = match target
             .whole()
             .map(|piece| (piece, &tensors[piece.source].data))
@@ -295,7 +295,7 @@ fn lend(
 
 /// A tensor of its own for what is not there as it is.
 fn made(target: &Target, tensors: &[TensorView<'_>]) -> Result<Tensor> {
-    let failed = |error| load_error(&target.name, error);
+    let failed = |error| Error::load(&target.name, error);
     let spec = Layout::new([(target.name.clone(), target.dtype, target.shape.clone())])?;
     let len = spec.payload_bytes() as usize;
     let mut tensor = Tensor::zeros(target.dtype, target.shape.clone(), len);
@@ -365,18 +365,4 @@ fn is_of_views(layout: &Layout, tensors: &[TensorView<'_>]) -> bool {
         spec.name == one.name() && spec.dtype == one.dtype() && spec.shape == one.shape()
     };
     layout.len() == tensors.len() && layout.tensors().iter().zip(tensors).all(same)
-}
-
-fn extract_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
-    Error::Extract {
-        name: name.to_owned(),
-        source: source.into(),
-    }
-}
-
-fn load_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
-    Error::Load {
-        name: name.to_owned(),
-        source: source.into(),
-    }
 }

@@ -267,17 +267,13 @@ impl ReceiverSetup {
     /// The layouts it insists on, by the models they are of.
     fn insists(&self, wanted: &[usize]) -> Result<Vec<(&ModelId, &Layout)>> {
         let wanted = wanted.iter().map(|index| &self.info.models[*index]);
+        let wanted: Vec<_> = wanted.collect();
         let pairs = self.own.iter().map(|(id, own)| {
             let id = match id {
                 Some(id) => id.clone(),
                 None => self.only_model()?,
             };
-            let mut models = wanted.clone();
-            let model = models.find(|model| model.as_str() == id);
-            let model = model.ok_or_else(|| Error::NoSuchModel {
-                model: id,
-                known: wanted.clone().cloned().collect(),
-            })?;
+            let model = wanted[place_of(&id, wanted.iter().copied())?];
             Ok((model, own))
         });
         pairs.collect()
@@ -289,13 +285,7 @@ impl ReceiverSetup {
         let Some(wanted) = &self.wanted else {
             return Ok((0..known.len()).collect());
         };
-        let indices = wanted.iter().map(|id| {
-            let found = known.iter().position(|model| model.as_str() == id);
-            found.ok_or_else(|| Error::NoSuchModel {
-                model: id.clone(),
-                known: known.clone(),
-            })
-        });
+        let indices = wanted.iter().map(|id| place_of(id, known));
         let indices = indices.collect::<Result<Vec<_>>>()?;
         let mut places = indices.iter().enumerate();
         if let Some((_, twice)) = places.find(|(at, index)| indices[..*at].contains(index)) {

@@ -79,14 +79,9 @@ impl Loan<'_> {
     /// [`Error::NoSuchTensor`].
     pub fn tensor_mut(&mut self, name: &str) -> Result<&mut [u8]> {
         let layout = &self.prepared.layout;
-        let index = layout.index_of(name).ok_or_else(|| Error::NoSuchTensor {
-            name: name.into(),
-            known: layout
-                .tensors()
-                .iter()
-                .map(|tensor| tensor.name.clone())
-                .collect(),
-        })?;
+        let index = layout
+            .index_of(name)
+            .ok_or_else(|| Error::no_such_tensor(name, layout))?;
         Ok(self.staging.tensor_mut(self.model, index))
     }
 

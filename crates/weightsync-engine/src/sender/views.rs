@@ -83,10 +83,9 @@ impl Sender {
                 model: self.setup.models[model].prepared.id.clone(),
             },
             // `connect` publishes before it returns a sender.
-            FirstWeights::AtConnect => Error::Unsupported {
-                what: "reading back what was sent",
-                scheme: self.setup.scheme.to_string(),
-            },
+            FirstWeights::AtConnect => {
+                Error::unsupported("reading back what was sent", &self.setup.scheme)
+            }
         })
     }
 }

@@ -77,7 +77,7 @@ impl<'a> StateDict<'a> {
         for spec in layout.tensors() {
             let held = if is_extra_state(&spec.name, spec.dtype, &spec.shape) {
                 let state = ExtraState::with_capacity(Plain::Null, spec.range.len as usize);
-                extra(state.map_err(|error| load_error(&spec.name, error))?)
+                extra(state.map_err(|error| Error::load(&spec.name, error))?)
             } else {
                 let (shape, len) = (spec.shape.clone(), spec.range.len as usize);
                 Held::Own(Tensor::zeros(spec.dtype, shape, len))
@@ -103,10 +103,10 @@ impl<'a> StateDict<'a> {
             let (name, dtype, shape) = (view.name(), view.dtype(), view.shape());
             let held = if is_extra_state(name, dtype, shape) {
                 let state = ExtraState::from_bytes(view.bytes());
-                extra(state.map_err(|error| load_error(name, error))?)
+                extra(state.map_err(|error| Error::load(name, error))?)
             } else {
                 let tensor = TensorRef::new(dtype, shape, view.bytes());
-                Held::Lent(tensor.map_err(|error| load_error(name, error))?)
+                Held::Lent(tensor.map_err(|error| Error::load(name, error))?)
             };
             lent.put(name, held);
         }
@@ -181,7 +181,7 @@ impl<'a> StateDict<'a> {
     /// [`Error::Extract`] if it is too deep or too large.
     pub fn insert_extra_state(&mut self, module: &str, state: Plain) -> Result<()> {
         let name = extra_state_name(module);
-        let state = ExtraState::new(state).map_err(|error| extract_error(&name, error))?;
+        let state = ExtraState::new(state).map_err(|error| Error::extract(&name, error))?;
         self.put(&name, extra(state));
         Ok(())
     }
@@ -198,7 +198,7 @@ impl<'a> StateDict<'a> {
         match &mut self.entries[index].1.held {
             Held::Extra { state, .. } => state
                 .set(value)
-                .map_err(|error| extract_error(&name, error)),
+                .map_err(|error| Error::extract(&name, error)),
             _ => Err(self.unknown(&name)),
         }
     }
@@ -223,7 +223,7 @@ impl<'a> StateDict<'a> {
             if spec.range.len as usize != state.capacity() {
                 let fitting =
                     ExtraState::with_capacity(state.value().clone(), spec.range.len as usize);
-                entry.held = extra(fitting.map_err(|error| extract_error(name, error))?);
+                entry.held = extra(fitting.map_err(|error| Error::extract(name, error))?);
             }
         }
         Ok(())
@@ -385,12 +385,12 @@ impl<'a> StateDict<'a> {
             let spec = Layout::new([((*name).to_owned(), dtype, shape.clone())])?;
             let mut tensor = Tensor::zeros(dtype, shape, spec.payload_bytes() as usize);
             let written = data.write_into(tensor.bytes_mut(), dtype);
-            written.map_err(|source| extract_error(name, source))?;
+            written.map_err(|source| Error::extract(name, source))?;
             let held = match is_extra_state(name, dtype, &tensor.shape) {
                 false => Held::Own(tensor),
                 true => {
                     let state = ExtraState::from_bytes(tensor.bytes());
-                    extra(state.map_err(|error| extract_error(name, error))?)
+                    extra(state.map_err(|error| Error::extract(name, error))?)
                 }
             };
             copy.put(name, held);
@@ -468,7 +468,7 @@ impl Entry<'_> {
             return Ok(tensor.clone());
         }
         let ((dtype, shape), bytes) = (self.kind(), self.bytes().unwrap_or_default());
-        TensorRef::new(dtype, shape, bytes).map_err(|error| extract_error(name, error))
+        TensorRef::new(dtype, shape, bytes).map_err(|error| Error::extract(name, error))
     }
 }
 
@@ -489,7 +489,7 @@ fn extra(state: ExtraState) -> Held<'static> {
 }
 
 fn copied(name: &str, tensor: &TensorRef<'_>) -> Result<Tensor> {
-    let failed = |error| extract_error(name, error);
+    let failed = |error| Error::extract(name, error);
     let len = tensor.bytes_as(tensor.dtype()).map_err(failed)?;
     let mut copy = Tensor::zeros(tensor.dtype(), tensor.shape().to_vec(), len as usize);
     tensor
@@ -501,24 +501,10 @@ fn copied(name: &str, tensor: &TensorRef<'_>) -> Result<Tensor> {
 /// One name is for extra state alone, so that a worker can tell.
 fn not_kept(name: &str, dtype: Dtype, shape: &[u64]) -> Result<()> {
     match is_extra_state(name, dtype, shape) {
-        true => Err(extract_error(
+        true => Err(Error::extract(
             name,
             "the name is kept for extra state; insert it as such",
         )),
         false => Ok(()),
-    }
-}
-
-fn extract_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
-    Error::Extract {
-        name: name.to_owned(),
-        source: source.into(),
-    }
-}
-
-fn load_error(name: &str, source: impl Into<weightsync_mem::BoxedError>) -> Error {
-    Error::Load {
-        name: name.to_owned(),
-        source: source.into(),
     }
 }

@@ -15,6 +15,7 @@
 //! | verify, hand over | [`ReceiverTransport::next`] |
 //! | report | [`ReceiverTransport::joined`], [`ReceiverTransport::applied`], [`ReceiverTransport::refuse`], [`Outstanding::settle`] |
 
+mod capabilities;
 mod copies;
 mod endpoint;
 mod image;
@@ -29,6 +30,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
 
+pub use self::capabilities::Capabilities;
 pub use self::endpoint::Endpoint;
 pub use self::image::Image;
 pub use self::interrupter::Interrupter;
@@ -130,68 +132,6 @@ pub enum FirstWeights {
     /// there; a worker's returns with nothing, and its models stay as they are until
     /// the first send.
     AtFirstSend,
-}
-
-/// The capabilities of a scheme. The conformance suite tests those that are stated, and that all
-/// others are refused with [`Error::Unsupported`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Capabilities {
-    /// Weights reach the workers.
-    pub weights: bool,
-    /// A send reaches workers that have not asked for it.
-    pub push: bool,
-    /// Several models flip together.
-    pub sets: bool,
-    /// A send to some workers leaves the others as they are.
-    pub subsets: bool,
-    /// Workers can be held at a version.
-    pub hold: bool,
-    /// A worker can ask for the newest version, or for one it names.
-    pub pull: bool,
-    /// Every version reaches every worker, in order.
-    pub every_version: bool,
-    /// The trainer can write into the place the workers read.
-    pub loan: bool,
-    /// A restarted sender is found again.
-    pub restarts: bool,
-    /// The other end learns of a death at once, and not by a timeout.
-    pub death: bool,
-    /// A published version reaches its workers even if the sender is killed right afterwards.
-    pub outlives: bool,
-}
-
-impl Capabilities {
-    /// Nothing at all.
-    pub const NONE: Self = Self {
-        weights: false,
-        push: false,
-        sets: false,
-        subsets: false,
-        hold: false,
-        pull: false,
-        every_version: false,
-        loan: false,
-        restarts: false,
-        death: false,
-        outlives: false,
-    };
-
-    /// All capabilities, also those that later versions of this crate add. A scheme that starts from
-    /// this value names what it cannot do.
-    pub const ALL: Self = Self {
-        weights: true,
-        push: true,
-        sets: true,
-        subsets: true,
-        hold: true,
-        pull: true,
-        every_version: true,
-        loan: true,
-        restarts: true,
-        death: true,
-        outlives: true,
-    };
 }
 
 /// The argument of [`Scheme::open`].
@@ -387,10 +327,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
         let _ = model;
         // A transport does not know its scheme's text: the sender puts the text in.
-        Err(Error::Unsupported {
-            what: "reading back what was sent",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("reading back what was sent", UNNAMED))
     }
 
     /// The version of a model that all targets have, or will have once they are released. A partial
@@ -423,10 +360,7 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// [`Error::Unsupported`].
     fn hold(&mut self, workers: &[WorkerId], hold: bool) -> Result<()> {
         let _ = (workers, hold);
-        Err(Error::Unsupported {
-            what: "holding workers at a version",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("holding workers at a version", UNNAMED))
     }
 }
 
@@ -590,10 +524,7 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
         deadline: Deadline,
     ) -> Result<Option<SetSnapshot>> {
         let _ = (model, which, deadline);
-        Err(Error::Unsupported {
-            what: "asking for a version",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported("asking for a version", UNNAMED))
     }
 
     /// A handle for other threads to end a wait in [`next`](Self::next). A transport without one has
@@ -603,10 +534,10 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     ///
     /// [`Error::Unsupported`].
     fn interrupter(&self) -> Result<Interrupter> {
-        Err(Error::Unsupported {
-            what: "ending a wait from another thread",
-            scheme: UNNAMED.into(),
-        })
+        Err(Error::unsupported(
+            "ending a wait from another thread",
+            UNNAMED,
+        ))
     }
 
     /// Tells the sender that this worker has joined and that its models fit. A sender that waits for

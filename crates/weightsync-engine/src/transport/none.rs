@@ -7,7 +7,6 @@ use weightsync_core::{ModelId, Run, Version, WorkerId};
 use crate::error::{Error, Result};
 use crate::report::{WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
-use crate::snapshot::Snapshot;
 use crate::transport::{
     Attendance, Capabilities, CopyOptions, Deadline, Endpoint, Interrupter, Joining, Level,
     ModelSpec, Opening, Outstanding, ReceiverTransport, Scheme, SenderTransport, Source, Staging,
@@ -98,13 +97,6 @@ impl SenderTransport for NoSender {
 
     fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
         Vec::new()
-    }
-
-    fn snapshot(&self, _: usize) -> Result<Option<Snapshot>> {
-        Err(Error::Unsupported {
-            what: "reading back what was sent",
-            scheme: "none".into(),
-        })
     }
 }
 

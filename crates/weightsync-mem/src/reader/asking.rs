@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 use weightsync_core::Version;
 
 use super::{Reader, Taken};
-use crate::error::{Error, unexpected};
+use crate::error::{Error, bad, unexpected};
 use crate::pins::Hold;
 use crate::sync::load_acquire;
 use crate::wait::Deadline;
@@ -25,25 +25,22 @@ impl Reader {
     /// not want, or for exactly version 0; and those of the operating system.
     pub fn ask(&mut self, want: Want) -> Result<(), Error> {
         self.book.header.usable()?;
-        let bad = |option, expected, got: String| {
-            Err(Error::BadOption {
-                option,
-                expected,
-                got,
-            })
-        };
         if let Delivery::Every { .. } = self.delivery {
             let got = format!("{:?}", self.delivery);
-            return bad("the delivery of a reader that asks", "newest or asked", got);
+            return Err(bad(
+                "the delivery of a reader that asks",
+                "newest or asked",
+                got,
+            ));
         }
         if let Want::AtLeast { model, .. } | Want::Exactly { model, .. } = want
             && !self.has(model)
         {
-            return bad(
+            return Err(bad(
                 "the model of a question",
                 "a model of this reader",
-                model.to_string(),
-            );
+                model,
+            ));
         }
         // The sender would take a question about version 0 for a breach of the protocol.
         let want = match want {
@@ -55,11 +52,7 @@ impl Reader {
                 version: Version::NONE,
                 ..
             } => {
-                return bad(
-                    "the version of a question",
-                    "a version from 1 on",
-                    "0".into(),
-                );
+                return Err(bad("the version of a question", "a version from 1 on", "0"));
             }
             want => want,
         };
@@ -90,11 +83,7 @@ impl Reader {
     pub fn answer(&mut self, deadline: Deadline) -> Result<Option<Taken>, Error> {
         self.book.header.usable()?;
         if !self.asks {
-            return Err(Error::BadOption {
-                option: "an answer",
-                expected: "a question before it",
-                got: "none".into(),
-            });
+            return Err(bad("an answer", "a question before it", "none"));
         }
         let book = self.book.clone();
         let (answer, question) = (&book.mailbox()?.answer.0, self.question);

@@ -177,28 +177,20 @@ impl Drop for LeaveUnlessJoined {
 }
 
 fn check(options: &AttachOptions) -> Result<(), Error> {
-    let bad = |option, expected, got: String| {
-        Err(Error::BadOption {
-            option,
-            expected,
-            got,
-        })
-    };
     if let Some(models) = &options.models
         && (models.is_empty() || models.iter().any(|model| *model >= MAX_MODELS))
     {
         let got = format!("{models:?}");
-        return bad("models", "at least one index below 64", got);
+        return Err(bad("models", "at least one index below 64", got));
     }
     if let Delivery::Every { bound } = options.delivery
         && !(1..=MAX_BOUND).contains(&bound)
     {
-        let got = bound.to_string();
-        return bad("the bound of a queue", "between 1 and 32", got);
+        return Err(bad("the bound of a queue", "between 1 and 32", bound));
     }
     if options.device.len() > MAX_DEVICE {
         let got = format!("{} bytes", options.device.len());
-        return bad("the device's label", "at most 64 bytes", got);
+        return Err(bad("the device's label", "at most 64 bytes", got));
     }
     Ok(())
 }

@@ -344,33 +344,20 @@ pub(crate) async fn dial(
 }
 
 /// Why a connection was not made.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum DialError {
     /// No connection was made in time.
+    #[error("no connection within {HANDSHAKE:?}")]
     Silent,
     /// A connection was made, but got no answer in time.
+    #[error("it did not answer within {HANDSHAKE:?}")]
     Unanswered,
     /// The connection failed.
-    Failed(io::Error),
+    #[error(transparent)]
+    Failed(#[from] io::Error),
     /// The peer failed the handshake.
+    #[error(transparent)]
     Hello(HelloError),
-}
-
-impl From<io::Error> for DialError {
-    fn from(error: io::Error) -> Self {
-        Self::Failed(error)
-    }
-}
-
-impl std::fmt::Display for DialError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Silent => write!(f, "no connection within {HANDSHAKE:?}"),
-            Self::Unanswered => write!(f, "it did not answer within {HANDSHAKE:?}"),
-            Self::Failed(error) => write!(f, "{error}"),
-            Self::Hello(error) => write!(f, "{error}"),
-        }
-    }
 }
 
 /// Authenticates a client within [`HANDSHAKE`]. A client that fails is notified only if `answers`
@@ -412,13 +399,16 @@ pub(crate) async fn greet(
 }
 
 /// Why a client was refused.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum GreetError {
     /// The client took too long.
+    #[error("its handshake took more than {HANDSHAKE:?}")]
     Slow,
     /// The connection failed.
-    Failed(io::Error),
+    #[error(transparent)]
+    Failed(#[from] io::Error),
     /// The client failed the handshake.
+    #[error(transparent)]
     Hello(HelloError),
 }
 
@@ -437,31 +427,9 @@ impl GreetError {
     }
 }
 
-impl From<io::Error> for GreetError {
-    fn from(error: io::Error) -> Self {
-        Self::Failed(error)
-    }
-}
-
-impl std::fmt::Display for GreetError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Slow => write!(f, "its handshake took more than {HANDSHAKE:?}"),
-            Self::Failed(error) => write!(f, "{error}"),
-            Self::Hello(error) => write!(f, "{error}"),
-        }
-    }
-}
-
 /// Random bytes for one handshake.
 pub(crate) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
-    let mut nonce = [0; NONCE_BYTES];
-    let mut filled = 0;
-    while filled < nonce.len() {
-        let flags = rustix::rand::GetRandomFlags::empty();
-        filled += rustix::rand::getrandom(&mut nonce[filled..], flags)?;
-    }
-    Ok(nonce)
+    weightsync_engine::random().map_err(io::Error::other)
 }
 
 #[cfg(test)]

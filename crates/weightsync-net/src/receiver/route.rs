@@ -406,6 +406,10 @@ impl Route {
 }
 
 impl StartError {
+    pub(crate) fn os(action: &'static str) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::Os { action, source }
+    }
+
     /// The error for the session.
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
@@ -478,10 +482,5 @@ fn pause(looks: u32) -> Duration {
 }
 
 fn random() -> Result<u64> {
-    let nonce = crate::link::nonce().map_err(|source| Error::Os {
-        action: "getting random bytes",
-        source,
-    })?;
-    let (first, _) = nonce.split_first_chunk().unwrap_or((&[0; 8], &[]));
-    Ok(u64::from_le_bytes(*first))
+    weightsync_engine::random().map(u64::from_le_bytes)
 }

@@ -185,10 +185,7 @@ impl Driver {
         let relay = Relay::create(listener, options.secret, (run, pid), &models, segment)
             .map_err(StartError::Memory)?;
         let relay = Arc::new(relay);
-        let near = watch(&relay, &events).map_err(|source| StartError::Os {
-            action: "starting the relay's watch",
-            source,
-        })?;
+        let near = watch(&relay, &events).map_err(StartError::os("starting the relay's watch"))?;
         let store = Arc::new(Store::of_relay());
         let threads = Arc::new(Threads::default());
         let serves = bulk.as_ref().and_then(|bulk| bulk.local_addr().ok());

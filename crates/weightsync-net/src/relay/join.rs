@@ -64,10 +64,9 @@ pub(crate) async fn join(
         Err(StartError::Unreachable(Reach::Unknown, reason))
     })?;
     // Other hosts can reach this machine at the address that this link uses.
-    let own = socket.local_addr().map_err(|source| StartError::Os {
-        action: "asking a socket for its address",
-        source,
-    })?;
+    let own = socket
+        .local_addr()
+        .map_err(StartError::os("asking a socket for its address"))?;
     let bulk = match options.serves {
         true => listen(own.ip(), &options.access).await?,
         false => None,

@@ -146,10 +146,8 @@ impl Agent {
         let (events, inbox) = mpsc::channel(EVENTS);
         let (started, start) = std::sync::mpsc::sync_channel(1);
         let (give_up, given_up) = oneshot::channel();
-        let runtime = runtime("weightsync-link").map_err(|source| StartError::Os {
-            action: "starting the relay's threads",
-            source,
-        })?;
+        let runtime =
+            runtime("weightsync-link").map_err(StartError::os("starting the relay's threads"))?;
         let own = events.clone();
         let work = move || {
             let ending =
@@ -161,10 +159,7 @@ impl Agent {
         let thread = std::thread::Builder::new()
             .name("weightsync-relay".into())
             .spawn(work)
-            .map_err(|source| StartError::Os {
-                action: "starting the relay's thread",
-                source,
-            })?;
+            .map_err(StartError::os("starting the relay's thread"))?;
         let begun = loop {
             match start.recv_timeout(SLICE) {
                 Err(RecvTimeoutError::Timeout) if goes_on() => {}

@@ -18,13 +18,14 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
-use weightsync_engine::{Error, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_engine::{Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Listener, Origin, RemoteReaders};
 
 use self::compare::{Compared, Comparing};
 use self::coordinator::{Changes, Coordinator, Event, Settings};
 use crate::access::Key;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
+use crate::error::os;
 use crate::link;
 use crate::link::listen::accept_all;
 use crate::relay::{Item, runtime};
@@ -376,8 +377,4 @@ fn descriptions(models: &[ModelSpec]) -> Result<Arc<[u8]>> {
         messages.extend(all);
     }
     link::frames::<FromRoot>(&messages).map_err(crate::error::transport)
-}
-
-pub(crate) fn os(action: &'static str) -> impl FnOnce(std::io::Error) -> Error {
-    move |source| Error::Os { action, source }
 }

@@ -8,21 +8,23 @@
 //! | a parent | its child | [`ToChild`], and blocks |
 //! | a sender | a program that asks for the status or a scrub | [`Status`] |
 //!
-//! On the wire a message is a byte with the format's number, then postcard of types that belong
-//! to this module alone. Every decoded message is checked: each number is in its range, and
-//! each list and text is within the bound stated at its field. The encoder makes the same
-//! checks, but cuts texts for people instead of refusing them.
+//! On the wire a message is a byte with the format's number, then the postcard of its type: the
+//! order of variants and fields is part of the format. Every decoded message is checked: each
+//! number is in its range, and each list and text is within the bound stated at its field. The
+//! encoder makes the same checks, but cuts texts for people instead of refusing them.
 
 mod bulk;
-mod convert;
+mod check;
+mod fields;
 mod from_root;
 mod model;
 mod to_root;
 
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use weightsync_core::{Remedy, Version};
+use weightsync_core::Remedy;
 
-use self::convert::*;
+use self::check::*;
 
 pub use self::bulk::{BlockRange, ToChild, ToParent};
 pub use self::from_root::{FromRoot, RefusalRemedy};
@@ -78,8 +80,9 @@ pub const MAX_NOTE: u64 = 16 << 20;
 /// The longest text of a [`Status`], in bytes: what fits a frame.
 pub const MAX_JSON: usize = MAX_FRAME - 64;
 
-/// The messages of one direction of a link.
-pub trait Message: Sized {
+/// The messages of one direction of a link. Serializing one checks nothing:
+/// [`encode`](Self::encode) does.
+pub trait Message: Serialize + DeserializeOwned + Check {
     /// The kind of their frames.
     const KIND: Kind;
 
@@ -88,14 +91,25 @@ pub trait Message: Sized {
     /// # Errors
     ///
     /// [`MessageError`] for one that the other end would refuse.
-    fn encode(&self) -> Result<Vec<u8>, MessageError>;
+    fn encode(&self) -> Result<Vec<u8>, MessageError> {
+        // Serializing cuts the texts.
+        self.check(|_, _| Ok(()))?;
+        postcard::to_extend(self, vec![FORMAT]).map_err(|error| MessageError::Malformed {
+            bytes: 0,
+            reason: error.to_string(),
+        })
+    }
 
     /// Reads the payload of a frame.
     ///
     /// # Errors
     ///
     /// [`MessageError`] for another format, and for anything out of its bounds.
-    fn decode(payload: &[u8]) -> Result<Self, MessageError>;
+    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
+        let message: Self = parse(payload)?;
+        message.check(check_text)?;
+        Ok(message)
+    }
 
     /// The message as a whole frame.
     ///
@@ -118,7 +132,7 @@ pub trait Message: Sized {
 /// [`Status`](super::hello::Role::Status) sends nothing, and gets this once the handshake is done.
 /// A client of the role [`Scrub`](super::hello::Role::Scrub) gets it once all comparisons are done;
 /// until then it gets an empty object every second.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Status {
     /// At most [`MAX_JSON`] bytes.
     pub json: String,
@@ -126,16 +140,11 @@ pub struct Status {
 
 impl Message for Status {
     const KIND: Kind = Kind::Control;
+}
 
-    fn encode(&self) -> Result<Vec<u8>, MessageError> {
-        within("bytes of a status", self.json.len(), MAX_JSON)?;
-        to_payload(&self.json.as_str())
-    }
-
-    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
-        let json: &str = from_payload(payload)?;
-        within("bytes of a status", json.len(), MAX_JSON)?;
-        Ok(Self { json: json.into() })
+impl Check for Status {
+    fn check(&self, _text: CheckText) -> Result<(), MessageError> {
+        within("bytes of a status", self.json.len(), MAX_JSON)
     }
 }
 
@@ -189,16 +198,9 @@ impl MessageError {
     }
 }
 
-fn to_payload(wire: &impl Serialize) -> Result<Vec<u8>, MessageError> {
-    postcard::to_extend(wire, vec![FORMAT]).map_err(|error| MessageError::Malformed {
-        bytes: 0,
-        reason: error.to_string(),
-    })
-}
-
 /// Decodes a payload; the caller checks its bounds afterwards. Allocations are bounded by the
 /// payload's length, because each element takes at least a byte of it.
-fn from_payload<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<T, MessageError> {
+fn parse<T: DeserializeOwned>(payload: &[u8]) -> Result<T, MessageError> {
     let malformed = |reason| MessageError::Malformed {
         bytes: payload.len(),
         reason,
@@ -206,101 +208,10 @@ fn from_payload<'a, T: Deserialize<'a>>(payload: &'a [u8]) -> Result<T, MessageE
     match payload.split_first() {
         None => Err(malformed("it is empty".into())),
         Some((&FORMAT, body)) => match postcard::take_from_bytes(body) {
-            Ok((wire, [])) => Ok(wire),
+            Ok((message, [])) => Ok(message),
             Ok((_, rest)) => Err(malformed(format!("{} bytes follow its end", rest.len()))),
             Err(error) => Err(malformed(error.to_string())),
         },
         Some((&got, _)) => Err(MessageError::Format { got }),
-    }
-}
-
-/// At most `len` bytes of a text for people, cut between characters.
-fn cut(words: &str, len: usize) -> &str {
-    &words[..words.floor_char_boundary(len)]
-}
-
-fn text(words: &str, limit: usize) -> Result<String, MessageError> {
-    within("bytes of a text", words.len(), limit)?;
-    Ok(words.into())
-}
-
-fn within(what: &'static str, got: usize, limit: usize) -> Result<(), MessageError> {
-    match got <= limit {
-        true => Ok(()),
-        false => Err(MessageError::TooLong {
-            what,
-            got: got as u64,
-            limit: limit as u64,
-        }),
-    }
-}
-
-fn require(
-    holds: bool,
-    expected: &'static str,
-    got: impl FnOnce() -> String,
-) -> Result<(), MessageError> {
-    match holds {
-        true => Ok(()),
-        false => Err(MessageError::OutOfRange {
-            expected,
-            got: got(),
-        }),
-    }
-}
-
-fn check_model(model: impl Into<usize>) -> Result<(), MessageError> {
-    let model = model.into();
-    require(model < MAX_MODELS.into(), "a model below 64", || {
-        model.to_string()
-    })
-}
-
-fn check_version(version: Version) -> Result<(), MessageError> {
-    require(!version.is_none(), "a version from 1", || "0".into())
-}
-
-fn check_item(model: impl Into<usize>, version: Version) -> Result<(), MessageError> {
-    check_model(model)?;
-    check_version(version)
-}
-
-fn check_items(what: &'static str, items: &[Item], limit: usize) -> Result<(), MessageError> {
-    within(what, items.len(), limit)?;
-    let mut items = items.iter();
-    items.try_for_each(|item| check_item(item.model, item.version))
-}
-
-/// A set: no model has two versions in it.
-fn check_set(set: &[Item]) -> Result<(), MessageError> {
-    check_items("models of a set", set, MAX_MODELS.into())?;
-    let mut models = 0_u64;
-    set.iter().try_for_each(|item| {
-        let bit = 1 << item.model;
-        let is_new = models & bit == 0;
-        models |= bit;
-        require(is_new, "each model once in a set", || {
-            format!("model {} twice", item.model)
-        })
-    })
-}
-
-fn check_want(want: Want) -> Result<(), MessageError> {
-    match want {
-        Want::Newest => Ok(()),
-        Want::AtLeast { model, version } | Want::Exactly { model, version } => {
-            check_item(model, version)
-        }
-    }
-}
-
-fn check_delivery(delivery: Delivery) -> Result<(), MessageError> {
-    match delivery {
-        Delivery::Newest | Delivery::Asked => Ok(()),
-        Delivery::Every { bound } => require(
-            (1..=MAX_BOUND).contains(&bound),
-            "a bound of 1 to 32",
-            || bound.to_string(),
-        ),
     }
 }

@@ -298,6 +298,22 @@ fn decoding_refuses_lists_that_are_too_long() {
     let progress = [&[FORMAT, 2, 0x81, 0x20][..], &[0; 7 * 4097]].concat();
     let words = ToRoot::decode(&progress).unwrap_err().to_string();
     assert!(words.contains("4097 is over the limit"), "{words}");
+
+    // Format, variant `Join`, six numbers, a device of 65 bytes, an epoch.
+    let device = [&[FORMAT, 1, 1, 0, 1, 1, 1, 0, 65][..], &[b'x'; 65], &[0]].concat();
+    // Format, variant `Progress`, one worker of five numbers and no set, a reason of 1025 bytes.
+    let reason = [
+        &[FORMAT, 2, 1, 0, 0, 0, 0, 0, 0, 1, 9, 0x81, 0x08][..],
+        &[b'x'; 1025],
+    ]
+    .concat();
+    // Format, variant `ParentLost`, a parent, a reason of 1025 bytes.
+    let lost = [&[FORMAT, 9, 1, 0x81, 0x08][..], &[b'x'; 1025]].concat();
+    for (payload, part) in [(device, "65 is"), (reason, "1025 is"), (lost, "1025 is")] {
+        let words = ToRoot::decode(&payload).unwrap_err().to_string();
+        let expected = format!("bytes of a text: {part} over the limit");
+        assert!(words.contains(&expected), "{words}");
+    }
 }
 
 #[test]

@@ -3,9 +3,9 @@
 
 use weightsync_core::Layout;
 
-use super::{Held, StateDict, extra, load_error};
+use super::{Held, StateDict, extra};
 use crate::attributes::{Attributes, find_ties};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
 use crate::load::{TensorView, WeightLoader};
 use crate::plain::ExtraState;
@@ -64,7 +64,7 @@ impl WeightLoader for StateDict<'_> {
             let entry = &self.entries[self.find(view.name())?].1;
             if matches!(entry.held, Held::Extra { .. }) {
                 let state = ExtraState::from_bytes(view.bytes());
-                extras.push(state.map_err(|error| load_error(view.name(), error))?);
+                extras.push(state.map_err(|error| Error::load(view.name(), error))?);
             } else if entry.kind() != (view.dtype(), view.shape()) {
                 let (dtype, shape) = entry.kind();
                 let differs = format!(
@@ -72,7 +72,7 @@ impl WeightLoader for StateDict<'_> {
                     view.dtype(),
                     view.shape()
                 );
-                return Err(load_error(view.name(), differs));
+                return Err(Error::load(view.name(), differs));
             }
         }
         let mut extras = extras.into_iter();

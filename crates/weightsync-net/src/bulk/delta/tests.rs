@@ -1,6 +1,7 @@
 use weightsync_core::{Dtype, Epoch, Run};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
+use super::versions::Sample;
 use super::*;
 use crate::relay::Item;
 

@@ -1,12 +1,11 @@
 //! Messages between a child and its parent on a bulk link.
 
-use serde::{Deserialize, Serialize};
 use weightsync_core::{Run, Version};
 
 use super::*;
 
 /// A message from a child to its parent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToParent {
     /// Requests blocks of a version. The parent sends each as soon as it has it, or a delta in
     /// place of all blocks of a span, then [`ToChild::End`].
@@ -27,7 +26,7 @@ pub enum ToParent {
 }
 
 /// A message from a parent to its child, besides blocks.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToChild {
     /// A sign of life: there is no block to send now.
     Idle,
@@ -36,12 +35,13 @@ pub enum ToChild {
     /// The parent cannot send the requested blocks, or the rest of them.
     Gone {
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
     },
 }
 
 /// A range of consecutive blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockRange {
     /// The index of the first.
     pub first: u32,
@@ -56,8 +56,16 @@ impl BlockRange {
     }
 }
 
-impl ToParent {
-    fn check(&self) -> Result<(), MessageError> {
+impl Message for ToParent {
+    const KIND: Kind = Kind::Bulk;
+}
+
+impl Message for ToChild {
+    const KIND: Kind = Kind::Bulk;
+}
+
+impl Check for ToParent {
+    fn check(&self, _text: CheckText) -> Result<(), MessageError> {
         let &Self::Fetch {
             model,
             version,
@@ -94,96 +102,11 @@ impl ToParent {
     }
 }
 
-/// The wire form. The order of the variants is part of the format.
-#[derive(Serialize, Deserialize)]
-enum WireToParent {
-    Fetch {
-        run: WireRun,
-        agent: u64,
-        model: u8,
-        version: u64,
-        base: Option<u64>,
-        ranges: Vec<(u32, u32)>,
-    },
-}
-
-/// The wire form. The order of the variants is part of the format.
-#[derive(Serialize, Deserialize)]
-enum WireToChild<'a> {
-    Idle,
-    End,
-    Gone { reason: &'a str },
-}
-
-impl Message for ToParent {
-    const KIND: Kind = Kind::Bulk;
-
-    fn encode(&self) -> Result<Vec<u8>, MessageError> {
-        self.check()?;
-        let &Self::Fetch {
-            run,
-            agent,
-            model,
-            version,
-            base,
-            ref ranges,
-        } = self;
-        let ranges = ranges.iter().map(|range| (range.first, range.count));
-        to_payload(&WireToParent::Fetch {
-            run: run_to_wire(run),
-            agent,
-            model,
-            version: version.0,
-            base: base.map(|base| base.0),
-            ranges: ranges.collect(),
-        })
-    }
-
-    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
-        let WireToParent::Fetch {
-            run,
-            agent,
-            model,
-            version,
-            base,
-            ranges,
-        } = from_payload(payload)?;
-        let ranges = ranges
-            .into_iter()
-            .map(|(first, count)| BlockRange { first, count });
-        let message = Self::Fetch {
-            run: run_from_wire(run),
-            agent,
-            model,
-            version: Version(version),
-            base: base.map(Version),
-            ranges: ranges.collect(),
-        };
-        message.check()?;
-        Ok(message)
-    }
-}
-
-impl Message for ToChild {
-    const KIND: Kind = Kind::Bulk;
-
-    fn encode(&self) -> Result<Vec<u8>, MessageError> {
-        to_payload(&match self {
-            Self::Idle => WireToChild::Idle,
-            Self::End => WireToChild::End,
-            Self::Gone { reason } => WireToChild::Gone {
-                reason: cut(reason, MAX_TEXT),
-            },
-        })
-    }
-
-    fn decode(payload: &[u8]) -> Result<Self, MessageError> {
-        Ok(match from_payload(payload)? {
-            WireToChild::Idle => Self::Idle,
-            WireToChild::End => Self::End,
-            WireToChild::Gone { reason } => Self::Gone {
-                reason: text(reason, MAX_TEXT)?,
-            },
-        })
+impl Check for ToChild {
+    fn check(&self, text: CheckText) -> Result<(), MessageError> {
+        match self {
+            Self::Gone { reason } => text(reason, MAX_TEXT),
+            Self::Idle | Self::End => Ok(()),
+        }
     }
 }

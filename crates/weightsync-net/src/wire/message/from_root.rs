@@ -1,13 +1,11 @@
 //! Messages from a sender to an agent.
 
-mod wire;
-
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
 
-/// A message from a sender to an agent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A message from a sender to an agent. The order of variants and fields is part of the format.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FromRoot {
     /// The sender accepts the agent.
     Welcome {
@@ -40,11 +38,13 @@ pub enum FromRoot {
     /// A part of the layout and note of the last [`FromRoot::Model`].
     Part {
         /// 1 to [`MAX_PART`] bytes.
+        #[serde(with = "fields::bytes")]
         bytes: Vec<u8>,
     },
     /// The sender refuses the agent; nothing follows.
     Refused {
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
         /// What the agent should do.
         remedy: RefusalRemedy,
@@ -59,6 +59,7 @@ pub enum FromRoot {
         /// The ticket of the `Join`.
         ticket: u64,
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
     },
     /// Notifies workers of this host of the set that they are to run.
@@ -101,6 +102,7 @@ pub enum FromRoot {
         /// The instance of the worker.
         instance: u64,
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
     },
     /// Assigns the agent a parent to fetch from.
@@ -133,7 +135,7 @@ pub enum FromRoot {
 }
 
 /// What a refused agent should do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RefusalRemedy {
     /// The sender has shut down, or is about to.
     Gone,
@@ -148,8 +150,12 @@ pub enum RefusalRemedy {
     Other,
 }
 
-impl FromRoot {
-    fn check(&self) -> Result<(), MessageError> {
+impl Message for FromRoot {
+    const KIND: Kind = Kind::Control;
+}
+
+impl Check for FromRoot {
+    fn check(&self, text: CheckText) -> Result<(), MessageError> {
         match self {
             Self::Welcome {
                 agent,
@@ -173,19 +179,7 @@ impl FromRoot {
                 index,
                 layout_bytes,
                 note_bytes,
-            } => {
-                check_model(*index)?;
-                let model = [
-                    ("bytes of a layout", *layout_bytes, MAX_LAYOUT),
-                    ("bytes of a note", *note_bytes, MAX_NOTE),
-                ];
-                model
-                    .into_iter()
-                    .try_for_each(|(what, got, limit)| match got <= limit {
-                        true => Ok(()),
-                        false => Err(MessageError::TooLong { what, got, limit }),
-                    })
-            }
+            } => ModelAssembler::new(*index, *layout_bytes, *note_bytes).map(drop),
             Self::Part { bytes } => {
                 require(!bytes.is_empty(), "at least one byte", || "none".into())?;
                 within("bytes of a part", bytes.len(), MAX_PART)
@@ -204,12 +198,10 @@ impl FromRoot {
                 check_item(model, version)
             }
             Self::Parent { address, .. } => address.as_deref().map_or(Ok(()), check_address),
-            Self::Refused { .. }
-            | Self::Joined { .. }
-            | Self::Denied { .. }
-            | Self::TurnAway { .. }
-            | Self::Ping
-            | Self::Goodbye => Ok(()),
+            Self::Refused { reason, .. }
+            | Self::Denied { reason, .. }
+            | Self::TurnAway { reason, .. } => text(reason, MAX_TEXT),
+            Self::Joined { .. } | Self::Ping | Self::Goodbye => Ok(()),
         }
     }
 }

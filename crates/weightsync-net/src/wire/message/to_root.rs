@@ -1,7 +1,5 @@
 //! Messages from an agent to its sender.
 
-mod wire;
-
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
@@ -11,11 +9,12 @@ use super::*;
 ///
 /// Each life of a worker has its own `instance`, so that a late message about an earlier life is
 /// not taken for one about its successor.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToRoot {
     /// The first message.
     Agent {
         /// The agent's name, for people to read; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         name: String,
         /// The id of the host: the same for every process of it.
         host: [u8; 16],
@@ -43,8 +42,10 @@ pub enum ToRoot {
         /// The models that the worker takes, a bit each, at least one; all ones for all models.
         models: u64,
         /// Which versions the worker gets.
+        #[serde(with = "fields::WireDelivery")]
         delivery: Delivery,
         /// Where the worker's weights live, for people to read; cut to [`MAX_DEVICE`].
+        #[serde(serialize_with = "fields::device")]
         device: String,
         /// The highest epoch that the worker has seen.
         seen: Epoch,
@@ -70,6 +71,7 @@ pub enum ToRoot {
         /// The instance of the worker.
         instance: u64,
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
     },
     /// A worker asks for a version.
@@ -81,6 +83,7 @@ pub enum ToRoot {
         /// Numbers the question: the answer names it.
         question: u64,
         /// The version that the worker wants.
+        #[serde(with = "fields::WireWant")]
         want: Want,
     },
     /// A worker no longer waits for an answer.
@@ -115,6 +118,7 @@ pub enum ToRoot {
         /// The number of the parent.
         parent: u64,
         /// The reason; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
         reason: String,
     },
     /// The parent does not have the version that was requested.
@@ -141,7 +145,7 @@ pub enum ToRoot {
 
 /// The progress of one worker. Sequences are those of [`FromRoot::Notify`] and
 /// [`FromRoot::Answer`].
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerProgress {
     /// The worker.
     pub worker: WorkerId,
@@ -156,6 +160,7 @@ pub struct WorkerProgress {
     /// The set that the worker runs: no model twice.
     pub versions: Vec<Item>,
     /// The last refused sequence, 0 for all, and the reason; cut to [`MAX_TEXT`].
+    #[serde(serialize_with = "fields::refused")]
     pub refused: Option<(u64, String)>,
 }
 
@@ -194,24 +199,39 @@ impl ToRoot {
         }
         messages
     }
+}
 
-    fn check(&self) -> Result<(), MessageError> {
+impl Message for ToRoot {
+    const KIND: Kind = Kind::Control;
+}
+
+impl Check for ToRoot {
+    fn check(&self, text: CheckText) -> Result<(), MessageError> {
         match self {
-            Self::Agent { bulk, holds, .. } => {
+            Self::Agent {
+                name, bulk, holds, ..
+            } => {
+                text(name, MAX_TEXT)?;
                 require(*bulk != Some(0), "a port from 1", || "0".into())?;
                 check_items("versions an agent has", holds, MAX_HELD)
             }
             Self::Join {
-                models, delivery, ..
+                models,
+                delivery,
+                device,
+                ..
             } => {
+                text(device, MAX_DEVICE)?;
                 require(*models != 0, "at least one model", || "none".into())?;
                 check_delivery(*delivery)
             }
             Self::Progress { workers } => {
                 within("workers in one message", workers.len(), MAX_PROGRESS)?;
-                workers
-                    .iter()
-                    .try_for_each(|worker| check_set(&worker.versions))
+                workers.iter().try_for_each(|worker| {
+                    let refused = worker.refused.as_ref();
+                    refused.map_or(Ok(()), |(_, reason)| text(reason, MAX_TEXT))?;
+                    check_set(&worker.versions)
+                })
             }
             Self::Ask { want, .. } => check_want(*want),
             Self::Holds { have, dropped } => {
@@ -221,12 +241,10 @@ impl ToRoot {
             &Self::Received { model, version, .. }
             | &Self::Missing { model, version }
             | &Self::Scrubbed { model, version, .. } => check_item(model, version),
-            Self::Gone { .. }
-            | Self::Unusable { .. }
-            | Self::Withdraw { .. }
-            | Self::ParentLost { .. }
-            | Self::Ping
-            | Self::Goodbye => Ok(()),
+            Self::Unusable { reason, .. } | Self::ParentLost { reason, .. } => {
+                text(reason, MAX_TEXT)
+            }
+            Self::Gone { .. } | Self::Withdraw { .. } | Self::Ping | Self::Goodbye => Ok(()),
         }
     }
 }

@@ -257,7 +257,8 @@ async fn register_at(
     proof: &ProofKey,
     register: &Register,
 ) -> std::result::Result<(Welcome, Lines), NotIn> {
-    let nonce = nonce().map_err(|error| NotIn::Silent(format!("no random bytes: {error}")))?;
+    let nonce: [u8; 32] =
+        weightsync_engine::random().map_err(|error| NotIn::Silent(error.to_string()))?;
     let register = Register {
         nonce: Some(Digits(nonce.into())),
         ..register.clone()
@@ -313,17 +314,6 @@ async fn register_at(
         return Err(NotIn::Denied("it speaks another protocol".into()));
     }
     Ok((welcome, lines))
-}
-
-/// Random bytes for one registration.
-fn nonce() -> std::io::Result<[u8; 32]> {
-    let mut nonce = [0; 32];
-    let mut filled = 0;
-    while filled < nonce.len() {
-        let flags = rustix::rand::GetRandomFlags::empty();
-        filled += rustix::rand::getrandom(&mut nonce[filled..], flags)?;
-    }
-    Ok(nonce)
 }
 
 /// Registers, and reads the descriptions of the sender's models.

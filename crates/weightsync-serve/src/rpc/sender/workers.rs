@@ -10,6 +10,8 @@
 //!   connection replaces it.
 //! * Numbers that a worker sends are reduced to what was published.
 
+mod versions;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::SocketAddr;
@@ -25,6 +27,7 @@ use weightsync_mem::{
 };
 use weightsync_net::Access;
 
+pub(super) use self::versions::Serving;
 use crate::http::{Bearer, ProofKey};
 use crate::rpc::wire::{Applied, url};
 use crate::rpc::{passed, wait_on};
@@ -548,69 +551,8 @@ impl Shared {
     }
 }
 
-/// Versions.
+/// Descriptions and names.
 impl Shared {
-    /// Finds a version of a call, or one that the sender keeps.
-    pub(super) fn find(&self, model: usize, version: Version) -> Option<Snapshot> {
-        let is_it = |one: &&Snapshot| one.model() == model && one.version() == version;
-        let table = self.table();
-        let mut calling = table.connections.values().flat_map(|one| &one.calling);
-        let called_with = calling.find(is_it).cloned();
-        drop(table);
-        called_with.or_else(|| self.remote_readers.snapshot(model, version).ok().flatten())
-    }
-
-    /// A worker fetches a version, which is held until this is dropped.
-    pub(super) fn serve(self: &Arc<Self>, id: ConnectionId, snapshot: Snapshot) -> Arc<Serving> {
-        let what = (id, snapshot.model(), snapshot.version());
-        let mut table = self.table();
-        *table.serving.entry(what).or_default() += 1;
-        if let Some(connection) = table.connections.get_mut(&id) {
-            connection.has_begun = true;
-        }
-        drop(table);
-        Arc::new(Serving {
-            shared: self.clone(),
-            id,
-            snapshot,
-        })
-    }
-
-    /// Names the workers for which the sender itself holds versions.
-    pub(super) fn with_holders(&self, mut error: Error) -> Error {
-        let Error::AllSlotsPinned { model, holders, .. } = &mut error else {
-            return error;
-        };
-        let Some(model) = self.ids().position(|id| id == model) else {
-            return error;
-        };
-        let mut table = self.table();
-        let calling = table.connections.iter().flat_map(|(id, connection)| {
-            let calling = connection.calling.iter();
-            calling.map(|one| (*id, one.model(), one.version()))
-        });
-        let fetching: BTreeSet<_> = calling.chain(table.serving.keys().copied()).collect();
-        let of_model = fetching.into_iter().filter(|(_, of, _)| *of == model);
-        let fetching: Vec<_> = of_model
-            .filter_map(|(id, _, version)| {
-                let registration = &table.worker(id)?.registration;
-                Some(Holder {
-                    worker: Some(registration.worker),
-                    pid: registration.pid,
-                    versions: vec![version],
-                })
-            })
-            .collect();
-        drop(table);
-        for own in holders.iter_mut().filter(|one| one.worker.is_none()) {
-            let is_fetched = |version| fetching.iter().any(|one| one.versions == [version]);
-            own.versions.retain(|version| !is_fetched(*version));
-        }
-        holders.extend(fetching);
-        holders.retain(|one| !one.versions.is_empty());
-        error
-    }
-
     /// The description of a model that workers get.
     pub(super) fn described(&self, model: usize) -> Option<Bytes> {
         let spec = self.models.get(model)?;
@@ -637,33 +579,6 @@ impl Shared {
         let (_, id) = name.rsplit_once('-')?;
         let id = id.parse().ok()?;
         (self.name(id) == name).then_some(id)
-    }
-}
-
-/// A version whose bytes are on their way to a worker, until this is dropped.
-#[derive(Debug)]
-pub(super) struct Serving {
-    shared: Arc<Shared>,
-    id: ConnectionId,
-    snapshot: Snapshot,
-}
-
-impl Serving {
-    pub(super) fn bytes(&self) -> &[u8] {
-        self.snapshot.bytes()
-    }
-}
-
-impl Drop for Serving {
-    fn drop(&mut self) {
-        let what = (self.id, self.snapshot.model(), self.snapshot.version());
-        let mut table = self.shared.table();
-        if let Some(answers) = table.serving.get_mut(&what) {
-            *answers -= 1;
-            if *answers == 0 {
-                table.serving.remove(&what);
-            }
-        }
     }
 }
 
