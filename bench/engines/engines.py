@@ -93,7 +93,7 @@ def _engine(size: Size, scheme: str) -> Iterator[tuple[Any, Path, Trainer, Steps
     import torch
     from vllm import LLM
 
-    # Its variable is read before this module can set it.
+    # torch reads OMP_NUM_THREADS when `models` imports it, before this module sets it.
     torch.set_num_threads(1)
     model = size.make()
     with tempfile.TemporaryDirectory() as name:

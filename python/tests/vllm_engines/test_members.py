@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import weightsync
-from weightsync.errors import LifecycleError, OperatingSystemError
+from weightsync.errors import LifecycleError, OperatingSystemError, SettingError
 from weightsync.vllm import Trainer, _load, _ranks, _restart
 from weightsync.vllm._checkpoint import Checkpoint
 from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError
+from weightsync.vllm._member import Member
 from weightsync.vllm._told import Told
-from weightsync.vllm._worker import EngineWorker, Place
+from weightsync.vllm._worker import EngineWorker, Place, UpdateError
 
 #: In bytes.
 SIZE = 4 * 1000
@@ -131,6 +133,51 @@ def test_engine_has_each_version(engine, sender):
     # Where the sender does not know yet that a version is loaded, the trainer asks for it.
     asked = [one for one in engine.asked if one != "loaded"]
     assert asked == ["join", "pause", "over"] * 2
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+def test_trainer_asks_what_the_sender_does_not_know(engine, sender, acknowledged, monkeypatch):
+    monkeypatch.setattr(Member, "_has", lambda *given: acknowledged)
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    engine.asked.clear()
+    assert trainer.sync(2, weights=weights(2)).all_synced
+    asked = ["join", "pause", "over"] if acknowledged else ["join", "pause", "loaded", "over"]
+    assert engine.asked == asked
+
+
+def test_acknowledged_version_is_loaded_again_or_not_served(engine, sender):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    trainer.sleep(level=2)
+    # The load, and the one that would bring its weights back.
+    engine.failures = 2
+    (line,) = trainer.wake().engines
+    assert (line.outcome, engine.paused) == ("asleep", True), line
+    assert trainer.wake().all_synced
+    assert (engine.loaded, engine.paused) == (1, False)
+
+
+def test_engine_of_a_restarted_sender_has_its_lower_version(engine, tmp_path):
+    with weightsync.Sender(weights(1), run_dir=tmp_path) as before:
+        assert Trainer(before, [engine]).sync(7, weights=weights(7)).all_synced
+    with weightsync.Sender(weights(1), run_dir=tmp_path) as after:
+        trainer = Trainer(after, [engine])
+        for step in (3, 4):
+            report = trainer.sync(step, weights=weights(step))
+            assert report.all_synced, report
+            assert (engine.loaded, report.engines[0].version) == (step, step)
+
+
+def test_engine_is_added_once(engine, sender):
+    trainer = Trainer(sender, [engine])
+    with pytest.raises(SettingError, match="is among the engines already"):
+        trainer.add(engine)
+
+
+def test_update_error_is_the_same_after_pickling():
+    error = pickle.loads(pickle.dumps(UpdateError("it failed", "old")))
+    assert (str(error), error.reason) == ("weightsync[old]: it failed", "it failed")
 
 
 def test_replicas_are_refused_before_the_pause(engine, sender):

@@ -60,6 +60,10 @@ class Engine:
         self.name = name
         self._interface: _compat.Interface | None = None
 
+    def is_of(self, given: Any) -> bool:
+        """Whether this is the engine that a trainer was given."""
+        return given is self
+
     def version(self, timeout: float) -> str:
         """vLLM's version."""
         raise NotImplementedError
@@ -157,6 +161,9 @@ class ServerEngine(Engine):
         super().__init__(url.rstrip("/"))
         self._parts = parts
 
+    def is_of(self, given: Any) -> bool:
+        return isinstance(given, str) and given.rstrip("/") == self.name
+
     def version(self, timeout: float) -> str:
         return str(self._get("version", timeout).get("version", ""))
 
@@ -243,6 +250,9 @@ class LocalEngine(Engine):
     def __init__(self, name: str, engine: Any) -> None:
         super().__init__(name)
         self._engine = engine
+
+    def is_of(self, given: Any) -> bool:
+        return given is self._engine
 
     def version(self, timeout: float) -> str:
         import vllm

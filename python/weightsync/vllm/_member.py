@@ -37,6 +37,12 @@ class Sent:
     #: Where it was just sent.
     report: Report | None
 
+    @property
+    def run(self) -> str:
+        """The sender's run, which a version's number belongs to."""
+        epoch, name = self.sender.snapshot()._native.run
+        return f"{epoch} {name}"
+
     def bytes(self, *, new: bool) -> int:
         """What brought it to a host; ``new`` if the engine has no version before it."""
         if self.report is None or new:
@@ -221,6 +227,7 @@ class Member:
                 sender=sender,
                 first_worker=self._first,
                 ranks=self._ranks,
+                run=sent.run,
                 version=sent.version,
                 asleep=not ours and self.engine.is_paused(timeout),
             )
@@ -285,11 +292,12 @@ class Member:
             case "start":
                 engine.start(timeout)
             case "update":
-                there = self._has(sent)
                 engine.update(sent.version, timeout)
-                # A rank acknowledges a version once all ranks have loaded it, so that the sender
-                # knows. To ask the engine would lengthen the pause.
-                if there or not self._has(sent):
+                # A rank acknowledges a version once all ranks have loaded it. So the sender knows
+                # what became of a version that it has just sent, and to ask the engine would
+                # lengthen the pause. An older acknowledgement says nothing of this load.
+                fresh = sent.report is not None and not self._held and self.asleep is None
+                if not (fresh and self._has(sent)):
                     engine.ask(timeout, do="loaded")
             case "finish":
                 self._stale = True

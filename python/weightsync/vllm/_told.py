@@ -26,7 +26,9 @@ class Told:
     first_worker: int = 0
     #: How many ranks the trainer takes the engine to have; 0 if it does not say.
     ranks: int = 0
-    #: The version to have, at least.
+    #: The sender's run; empty if it is not known.
+    run: str = ""
+    #: The version of that run to have, at least.
     version: int = 0
     #: Whether the engine is paused or asleep, and not by the trainer that asks.
     asleep: bool = False
@@ -38,6 +40,8 @@ class Told:
             raise SettingError(f"do: expected one of {', '.join(CALLS)}, got {self.do!r}")
         if not isinstance(self.sender, str):
             raise SettingError(f"sender: expected JSON text, got {self.sender!r}")
+        if not isinstance(self.run, str):
+            raise SettingError(f"run: expected a text, got {self.run!r}")
         if not isinstance(self.asleep, bool):
             raise SettingError(f"asleep: expected true or false, got {self.asleep!r}")
         number("first_worker", self.first_worker, int)

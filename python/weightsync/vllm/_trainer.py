@@ -86,9 +86,11 @@ class Trainer:
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
         """
+        # Calls of two threads at once would end an ``LLM``.
+        for member in self._members:
+            if member.engine.is_of(engine):
+                raise SettingError(f"{member.name} is among the engines already")
         made = engine_of(engine, self._made)
-        if made.name in self.engines:
-            raise SettingError(f"{made.name} is among the engines already")
         self._made += 1
         file = None if info_file is None else os.fspath(info_file)
         self._members = [*self._members, Member(made, self._numbers.take, file)]

@@ -48,7 +48,7 @@ class Place:
         return self.vllm_config.model_config
 
 
-class UpdateError(LoadError):
+class UpdateError(WeightsyncError):
     """A call that failed, and what the engine holds now.
 
     Its text crosses vLLM's process borders, where types are lost: the trainer reads it.
@@ -206,6 +206,10 @@ class EngineWorker:
     def _join(self, told: Told) -> None:
         worker = told.first_worker + self._place.rank
         known = self._joined == (told.sender, worker) and self._follows()
+        if known and told.run:
+            # The numbers of a sender that has started again may begin below those that are here.
+            epoch, name = self._run
+            known = told.run == f"{epoch} {name}"
         # A version whose load failed does not come once more to a worker that stays.
         if known and told.version > self._missed:
             self._wait_staged(told.version, told.timeout)
