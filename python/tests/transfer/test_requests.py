@@ -135,6 +135,9 @@ def test_bytes_that_were_cut_or_damaged_are_refused():
     for damaged in (b"{" + sent, sent[3:], b"[" * 100000 + sent):
         with pytest.raises(transfer.RequestError, match="is JSON before its end marker"):
             kind.deserialize(damaged)
+    for other in ("{}", None, 3):
+        with pytest.raises(transfer.RequestError, match="a serialized request is bytes, got"):
+            kind.deserialize(other)
 
 
 def test_lora_request_needs_a_path():

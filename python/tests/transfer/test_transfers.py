@@ -312,10 +312,14 @@ def test_strategies_are_chosen_by_a_word():
     for wrong in ("other", {}, {"strategy": 3}, None):
         with pytest.raises(SettingError, match="strategy: expected one of broadcast, "):
             transfer.strategy_from_config(wrong)
-    with pytest.raises(SettingError, match="unexpected keyword argument 'speed'"):
-        transfer.strategy_from_config(
-            {"strategy": "broadcast", "strategy_settings": {"speed": "high"}}
-        )
+    for settings, match in (
+        ({"speed": "high"}, "expected settings among backend, .*, got 'speed'"),
+        ({"backend": 3}, "backend: expected a text, got 3"),
+        ({"timeout": "long"}, "timeout: expected seconds above 0, got 'long'"),
+        ({"timeout": 0}, "timeout: expected seconds above 0, got 0"),
+    ):
+        with pytest.raises(SettingError, match=match):
+            transfer.strategy_from_config({"strategy": "broadcast", "strategy_settings": settings})
     with pytest.raises(SettingError, match="a strategy 'broadcast' is registered"):
         transfer.register_strategy("broadcast", "other:Class")
     with pytest.raises(SettingError, match="expected a name and 'module:Class'"):

@@ -117,6 +117,8 @@ class WeightUpdateRequest(ABC):
     @classmethod
     def deserialize(cls: type[R], data: bytes) -> R:
         """What :meth:`serialize` made."""
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise RequestError(f"a serialized request is bytes, got {_short(data)}")
         text, marker, padding = bytes(data).rpartition(_END)
         if not marker or padding.strip(b"\0"):
             raise RequestError("the end marker of a request is missing: it was cut off on its way")

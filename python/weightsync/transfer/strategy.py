@@ -8,6 +8,7 @@ import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -320,12 +321,32 @@ def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
     settings = {} if isinstance(cfg, str) else setting(cfg, "strategy_settings", None) or {}
     module, _, attribute = known[name].partition(":")
     try:
-        made = getattr(importlib.import_module(module), attribute)(**settings)
+        kind = getattr(importlib.import_module(module), attribute)
+        _check_settings(name, kind, settings)
+        made = kind(**settings)
     except (ImportError, AttributeError, TypeError) as error:
         raise SettingError(f"strategy {name!r} ({known[name]}) cannot be made: {error}") from error
     if not isinstance(made, WeightTransferStrategy):
         raise SettingError(f"{known[name]} is no WeightTransferStrategy")
     return made
+
+
+def _check_settings(strategy: str, kind: type, settings: Mapping[str, Any]) -> None:
+    """Compares settings with the fields of a strategy that is a dataclass."""
+    if not is_dataclass(kind):
+        return
+    known = {one.name: one.default for one in fields(kind) if one.init}
+    for name, value in settings.items():
+        if name not in known:
+            names = ", ".join(known)
+            raise SettingError(f"strategy {strategy!r}: expected settings among {names}, got {name!r}")
+        if name == "timeout" and not (type(value) in (int, float) and value > 0):
+            raise SettingError(
+                f"strategy {strategy!r}: timeout: expected seconds above 0, got {value!r}"
+            )
+        # A text may be written as a value, such as a scheme, that its owner checks.
+        if isinstance(known[name], str) and isinstance(value, (int, float, bytes)):
+            raise SettingError(f"strategy {strategy!r}: {name}: expected a text, got {value!r}")
 
 
 def _known() -> dict[str, str]:

@@ -34,7 +34,7 @@ class EngineReport:
         return self.outcome == "updated"
 
     def __str__(self) -> str:
-        has = "its first weights" if self.version is None else f"v{self.version}"
+        has = "the weights it had" if self.version is None else f"v{self.version}"
         if self.synced:
             paused = "" if self.pause is None else f", paused for {_seconds(self.pause)}"
             text = f"{self.engine}: {has}, {_size(self.bytes)}{paused}"
