@@ -21,6 +21,8 @@ mod tests;
 
 /// The digest of one version's bytes.
 ///
+/// Its serde form is also its form in messages of weightsync-net: golden files hold the bytes.
+///
 /// ```
 /// use weightsync_core::{Dtype, Layout, digest::Digest};
 ///

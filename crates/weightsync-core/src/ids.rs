@@ -118,6 +118,8 @@ impl<'de> Deserialize<'de> for ModelId {
 }
 
 /// A receiver's number, from 0, given by the caller that starts the receiver.
+///
+/// Its serde form is also its form in messages of weightsync-net: golden files hold the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct WorkerId(pub u32);

@@ -8,6 +8,8 @@ use crate::hex;
 
 /// Which state of a model's weights: a number that only grows within one [`Run`].
 ///
+/// Its serde form is also its form in messages of weightsync-net: golden files hold the bytes.
+///
 /// ```
 /// use weightsync_core::Version;
 ///
@@ -50,6 +52,8 @@ impl fmt::Display for Version {
 }
 
 /// How many times a model's sender has been started again; the higher epoch wins.
+///
+/// Its serde form is also its form in messages of weightsync-net: golden files hold the bytes.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
 )]
@@ -74,6 +78,8 @@ impl fmt::Display for Epoch {
 ///
 /// Versions are compared only within a run. A run with a higher epoch fences off every run with a
 /// lower one: receivers that have seen it refuse the lower one from then on.
+///
+/// Its serde form is also its form in messages of weightsync-net: golden files hold the bytes.
 ///
 /// ```
 /// use weightsync_core::{Epoch, Run};

@@ -339,6 +339,18 @@ pub enum Error {
         /// The one offered.
         got: Version,
     },
+    /// One version number for several sources, each of which becomes a version of its own. Nothing
+    /// was sent.
+    #[error(
+        "expected no version number for {sources} sources, got {version}: each source becomes a \
+         version of its own, so give a number with one source only"
+    )]
+    SameVersionTwice {
+        /// The number.
+        version: Version,
+        /// How many sources there are.
+        sources: usize,
+    },
     /// An earlier asynchronous send has not reached every worker yet.
     #[error(
         "an earlier send ({}) is still on its way to some workers, expected at most {allowed} such \

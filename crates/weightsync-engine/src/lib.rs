@@ -77,8 +77,6 @@ pub use crate::{
     transport::{Capabilities, NoSync},
 };
 
-#[doc(hidden)] // For schemes with a handshake.
-pub use self::run_dir::random;
 pub use weightsync_core::{
     Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
     Remedy, Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,

@@ -21,7 +21,7 @@ use weightsync_core::{Epoch, ModelId, Run};
 use weightsync_mem::{Listener, interrupt, is_served};
 
 use crate::error::{Error, Result};
-use crate::transport::Endpoint;
+use crate::transport::{Endpoint, random};
 
 /// The most that is read of the epoch file, in bytes.
 const MAX_EPOCH_FILE: u64 = 64;
@@ -386,28 +386,6 @@ fn hash(name: &str) -> u64 {
     name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     })
-}
-
-/// Random bytes of the system.
-///
-/// # Errors
-///
-/// [`Error::Os`].
-pub fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        let got =
-            rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty());
-        match got {
-            Ok(len) => filled += len,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(errno) => {
-                return Err(Error::os("getting random bytes")(errno.into()));
-            }
-        }
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]

@@ -80,7 +80,8 @@ impl Senders {
             Some(first) => first?,
             None if self.senders.len() == 1 => 0,
             None => {
-                return Err(Error::SeveralModels { known: self.ids() });
+                let known = self.ids().cloned().collect();
+                return Err(Error::SeveralModels { known });
             }
         };
         for other in places {
@@ -96,17 +97,10 @@ impl Senders {
     fn place(&self, model: &str) -> Result<usize> {
         let mut senders = self.senders.iter();
         let found = senders.position(|sender| sender.models().any(|id| id.as_str() == model));
-        found.ok_or_else(|| Error::NoSuchModel {
-            model: model.into(),
-            known: self.ids(),
-        })
+        found.ok_or_else(|| Error::no_such_model(model, self.ids()))
     }
 
-    fn ids(&self) -> Vec<ModelId> {
-        self.senders
-            .iter()
-            .flat_map(Sender::models)
-            .cloned()
-            .collect()
+    fn ids(&self) -> impl Iterator<Item = &ModelId> {
+        self.senders.iter().flat_map(Sender::models)
     }
 }

@@ -127,9 +127,9 @@ pub(super) fn check_width(tag: u8, pattern: Pattern) -> Result<(), DeltaError> {
     }
 }
 
-/// Applies a delta block by block. While the delta of a block is read, lines of the image are
-/// fetched from memory: those of this block if it touches most of them, else those that the block
-/// before it touches.
+/// Applies a delta block by block. While the delta of a block is read, lines are fetched from
+/// memory: with a base, all lines of the base's block; without one, all lines of the image's block
+/// if it touches most of them, else those that the block before it touches.
 fn apply_fast<W: Word>(
     work: &mut Work<W>,
     delta: &[u8],

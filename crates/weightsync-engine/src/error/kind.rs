@@ -93,6 +93,7 @@ impl Error {
             | Self::SlotsExhausted { .. }
             | Self::Diverged { .. }
             | Self::VersionNotNewer { .. }
+            | Self::SameVersionTwice { .. }
             | Self::SendPending { .. } => ErrorKind::Send,
             Self::NotApplied { .. } => ErrorKind::NotApplied,
             Self::WrongOrder { .. } | Self::GuardHeld { .. } | Self::Forked { .. } => {

@@ -27,6 +27,16 @@ impl Error {
         move |source| Self::Os { action, source }
     }
 
+    pub(crate) fn no_such_model<'a>(
+        model: &str,
+        known: impl IntoIterator<Item = &'a ModelId>,
+    ) -> Self {
+        Self::NoSuchModel {
+            model: model.into(),
+            known: known.into_iter().cloned().collect(),
+        }
+    }
+
     pub(crate) fn no_such_tensor(name: &str, layout: &Layout) -> Self {
         let known = layout.tensors().iter().map(|spec| spec.name.clone());
         Self::NoSuchTensor {
@@ -47,8 +57,5 @@ pub(crate) fn place_of<'a>(
 ) -> Result<usize> {
     let known = known.into_iter();
     let place = known.clone().position(|id| id.as_str() == model);
-    place.ok_or_else(|| Error::NoSuchModel {
-        model: model.into(),
-        known: known.cloned().collect(),
-    })
+    place.ok_or_else(|| Error::no_such_model(model, known))
 }

@@ -26,11 +26,12 @@ impl Sender {
     ///
     /// # Errors
     ///
-    /// As [`send_with`](Self::send_with), [`Error::SameWorkerTwice`], and
-    /// [`Error::EmptySet`] if no worker is named. All sources are compared, and
-    /// a number that several of them would have is refused, before the first is
-    /// published. A source that fails while it is read, and missing room, can
-    /// come later: what was published before such an error stays.
+    /// As [`send_with`](Self::send_with), [`Error::SameWorkerTwice`],
+    /// [`Error::SameVersionTwice`] for a number with several sources, and
+    /// [`Error::EmptySet`] if no worker is named. These, and sources that do not
+    /// fit, are found before the first source is published. A source that fails
+    /// while it is read, and missing room, can come later: what was published
+    /// before such an error stays.
     pub fn send_each<'a, W: Into<WorkerId>>(
         &mut self,
         weights: impl IntoIterator<Item = (W, &'a dyn WeightExtractor)>,
@@ -94,9 +95,9 @@ impl Sender {
         if let Some(version) = options.version
             && groups.len() > 1
         {
-            return Err(Error::VersionNotNewer {
-                newest: version,
-                got: version,
+            return Err(Error::SameVersionTwice {
+                version,
+                sources: groups.len(),
             });
         }
         for (source, workers) in groups {

@@ -22,6 +22,7 @@ mod image;
 mod interrupter;
 mod memory;
 mod none;
+mod random;
 
 use std::fmt;
 use std::path::Path;
@@ -37,6 +38,7 @@ pub use self::interrupter::Interrupter;
 pub(crate) use self::memory::Memory;
 pub use self::memory::{Attached, Handoff, Segment};
 pub use self::none::NoSync;
+pub use self::random::random;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result, UNNAMED};
 use crate::report::{Changes, Outcome, WaitFor, WorkerReport, WorkerStatus};

@@ -57,7 +57,16 @@ fn wrong_source_is_found_before_any_publication() {
     assert!(matches!(error, Error::EmptyUpdate { .. }), "{error}");
     let numbered = plain.clone().version(Version(9));
     let error = refused(&[(0, &good), (1, &better)], &numbered);
-    assert!(matches!(error, Error::VersionNotNewer { .. }), "{error}");
+    assert!(
+        matches!(
+            error,
+            Error::SameVersionTwice {
+                version: Version(9),
+                sources: 2
+            }
+        ),
+        "{error}"
+    );
     let error = refused(&[(0, &good), (1, &better), (0, &better)], &plain);
     assert!(matches!(error, Error::SameWorkerTwice { .. }), "{error}");
     let error = refused(&[(0, &good)], &plain.clone().model("critic"));

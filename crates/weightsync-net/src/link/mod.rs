@@ -429,7 +429,7 @@ impl GreetError {
 
 /// Random bytes for one handshake.
 pub(crate) fn nonce() -> io::Result<[u8; NONCE_BYTES]> {
-    weightsync_engine::random().map_err(io::Error::other)
+    weightsync_engine::transport::random().map_err(io::Error::other)
 }
 
 #[cfg(test)]

@@ -406,10 +406,6 @@ impl Route {
 }
 
 impl StartError {
-    pub(crate) fn os(action: &'static str) -> impl FnOnce(std::io::Error) -> Self {
-        move |source| Self::Os { action, source }
-    }
-
     /// The error for the session.
     pub(crate) fn into_error(self, address: String) -> Error {
         match self {
@@ -482,5 +478,5 @@ fn pause(looks: u32) -> Duration {
 }
 
 fn random() -> Result<u64> {
-    weightsync_engine::random().map(u64::from_le_bytes)
+    weightsync_engine::transport::random().map(u64::from_le_bytes)
 }

@@ -112,6 +112,12 @@ pub(crate) enum StartError {
     Memory(weightsync_mem::Error),
 }
 
+impl StartError {
+    pub(crate) fn os(action: &'static str) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::Os { action, source }
+    }
+}
+
 /// Why a sender cannot be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reach {

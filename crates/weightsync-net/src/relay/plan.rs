@@ -35,6 +35,8 @@ use self::worker::{Notification, Worker};
 const SIDE_BY_SIDE: usize = 64;
 
 /// One version of one model.
+///
+/// Its serde form is also its form in messages: golden files hold the bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Item {
     /// The model's index in the sender's set.

@@ -280,16 +280,14 @@ fn decoding_refuses_messages_out_of_bounds() {
     assert!(words.contains("do not overlap"), "{words}");
 }
 
-/// Texts and lists that no sender of this crate would make.
+/// Lists that no sender of this crate would make.
 #[test]
 fn decoding_refuses_lists_that_are_too_long() {
-    // Format, variant `Denied`, ticket, a text of 1025 bytes.
-    let denied = [&[FORMAT, 5, 0, 0x81, 0x08][..], &[b'x'; 1025]].concat();
     // Format, variant `Notify`, sequence, an empty set, 65,537 workers of number 0.
     let tell = [&[FORMAT, 6, 1, 0, 0x81, 0x80, 0x04][..], &[0; 65_537]].concat();
     // Format, variant `Part`, 524,289 bytes.
     let part = [&[FORMAT, 2, 0x81, 0x80, 0x20][..], &[0; 524_289]].concat();
-    for payload in [denied, tell, part] {
+    for payload in [tell, part] {
         let error = FromRoot::decode(&payload).unwrap_err();
         let is_too_long = matches!(error, MessageError::TooLong { .. });
         assert!(is_too_long, "{error}");
@@ -298,43 +296,78 @@ fn decoding_refuses_lists_that_are_too_long() {
     let progress = [&[FORMAT, 2, 0x81, 0x20][..], &[0; 7 * 4097]].concat();
     let words = ToRoot::decode(&progress).unwrap_err().to_string();
     assert!(words.contains("4097 is over the limit"), "{words}");
-
-    // Format, variant `Join`, six numbers, a device of 65 bytes, an epoch.
-    let device = [&[FORMAT, 1, 1, 0, 1, 1, 1, 0, 65][..], &[b'x'; 65], &[0]].concat();
-    // Format, variant `Progress`, one worker of five numbers and no set, a reason of 1025 bytes.
-    let reason = [
-        &[FORMAT, 2, 1, 0, 0, 0, 0, 0, 0, 1, 9, 0x81, 0x08][..],
-        &[b'x'; 1025],
-    ]
-    .concat();
-    // Format, variant `ParentLost`, a parent, a reason of 1025 bytes.
-    let lost = [&[FORMAT, 9, 1, 0x81, 0x08][..], &[b'x'; 1025]].concat();
-    for (payload, part) in [(device, "65 is"), (reason, "1025 is"), (lost, "1025 is")] {
-        let words = ToRoot::decode(&payload).unwrap_err().to_string();
-        let expected = format!("bytes of a text: {part} over the limit");
-        assert!(words.contains(&expected), "{words}");
-    }
 }
 
+/// A text is cut by its field and refused by the check of its message. Each compiles without the
+/// other.
 #[test]
-fn words_for_people_are_cut_between_characters() {
-    let long = "ö".repeat(5000);
-    let reason = long.clone();
-    let payload = ToChild::Gone { reason }.encode().unwrap();
-    let ToChild::Gone { reason } = ToChild::decode(&payload).unwrap() else {
-        panic!("another message came back")
-    };
-    assert_eq!(reason, "ö".repeat(MAX_TEXT / 2));
-    let device = "€".repeat(100);
-    let mut message = join(1, Delivery::Newest);
-    if let ToRoot::Join { device: label, .. } = &mut message {
-        *label = device;
-    }
-    let payload = message.encode().unwrap();
-    let ToRoot::Join { device, .. } = ToRoot::decode(&payload).unwrap() else {
-        panic!("another message came back")
-    };
-    assert_eq!(device, "€".repeat(MAX_DEVICE / 3));
+fn every_text_for_people_is_cut_when_sent_and_refused_when_too_long() {
+    has_text(MAX_TEXT, |name| {
+        let mut message = agent(None, vec![]);
+        if let ToRoot::Agent { name: field, .. } = &mut message {
+            *field = name;
+        }
+        message
+    });
+    has_text(MAX_DEVICE, |device| {
+        let mut message = join(1, Delivery::Newest);
+        if let ToRoot::Join { device: field, .. } = &mut message {
+            *field = device;
+        }
+        message
+    });
+    let (worker, instance, ticket) = (WorkerId(1), 1, 1);
+    has_text(MAX_TEXT, |reason| ToRoot::Progress {
+        workers: vec![WorkerProgress {
+            worker,
+            instance,
+            taken: 1,
+            through: 1,
+            loaded: 1,
+            versions: vec![],
+            refused: Some((1, reason)),
+        }],
+    });
+    has_text(MAX_TEXT, |reason| ToRoot::Unusable {
+        worker,
+        instance,
+        reason,
+    });
+    has_text(MAX_TEXT, |reason| ToRoot::ParentLost { parent: 1, reason });
+    has_text(MAX_TEXT, |reason| FromRoot::Refused {
+        reason,
+        remedy: RefusalRemedy::Other,
+    });
+    has_text(MAX_TEXT, |reason| FromRoot::Denied { ticket, reason });
+    has_text(MAX_TEXT, |reason| FromRoot::TurnAway {
+        worker,
+        instance,
+        reason,
+    });
+    has_text(MAX_TEXT, |reason| ToChild::Gone { reason });
+}
+
+fn has_text<M: Message + PartialEq + Debug>(limit: usize, message: impl Fn(String) -> M) {
+    let payload = message("€".repeat(limit)).encode().unwrap();
+    let cut = message("€".repeat(limit / "€".len()));
+    assert_eq!(M::decode(&payload), Ok(cut));
+
+    let longest = message("x".repeat(limit));
+    comes_back(&longest);
+    // One byte more, which no sender of this crate would send.
+    let mut payload = longest.encode().unwrap();
+    let mut parts = payload.windows(limit);
+    let at = parts.position(|part| part.iter().all(|byte| *byte == b'x'));
+    let at = at.expect("the text as it is");
+    payload.insert(at, b'x');
+    // The length stands before the text, its low bits first.
+    payload[at - if limit < 128 { 1 } else { 2 }] += 1;
+    let words = M::decode(&payload).unwrap_err().to_string();
+    let expected = format!(
+        "bytes of a text: {} is over the limit of {limit}",
+        limit + 1
+    );
+    assert_eq!(words, expected, "{longest:?}");
 }
 
 #[test]

@@ -4,7 +4,7 @@ use weightsync_core::{Run, Version};
 
 use super::*;
 
-/// A message from a child to its parent.
+/// A message from a child to its parent. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToParent {
     /// Requests blocks of a version. The parent sends each as soon as it has it, or a delta in
@@ -25,7 +25,8 @@ pub enum ToParent {
     },
 }
 
-/// A message from a parent to its child, besides blocks.
+/// A message from a parent to its child, besides blocks. The order of variants and fields is part
+/// of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToChild {
     /// A sign of life: there is no block to send now.
@@ -40,7 +41,7 @@ pub enum ToChild {
     },
 }
 
-/// A range of consecutive blocks.
+/// A range of consecutive blocks. The order of fields is part of the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockRange {
     /// The index of the first.

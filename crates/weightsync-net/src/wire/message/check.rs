@@ -17,7 +17,7 @@ pub trait Check {
 /// Checks a text against the most bytes that it may have.
 pub type CheckText = fn(&str, usize) -> Result<(), MessageError>;
 
-/// For a text that has come.
+/// Checks a text that arrived.
 pub(super) fn check_text(words: &str, limit: usize) -> Result<(), MessageError> {
     within("bytes of a text", words.len(), limit)
 }

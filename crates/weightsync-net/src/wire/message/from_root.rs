@@ -134,7 +134,7 @@ pub enum FromRoot {
     },
 }
 
-/// What a refused agent should do.
+/// What a refused agent should do. The order of variants and fields is part of the format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RefusalRemedy {
     /// The sender has shut down, or is about to.

@@ -5,7 +5,8 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use super::*;
 
-/// A message from an agent to its sender, about itself and the workers of its host.
+/// A message from an agent to its sender, about itself and the workers of its host. The order of
+/// variants and fields is part of the format.
 ///
 /// Each life of a worker has its own `instance`, so that a late message about an earlier life is
 /// not taken for one about its successor.
@@ -144,7 +145,7 @@ pub enum ToRoot {
 }
 
 /// The progress of one worker. Sequences are those of [`FromRoot::Notify`] and
-/// [`FromRoot::Answer`].
+/// [`FromRoot::Answer`]. The order of fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerProgress {
     /// The worker.

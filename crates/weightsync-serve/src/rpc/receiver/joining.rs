@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::time::sleep;
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
+    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, random,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
 use weightsync_net::{Access, listen_error};
@@ -257,8 +257,7 @@ async fn register_at(
     proof: &ProofKey,
     register: &Register,
 ) -> std::result::Result<(Welcome, Lines), NotIn> {
-    let nonce: [u8; 32] =
-        weightsync_engine::random().map_err(|error| NotIn::Silent(error.to_string()))?;
+    let nonce: [u8; 32] = random().map_err(|error| NotIn::Silent(error.to_string()))?;
     let register = Register {
         nonce: Some(Digits(nonce.into())),
         ..register.clone()
