@@ -30,6 +30,8 @@ class Worker:
 
 async def main():
     workers = [Worker.remote() for _ in range(2)]
+    # The wait for workers to join ends by a timeout, and does not include their start.
+    await asyncio.gather(*(one.__ray_ready__.remote() for one in workers))
     client = transfer.ActorClient(
         workers, call=lambda actor, method, *told: getattr(actor, method).remote(*told)
     )
