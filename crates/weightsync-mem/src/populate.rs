@@ -28,7 +28,7 @@ const MAX_THREADS: usize = 8;
 /// way, or the host of a virtual machine has to supply memory, for which small pages wait too.
 ///
 /// First sends of 1 GiB to four readers took 0.2 to 1.1 s with 150 ms (those above 0.8 s had given
-/// up), 0.15 to 0.4 s with 400 ms, 0.3 to 1 s without a limit, and 0.7 to 3 s without huge pages
+/// up), 0.15 to 0.4 s with 400 ms, 0.3 to 1 s with 2 s, and 0.7 to 3 s without huge pages
 /// (six runs each in turn, Linux 6.18, two cores of a virtual machine).
 const PATIENCE: Duration = Duration::from_millis(400);
 
