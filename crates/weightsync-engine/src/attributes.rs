@@ -44,19 +44,22 @@ struct Wire {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttributesError {
     /// One tensor is said to be two others.
-    #[error("tensor {alias:?} is tied to more than one other")]
+    #[error("tensor {alias:?} is tied to more than one other: name one")]
     TiedTwice {
         /// The tensor.
         alias: String,
     },
     /// Ties lead in a circle.
-    #[error("tensor {alias:?} is tied to itself")]
+    #[error("tensor {alias:?} is tied to itself: name another tensor, or remove the tie")]
     TiedToItself {
         /// The tensor.
         alias: String,
     },
     /// Two tensors that are said to be one have different dtypes or shapes.
-    #[error("tensor {alias:?} cannot be {of:?}: they have different dtypes or shapes")]
+    #[error(
+        "tensor {alias:?} cannot be tied to {of:?}: they have different dtypes or shapes; remove \
+         the tie"
+    )]
     TiedUnlike {
         /// The alias.
         alias: String,

@@ -86,7 +86,10 @@ pub enum Error {
     },
     /// The sender is there, but had not published its first version by the
     /// deadline.
-    #[error("the sender of {model} had no weights yet after {waited:.1?}")]
+    #[error(
+        "the sender of {model} had no weights yet after {waited:.1?}: have the trainer call connect \
+         or send, or wait longer"
+    )]
     NoInitialWeights {
         /// The model.
         model: ModelId,
@@ -94,7 +97,11 @@ pub enum Error {
         waited: Duration,
     },
     /// The sender died; what it published last stays readable.
-    #[error("the sender{} died; the last whole version stays readable", pid_text(.pid))]
+    #[error(
+        "the sender{} died; the last whole version stays readable; start the trainer again, then \
+         connect again",
+        pid_text(.pid)
+    )]
     SenderDied {
         /// Its process, if it is known.
         pid: Option<u32>,
@@ -492,7 +499,10 @@ pub enum Error {
     },
     /// Another process holds a file of the run directory, and did not release
     /// it by the deadline.
-    #[error("{path} was still locked by another process after {waited:.1?}", path = .path.display())]
+    #[error(
+        "{path} was still locked by another process after {waited:.1?}: stop the other trainer of \
+         this run directory, or use another directory", path = .path.display()
+    )]
     FileLocked {
         /// The file.
         path: PathBuf,

@@ -110,12 +110,12 @@ pub enum Error {
     },
     /// This process has reached its limit of open files.
     #[error(
-        "this process has reached its limit of open files ({}): raise the hard limit (`ulimit \
-         -Hn`, LimitNOFILE= of a service), or use fewer workers",
-        limit.map_or("no limit".into(), |limit| limit.to_string())
+        "this process has reached its limit of open files{}: raise the hard limit (`ulimit -Hn`, \
+         LimitNOFILE= of a service), or use fewer workers",
+        limit.map_or(String::new(), |limit| format!(" ({limit})"))
     )]
     TooManyFiles {
-        /// The limit.
+        /// The limit, if the system tells it.
         limit: Option<u64>,
     },
     /// Another sender or another program uses the address.

@@ -64,7 +64,9 @@ pub enum NetError {
         reason: String,
     },
     /// Another relay already serves this host: a host has one relay of each sender.
-    #[error("another relay of this host carries what the sender at {address} sends")]
+    #[error(
+        "another relay of this host already serves the sender at {address}: stop one of the two"
+    )]
     AnotherRelay {
         /// The sender's address.
         address: String,
@@ -79,13 +81,19 @@ pub enum NetError {
         address: String,
     },
     /// The worker's relay has gone, and there is no other route.
-    #[error("no other route to the sender: {reason}")]
+    #[error(
+        "this worker's relay is gone, and there is no other route to the sender ({reason}): start \
+         a relay on this host again, or connect again from the init info"
+    )]
     NoRoute {
         /// What prevents it.
         reason: String,
     },
     /// Nothing answers at the address.
-    #[error("no answer from {address}: {reason}")]
+    #[error(
+        "no answer from {address}: {reason}; check that the sender runs there, and that a firewall \
+         lets this port through"
+    )]
     Unreachable {
         /// The address.
         address: String,

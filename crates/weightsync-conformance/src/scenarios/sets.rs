@@ -259,20 +259,8 @@ pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
     assert_eq!(fault.kind, Kind::NotWhole, "{}", fault.text);
 
     // One model alone: the other one is still half loaded, so both come.
-    script.tell_worker(
-        0,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault: None,
-        },
-    );
-    script.tell_worker(
-        1,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault: None,
-        },
-    );
+    tell_to_load(&mut script, 0, None);
+    tell_to_load(&mut script, 1, None);
     let how = SendSettings {
         model: Some("actor".into()),
         ..SendSettings::default()
@@ -295,20 +283,8 @@ pub(crate) fn a_load_that_cannot_go_back_does_not_serve(subject: &Subject) {
 pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     let mut script = loading(subject, 2);
     script.doom(1);
-    script.tell_worker(
-        0,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault: Some(LoadFault::Death),
-        },
-    );
-    script.tell_worker(
-        1,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault: None,
-        },
-    );
+    tell_to_load(&mut script, 0, Some(LoadFault::Death));
+    tell_to_load(&mut script, 1, None);
     let sent = script.send(both(2), SendSettings::default());
     script.until_dead(1);
     assert_eq!(sent.line(0).fate, Fate::Died, "{}", sent.text);
@@ -588,22 +564,21 @@ fn models() -> Vec<(String, Shape)> {
 
 /// Sends both models, and has two workers load them: the first with a mishap.
 fn load(script: &mut Script<'_>, word: u64, load_fault: Option<LoadFault>) -> (Sent, Loaded) {
-    script.tell_worker(
-        0,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault,
-        },
-    );
-    script.tell_worker(
-        1,
-        WorkerCommand::Load {
-            timeout: None,
-            load_fault: None,
-        },
-    );
+    tell_to_load(script, 0, load_fault);
+    tell_to_load(script, 1, None);
     let sent = script.send(both(word), SendSettings::default());
     let loaded = script.answer_of(0).loaded();
     assert_eq!(script.answer_of(1).loaded().word(), Some(word));
     (sent, loaded)
+}
+
+fn tell_to_load(script: &mut Script<'_>, worker: u32, load_fault: Option<LoadFault>) {
+    let timeout = None;
+    script.tell_worker(
+        worker,
+        WorkerCommand::Load {
+            timeout,
+            load_fault,
+        },
+    );
 }

@@ -72,7 +72,10 @@ pub enum Problem {
         second_kind: Box<(Dtype, Vec<u64>)>,
     },
     /// The parts are together longer or shorter than the whole.
-    #[error("rule {rule}: {tensor:?} is {expected} long there, its parts together {got}")]
+    #[error(
+        "rule {rule}: the parts of {tensor:?} are {got} long together, expected {expected}: give \
+         lengths that add up"
+    )]
     Lengths {
         /// The rule.
         rule: usize,
@@ -96,7 +99,10 @@ pub enum Problem {
         dtype: Dtype,
     },
     /// Several tensors get one name.
-    #[error("{name:?} would be {sources:?} at once")]
+    #[error(
+        "several tensors ({}) would be named {name:?}: give each its own name",
+        sources.iter().map(|source| format!("{source:?}")).collect::<Vec<_>>().join(", ")
+    )]
     SameName {
         /// The name.
         name: String,

@@ -427,17 +427,17 @@ fn rules_that_do_not_fit_are_named_with_the_tensor() {
         ),
         (
             new().split("m", [("x", 1), ("y", 3)], 1),
-            "\"m\" is 3 long there, its parts together 4",
+            "the parts of \"m\" are 4 long together, expected 3",
         ),
         (
             new().split("m", [("x", u64::MAX), ("y", 5)], 1),
-            "its parts together 18446744073709551615",
+            "are 18446744073709551615 long together",
         ),
         (new().split("bias", [("x", 3)], 1), "no dimension 1"),
         (new().split("packed", [("x", 2)], 0), "packed F4"),
         (
             new().rename("m", "n"),
-            "\"n\" would be [\"m\", \"n\"] at once",
+            "several tensors (\"m\", \"n\") would be named \"n\"",
         ),
         (new().rename("m", &"x".repeat(5000)), "tensor name"),
     ];

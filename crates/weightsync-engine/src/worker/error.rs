@@ -67,7 +67,10 @@ pub enum WorkerError {
     },
 
     /// A worker did not die of SIGKILL in time: the kernel holds it in an uninterruptible wait.
-    #[error("worker {worker} still runs {waited:.1?} after SIGKILL")]
+    #[error(
+        "worker {worker} still runs {waited:.1?} after SIGKILL: the kernel holds it, for example in \
+         a device driver or a network file system; see `dmesg`"
+    )]
     Unkillable {
         /// The worker that does not die.
         worker: usize,
@@ -77,7 +80,10 @@ pub enum WorkerError {
 
     /// A frame to be sent is longer than the pipe allows. Send it in parts, or raise
     /// [`Spawn::max_frame`](super::Spawn::max_frame).
-    #[error("a frame of {len} bytes is longer than the {max} bytes the pipe allows")]
+    #[error(
+        "a frame of {len} bytes is longer than the {max} bytes the pipe allows: send it in parts, or \
+         raise `Spawn::max_frame`"
+    )]
     FrameTooLong {
         /// The frame's length in bytes.
         len: usize,
@@ -86,7 +92,10 @@ pub enum WorkerError {
     },
 
     /// The other end of the pipe sent something that no peer of this version sends.
-    #[error("the other end of the worker pipe broke the protocol: {0}")]
+    #[error(
+        "the other end of the worker pipe broke the protocol: {0}; do both programs have the same \
+         weightsync, and does nothing else write to that pipe?"
+    )]
     Peer(#[from] PipeFault),
 
     /// The trainer closed the pipe, or is dead: this worker should end now.
@@ -99,14 +108,20 @@ pub enum WorkerError {
 
     /// This process was started as a worker, but its standard input is no longer the trainer's
     /// pipe. A program between the two (a shell, a launcher) must leave standard input alone.
-    #[error("started as a worker by process {trainer}, but standard input is not its pipe")]
+    #[error(
+        "process {trainer} started this worker, but standard input is not its pipe: the program \
+         between the two (a shell, a launcher) must leave standard input alone"
+    )]
     NotAttached {
         /// The trainer's process id.
         trainer: u32,
     },
 
     /// [`current`](super::current) was called before in this process; the pipe has one owner.
-    #[error("this process has already taken its worker pipe")]
+    #[error(
+        "this process has already taken its worker pipe: call `worker::current()` once, and keep \
+         what it returns"
+    )]
     AlreadyTaken,
 
     /// This process is a worker that never called [`current`](super::current), and is about to
@@ -124,11 +139,13 @@ pub enum WorkerError {
     },
 
     /// The init bytes are not a value of the type asked for, or cannot be made from it.
-    #[error("the init value cannot be converted: {0}")]
+    #[error("the init value cannot be converted: {0}; do trainer and worker use the same type?")]
     Init(#[from] postcard::Error),
 
     /// The init bytes go on after the value of the type asked for.
-    #[error("{extra} bytes follow the init value: the two ends use different types")]
+    #[error(
+        "{extra} bytes follow the init value: use the same type in the trainer and in the worker"
+    )]
     InitTooLong {
         /// How many bytes were left over.
         extra: usize,

@@ -1,5 +1,7 @@
 //! The service thread, one step at a time.
 
+mod forked;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
@@ -50,6 +52,22 @@ fn hello() -> FromReader {
     }
 }
 
+fn address_of(name: &str) -> String {
+    format!("weightsync-test/{name}/{}", std::process::id())
+}
+
+/// A sender at the address of this name.
+fn sender(name: &str) -> (String, Writer) {
+    let (address, options) = (address_of(name), SegmentOptions::default());
+    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    (address, writer)
+}
+
+fn wait_for_one(writer: &Writer) {
+    let one = |there: &Attendance| there.readers.len() == 1;
+    assert!(writer.wait_readers(soon(), one).unwrap());
+}
+
 /// Says hello, and nothing else.
 fn knock(address: &str) -> Socket {
     knock_with(address).0
@@ -83,7 +101,7 @@ fn options(address: &str) -> AttachOptions {
 
 /// A worker that has joined, with nobody who listens to it.
 fn joined(shared: &Arc<Shared>, name: &str) -> Worker {
-    let address = format!("weightsync-test/{name}/{}", std::process::id());
+    let address = address_of(name);
     let listener = Listener::at(&address).unwrap();
     let joining = thread::spawn(move || Worker::attach(&options(&address), soon()).unwrap());
     poll([listener.as_fd()], None).unwrap();
@@ -112,13 +130,9 @@ fn last_messages_of_a_dead_reader_are_handled() {
 fn reader_counts_as_left_after_giving_up_a_join() {
     let cases = [false, true].map(|again| [(again, true), (again, false)]);
     for (again, says_so) in cases.into_iter().flatten() {
-        let process = std::process::id();
-        let address = format!("weightsync-test/gives-up/{again}/{says_so}/{process}");
-        let options = SegmentOptions::default();
-        let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+        let (address, mut writer) = sender(&format!("gives-up/{again}/{says_so}"));
         let (gives_up, control) = knock_with(&address);
-        let one = |there: &Attendance| there.readers.len() == 1;
-        assert!(writer.wait_readers(soon(), one).unwrap());
+        wait_for_one(&writer);
         let staging = writer.stage(&[0], soon()).unwrap();
         let publication = staging.publish(&Targets::All).unwrap();
         let page: &Control = control.map.table();
@@ -139,7 +153,7 @@ fn reader_counts_as_left_after_giving_up_a_join() {
 
 #[test]
 fn a_reader_that_gives_up_joining_says_that_it_leaves() {
-    let address = format!("weightsync-test/says-so/{}", std::process::id());
+    let address = address_of("says-so");
     let listener = Listener::at(&address).unwrap();
     let joining = thread::spawn({
         let options = options(&address);
@@ -176,7 +190,7 @@ fn a_worker_can_ring_and_nothing_else() {
     use rustix::fs::{OFlags, fcntl_setfl};
     use rustix::io::{read, write};
 
-    let address = format!("weightsync-test/bells/{}", std::process::id());
+    let address = address_of("bells");
     let listener = Listener::at(&address).unwrap();
     let shared = shared();
     let join = |worker| {
@@ -226,7 +240,7 @@ fn a_worker_can_ring_and_nothing_else() {
 /// The peer that should be notified does not listen.
 #[test]
 fn messages_of_relayed_workers_are_bounded() {
-    let address = format!("weightsync-test/news/{}", std::process::id());
+    let address = address_of("news");
     let listener = Listener::at(&address).unwrap();
     let relayed = crate::relay::Relayed::new(1);
     let options = SegmentOptions::default();
@@ -270,56 +284,10 @@ fn messages_of_relayed_workers_are_bounded() {
     drop(worker);
 }
 
-/// The thread that has the lock is not in the child, which would wait for it for ever.
-#[test]
-fn a_forked_child_waits_for_no_lock_of_its_parent() {
-    let address = format!("weightsync-test/fork-lock/{}", std::process::id());
-    let options = SegmentOptions::default();
-    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
-    let remote_reader = remote_reader(&writer);
-    let listener = Listener::at(&format!("{address}/relay")).unwrap();
-    let relay = crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
-    let who = crate::WorkerInstance {
-        worker: WorkerId(3),
-        instance: 0,
-    };
-    let lock = writer.shared.state();
-    let relayed = relay.locked_for_a_test();
-    // SAFETY: the child makes calls that end at once, and ends itself without unwinding.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // SAFETY: no handler is set, so the signal ends a child that waits.
-        unsafe { libc::alarm(20) };
-        let forked = |result: Result<(), Error>| matches!(result, Err(Error::Forked { .. }));
-        remote_reader.start_over();
-        relay.report_again();
-        relay.deny(1, "");
-        relay.forget_bases(0);
-        relay.turn_away(who, "");
-        let fine = forked(remote_reader.notifications().map(drop))
-            && forked(remote_reader.answered().map(drop))
-            && forked(remote_reader.ask(1, Want::Newest))
-            && forked(relay.wait(None).map(drop))
-            && forked(relay.admit(1))
-            && !relay.waits(1)
-            && !relay.notify(who, 1, &[])
-            && !relay.answer(who, 1, 1, &[]);
-        // SAFETY: it ends the child, and runs nothing of the parent's.
-        unsafe { libc::_exit(i32::from(!fine)) };
-    }
-    drop((lock, relayed));
-    let mut status = 0;
-    // SAFETY: the child is this process's own, and the place is valid for the call.
-    let ended = unsafe { libc::waitpid(child, &mut status, 0) };
-    assert_eq!((ended, status), (child, 0));
-}
-
 /// The number was free when the worker said hello, and a remote reader was admitted under it since.
 #[test]
 fn worker_number_is_checked_when_admitted() {
-    let address = format!("weightsync-test/two-ways/{}", std::process::id());
-    let options = SegmentOptions::default();
-    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let (address, mut writer) = sender("two-ways");
     let shared = writer.shared.clone();
     let meeting = format!("{address}/meeting");
     let listener = Listener::at(&meeting).unwrap();
@@ -373,12 +341,9 @@ fn remote_reader(writer: &Writer) -> crate::RemoteReader {
 /// Whatever its page says later: its mailbox is nobody's any more.
 #[test]
 fn a_reader_that_has_left_does_not_come_back() {
-    let address = format!("weightsync-test/comes-back/{}", std::process::id());
-    let options = SegmentOptions::default();
-    let mut writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let (address, mut writer) = sender("comes-back");
     let (_first, control) = knock_with(&address);
-    let one = |there: &Attendance| there.readers.len() == 1;
-    assert!(writer.wait_readers(soon(), one).unwrap());
+    wait_for_one(&writer);
     send(&mut writer);
     let shared = writer.shared.clone();
     let mailbox = || {
@@ -403,13 +368,10 @@ fn a_reader_that_has_left_does_not_come_back() {
 
 #[test]
 fn a_slot_that_finds_no_room_on_its_way_comes_later() {
-    let address = format!("weightsync-test/owed/{}", std::process::id());
-    let options = SegmentOptions::default();
-    let writer = Writer::create(&address, SECRET, RUN, &[model()], options).unwrap();
+    let (address, writer) = sender("owed");
     let shared = &writer.shared;
     let worker = knock(&address);
-    let one = |there: &Attendance| there.readers.len() == 1;
-    assert!(writer.wait_readers(soon(), one).unwrap());
+    wait_for_one(&writer);
     let (_, socket, _) = shared.watched().remove(0);
     let answer = FromSender::NoSuchVersion {
         question: 1,
@@ -457,7 +419,7 @@ fn no_debug_output_shows_the_secret() {
 
 #[test]
 fn closing_sender_admits_no_reader() {
-    let address = format!("weightsync-test/closing/{}", std::process::id());
+    let address = address_of("closing");
     let shared = shared();
     let listener = Listener::at(&address).unwrap();
     let knock = || {
@@ -492,9 +454,7 @@ fn send(writer: &mut Writer) -> crate::Publication {
 #[test]
 fn set_is_handed_out_after_its_slot_arrives() {
     for delivery in [Delivery::Newest, Delivery::Every { bound: 2 }] {
-        let address = format!("weightsync-test/late/{delivery:?}/{}", std::process::id());
-        let segment = SegmentOptions::default();
-        let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
+        let (address, mut writer) = sender(&format!("late/{delivery:?}"));
         let options = AttachOptions {
             delivery,
             ..options(&address)
@@ -536,7 +496,7 @@ fn set_is_handed_out_after_its_slot_arrives() {
 
 #[test]
 fn refused_reader_gets_the_reason() {
-    let address = format!("weightsync-test/turned-away/{}", std::process::id());
+    let address = address_of("turned-away");
     let segment = SegmentOptions::default();
     let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
     let mut worker = Worker::attach(&options(&address), soon()).unwrap();
@@ -556,7 +516,7 @@ fn refused_reader_gets_the_reason() {
 
 #[test]
 fn departed_reader_gets_no_new_slots() {
-    let address = format!("weightsync-test/no-more/{}", std::process::id());
+    let address = address_of("no-more");
     let segment = SegmentOptions::default();
     let mut writer = Writer::create(&address, SECRET, RUN, &[model()], segment).unwrap();
     let mut worker = Worker::attach(&options(&address), soon()).unwrap();
@@ -582,7 +542,7 @@ fn departed_reader_gets_no_new_slots() {
 
 #[test]
 fn death_found_by_a_refused_successor_is_reported() {
-    let address = format!("weightsync-test/found/{}", std::process::id());
+    let address = address_of("found");
     let listener = Listener::at(&address).unwrap();
     let shared = shared();
     let meet = || shared.meet(listener.accept().unwrap().unwrap());

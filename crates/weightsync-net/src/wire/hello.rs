@@ -319,7 +319,10 @@ pub enum HelloError {
     )]
     TokenRefused,
     /// The client has another token.
-    #[error("the other end has another token, or the init info of another sender")]
+    #[error(
+        "the other end has another token, or the init info of another sender: give both the same \
+         token (WEIGHTSYNC_TOKEN_FILE, or WEIGHTSYNC_TOKEN), or the init info of this sender"
+    )]
     WrongToken,
     /// The server accepted this end, but did not prove that it has the token itself.
     #[error(

@@ -49,7 +49,10 @@ pub(crate) enum Fault {
         addr: SocketAddr,
         source: hyper::Error,
     },
-    #[error("{addr} answered {status}, which is no answer to the request")]
+    #[error(
+        "{addr} answered {status}, which is no answer to the request: is another program or a proxy \
+         at this address?"
+    )]
     Status {
         addr: SocketAddr,
         status: StatusCode,

@@ -1,9 +1,11 @@
 //! Hosts with processes on them, and what those have said.
 
+mod actor;
 mod proc;
 
+pub(crate) use self::actor::Actor;
+
 use std::collections::BTreeMap;
-use std::fmt;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -33,31 +35,6 @@ const PORT: u16 = 7070;
 
 /// Bits a second.
 pub(crate) const GIGABIT: u64 = 1_000_000_000;
-
-/// A process of a test.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Actor {
-    Trainer,
-    /// The relay of this host.
-    Relay(usize),
-    Worker(u32),
-    /// The crowd of this number.
-    Crowd(usize),
-    /// The attacker on this host.
-    Attacker(usize),
-}
-
-impl fmt::Display for Actor {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Trainer => f.write_str("trainer"),
-            Self::Relay(host) => write!(f, "relay of host {host}"),
-            Self::Worker(worker) => write!(f, "worker {worker}"),
-            Self::Crowd(crowd) => write!(f, "crowd {crowd}"),
-            Self::Attacker(host) => write!(f, "attacker of host {host}"),
-        }
-    }
-}
 
 /// A process that runs.
 struct Process {

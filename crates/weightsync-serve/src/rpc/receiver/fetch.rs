@@ -26,11 +26,11 @@ const PAUSE: Duration = Duration::from_millis(100);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Failure {
     /// The sender has a newer version by now, or is another sender.
-    #[error("the sender no longer has this version")]
+    #[error("the sender no longer has this version: receive again for the newest")]
     Replaced,
     #[error(
         "block {block} of model {model} {version} is damaged: expected CRC-64 \
-         {expected:016x}, got {got:016x}"
+         {expected:016x}, got {got:016x}; the worker keeps the version it has"
     )]
     Damaged {
         model: usize,
@@ -39,14 +39,20 @@ pub(super) enum Failure {
         expected: u64,
         got: u64,
     },
-    #[error("model {model} {version} is damaged: expected digest {expected}, got {got}")]
+    #[error(
+        "model {model} {version} is damaged: expected digest {expected}, got {got}; the worker keeps \
+         the version it has"
+    )]
     Digest {
         model: usize,
         version: Version,
         expected: Digest,
         got: Digest,
     },
-    #[error("the sender's {version} of model {model} does not match the layout of this model")]
+    #[error(
+        "the sender's {version} of model {model} does not match the layout of this model: connect \
+         again from the sender's init info"
+    )]
     Foreign { model: usize, version: Version },
     #[error("{0}")]
     Fault(#[from] Fault),
