@@ -24,9 +24,12 @@ const WITH_OLDEST: &[&str] = &[
     "not inductor",
 ];
 
-/// Two processes run the tests: most of them wait for processes that they start. A process takes
-/// tests that the other has not begun, and tests that share a fixture of their file stay together.
-const SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
+/// Four processes run the tests: most of them wait for processes that they start. A process takes
+/// tests that no other has begun, and tests that share a fixture of their file stay together.
+const SIDE_BY_SIDE: &[&str] = &["--numprocesses=4", "--dist=loadscope"];
+
+/// An engine takes a core and some gigabytes of memory.
+const ENGINES_SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
 
 /// The tests with vLLM's engines, which run in an environment of their own.
 const WITH_VLLM: &str = "python/tests/vllm_engines";
@@ -52,7 +55,7 @@ pub fn run(
     step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
     let vllm = wheel::install_over(places, vllm, "vllm", &wheel)?;
     let mut with_vllm = timed(pytest(places, &vllm), timeout);
-    step::run_reported("vLLM", with_vllm.args(SIDE_BY_SIDE).arg(WITH_VLLM))?;
+    step::run_reported("vLLM", with_vllm.args(ENGINES_SIDE_BY_SIDE).arg(WITH_VLLM))?;
     let mut tests = timed(pytest(places, &own), timeout);
     step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
 }

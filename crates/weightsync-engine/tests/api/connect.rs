@@ -13,7 +13,9 @@ use weightsync_engine::{
     SenderSetup, Set, SetLoader, Tensors, Version, WaitFor, WorkerId, WorkerStatus,
 };
 
-use crate::{BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, weights};
+use crate::{
+    BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, until_all_have_left, weights,
+};
 
 #[test]
 fn every_worker_gets_every_version() {
@@ -470,7 +472,7 @@ fn insisted_layout_applies_to_the_wanted_model() {
         matches!(&error, Error::NoSuchModel { model, .. } if model == "actor"),
         "{error}"
     );
-    assert!(sender.workers().is_empty());
+    until_all_have_left(&sender);
 }
 
 /// A transport whose only worker leaves as soon as it has been seen.

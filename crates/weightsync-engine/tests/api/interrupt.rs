@@ -13,7 +13,7 @@ use weightsync_engine::{
     Tensors, Version, WaitFor, WeightLoader, interruptible,
 };
 
-use crate::{BRIEF, SOON, pair, pair_by, send_to, weights};
+use crate::{BRIEF, SOON, pair, pair_by, send_to, until_all_have_left, weights};
 
 /// A time for calls that are to be ended before it.
 const LONG: Duration = Duration::from_secs(120);
@@ -326,11 +326,8 @@ fn interrupt_ends_a_wait_for_a_background_load() {
     assert_eq!(sender.workers().len(), 1, "it is at its load");
     go_on.send(()).unwrap();
     assert!(pending.wait(Some(SOON)).unwrap().all_applied());
-    let until = Instant::now() + SOON;
-    while !sender.workers().is_empty() {
-        assert!(Instant::now() < until, "the thread ends on its own");
-        thread::yield_now();
-    }
+    // The thread ends on its own.
+    until_all_have_left(&sender);
 }
 
 #[test]

@@ -27,7 +27,7 @@ mod strategies;
 mod targets;
 
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use weightsync_engine::{
     Expect, Receiver, ReceiverSetup, Report, Result, Sender, SenderSetup, Snapshot, Tensors,
@@ -65,6 +65,19 @@ fn connect(
     let sender = setup.connect(weights, Expect::Count(count as usize), Some(SOON));
     let receivers = joining.into_iter().map(|one| one.join().unwrap().unwrap());
     (sender.unwrap(), receivers.collect())
+}
+
+/// The sender learns of a worker's end by an event, which takes its time.
+fn until_all_have_left(sender: &Sender) {
+    let until = Instant::now() + SOON;
+    while !sender.workers().is_empty() {
+        assert!(
+            Instant::now() < until,
+            "{:?} are still there",
+            sender.workers()
+        );
+        thread::yield_now();
+    }
 }
 
 /// As [`connect`], with one worker.
