@@ -143,7 +143,11 @@ def test_ctrl_c_ends_a_wait_at_once(command, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"127.0.0.1:{silent.getsockname()[1]}"
         status = [*command, "status", place, "--token-file", token, "--timeout", "600"]
-        with subprocess.Popen(status, stderr=subprocess.PIPE, text=True) as running:
+        # A shell starts background jobs with this signal ignored, and children inherit that.
+        heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        with subprocess.Popen(
+            status, stderr=subprocess.PIPE, text=True, preexec_fn=heard
+        ) as running:
             try:
                 # It waits for an answer now.
                 link, _ = silent.accept()
