@@ -80,7 +80,7 @@ class _Setup(TypedDict):
     checksums: bool
     digest: bool
     copy_threads: int
-    pending: int | None
+    async_send_limit: int | None
     deadline: float | None
 
 class _Target(Protocol):

@@ -51,7 +51,7 @@ class Cascade(_ends.AsyncWith):
             "checksums": False,
             "digest": False,
             "copy_threads": 1,
-            "pending": None,
+            "async_send_limit": None,
             "deadline": timeout,
         }
         self._native = Native.join(read(info), worker, setup, timeout)

@@ -58,7 +58,7 @@ class Sender(_ends.AsyncWith):
         checksums: whether the copy pass makes checksums for workers to verify.
         digest: whether each version's digest is made after it was sent.
         copy_threads: how many threads copy; 0 chooses by the size and the cores.
-        pending: how many asynchronous sends may be on their way; None refuses a second.
+        async_send_limit: how many asynchronous sends may be on their way; None refuses a second.
         timeout: how long a send waits at most, in seconds, unless it says otherwise.
     """
 
@@ -79,7 +79,7 @@ class Sender(_ends.AsyncWith):
         checksums: bool = False,
         digest: bool = False,
         copy_threads: int = 0,
-        pending: int | None = None,
+        async_send_limit: int | None = None,
         timeout: float | None = 60.0,
     ) -> None:
         choice("strategy", strategy, "state_dict", "tensordict")
@@ -100,7 +100,7 @@ class Sender(_ends.AsyncWith):
             "checksums": checksums,
             "digest": digest,
             "copy_threads": copy_threads,
-            "pending": pending,
+            "async_send_limit": async_send_limit,
             "deadline": timeout,
         }
         self._info = self._session.prepare_sender(

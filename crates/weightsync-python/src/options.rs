@@ -121,7 +121,7 @@ pub struct Setup {
     checksums: bool,
     digest_in_background: bool,
     copy_threads: usize,
-    pending: Option<u8>,
+    async_send_limit: Option<u8>,
     deadline: Option<Seconds>,
 }
 
@@ -152,7 +152,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
             checksums: of(&given, "checksums", SWITCH)?,
             digest_in_background: of(&given, "digest", SWITCH)?,
             copy_threads: of(&given, "copy_threads", "a whole number from 0 on")?,
-            pending: of(&given, "pending", "a whole number from 0 to 255, or None")?,
+            async_send_limit: of(&given, "async_send_limit", "a whole number from 0 to 255, or None")?,
             deadline: given.get_item("deadline")?.extract()?,
         })
     }
@@ -197,7 +197,7 @@ impl Chosen {
         if chosen.digest_in_background {
             setup = setup.digest(DigestPolicy::Background);
         }
-        if let Some(bound) = chosen.pending {
+        if let Some(bound) = chosen.async_send_limit {
             setup = setup.async_send_limit(AsyncSendLimit::Queue(bound));
         }
         Ok(setup

@@ -25,7 +25,7 @@ SETTINGS = [
     ({"slots": 2}, r"slots: expected .*at most.* got 2"),
     ({"slots": (1, 2, 3)}, r"slots: expected .* got \(1, 2, 3\)"),
     ({"history": -1}, "history: expected a whole number from 0 to 255, got -1"),
-    ({"pending": "two"}, "pending: expected .* got 'two'"),
+    ({"async_send_limit": "two"}, "async_send_limit: expected .* got 'two'"),
     ({"copy_threads": -1}, "copy_threads: expected .* got -1"),
     ({"timeout": "5"}, "timeout: expected seconds .* got '5'"),
     ({"timeout": float("nan")}, "timeout: expected seconds .* got nan"),

@@ -151,7 +151,7 @@ def test_asynchronous_sends():
         assert receiver._kept[0].value == 2.0
         assert pending.wait(LONG).all_applied
         assert pending.is_settled
-    with pair(trainer, setup={"pending": 2, "slots": (4, 8)}) as (sender, receiver):
+    with pair(trainer, setup={"async_send_limit": 2, "slots": (4, 8)}) as (sender, receiver):
         several = [sender.send_async(), sender.send_async()]
         assert receiver.receive(LONG).version == 3
         assert [one.wait(1.0).version for one in several] == [2, 3]

@@ -126,7 +126,7 @@ class Group:
             scheme=self.scheme,
             run_dir=self._run_dir,
             strategy="tensordict" if "tensordict" in strategies else "state_dict",
-            pending=8,
+            async_send_limit=8,
             timeout=WEIGHT_SYNC_TIMEOUT,
         )
         # The weights are looked up at each send.

@@ -101,7 +101,7 @@ class SchemeTransport:
 
 def opened(owner: Any, weights: Any, **how: Any) -> Sender:
     """A sender of one model, which the owner shuts down, before any worker has joined."""
-    sender = Sender(weights, name=_MODEL, pending=8, **how)
+    sender = Sender(weights, name=_MODEL, async_send_limit=8, **how)
     sender.connect(0)
     _ends.opened(owner)
     return sender

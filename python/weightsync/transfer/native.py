@@ -87,7 +87,7 @@ class WeightsyncStrategy(WeightTransferStrategy):
         }
         sender = weightsync.Sender(
             model or Streamed(specs), scheme=self.scheme, timeout=self.timeout,
-            **{"pending": 1, **self.options},
+            **{"async_send_limit": 1, **self.options},
         )  # fmt: skip
         self._opened = sender, [] if self._is_mapped() else specs, inference_world_size
         # A worker that is there still has the receiver of a trainer that was there before.
