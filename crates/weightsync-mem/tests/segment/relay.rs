@@ -89,9 +89,9 @@ fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
 
 /// The worker's last set, which it keeps when it leaves.
 fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
-    let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
-    room.take(0).unwrap().keep();
-    let version = room.commit().unwrap();
+    let slot = relay.partial_slot(0, Version(1), 1 << 30).unwrap().unwrap();
+    slot.take(0).unwrap().keep();
+    let version = slot.commit().unwrap();
     assert!(relay.notify(who, 1, &[version]));
     worker.next(within(20)).unwrap().unwrap()
 }
@@ -106,18 +106,23 @@ fn reused_slot_keeps_its_version_until_written() {
     };
     let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
     const PIECE: usize = 64;
-    let room = |version| relay.room(0, Version(version), PIECE).unwrap().unwrap();
+    let lend = |version| {
+        relay
+            .partial_slot(0, Version(version), PIECE)
+            .unwrap()
+            .unwrap()
+    };
     let fill = |version: u64| {
-        let room = room(version);
-        assert!(room.pieces() > 2);
-        for index in room.missing().collect::<Vec<_>>() {
-            let mut piece = room.take(index).unwrap();
+        let slot = lend(version);
+        assert!(slot.pieces() > 2);
+        for index in slot.missing().collect::<Vec<_>>() {
+            let mut piece = slot.take(index).unwrap();
             piece.fill(version as u8);
             piece.keep();
         }
-        room.commit().unwrap()
+        slot.commit().unwrap()
     };
-    let lent = room(1);
+    let lent = lend(1);
     assert_eq!((lent.base(), lent.take(0).unwrap().base()), (None, None));
     drop(lent);
     let first = fill(1);
@@ -125,7 +130,7 @@ fn reused_slot_keeps_its_version_until_written() {
     drop(first);
     // Lent and given back without a word, it has what it had.
     for _ in 0..2 {
-        let lent = room(3);
+        let lent = lend(3);
         assert_eq!(lent.base(), Some(Version(1)));
         let piece = lent.take_all(0..2).unwrap();
         assert_eq!(piece.base(), Some(Version(1)));
@@ -133,7 +138,7 @@ fn reused_slot_keeps_its_version_until_written() {
         assert!(lent.take_all(1..3).is_none(), "one of them is taken");
         assert_eq!(lent.take(2).unwrap().base(), Some(Version(1)));
     }
-    let lent = room(3);
+    let lent = lend(3);
     let mut piece = lent.take_all(0..2).unwrap();
     piece[70] = 9;
     assert_eq!(piece.base(), None, "it is written");
@@ -143,17 +148,17 @@ fn reused_slot_keeps_its_version_until_written() {
     assert_eq!(lent.missing().count(), lent.pieces());
     drop(lent);
     // A slot with a partial version has no base.
-    assert_eq!(room(3).base(), None);
+    assert_eq!(lend(3).base(), None);
 
     // Nor is what has turned out to be wrong: not what is there, not what was lent
     // meanwhile and is given back, not what came meanwhile.
     let third = fill(3);
     drop(second);
-    let lent = room(4);
+    let lent = lend(4);
     assert_eq!(lent.base(), Some(Version(2)));
     relay.forget_bases(0);
     drop(lent);
-    let lent = room(4);
+    let lent = lend(4);
     assert_eq!(lent.base(), None);
     for index in 0..lent.pieces() {
         lent.take(index).unwrap().keep();
@@ -161,9 +166,9 @@ fn reused_slot_keeps_its_version_until_written() {
     relay.forget_bases(0);
     let fourth = lent.commit().unwrap();
     drop((lent, third, fourth));
-    assert_eq!(room(5).base(), None);
+    assert_eq!(lend(5).base(), None);
     // Versions from here on are known.
     drop(fill(6));
     drop(fill(7));
-    assert!(room(8).base().is_some());
+    assert!(lend(8).base().is_some());
 }
