@@ -1,8 +1,9 @@
 //! The events of a relay's workers.
 
+use std::sync::Barrier;
 use std::thread::JoinHandle;
 
-use weightsync_core::Version;
+use weightsync_core::{Digest, Version};
 use weightsync_mem::{
     Error, Event, Listener, Reader, Relay, SegmentOptions, Taken, WorkerInstance,
 };
@@ -94,6 +95,45 @@ fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
     let version = slot.commit().unwrap();
     assert!(relay.notify(who, 1, &[version]));
     worker.next(within(20)).unwrap().unwrap()
+}
+
+/// The commit record is written once: a second time would remove the digest that was published
+/// meanwhile. The threads may run in any order.
+#[test]
+fn one_of_two_commits_publishes_the_version() {
+    let (relay, address) = relay();
+    let (_, (who, mut worker)) = admitted(&relay, &address);
+    let digest = Digest([7; 16]);
+    let mut last = None;
+    for version in (1..=2000).map(Version) {
+        drop(last.take());
+        let slot = relay.partial_slot(0, version, 1 << 30).unwrap().unwrap();
+        slot.take(0).unwrap().keep();
+        let start = Barrier::new(2);
+        let commit = |publishes: bool| {
+            start.wait();
+            let committed = slot.commit().unwrap();
+            assert!(!publishes || committed.publish_digest(digest));
+            committed
+        };
+        let [first, second] = std::thread::scope(|scope| {
+            [true, false]
+                .map(|publishes| {
+                    scope.spawn({
+                        let commit = &commit;
+                        move || commit(publishes)
+                    })
+                })
+                .map(|thread| thread.join().unwrap())
+        });
+        assert_eq!([first.version(), second.version()], [version; 2]);
+        assert_eq!(second.published_digest(), Some(digest), "{version:?}");
+        last = Some(first);
+    }
+    let last = last.unwrap();
+    assert!(relay.notify(who, 1, std::slice::from_ref(&last)));
+    let taken = worker.next(within(20)).unwrap().unwrap();
+    assert_eq!(taken.members[0].snapshot.version(), last.version());
 }
 
 #[test]
