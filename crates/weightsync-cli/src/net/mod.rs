@@ -62,8 +62,8 @@ impl Asked {
         Ok((address, secret))
     }
 
-    fn patience(&self) -> Duration {
-        Duration::from_secs(self.timeout.max(1))
+    fn timeout(&self) -> Option<Duration> {
+        Some(Duration::from_secs(self.timeout.max(1)))
     }
 }
 
