@@ -94,11 +94,11 @@ def main():
     ]
     with Guard(args.deadline) as guard:
         guard.watch_over(worker.process for worker in workers)
-        hear(workers, "ready")
+        expect_from_all(workers, "ready")
         began = time.perf_counter()
-        tell(workers, "connect")
+        send_to_all(workers, "connect")
         scheme.connect()
-        hear(workers, "connected")
+        expect_from_all(workers, "connected")
         scheme.send(weights=source)
         first += time.perf_counter() - began
         check(workers, value_of(0))
@@ -151,16 +151,16 @@ def serve(scheme, workers, memory, guard, answers):
 
 
 def check(workers, value):
-    tell(workers, value)
-    hear(workers, "arrived")
+    send_to_all(workers, value)
+    expect_from_all(workers, "arrived")
 
 
-def tell(workers, message):
+def send_to_all(workers, message):
     for worker in workers:
         worker.pipe.send(message)
 
 
-def hear(workers, expected):
+def expect_from_all(workers, expected):
     for worker in workers:
         worker.expect(expected)
 

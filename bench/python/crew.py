@@ -30,43 +30,43 @@ class Crew:
     def __init__(self, join: Join, count: int, payload: Payload, handed: Any) -> None:
         began = time.perf_counter()
         self._workers = [_Worker(join, index, payload, handed) for index in range(count)]
-        self._hear("ready")
+        self._expect_from_all("ready")
         #: Seconds until the processes ran.
         self.starting = time.perf_counter() - began
 
     def connect(self, connect: Callable[[], None]) -> None:
         """The rendez-vous: the workers' half, and the trainer's."""
-        self._tell("connect")
+        self._send_to_all("connect")
         connect()
-        self._hear("connected")
+        self._expect_from_all("connected")
 
     def check(self, value: float) -> None:
         """Looks whether the values have arrived."""
-        self._tell(("check", value))
-        self._hear(None)
+        self._send_to_all(("check", value))
+        self._expect_from_all(None)
 
     def read(self) -> None:
         """Has every worker read every byte of its model, and waits for them."""
-        self._tell("read")
-        self._hear("read")
+        self._send_to_all("read")
+        self._expect_from_all("read")
 
     def spent(self) -> list[float]:
         """Seconds of processor time that each worker has taken so far."""
-        self._tell("spent")
-        return [worker.hear() for worker in self._workers]
+        self._send_to_all("spent")
+        return [worker.receive() for worker in self._workers]
 
     def leave(self) -> None:
         """Ends the processes, by force if they do not end themselves."""
         for worker in self._workers:
             worker.leave()
 
-    def _tell(self, message: Any) -> None:
+    def _send_to_all(self, message: Any) -> None:
         for worker in self._workers:
             worker.pipe.send(message)
 
-    def _hear(self, expected: Any) -> None:
+    def _expect_from_all(self, expected: Any) -> None:
         for worker in self._workers:
-            if (got := worker.hear()) != expected:
+            if (got := worker.receive()) != expected:
                 raise RuntimeError(f"worker {worker.index}: expected {expected!r}, got {got!r}")
 
 
@@ -82,7 +82,7 @@ class _Worker:
         self.process.start()
         theirs.close()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         if not self.pipe.poll(DEADLINE):
             raise TimeoutError(f"worker {self.index} says nothing for {DEADLINE:g} s")
         try:

@@ -216,7 +216,7 @@ fn code_is_not_among_the_words_of_a_document() {
 }
 
 #[test]
-fn passages_of_code_are_its_comments_texts_and_test_names() {
+fn passages_are_comments_strings_and_test_names() {
     let rust = "// one\n//! two\nlet beside = 'x'; // three\nfn f<'a>(x: &'a str) { g('\\'', \"four \\\" five\"); }\n\
                 #[test]\nfn six_seven() { r#\"eight\"nine\"# }\n";
     let read = |file, text| -> Vec<(usize, String)> {

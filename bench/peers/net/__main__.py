@@ -51,7 +51,7 @@ import statistics
 import sys
 import time
 
-from common import Answers, Guard, Payload, Way, die_with_parent, requests, value_of
+from common import Answers, Guard, Method, Payload, die_with_parent, requests, value_of
 
 #: The module and the class of each.
 SCHEMES = {
@@ -73,15 +73,15 @@ def main() -> None:
         payload = Payload(args.bytes, args.tensors)
         module, name = SCHEMES[args.scheme]
         start = getattr(importlib.import_module(module), name)
-        way = start(payload, args.workers, args.deadline)
-        bench = Bench(payload, way)
+        method = start(payload, args.workers, args.deadline)
+        bench = Bench(payload, method)
         answers.say({"first_s": bench.first()})
         if args.rounds is None:
             serve(bench, guard, answers)
         else:
             rounds(bench, guard, answers, args)
         guard.arm()
-        way.close()
+        method.close()
     sys.stderr.flush()
     # Threads of other packages do not all end on their own.
     os._exit(0)
@@ -106,29 +106,29 @@ def arguments() -> argparse.Namespace:
 class Bench:
     """Sends, each of other values than the last."""
 
-    def __init__(self, payload: Payload, way: Way) -> None:
+    def __init__(self, payload: Payload, method: Method) -> None:
         self.payload = payload
-        self.way = way
+        self.method = method
         self.done = 0
 
     def first(self) -> float:
         """Connects and sends, in seconds."""
         began = time.perf_counter()
-        self.way.connect()
+        self.method.connect()
         took = time.perf_counter() - began
         return took + self.sends(1)[0]
 
     def sends(self, count: int) -> list[float]:
         """So many sends, in seconds each."""
-        self.way.expect(count)
+        self.method.expect(count)
         took = []
         for _ in range(count):
             self.done += 1
             self.payload.write(value_of(self.done))
             began = time.perf_counter()
-            self.way.send()
+            self.method.send()
             took.append(time.perf_counter() - began)
-        self.way.check(value_of(self.done))
+        self.method.check(value_of(self.done))
         return took
 
     def memcpys(self, count: int) -> list[float]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 context = get_context("spawn")
 
 
-class Way(Protocol):
+class Method(Protocol):
     """A way to send. Made with the payload, the number of workers and the deadline in seconds, it
     has started its workers."""
 
@@ -133,7 +133,7 @@ class Crew:
             for index in range(workers)
         ]
         Guard.now.watch_over(worker.process for worker in self.workers)
-        self.hear("ready")
+        self.expect_from_all("ready")
 
     def hand(self, index: int) -> Any:
         """What a worker's end is given at its start."""
@@ -149,32 +149,32 @@ class Crew:
         raise NotImplementedError
 
     def connect(self) -> None:
-        self.tell("connect")
+        self.send_to_all("connect")
         self.meet()
-        self.greet([worker.hear() for worker in self.workers])
+        self.greet([worker.receive() for worker in self.workers])
 
     def expect(self, count: int) -> None:
-        self.tell(("expect", count))
-        self.hear("waiting")
+        self.send_to_all(("expect", count))
+        self.expect_from_all("waiting")
 
     def send(self) -> None:
         self.publish()
-        self.hear("have")
+        self.expect_from_all("have")
 
     def check(self, value: float) -> None:
-        self.tell(("check", value))
-        self.hear(None)
+        self.send_to_all(("check", value))
+        self.expect_from_all(None)
 
     def close(self) -> None:
         Guard.now.watch_over([])
         for worker in self.workers:
             worker.leave(self.deadline)
 
-    def tell(self, message: Any) -> None:
+    def send_to_all(self, message: Any) -> None:
         for worker in self.workers:
             worker.pipe.send(message)
 
-    def hear(self, expected: Any) -> None:
+    def expect_from_all(self, expected: Any) -> None:
         for worker in self.workers:
             worker.expect(expected)
 
@@ -196,13 +196,13 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         """What it says next; the guard sees to it that there is an end to that."""
         return self.pipe.recv()
 
     def expect(self, expected: Any) -> None:
         """Fails unless that is what it says next."""
-        if (got := self.hear()) != expected:
+        if (got := self.receive()) != expected:
             raise RuntimeError(f"worker {self.index}: expected {expected!r}, got {got!r}")
 
     def leave(self, deadline: float) -> None:

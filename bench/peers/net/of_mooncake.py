@@ -35,7 +35,7 @@ class Mooncake(Crew):
             raise RuntimeError(f"a batch of writes could not be begun: {batches}")
         if status := self.engine.get_batch_transfer_status(batches):
             raise RuntimeError(f"a batch of writes failed with {status}")
-        self.tell("written")
+        self.send_to_all("written")
 
 
 class Receiver(Receiver):

@@ -46,7 +46,7 @@ class Nixl(Crew):
             ]
             time.sleep(0.0005)
             states = [self.agent.check_xfer_state(transfer) for transfer in under_way]
-        self.tell("written")
+        self.send_to_all("written")
 
 
 class Receiver(Receiver):

@@ -49,7 +49,7 @@ pub struct PartialSlot {
 /// write. Dropped without [`keep`](Self::keep), the piece is missing again.
 #[derive(Debug)]
 pub struct BlockWrite {
-    room: Arc<PartialSlot>,
+    partial_slot: Arc<PartialSlot>,
     indices: Range<usize>,
     kept: bool,
     /// When the piece was taken, nothing had been written in it since the slot was lent.
@@ -157,7 +157,7 @@ impl PartialSlot {
             return None;
         }
         let mut taken = BlockWrite {
-            room: self.clone(),
+            partial_slot: self.clone(),
             indices: indices.start..indices.start,
             kept: false,
             untouched: true,
@@ -189,7 +189,7 @@ impl PartialSlot {
         let start = self.at(&range);
         // SAFETY: the range lies in the mapping (`at`), which lives as long as
         // `self`. A kept piece is not written again: nobody can take it, and the
-        // slot is lent to this room, or pinned by the snapshot in `committed`,
+        // slot is lent to `self`, or pinned by the snapshot in `committed`,
         // for as long as `self` lives.
         Some(unsafe { std::slice::from_raw_parts(start, range.len()) })
     }
@@ -289,23 +289,23 @@ impl BlockWrite {
     /// lent.
     pub fn base(&self) -> Option<Version> {
         let is_there = self.untouched && !self.written;
-        self.room.base().filter(|_| is_there)
+        self.partial_slot.base().filter(|_| is_there)
     }
 
     /// Marks the pieces as written and checked: from here on they can be read.
     pub fn keep(mut self) {
         self.kept = true;
-        for state in &self.room.pieces[self.indices.clone()] {
+        for state in &self.partial_slot.pieces[self.indices.clone()] {
             state.store(KEPT, Ordering::Release);
         }
         let count = self.indices.len();
-        self.room.missing.fetch_sub(count, Ordering::AcqRel);
+        self.partial_slot.missing.fetch_sub(count, Ordering::AcqRel);
     }
 
     /// The byte range in the image.
     pub fn range(&self) -> Range<usize> {
         let (first, last) = (self.indices.start, self.indices.end - 1);
-        self.room.range(first).start..self.room.range(last).end
+        self.partial_slot.range(first).start..self.partial_slot.range(last).end
     }
 }
 
@@ -314,10 +314,10 @@ impl Deref for BlockWrite {
 
     fn deref(&self) -> &[u8] {
         let range = self.range();
-        let start = self.room.at(&range);
+        let start = self.partial_slot.at(&range);
         // SAFETY: the range lies in the mapping; its pieces are taken by this value
         // alone (`PartialSlot::take_all`), pieces do not overlap, and the slot is lent to the
-        // room, so that no reader reads it.
+        // `PartialSlot`, so that no reader reads it.
         unsafe { std::slice::from_raw_parts(start, range.len()) }
     }
 }
@@ -326,7 +326,7 @@ impl DerefMut for BlockWrite {
     fn deref_mut(&mut self) -> &mut [u8] {
         self.written = true;
         let range = self.range();
-        let start = self.room.at(&range);
+        let start = self.partial_slot.at(&range);
         // SAFETY: as in `deref`; a relay's own mapping is writable, and `&mut
         // self` is the only way to these pieces.
         unsafe { std::slice::from_raw_parts_mut(start, range.len()) }
@@ -340,7 +340,7 @@ impl Drop for BlockWrite {
                 true => MISSING,
                 false => SPOILED,
             };
-            for state in &self.room.pieces[self.indices.clone()] {
+            for state in &self.partial_slot.pieces[self.indices.clone()] {
                 state.store(left, Ordering::Release);
             }
         }

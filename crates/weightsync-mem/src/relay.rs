@@ -255,7 +255,7 @@ impl Relay {
     ///
     /// [`Error::BadOption`] if there is no such model, [`Error::SenderClosed`] after the end, and
     /// those of the operating system.
-    pub fn room(
+    pub fn partial_slot(
         &self,
         model: usize,
         version: Version,
@@ -276,13 +276,13 @@ impl Relay {
             return Ok(None);
         };
         let (slot, file) = part.into_slot();
-        let room = PartialSlot::new(
+        let partial = PartialSlot::new(
             self.shared.clone(),
             (model, version),
             (slot, file),
             piece_bytes,
         );
-        Ok(Some(Arc::new(room)))
+        Ok(Some(Arc::new(partial)))
     }
 
     /// Forgets which versions the slots of a model hold. Until another version is whole, no

@@ -81,14 +81,15 @@ pub enum Verdict {
 impl Scrub {
     /// Compares every version that agents hold with what the sender at `address` (`host:port`) has
     /// published. See [`Status::ask`](crate::status::Status::ask) for `secret`. The sender reports
-    /// every second that it is working, so `patience` bounds only its silence.
+    /// every second that it is working, so `timeout` bounds only its silence;
+    /// `None` waits until the connection ends.
     ///
     /// # Errors
     ///
     /// [`NetError`](crate::NetError), as an
     /// [`Error::Transport`](weightsync_engine::Error::Transport).
-    pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
-        ask(address, secret, Role::Scrub, patience)
+    pub fn ask(address: &str, secret: &[u8; 16], timeout: Option<Duration>) -> Result<Self> {
+        ask(address, secret, Role::Scrub, timeout)
     }
 
     /// The copies that differ from the published versions.

@@ -119,14 +119,15 @@ pub struct Worker {
 
 impl Status {
     /// Asks the sender at `address` (`host:port`) for its status. `secret` is that of its
-    /// [`Token`](crate::Token), or of an init info's endpoint. Each step takes at most `patience`.
+    /// [`Token`](crate::Token), or of an init info's endpoint. Each step takes at most `timeout`;
+    /// `None` waits until the connection ends.
     ///
     /// # Errors
     ///
     /// [`NetError`](crate::NetError), as an
     /// [`Error::Transport`](weightsync_engine::Error::Transport).
-    pub fn ask(address: &str, secret: &[u8; 16], patience: Duration) -> Result<Self> {
-        ask(address, secret, Role::Status, patience)
+    pub fn ask(address: &str, secret: &[u8; 16], timeout: Option<Duration>) -> Result<Self> {
+        ask(address, secret, Role::Status, timeout)
     }
 
     /// The status as JSON. Entries without room are left out and counted.
@@ -192,12 +193,12 @@ pub(crate) fn ask<T: DeserializeOwned>(
     address: &str,
     secret: &[u8; 16],
     role: Role,
-    patience: Duration,
+    timeout: Option<Duration>,
 ) -> Result<T> {
     let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
     let failed = |error: io::Error| unreachable(address, &error);
     for one in address.to_socket_addrs().map_err(failed)? {
-        match ask_at(one, secret, role, patience) {
+        match ask_at(one, secret, role, timeout) {
             Ok(answer) => return Ok(answer),
             Err(error) => last = unreachable(address, &error),
         }
@@ -209,10 +210,10 @@ fn ask_at<T: DeserializeOwned>(
     address: SocketAddr,
     secret: &[u8; 16],
     role: Role,
-    patience: Duration,
+    timeout: Option<Duration>,
 ) -> io::Result<T> {
     let key = Key::new(secret);
-    let mut socket = blocking::dial(address, &key, role, patience)?;
+    let mut socket = blocking::dial(address, &key, role, timeout)?;
     loop {
         let mut header = [0; HEADER_BYTES];
         socket.read_exact(&mut header)?;

@@ -177,7 +177,7 @@ def test_a_dry_run_lists_every_unmatched_name():
     run = _mapping().dry_run(trainer, worker)
     assert run.is_complete, str(run)
     assert not run.unmatched and not run.missing
-    by_name = {fate.name: fate for fate in run.tensors}
+    by_name = {outcome.name: outcome for outcome in run.tensors}
     assert by_name["layers.1.k.weight"].becomes == ["model.layers.1.qkv.weight"]
     assert by_name["layers.1.k.weight"].rules == [1, 2, 8]
     assert by_name["gate_up"].becomes == ["gate", "up"]

@@ -236,10 +236,10 @@ def test_relay_that_dies_midway_leaves_whole_weights(llm, tmp_path, moment):
             assert b"joined" in relay.stdout.readline()
 
             class Killing(LLMEngine):
-                def ask(self, timeout, **told):
-                    if told["do"] == moment == "join" and sender.version == 3:
+                def ask(self, timeout, **request):
+                    if request["do"] == moment == "join" and sender.version == 3:
                         relay.kill()
-                    super().ask(timeout, **told)
+                    super().ask(timeout, **request)
 
                 def start(self, timeout):
                     super().start(timeout)
@@ -271,10 +271,10 @@ def test_damaged_chunk_leaves_whole_weights(llm):
         with damage.Proxy(sender.init_info.to_json()) as proxy:
 
             class Behind(LLMEngine):
-                def ask(self, timeout, **told):
-                    if told["do"] == "join":
-                        told["sender"] = proxy.info
-                    super().ask(timeout, **told)
+                def ask(self, timeout, **request):
+                    if request["do"] == "join":
+                        request["sender"] = proxy.info
+                    super().ask(timeout, **request)
 
             trainer = Trainer(sender, [Behind("LLM", llm)], timeout=20)
             assert trainer.sync().all_synced

@@ -14,7 +14,7 @@ from weightsync.vllm import Trainer, _load, _ranks, _restart
 from weightsync.vllm._checkpoint import Checkpoint
 from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError
 from weightsync.vllm._member import Member
-from weightsync.vllm._told import Told
+from weightsync.vllm._request import WorkerRequest
 from weightsync.vllm._worker import EngineWorker, Place, UpdateError
 
 #: In bytes.
@@ -67,9 +67,9 @@ class Fake(Engine):
             raise EngineCallError(f"{name} is refused")
         try:
             if name == "init_weight_transfer_engine":
-                told = Told(**arguments["init_info"])
-                self.asked.append(told.do)
-                self.worker.do(told)
+                request = WorkerRequest(**arguments["init_info"])
+                self.asked.append(request.do)
+                self.worker.do(request)
             elif name == "update_weights":
                 self.worker.update(**arguments["update_info"])
             elif name == "start_weight_update":

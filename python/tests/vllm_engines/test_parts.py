@@ -20,7 +20,7 @@ from weightsync.errors import DeadlineError, LoadError, SettingError, Unsupporte
 from weightsync.vllm import _compat, _load, _ranks, _restart
 from weightsync.vllm._checkpoint import Checkpoint
 from weightsync.vllm._engines import ServerEngine
-from weightsync.vllm._told import Told
+from weightsync.vllm._request import WorkerRequest
 from weightsync.vllm._transfer import UpdateInfo, WeightsyncEngine
 from weightsync.vllm.extension import WorkerExtension
 
@@ -122,7 +122,7 @@ def test_versions_without_a_way_in_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("request", "words"),
     [
         ({"do": "dance"}, "do: expected one of join, "),
         ({"do": "join", "sender": 3}, "sender: expected JSON text"),
@@ -131,8 +131,12 @@ def test_versions_without_a_way_in_are_refused():
         ({"do": "join", "asleep": 1}, "asleep: expected true or false"),
     ],
 )
-def test_requests_are_checked_by_backend_and_extension(told, words):
-    for parse in (lambda: Told(**told), lambda: WorkerExtension().weightsync(json.dumps(told))):
+def test_requests_are_checked_by_backend_and_extension(request, words):
+    text = json.dumps(request)
+    for parse in (
+        lambda: WorkerRequest(**request),
+        lambda: WorkerExtension().weightsync(text),
+    ):
         with pytest.raises(SettingError, match=words):
             parse()
 
@@ -146,8 +150,8 @@ def test_backend_refuses_what_it_cannot_do():
 
 def test_engine_without_its_trainer_does_not_start(tmp_path, monkeypatch, caplog):
     class Worker:
-        def begin(self, told):
-            assert (told.first_worker, told.timeout) == (2, 5)
+        def begin(self, request):
+            assert (request.first_worker, request.timeout) == (2, 5)
             raise LoadError("the sender\nis gone")
 
     path = tmp_path / "engine.json"

@@ -113,13 +113,13 @@ class Engine:
             self._interface = _compat.interface(self.version(timeout))
         return self._interface
 
-    def ask(self, timeout: float, **told: Any) -> None:
+    def ask(self, timeout: float, **request: Any) -> None:
         """Asks its workers for something outside of an update."""
-        told["timeout"] = timeout
+        request["timeout"] = timeout
         if self.interface(timeout).backend:
-            self.call("init_weight_transfer_engine", timeout, init_info=told)
+            self.call("init_weight_transfer_engine", timeout, init_info=request)
         else:
-            self._extension(told, timeout)
+            self._extension(request, timeout)
 
     def start(self, timeout: float) -> None:
         """Begins an update."""
@@ -128,11 +128,11 @@ class Engine:
 
     def update(self, version: int, timeout: float) -> None:
         """Loads a version. The workers say whether they did when they are asked for ``loaded``."""
-        told: dict[str, Any] = {"version": version, "timeout": timeout}
+        request: dict[str, Any] = {"version": version, "timeout": timeout}
         if self.interface(timeout).backend:
-            self.call("update_weights", timeout, update_info=told)
+            self.call("update_weights", timeout, update_info=request)
         else:
-            self._extension({"do": "update", **told}, timeout)
+            self._extension({"do": "update", **request}, timeout)
 
     def finish(self, label: str | None, timeout: float) -> None:
         """Ends an update; the label is the version that requests carry from here on."""
@@ -147,8 +147,8 @@ class Engine:
         if self.interface(timeout).labels:
             self.call("update_weight_version", timeout, new_version=label)
 
-    def _extension(self, told: dict[str, Any], timeout: float) -> None:
-        self.call("collective_rpc", timeout, method="weightsync", args=[json.dumps(told)])
+    def _extension(self, request: dict[str, Any], timeout: float) -> None:
+        self.call("collective_rpc", timeout, method="weightsync", args=[json.dumps(request)])
 
 
 class ServerEngine(Engine):
@@ -181,8 +181,8 @@ class ServerEngine(Engine):
 
     def reset_cache(self, timeout: float) -> None:
         # Up to 0.27 the answer is empty.
-        told = self._post("reset_prefix_cache?reset_running_requests=true", timeout)
-        _check_reset(told.get("success", True))
+        answer = self._post("reset_prefix_cache?reset_running_requests=true", timeout)
+        _check_reset(answer.get("success", True))
 
     def sleep(self, level: int, timeout: float) -> None:
         self._post(f"sleep?level={level}", timeout)
@@ -231,17 +231,17 @@ class ServerEngine(Engine):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
         try:
-            told = json.loads(content or b"{}")
+            answer = json.loads(content or b"{}")
         except ValueError:
-            told = {}
+            answer = {}
         if status == 404:
             raise EngineCallError(
                 f"the server has no /{_bare(path)}: start it with VLLM_SERVER_DEV_MODE=1 and "
                 '--weight-transfer-config \'{"backend": "weightsync"}\''
             )
         if status >= 400:
-            raise EngineCallError(_error_of(told) or f"/{_bare(path)} answered {status}")
-        return told if isinstance(told, dict) else {}
+            raise EngineCallError(_error_of(answer) or f"/{_bare(path)} answered {status}")
+        return answer if isinstance(answer, dict) else {}
 
 
 class LocalEngine(Engine):
@@ -437,11 +437,11 @@ def _loop_of(engine: Any) -> asyncio.AbstractEventLoop:
     raise SettingError("add an AsyncLLM inside its event loop: in a coroutine that runs there")
 
 
-def _error_of(told: Any) -> str | None:
+def _error_of(answer: Any) -> str | None:
     """The words of a server's refusal."""
-    if not isinstance(told, dict):
+    if not isinstance(answer, dict):
         return None
-    error = told.get("error", told.get("detail"))
+    error = answer.get("error", answer.get("detail"))
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
 

@@ -13,7 +13,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from weightsync.errors import LoadError, OperatingSystemError, SettingError
-from weightsync.vllm._told import Told
+from weightsync.vllm._request import WorkerRequest
 
 if TYPE_CHECKING:
     from weightsync.vllm._worker import EngineWorker
@@ -32,12 +32,12 @@ def write(path: str, sender: str, first_worker: int, timeout: float) -> None:
     Raises:
         OperatingSystemError: if it cannot be written.
     """
-    told = {"sender": sender, "first_worker": first_worker, "timeout": timeout}
+    info = {"sender": sender, "first_worker": first_worker, "timeout": timeout}
     try:
         # Made with the mode 0600.
         opened, new = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=".weightsync-")
         with open(opened, "w", encoding="utf-8") as file:
-            json.dump(told, file)
+            json.dump(info, file)
         os.replace(new, path)
     except OSError as error:
         raise OperatingSystemError(f"the engine's info file cannot be written: {error}") from error
@@ -53,13 +53,13 @@ def begin(worker: EngineWorker) -> None:
     if not path:
         return
     try:
-        told = _read(path)
-        if told is None:
+        request = _read(path)
+        if request is None:
             logger.warning(
                 "%s is not there yet (%s): the engine begins with its checkpoint", path, VARIABLE
             )
             return
-        worker.begin(told)
+        worker.begin(request)
     except Exception as error:
         said = " ".join(str(error).split())
         raise LoadError(
@@ -68,13 +68,13 @@ def begin(worker: EngineWorker) -> None:
         ) from None
 
 
-def _read(path: str) -> Told | None:
+def _read(path: str) -> WorkerRequest | None:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_LONGEST)
     except FileNotFoundError:
         return None
     try:
-        return Told("join", **json.loads(text))
+        return WorkerRequest("join", **json.loads(text))
     except (TypeError, ValueError) as error:
         raise SettingError(f"the info file cannot be read: {error}") from error

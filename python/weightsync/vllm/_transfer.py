@@ -13,12 +13,12 @@ from vllm.distributed.weight_transfer.base import (
 
 from weightsync.errors import UnsupportedError
 from weightsync.vllm import _restart
-from weightsync.vllm._told import Told, number
+from weightsync.vllm._request import WorkerRequest, number
 from weightsync.vllm._worker import EngineWorker, Place
 
 
 @dataclass
-class InitInfo(Told, WeightTransferInitInfo):
+class InitInfo(WorkerRequest, WeightTransferInitInfo):
     """What a trainer asks of a worker outside of an update."""
 
 

@@ -19,7 +19,7 @@ from weightsync.errors import (
 from weightsync.vllm import _load
 from weightsync.vllm._checkpoint import Checkpoint, Tensors
 from weightsync.vllm._ranks import Holds, Ranks
-from weightsync.vllm._told import Told
+from weightsync.vllm._request import WorkerRequest
 
 # How long a version that the sender calls staged may take to reach this thread.
 _HANDOVER = 0.05
@@ -84,17 +84,17 @@ class EngineWorker:
         self._failed: UpdateError | None = None
         self._missed = -1
 
-    def do(self, told: Told) -> None:
+    def do(self, request: WorkerRequest) -> None:
         """One call of the trainer."""
-        match told.do:
+        match request.do:
             case "join":
-                self.join(told)
+                self.join(request)
             case "update":
-                self.update(told.version, told.timeout)
+                self.update(request.version, request.timeout)
             case "loaded":
                 self.loaded()
             case "restore":
-                self.restore(told.version, told.timeout)
+                self.restore(request.version, request.timeout)
             case "forget":
                 self._target.forget()
             case "leave":
@@ -102,7 +102,7 @@ class EngineWorker:
             case _:
                 self._under_way = False
 
-    def begin(self, told: Told) -> None:
+    def begin(self, request: WorkerRequest) -> None:
         """Joins the sender and loads its newest version, before the engine has served anything.
 
         Raises:
@@ -110,29 +110,29 @@ class EngineWorker:
         """
         failed = None
         try:
-            self._join(told)
+            self._join(request)
         except Exception as error:
             failed = _said(error)
-        failures = self._ranks.agree(failed, told.timeout)
+        failures = self._ranks.agree(failed, request.timeout)
         if not failures:
-            newest = self._ranks.newest(self._first, told.timeout)
-            self._update(newest, told.timeout)
+            newest = self._ranks.newest(self._first, request.timeout)
+            self._update(newest, request.timeout)
             failures = self._failed.reason if self._failed else None
         if failures:
             self.leave()
             raise LoadError(failures)
 
-    def join(self, told: Told) -> None:
+    def join(self, request: WorkerRequest) -> None:
         """Joins the sender unless this worker has, and compares its model with vLLM's.
 
         What is fetched here is verified and held; the model does not change. Once it has joined, it
         raises also where the weights that the engine has are not whole.
         """
-        if told.ranks not in (0, self._ranks.count):
+        if request.ranks not in (0, self._ranks.count):
             # They would load one by one: some the new version, and others not.
             words = (
-                f"{told.ranks} ranks of it do not agree on loads, but each {self._ranks.count} of "
-                "them: run each data-parallel replica of a dense model as an engine of its own"
+                f"{request.ranks} ranks of it do not agree on loads, but each {self._ranks.count} "
+                "of them: run each data-parallel replica of a dense model as an engine of its own"
             )
             self._ranks.fail(UpdateError(words, "old"))
             return
@@ -140,20 +140,20 @@ class EngineWorker:
         if self._started:
             self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
             return
-        if told.asleep and not self._under_way:
+        if request.asleep and not self._under_way:
             words = "it was put to sleep, or paused, by somebody else"
             self._ranks.fail(UpdateError(words, "asleep"))
             return
         failed = None
         try:
-            self._join(told)
+            self._join(request)
         except Exception as error:
             failed = _said(error)
-        if failures := self._ranks.agree(failed, told.timeout):
+        if failures := self._ranks.agree(failed, request.timeout):
             self._ranks.fail(UpdateError(failures, "old"))
             return
         self._under_way = True
-        if mixed := self._mixed(told.timeout):
+        if mixed := self._mixed(request.timeout):
             self._ranks.fail(UpdateError(mixed, "unknown"))
 
     def start(self) -> None:
@@ -203,19 +203,19 @@ class EngineWorker:
         if session is not None:
             session.shutdown(_ends.why)
 
-    def _join(self, told: Told) -> None:
-        worker = told.first_worker + self._place.rank
-        known = self._joined == (told.sender, worker) and self._follows()
-        if known and told.run:
+    def _join(self, request: WorkerRequest) -> None:
+        worker = request.first_worker + self._place.rank
+        known = self._joined == (request.sender, worker) and self._follows()
+        if known and request.run:
             # The numbers of a sender that has started again may begin below those that are here.
             epoch, name = self._run
-            known = told.run == f"{epoch} {name}"
+            known = request.run == f"{epoch} {name}"
         # A version whose load failed does not come once more to a worker that stays.
-        if known and told.version > self._missed:
-            self._wait_staged(told.version, told.timeout)
+        if known and request.version > self._missed:
+            self._wait_staged(request.version, request.timeout)
             return
         self.leave()
-        info = InitInfo.from_json(told.sender)
+        info = InitInfo.from_json(request.sender)
         if len(info.models) != 1:
             raise WrongWeightsError(
                 f"an engine runs one model, and the sender has {', '.join(info.models)}: make "
@@ -223,10 +223,10 @@ class EngineWorker:
             )
         self._model = info.models[0]
         self._session = Session.prepare_receiver(info, worker, None, "cpu")
-        first = self._session.join_receiver(told.timeout)
+        first = self._session.join_receiver(request.timeout)
         if first is None:
             raise WrongWeightsError(f"the scheme {info.scheme!r} carries no weights")
-        self._joined = (told.sender, worker)
+        self._joined = (request.sender, worker)
         (snapshot, _), = first.members()
         self._run, self._first = snapshot.run, snapshot.version
         try:
@@ -234,9 +234,9 @@ class EngineWorker:
         except WrongWeightsError:
             self.leave()
             raise
-        if snapshot.version < told.version:
+        if snapshot.version < request.version:
             raise DeadlineError(
-                f"version {told.version} is not here after {told.timeout:g} s; the newest is "
+                f"version {request.version} is not here after {request.timeout:g} s; the newest is "
                 f"version {snapshot.version}"
             )
         self._missed = -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightsync.vllm._told import Told
+from weightsync.vllm._request import WorkerRequest
 from weightsync.vllm._worker import EngineWorker, Place
 
 
@@ -19,8 +19,8 @@ class WorkerExtension:
 
     def weightsync(self, request: str) -> None:
         """Joins a sender, or loads a version; the request is JSON text."""
-        told = Told(**json.loads(request))
+        asked = WorkerRequest(**json.loads(request))
         if self._weightsync is None:
             of: Any = self
             self._weightsync = EngineWorker(Place.of(of.vllm_config, of.model_runner.model))
-        self._weightsync.do(told)
+        self._weightsync.do(asked)

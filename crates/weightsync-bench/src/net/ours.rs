@@ -17,7 +17,7 @@ const SENDS: usize = 9;
 
 /// How a version comes to the workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Route {
     /// Each worker fetches it over TCP, by two connections.
     Link,
     /// A relay fetches it over TCP, and the workers share its memory.
@@ -26,7 +26,7 @@ pub(super) enum Way {
     Host,
 }
 
-impl Way {
+impl Route {
     fn settings(self) -> &'static str {
         match self {
             Self::Link => "distributed:share=none",
@@ -46,7 +46,7 @@ impl Way {
 
 #[derive(Clone, Copy)]
 pub(super) struct Case {
-    way: Way,
+    route: Route,
     workers: usize,
     size: Size,
     /// Of the time, by what one stream takes.
@@ -55,17 +55,17 @@ pub(super) struct Case {
 
 /// The cases that are compared with `iperf3` alone.
 pub(super) const CASES: [Case; 5] = [
-    Case::new(Way::Link, 1, Some(1.0)),
-    Case::new(Way::Relay, 1, None),
-    Case::new(Way::Relay, 4, None),
-    Case::new(Way::Host, 1, Some(1.0 / 1.2)),
-    Case::new(Way::Host, 4, None),
+    Case::new(Route::Link, 1, Some(1.0)),
+    Case::new(Route::Relay, 1, None),
+    Case::new(Route::Relay, 4, None),
+    Case::new(Route::Host, 1, Some(1.0 / 1.2)),
+    Case::new(Route::Host, 4, None),
 ];
 
 impl Case {
-    const fn new(way: Way, workers: usize, target: Option<f64>) -> Self {
+    const fn new(route: Route, workers: usize, target: Option<f64>) -> Self {
         Self {
-            way,
+            route,
             workers,
             size: Size(0),
             target,
@@ -77,14 +77,14 @@ impl Case {
     }
 
     pub(super) fn name(&self) -> String {
-        let (way, size, workers) = (self.way.words(), self.size, self.workers);
-        format!("distributed {size} {way}, N = {workers}")
+        let (route, size, workers) = (self.route.words(), self.size, self.workers);
+        format!("distributed {size} {route}, N = {workers}")
     }
 
     pub(super) fn rows(&self, flat: &mut Flat) -> Result<Vec<Row>, Box<dyn Error>> {
         let mut streams = Times::default();
         streams.push(stream(self.size)?);
-        let ours = measure(self.way, self.workers, self.size, SENDS)?;
+        let ours = measure(self.route, self.workers, self.size, SENDS)?;
         streams.push(stream(self.size)?);
         let (sends, stream) = (ours.sends.median(), streams.median());
         let name = self.name();
@@ -103,7 +103,7 @@ impl Case {
 
     /// Judged by its time, for the gigabyte to one worker.
     fn first(&self, case: String, first: Duration, stream: Duration) -> Row {
-        let target = self.way == Way::Link && self.size == Size(1 << 30);
+        let target = self.route == Route::Link && self.size == Size(1 << 30);
         let target = target.then_some(FIRST);
         Row {
             target: target.map(|target| target.as_secs_f64() * 1e3),
@@ -116,7 +116,7 @@ impl Case {
 /// How much longer several workers take than one.
 #[derive(Default)]
 pub(super) struct Flat {
-    one: Option<(Way, Duration)>,
+    one: Option<(Route, Duration)>,
 }
 
 /// How long `connect` with the first send may take over TCP.
@@ -128,12 +128,12 @@ const FLAT: f64 = 1.15;
 impl Flat {
     fn row(&mut self, case: &Case, took: Duration) -> Option<Row> {
         if case.workers == 1 {
-            self.one = Some((case.way, took));
+            self.one = Some((case.route, took));
             return None;
         }
-        let (way, one) = self.one?;
+        let (route, one) = self.one?;
         let name = format!("{}, over N = 1", case.name());
-        (way == case.way).then(|| row(name, took, one, Some(FLAT)))
+        (route == case.route).then(|| row(name, took, one, Some(FLAT)))
     }
 }
 
@@ -145,12 +145,12 @@ pub(super) struct Ours {
 
 /// Sends so many versions, each of other bytes than the last.
 pub(super) fn measure(
-    way: Way,
+    route: Route,
     workers: usize,
     size: Size,
     sends: usize,
 ) -> Result<Ours, Box<dyn Error>> {
-    let scheme = way.settings().parse::<AnyScheme>()?;
+    let scheme = route.settings().parse::<AnyScheme>()?;
     let args = local::Args {
         size,
         tensors: TENSORS,
@@ -158,7 +158,7 @@ pub(super) fn measure(
         changed: Some(100.0),
         ..local::Args::plain()
     };
-    let (mut running, relay) = start(way, &scheme, &args)?;
+    let (mut running, relay) = start(route, &scheme, &args)?;
     let mut ours = Ours {
         sends: Times::default(),
         first: running.first,
@@ -175,11 +175,11 @@ pub(super) fn measure(
 }
 
 fn start(
-    way: Way,
+    route: Route,
     scheme: &AnyScheme,
     args: &local::Args,
 ) -> Result<(local::Running, Option<Relay>), Box<dyn Error>> {
-    if way != Way::Relay {
+    if route != Route::Relay {
         return Ok((local::Running::start(scheme, args)?, None));
     }
     let (running, relay) = local::Running::start_with(scheme, args, Relay::start)?;
@@ -231,15 +231,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn flatness_compares_a_way_with_itself() {
+    fn flatness_compares_a_route_with_itself() {
         let ms = Duration::from_millis;
         let mut flat = Flat::default();
-        let case = |way, workers| Case::new(way, workers, None).sized(Size(1 << 30));
-        assert!(flat.row(&case(Way::Relay, 4), ms(9)).is_none());
-        assert!(flat.row(&case(Way::Link, 1), ms(100)).is_none());
-        assert!(flat.row(&case(Way::Relay, 4), ms(100)).is_none());
-        assert!(flat.row(&case(Way::Relay, 1), ms(100)).is_none());
-        let row = flat.row(&case(Way::Relay, 4), ms(120)).expect("a pair");
+        let case = |route, workers| Case::new(route, workers, None).sized(Size(1 << 30));
+        assert!(flat.row(&case(Route::Relay, 4), ms(9)).is_none());
+        assert!(flat.row(&case(Route::Link, 1), ms(100)).is_none());
+        assert!(flat.row(&case(Route::Relay, 4), ms(100)).is_none());
+        assert!(flat.row(&case(Route::Relay, 1), ms(100)).is_none());
+        let row = flat.row(&case(Route::Relay, 4), ms(120)).expect("a pair");
         assert_eq!((row.ratio, row.met), (1.2, Some(false)));
     }
 }

@@ -3,7 +3,7 @@
 use std::error::Error;
 use std::time::Duration;
 
-use super::ours::{self, Way};
+use super::ours::{self, Route};
 use super::{Row, TENSORS, WARM, median, row, stream};
 use crate::numbers::{Size, Times};
 use crate::peer::{Arrangement, Peer, Program};
@@ -92,9 +92,9 @@ impl Case {
     /// A single worker fetches directly; several workers of a host share a relay.
     fn ours(&self) -> Result<Times, Box<dyn Error>> {
         let way = if self.workers == 1 {
-            Way::Link
+            Route::Link
         } else {
-            Way::Relay
+            Route::Relay
         };
         Ok(ours::measure(way, self.workers, self.size, OURS)?.sends)
     }

@@ -13,7 +13,7 @@ pub use relay::{Args as RelayArgs, run as relay};
 pub use scrub::{TROUBLE, run as scrub};
 pub use status::run as status;
 
-/// What lets one in.
+/// Where the credentials are.
 #[derive(clap::Args)]
 pub struct Key {
     /// File with the token that the sender has [default: WEIGHTSYNC_TOKEN_FILE, or the
@@ -46,10 +46,10 @@ pub struct Asked {
 
 impl Asked {
     /// Where it is, and its secret.
-    fn way(&self) -> Result<(String, [u8; 16]), Box<dyn Error>> {
-        let (address, secret) = match self.key.way()? {
-            Way::Token(token) => (address(self.sender.as_deref())?, token.secret()),
-            Way::Info(info) => {
+    fn endpoint(&self) -> Result<(String, [u8; 16]), Box<dyn Error>> {
+        let (address, secret) = match self.key.credentials()? {
+            Credentials::Token(token) => (address(self.sender.as_deref())?, token.secret()),
+            Credentials::Info(info) => {
                 let at = info.endpoint();
                 (at.address().to_owned(), *at.secret())
             }
@@ -62,29 +62,29 @@ impl Asked {
         Ok((address, secret))
     }
 
-    fn patience(&self) -> Duration {
-        Duration::from_secs(self.timeout.max(1))
+    fn timeout(&self) -> Option<Duration> {
+        Some(Duration::from_secs(self.timeout.max(1)))
     }
 }
 
-/// Where the sender is, and what lets one in there.
-enum Way {
+/// The token of a sender, or its init info, which has its address too.
+enum Credentials {
     Token(Token),
     Info(Box<InitInfo>),
 }
 
 impl Key {
-    fn way(&self) -> Result<Way, Box<dyn Error>> {
+    fn credentials(&self) -> Result<Credentials, Box<dyn Error>> {
         if let Some(file) = &self.info {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
-            return Ok(Way::Info(Box::new(serde_json::from_str(&text)?)));
+            return Ok(Credentials::Info(Box::new(serde_json::from_str(&text)?)));
         }
         let token = match &self.token_file {
             Some(file) => Some(Token::from_file(file)?),
             None => Token::from_env()?,
         };
-        token.map(Way::Token).ok_or_else(|| {
+        token.map(Credentials::Token).ok_or_else(|| {
             "the sender requires its token: name its file by --token-file or \
              WEIGHTSYNC_TOKEN_FILE, or the sender's init info by --info"
                 .into()

@@ -4,7 +4,7 @@ use std::{error::Error, thread, time::Duration};
 
 use weightsync_net::Relay;
 
-use super::{Key, Way, address};
+use super::{Credentials, Key, address};
 use crate::SUCCESS;
 use crate::output::print;
 use crate::signals::Signals;
@@ -30,9 +30,9 @@ pub struct Args {
 
 /// Runs a relay until a signal ends it.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let mut relay = match args.key.way()? {
-        Way::Token(token) => Relay::with_token(address(args.join.as_deref())?, &token),
-        Way::Info(info) => Relay::of(&info),
+    let mut relay = match args.key.credentials()? {
+        Credentials::Token(token) => Relay::with_token(address(args.join.as_deref())?, &token),
+        Credentials::Info(info) => Relay::of(&info),
     };
     relay = relay.connections(args.connections.into());
     if args.insecure_plaintext {

@@ -14,8 +14,8 @@ pub const TROUBLE: u8 = 2;
 
 /// Asks, and shows the answer.
 pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
-    let (address, secret) = args.way()?;
-    let scrub = Scrub::ask(&address, &secret, args.patience())?;
+    let (address, secret) = args.endpoint()?;
+    let scrub = Scrub::ask(&address, &secret, args.timeout())?;
     print(&match args.json {
         true => serde_json::to_string_pretty(&scrub)? + "\n",
         false => text(&scrub),

@@ -428,15 +428,16 @@ pub(crate) struct Sent {
 pub(crate) struct Line {
     pub(crate) worker: u32,
     pub(crate) pid: u32,
-    pub(crate) fate: Fate,
+    pub(crate) outcome: WorkerOutcome,
     /// Whether it was late before and has not been waited for.
     pub(crate) passed: bool,
     pub(crate) versions: Vec<u64>,
     pub(crate) reason: String,
 }
 
+/// An [`Outcome`](weightsync_engine::Outcome) without its reason.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Fate {
+pub(crate) enum WorkerOutcome {
     Applied,
     Staged,
     Refused,
@@ -453,10 +454,10 @@ pub(crate) enum Fate {
 }
 
 impl Sent {
-    pub(crate) fn fates(&self) -> Vec<(u32, Fate)> {
+    pub(crate) fn outcomes(&self) -> Vec<(u32, WorkerOutcome)> {
         self.lines
             .iter()
-            .map(|line| (line.worker, line.fate))
+            .map(|line| (line.worker, line.outcome))
             .collect()
     }
 

@@ -12,8 +12,8 @@ use weightsync_engine::InitInfo;
 use weightsync_engine::worker::{Event, Spawn, Workers};
 
 use super::command::{
-    Answer, Command, Fate, Join, Payload, Publish, SendSettings, Sent, Status, TrainerCommand,
-    TrainerSetup, Want, WorkerCommand,
+    Answer, Command, Join, Payload, Publish, SendSettings, Sent, Status, TrainerCommand,
+    TrainerSetup, Want, WorkerCommand, WorkerOutcome,
 };
 use super::resource_census::{Census, TOKEN, describe, state};
 use super::scale::{BRIEF, PATIENCE};
@@ -345,23 +345,31 @@ impl<'a> Script<'a> {
     /// for those that went since the report before. Where workers ask, all of
     /// them still do.
     pub(crate) fn assert_applied(&self, sent: &Sent, workers: &[u32]) {
-        let mut fates = sent.fates();
-        fates.retain(|(_, fate)| {
+        let mut outcomes = sent.outcomes();
+        outcomes.retain(|(_, outcome)| {
             !matches!(
-                fate,
-                Fate::Died | Fate::Left | Fate::Lost | Fate::Failed | Fate::Refused
+                outcome,
+                WorkerOutcome::Died
+                    | WorkerOutcome::Left
+                    | WorkerOutcome::Lost
+                    | WorkerOutcome::Failed
+                    | WorkerOutcome::Refused
             )
         });
         if self.subject.pulls() {
             assert!(
-                fates.iter().all(|(_, fate)| *fate == Fate::Asks),
+                outcomes
+                    .iter()
+                    .all(|(_, outcome)| *outcome == WorkerOutcome::Asks),
                 "{}",
                 sent.text
             );
             return;
         }
-        let expected = workers.iter().map(|worker| (*worker, Fate::Applied));
-        assert_eq!(fates, expected.collect::<Vec<_>>(), "{}", sent.text);
+        let expected = workers
+            .iter()
+            .map(|worker| (*worker, WorkerOutcome::Applied));
+        assert_eq!(outcomes, expected.collect::<Vec<_>>(), "{}", sent.text);
     }
 
     pub(crate) fn status(&mut self) -> Vec<Status> {

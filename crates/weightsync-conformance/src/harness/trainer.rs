@@ -10,8 +10,8 @@ use weightsync_engine::{
 };
 
 use super::command::{
-    Answer, Fate, Line, Payload, Publish, SendSettings, Sent, Stage, Status, TrainerCommand,
-    TrainerSetup, Wait,
+    Answer, Line, Payload, Publish, SendSettings, Sent, Stage, Status, TrainerCommand,
+    TrainerSetup, Wait, WorkerOutcome,
 };
 use super::process::{CommandPipe, Stop, die};
 use super::scale::PATIENCE;
@@ -541,11 +541,11 @@ fn options(how: &SendSettings) -> SendOptions {
 
 pub(crate) fn sent_report(report: &Report, took: Duration) -> Sent {
     let lines = report.workers.iter().map(|line| {
-        let (fate, reason) = fate(&line.outcome);
+        let (outcome, reason) = worker_outcome(&line.outcome);
         Line {
             worker: line.worker.0,
             pid: line.pid,
-            fate,
+            outcome,
             passed: line.late.is_some(),
             versions: line.versions.iter().map(|version| version.0).collect(),
             reason,
@@ -565,23 +565,23 @@ pub(crate) fn sent_report(report: &Report, took: Duration) -> Sent {
     }
 }
 
-fn fate(outcome: &Outcome) -> (Fate, String) {
-    let fate = match outcome {
-        Outcome::Applied => Fate::Applied,
-        Outcome::Staged => Fate::Staged,
-        Outcome::Refused { reason } => return (Fate::Refused, reason.clone()),
-        Outcome::Died => Fate::Died,
-        Outcome::Left => Fate::Left,
-        Outcome::Failed { reason } => return (Fate::Failed, reason.clone()),
-        Outcome::Lost => Fate::Lost,
-        Outcome::Late => Fate::Late,
-        Outcome::Held => Fate::Held,
-        Outcome::Full => Fate::Full,
-        Outcome::Absent => Fate::Absent,
-        Outcome::Asks => Fate::Asks,
-        _ => Fate::Other,
+fn worker_outcome(outcome: &Outcome) -> (WorkerOutcome, String) {
+    let short = match outcome {
+        Outcome::Applied => WorkerOutcome::Applied,
+        Outcome::Staged => WorkerOutcome::Staged,
+        Outcome::Refused { reason } => return (WorkerOutcome::Refused, reason.clone()),
+        Outcome::Died => WorkerOutcome::Died,
+        Outcome::Left => WorkerOutcome::Left,
+        Outcome::Failed { reason } => return (WorkerOutcome::Failed, reason.clone()),
+        Outcome::Lost => WorkerOutcome::Lost,
+        Outcome::Late => WorkerOutcome::Late,
+        Outcome::Held => WorkerOutcome::Held,
+        Outcome::Full => WorkerOutcome::Full,
+        Outcome::Absent => WorkerOutcome::Absent,
+        Outcome::Asks => WorkerOutcome::Asks,
+        _ => WorkerOutcome::Other,
     };
-    (fate, String::new())
+    (short, String::new())
 }
 
 /// Kills this process so long from now, while it goes on: death comes from

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup,
-    WorkerCommand,
+    Answer, Command, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
+    WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
@@ -27,7 +27,10 @@ pub(crate) fn a_send_returns_once_its_source_was_read(subject: &Subject) {
     let early = script
         .act(TrainerCommand::Await(0, Some(Duration::ZERO)))
         .sent();
-    assert_eq!(early.fates(), [(0, Fate::Late), (1, Fate::Late)]);
+    assert_eq!(
+        early.outcomes(),
+        [(0, WorkerOutcome::Late), (1, WorkerOutcome::Late)]
+    );
     for worker in 0..2 {
         assert_eq!(
             script
@@ -134,8 +137,8 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
     for (place, version) in [(0, 2), (1, 3), (2, 4)] {
         let sent = script.act(TrainerCommand::Await(place, None)).sent();
         assert_eq!(
-            (sent.version(), sent.fates()),
-            (version, vec![(0, Fate::Applied)]),
+            (sent.version(), sent.outcomes()),
+            (version, vec![(0, WorkerOutcome::Applied)]),
             "{}",
             sent.text
         );
@@ -152,9 +155,9 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         word += 1;
         assert!(word < 80, "a queue without a bound");
         let sent = script.send(Payload::Word(word), SendSettings::within(BRIEF));
-        match sent.line(0).fate {
-            Fate::Late => {}
-            Fate::Full => break,
+        match sent.line(0).outcome {
+            WorkerOutcome::Late => {}
+            WorkerOutcome::Full => break,
             _ => panic!("{}", sent.text),
         }
     }
@@ -167,7 +170,7 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         .began();
     for timeout in [None, Some(Duration::ZERO)] {
         let sent = script.act(TrainerCommand::Await(0, timeout)).sent();
-        assert_eq!(sent.fates(), [(0, Fate::Full)], "{}", sent.text);
+        assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Full)], "{}", sent.text);
     }
     script
         .act(TrainerCommand::SendAsync(
@@ -186,7 +189,7 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         let sent = script
             .act(TrainerCommand::Await(1, Some(Duration::ZERO)))
             .sent();
-        assert_eq!(sent.fates(), [(0, Fate::Late)], "{}", sent.text);
+        assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Late)], "{}", sent.text);
     }
     for expected in (2..word).chain([99]) {
         assert_eq!(
@@ -196,7 +199,12 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         script.deed(0, WorkerCommand::Keep(0));
     }
     let sent = script.act(TrainerCommand::Await(1, None)).sent();
-    assert_eq!(sent.fates(), [(0, Fate::Applied)], "{}", sent.text);
+    assert_eq!(
+        sent.outcomes(),
+        [(0, WorkerOutcome::Applied)],
+        "{}",
+        sent.text
+    );
     script.close();
 }
 
@@ -211,7 +219,12 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
         },
     );
     let second = script.send(Payload::Word(2), SendSettings::within(BRIEF));
-    assert_ne!(second.line(0).fate, Fate::Applied, "{}", second.text);
+    assert_ne!(
+        second.line(0).outcome,
+        WorkerOutcome::Applied,
+        "{}",
+        second.text
+    );
     assert_eq!(script.answer_of(0), Answer::Loading);
     script
         .act(TrainerCommand::SendAsync(
@@ -225,8 +238,8 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     script.until_status(|workers| workers[0].versions == [2]);
     let third = script.act(TrainerCommand::Await(0, Some(BRIEF))).sent();
     assert_eq!(
-        (third.version(), third.fates()),
-        (3, vec![(0, Fate::Late)]),
+        (third.version(), third.outcomes()),
+        (3, vec![(0, WorkerOutcome::Late)]),
         "{}",
         third.text
     );
@@ -242,6 +255,11 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
         .loaded();
     assert_eq!((loaded.word(), loaded.runs), (Some(3), vec![3]));
     let third = script.act(TrainerCommand::Await(0, None)).sent();
-    assert_eq!(third.fates(), [(0, Fate::Applied)], "{}", third.text);
+    assert_eq!(
+        third.outcomes(),
+        [(0, WorkerOutcome::Applied)],
+        "{}",
+        third.text
+    );
     script.close();
 }

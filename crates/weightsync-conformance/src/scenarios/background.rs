@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, FollowerState, Join, Payload, ResourceCensus, SafePoints, SendSettings,
-    TrainerCommand, TrainerSetup, Wait, WorkerCommand,
+    Answer, Command, FollowerState, Join, Payload, ResourceCensus, SafePoints, SendSettings,
+    TrainerCommand, TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
 use crate::harness::script::{Script, TRAINER};
@@ -117,7 +117,12 @@ pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subje
 
     // What was taken and not applied is there when the thread has ended.
     let sent = script.send(Payload::Word(5), SendSettings::wait(Wait::Staged));
-    assert_eq!(sent.fates(), [(0, Fate::Staged)], "{}", sent.text);
+    assert_eq!(
+        sent.outcomes(),
+        [(0, WorkerOutcome::Staged)],
+        "{}",
+        sent.text
+    );
     assert_eq!(following(&mut script, 0), (4, 4));
     assert_eq!(script.deed(0, WorkerCommand::Unfollow), Answer::Done);
     assert_eq!(script.take(0).one(), (5, 5));
@@ -270,10 +275,18 @@ pub(crate) fn a_cascade_tells_of_a_death_below_it(subject: &Subject) {
     script.until_it_sleeps(2);
     script.kill(4);
     let lowest = script.answer_of(1).sent();
-    assert_eq!(lowest.fates(), [(2, Fate::Applied), (3, Fate::Died)]);
+    assert_eq!(
+        lowest.outcomes(),
+        [(2, WorkerOutcome::Applied), (3, WorkerOutcome::Died)]
+    );
     let above = [script.answer_of(0).sent(), script.answer(TRAINER).sent()];
     for (sent, worker) in above.iter().zip([1, 0]) {
-        assert_eq!(sent.fates(), [(worker, Fate::Refused)], "{}", sent.text);
+        assert_eq!(
+            sent.outcomes(),
+            [(worker, WorkerOutcome::Refused)],
+            "{}",
+            sent.text
+        );
         let reason = &sent.line(worker).reason;
         assert!(reason.contains("worker 3"), "{reason}");
     }

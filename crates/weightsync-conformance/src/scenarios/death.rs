@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, Join, LoadFault, Payload, SendSettings, Sent, Stage, TrainerCommand,
-    TrainerSetup, Wait, WorkerCommand,
+    Answer, Command, Join, LoadFault, Payload, SendSettings, Sent, Stage, TrainerCommand,
+    TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
@@ -184,8 +184,12 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
     let sent = script.answer(TRAINER).sent();
     assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
     assert_eq!(
-        sent.fates(),
-        [(0, Fate::Applied), (1, Fate::Died), (2, Fate::Applied)]
+        sent.outcomes(),
+        [
+            (0, WorkerOutcome::Applied),
+            (1, WorkerOutcome::Died),
+            (2, WorkerOutcome::Applied)
+        ]
     );
     assert!(
         !sent.all_applied && sent.text.contains("worker 1"),
@@ -224,8 +228,8 @@ pub(crate) fn a_worker_that_fails_is_a_line_until_it_is_back(subject: &Subject) 
         let (sent, _) = script.deliver(Payload::Word(word), SendSettings::default(), &[0]);
         let line = sent.line(1);
         assert_eq!(
-            (line.fate, &line.reason),
-            (Fate::Failed, &why),
+            (line.outcome, &line.reason),
+            (WorkerOutcome::Failed, &why),
             "{}",
             sent.text
         );
@@ -247,8 +251,12 @@ pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
     script.until_status(|workers| workers.len() == 1);
     for word in 2..5 {
         let (sent, _) = script.deliver(Payload::Word(word), SendSettings::default(), &[0]);
-        let fate = sent.line(1).fate;
-        assert!(matches!(fate, Fate::Died | Fate::Lost), "{}", sent.text);
+        let outcome = sent.line(1).outcome;
+        assert!(
+            matches!(outcome, WorkerOutcome::Died | WorkerOutcome::Lost),
+            "{}",
+            sent.text
+        );
         assert!(!sent.all_applied, "{}", sent.text);
     }
     let sent = script.send(Payload::Word(5), SendSettings::wait(Wait::Sent));
@@ -300,9 +308,9 @@ pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subje
     script.kill(1);
     let sent = script.answer(TRAINER).sent();
     // It may have been dead before the version was there to be missed.
-    let mut fates = sent.fates();
-    fates.retain(|line| *line != (0, Fate::Died));
-    assert_eq!(fates, [(1, Fate::Applied)], "{}", sent.text);
+    let mut outcomes = sent.outcomes();
+    outcomes.retain(|line| *line != (0, WorkerOutcome::Died));
+    assert_eq!(outcomes, [(1, WorkerOutcome::Applied)], "{}", sent.text);
     assert_eq!(script.answer_of(1).seen().word(), 3);
     assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
     script.deliver_word(4, &[1]);
@@ -331,8 +339,8 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
         );
         let sent = script.send(Payload::Word(word), SendSettings::default());
         assert_eq!(
-            sent.fates(),
-            [(0, Fate::Refused), (1, Fate::Applied)],
+            sent.outcomes(),
+            [(0, WorkerOutcome::Refused), (1, WorkerOutcome::Applied)],
             "{}",
             sent.text
         );
@@ -380,11 +388,17 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
     for word in 2..5 {
         let (sent, seen) =
             script.deliver(Payload::Word(word), SendSettings::within(deadline), &[1, 2]);
-        let fates = sent.fates();
-        assert_eq!(fates[1..], [(1, Fate::Applied), (2, Fate::Applied)]);
+        let outcomes = sent.outcomes();
+        assert_eq!(
+            outcomes[1..],
+            [(1, WorkerOutcome::Applied), (2, WorkerOutcome::Applied)]
+        );
         // One that is far from its sender may be given up for its silence.
-        let lost = !script.is_near() && fates[0] == (0, Fate::Lost);
-        assert!(lost || fates[0] == (0, Fate::Late), "{fates:?}");
+        let lost = !script.is_near() && outcomes[0] == (0, WorkerOutcome::Lost);
+        assert!(
+            lost || outcomes[0] == (0, WorkerOutcome::Late),
+            "{outcomes:?}"
+        );
         assert!(
             (lost || sent.took >= deadline) && sent.took < MOMENT,
             "{:?}",
@@ -412,19 +426,24 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
     let (sent, _) = script.deliver(Payload::Word(2), SendSettings::within(short), &[1]);
     // One that is far from its sender may be given up for its silence.
     let may_be_lost = !script.is_near();
-    let is = |sent: &Sent, fate, passed| {
+    let is = |sent: &Sent, outcome, passed| {
         let line = sent.line(0);
-        let lost = may_be_lost && line.fate == Fate::Lost;
+        let lost = may_be_lost && line.outcome == WorkerOutcome::Lost;
         assert!(
-            lost || (line.fate, line.passed) == (fate, passed),
+            lost || (line.outcome, line.passed) == (outcome, passed),
             "{}",
             sent.text
         );
-        assert_eq!(sent.line(1).fate, Fate::Applied, "{}", sent.text);
+        assert_eq!(
+            sent.line(1).outcome,
+            WorkerOutcome::Applied,
+            "{}",
+            sent.text
+        );
         assert!(!sent.all_applied, "{}", sent.text);
         !lost
     };
-    assert!(!is(&sent, Fate::Late, false) || sent.took >= short);
+    assert!(!is(&sent, WorkerOutcome::Late, false) || sent.took >= short);
     let passing = SendSettings {
         wait_late: false,
         ..SendSettings::default()
@@ -434,10 +453,10 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         let (sent, _) = script.deliver(Payload::Word(word), passing.clone(), &[1]);
         assert!(sent.took < MOMENT, "{:?}: {}", sent.took, sent.text);
         // One that gets every version has no room for all of these.
-        if subject.can.every_version && sent.line(0).fate == Fate::Full {
+        if subject.can.every_version && sent.line(0).outcome == WorkerOutcome::Full {
             continue;
         }
-        let late = is(&sent, Fate::Late, true);
+        let late = is(&sent, WorkerOutcome::Late, true);
         assert!(
             !late || sent.text.contains("was not waited for"),
             "{}",
@@ -449,7 +468,7 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         last = 13;
         let insists = SendSettings::within(short);
         let (sent, _) = script.deliver(Payload::Word(last), insists, &[1]);
-        let late = is(&sent, Fate::Late, false);
+        let late = is(&sent, WorkerOutcome::Late, false);
         assert!(!late || sent.took >= short, "{:?}", sent.took);
     }
 

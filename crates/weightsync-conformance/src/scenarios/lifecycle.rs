@@ -10,8 +10,8 @@ use weightsync_engine::{
 use crate::Subject;
 use crate::harness::command::ResourceCensus;
 use crate::harness::command::{
-    Answer, Command, Fate, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait,
-    WorkerCommand,
+    Answer, Command, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait,
+    WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::resource_census;
@@ -80,7 +80,7 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
     assert_eq!(script.act(connect), Answer::Done);
     for word in 2..5 {
         let sent = script.send(Payload::Word(word), SendSettings::default());
-        assert_eq!((sent.version(), sent.fates()), (word, Vec::new()));
+        assert_eq!((sent.version(), sent.outcomes()), (word, Vec::new()));
         // A wait without end would never return, and is refused.
         let refused = script.deed(0, WorkerCommand::Receive(None)).fault();
         assert_eq!(refused.kind, Kind::Unsupported, "{}", refused.text);
@@ -377,7 +377,10 @@ pub(crate) fn a_worker_that_leaves_is_no_failure(subject: &Subject) {
         script.until_it_sleeps(TRAINER);
         assert_eq!(script.deed(1, WorkerCommand::Leave), Answer::Done);
         let sent = script.answer(TRAINER).sent();
-        assert_eq!(sent.fates(), [(0, Fate::Applied), (1, Fate::Left)]);
+        assert_eq!(
+            sent.outcomes(),
+            [(0, WorkerOutcome::Applied), (1, WorkerOutcome::Left)]
+        );
         assert!(sent.all_applied, "{}", sent.text);
     }
     script.close();

@@ -4,8 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, Want,
-    WorkerCommand,
+    Answer, Command, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, Want,
+    WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
@@ -130,12 +130,17 @@ pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject)
         assert!(word < 80, "a queue without a bound");
         script.tell_worker(1, WorkerCommand::Receive(None));
         let sent = script.send(Payload::Word(word), SendSettings::within(BRIEF));
-        assert_eq!(sent.line(1).fate, Fate::Applied, "{}", sent.text);
+        assert_eq!(
+            sent.line(1).outcome,
+            WorkerOutcome::Applied,
+            "{}",
+            sent.text
+        );
         assert_eq!(script.answer_of(1).seen().one(), (word, word));
         script.deed(1, WorkerCommand::Keep(0));
-        match sent.line(0).fate {
-            Fate::Late => {}
-            Fate::Full => break sent,
+        match sent.line(0).outcome {
+            WorkerOutcome::Late => {}
+            WorkerOutcome::Full => break sent,
             _ => panic!("{}", sent.text),
         }
     };
@@ -191,7 +196,10 @@ pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject)
     );
     let sent = script.answer(TRAINER).sent();
     assert!(
-        matches!(sent.line(0).fate, Fate::Staged | Fate::Applied),
+        matches!(
+            sent.line(0).outcome,
+            WorkerOutcome::Staged | WorkerOutcome::Applied
+        ),
         "{}",
         sent.text
     );
@@ -215,7 +223,7 @@ pub(crate) fn full_queue_is_reported_without_a_wait(subject: &Subject) {
             break sent;
         }
     };
-    assert_eq!(lost.fates(), [(0, Fate::Full)], "{}", lost.text);
+    assert_eq!(lost.outcomes(), [(0, WorkerOutcome::Full)], "{}", lost.text);
     assert!(lost.text.contains("will not get it"), "{}", lost.text);
     // Nothing else was lost.
     for expected in 2..word {
@@ -314,7 +322,7 @@ pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
     script.until_it_sleeps(1);
     // A send that waits for its workers does not wait for one that waits for more.
     let sent = script.send(Payload::Word(2), SendSettings::default());
-    assert_eq!(sent.fates(), [(0, Fate::Asks)], "{}", sent.text);
+    assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Asks)], "{}", sent.text);
     script.until_it_sleeps(1);
     assert!(!script.has_said(1), "the second is not the third");
     script.send(Payload::Word(3), SendSettings::wait(Wait::Sent));

@@ -2,8 +2,8 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, Join, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup,
-    Wait, WorkerCommand,
+    Answer, Command, Join, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait,
+    WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, rounds};
@@ -98,7 +98,10 @@ pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
     script.tell_worker(1, WorkerCommand::Receive(None));
     // The other answers within that, also on a busy machine.
     let sent = script.send(Payload::Word(3), SendSettings::within(10 * BRIEF));
-    assert_eq!(sent.fates(), [(0, Fate::Late), (1, Fate::Applied)]);
+    assert_eq!(
+        sent.outcomes(),
+        [(0, WorkerOutcome::Late), (1, WorkerOutcome::Applied)]
+    );
     assert!(
         !sent.all_applied && sent.text.contains("1 of 2 workers"),
         "{}",
@@ -143,7 +146,12 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
                 },
             );
             let staged = script.send(Payload::Word(3), SendSettings::wait(Wait::Staged));
-            assert_eq!(staged.fates(), [(0, Fate::Staged)], "{}", staged.text);
+            assert_eq!(
+                staged.outcomes(),
+                [(0, WorkerOutcome::Staged)],
+                "{}",
+                staged.text
+            );
             assert_eq!(script.answer_of(0), Answer::Loading);
             3
         }
@@ -159,7 +167,12 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
         },
     );
     let applied = script.send(Payload::Word(9), SendSettings::default());
-    assert_eq!(applied.fates(), [(0, Fate::Applied)], "{}", applied.text);
+    assert_eq!(
+        applied.outcomes(),
+        [(0, WorkerOutcome::Applied)],
+        "{}",
+        applied.text
+    );
     assert_eq!(script.answer_of(0).loaded().word(), Some(9));
     script.close();
 }
@@ -176,7 +189,10 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
     );
     let sent = script.send(Payload::Word(2), SendSettings::within(BRIEF));
     assert!(
-        matches!(sent.line(0).fate, Fate::Late | Fate::Staged),
+        matches!(
+            sent.line(0).outcome,
+            WorkerOutcome::Late | WorkerOutcome::Staged
+        ),
         "{}",
         sent.text
     );

@@ -2,8 +2,8 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Fate, Join, LoadFault, Loaded, Payload, Publish, SendSettings, Sent, Stage,
-    TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand,
+    Answer, Command, Join, LoadFault, Loaded, Payload, Publish, SendSettings, Sent, Stage,
+    TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{Dice, PATIENCE, rounds, seed};
@@ -287,7 +287,7 @@ pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     tell_to_load(&mut script, 1, None);
     let sent = script.send(both(2), SendSettings::default());
     script.until_dead(1);
-    assert_eq!(sent.line(0).fate, Fate::Died, "{}", sent.text);
+    assert_eq!(sent.line(0).outcome, WorkerOutcome::Died, "{}", sent.text);
     assert_eq!(
         sent.line(0).versions,
         [1, 1],

@@ -2,7 +2,7 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Fate, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
+    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::script::Script;
@@ -105,12 +105,12 @@ pub(crate) fn absent_worker_gets_its_own_weights_on_join(subject: &Subject) {
     let (sent, seen) = script.deliver(Payload::Word(4), SendSettings::to(&[0, 1]), &[0]);
     assert_eq!(seen[0].word(), 4);
     let there = if subject.pulls() {
-        Fate::Asks
+        WorkerOutcome::Asks
     } else {
-        Fate::Applied
+        WorkerOutcome::Applied
     };
-    let fates = [(0, there), (1, Fate::Absent)];
-    assert_eq!(sent.fates(), fates, "{}", sent.text);
+    let outcomes = [(0, there), (1, WorkerOutcome::Absent)];
+    assert_eq!(sent.outcomes(), outcomes, "{}", sent.text);
     assert!(
         !sent.all_applied && sent.text.contains("worker 1 is not connected"),
         "{}",

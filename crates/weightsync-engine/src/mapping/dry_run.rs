@@ -158,8 +158,8 @@ impl DryRun {
 
 impl fmt::Display for DryRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for fate in &self.tensors {
-            writeln!(f, "{fate}")?;
+        for outcome in &self.tensors {
+            writeln!(f, "{outcome}")?;
         }
         self.write_differences(f)?;
         match self.is_complete() {

@@ -12,7 +12,7 @@ use crate::fuse::{Fuse, Lit};
 use crate::leaks;
 use crate::pattern::Pattern;
 use crate::scale::{Dice, PATIENCE};
-use crate::trainer::Told;
+use crate::trainer::Progress;
 
 /// How long one look for the next trainer takes. In between, the worker looks
 /// whether its own end has come.
@@ -186,13 +186,13 @@ impl Checker {
     }
 }
 
-/// What has been done, told now and then.
+/// What has been done, reported now and then.
 struct Tally {
     reader: u32,
     total: u64,
     checks: u64,
     again: u64,
-    told: Instant,
+    reported: Instant,
 }
 
 impl Tally {
@@ -202,27 +202,27 @@ impl Tally {
             total: 0,
             checks: 0,
             again: 0,
-            told: Instant::now(),
+            reported: Instant::now(),
         }
     }
 
     fn count(&mut self, worker: &WorkerProcess) -> Result<(), Box<dyn std::error::Error>> {
         self.total += 1;
         self.checks += 1;
-        // Soon, because what is not told when the process is killed is lost.
-        if self.checks >= 200 || self.told.elapsed() > Duration::from_millis(10) {
+        // Soon, because what is not reported when the process is killed is lost.
+        if self.checks >= 200 || self.reported.elapsed() > Duration::from_millis(10) {
             self.send(worker)?;
         }
         Ok(())
     }
 
     fn send(&mut self, worker: &WorkerProcess) -> Result<(), Box<dyn std::error::Error>> {
-        let told = Told::Checked {
+        let progress = Progress::Checked {
             reader: self.reader,
             checks: std::mem::take(&mut self.checks),
             again: std::mem::take(&mut self.again),
         };
-        self.told = Instant::now();
-        told.send(worker)
+        self.reported = Instant::now();
+        progress.send(worker)
     }
 }

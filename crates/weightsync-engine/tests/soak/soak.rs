@@ -12,7 +12,7 @@ use weightsync_engine::{InitInfo, Tensors};
 use crate::fuse::{BURNT, Fuse};
 use crate::leaks::{self, Census, TOKEN};
 use crate::scale::{Dice, PATIENCE, checks, seed};
-use crate::trainer::{OwnWorkers, Told};
+use crate::trainer::{OwnWorkers, Progress};
 use crate::{Role, reader, trainer};
 
 const KIB_64: Size = Size {
@@ -174,10 +174,10 @@ struct Stage<'a> {
     victim: Option<u32>,
     /// Who is stopped at present.
     stopped: Option<u32>,
-    /// When each trainer and reader was last heard of.
-    heard: Vec<Instant>,
-    /// Whether the present process of each place has been heard of at all.
-    spoke: Vec<bool>,
+    /// When each trainer and reader last sent a message.
+    last_message: Vec<Instant>,
+    /// Whether the present process of each place has sent a message yet.
+    has_begun: Vec<bool>,
 }
 
 impl<'a> Stage<'a> {
@@ -227,8 +227,8 @@ impl<'a> Stage<'a> {
             done: Done::default(),
             victim: None,
             stopped: None,
-            heard: vec![Instant::now(); 1 + size.readers as usize],
-            spoke: vec![false; count],
+            last_message: vec![Instant::now(); 1 + size.readers as usize],
+            has_begun: vec![false; count],
         }
     }
 
@@ -244,7 +244,7 @@ impl<'a> Stage<'a> {
             let gap = Duration::from_micros(20 + self.dice.below(400));
             let left = left.min(gap);
             match self.workers.recv_any(Some(left)) {
-                Some((index, Event::Frame(frame))) => self.hear(index, &frame),
+                Some((index, Event::Frame(frame))) => self.record(index, &frame),
                 Some((index, Event::Exited(exit))) => {
                     let killed = self.victim.take_if(|victim| *victim == exit.pid).is_some();
                     assert!(
@@ -291,32 +291,32 @@ impl<'a> Stage<'a> {
         }
         while let Some((index, event)) = self.workers.recv_any(Some(Duration::ZERO)) {
             if let Event::Frame(frame) = event {
-                self.hear(index, &frame);
+                self.record(index, &frame);
             }
         }
         self.done
     }
 
-    fn hear(&mut self, index: usize, frame: &[u8]) {
+    fn record(&mut self, index: usize, frame: &[u8]) {
         let now = Instant::now();
-        match postcard::from_bytes(frame).expect("what our own processes tell") {
-            Told::Published { versions } => {
+        match postcard::from_bytes(frame).expect("a message of our own processes") {
+            Progress::Published { versions } => {
                 self.done.versions += versions;
-                self.heard[0] = now;
+                self.last_message[0] = now;
             }
-            Told::Checked {
+            Progress::Checked {
                 reader,
                 checks,
                 again,
             } => {
                 self.done.checks += checks;
                 self.done.again += again;
-                self.heard[1 + reader as usize] = now;
+                self.last_message[1 + reader as usize] = now;
             }
-            Told::Restarted => self.done.readers += 1,
+            Progress::Restarted => self.done.readers += 1,
         }
-        self.heard[index] = now;
-        self.spoke[index] = true;
+        self.last_message[index] = now;
+        self.has_begun[index] = true;
     }
 
     fn replace(&mut self, index: usize) {
@@ -325,19 +325,19 @@ impl<'a> Stage<'a> {
             .restart(index, Some(role))
             .expect("it starts again");
         let now = Instant::now();
-        self.spoke[index] = false;
+        self.has_begun[index] = false;
         match (index, self.cast.arrangement) {
             (0, Arrangement::OwnWorkers) => {
                 self.done.trainers += 1;
-                self.heard.fill(now);
+                self.last_message.fill(now);
             }
             (0, Arrangement::Outliving) => {
                 self.done.trainers += 1;
-                self.heard[0] = now;
+                self.last_message[0] = now;
             }
             _ => {
                 self.done.readers += 1;
-                self.heard[index] = now;
+                self.last_message[index] = now;
             }
         }
     }
@@ -347,11 +347,11 @@ impl<'a> Stage<'a> {
         // A process of the largest size has several checks' time of work before its
         // first word: pages to clear and to map.
         let patience = PATIENCE.max(6 * self.size.check_time);
-        for (index, heard) in self.heard.iter().enumerate() {
+        for (index, last) in self.last_message.iter().enumerate() {
             assert!(
-                heard.elapsed() < patience,
-                "process {index} hangs: nothing heard for {:?}; {:#?}",
-                heard.elapsed(),
+                last.elapsed() < patience,
+                "process {index} hangs: no message for {:?}; {:#?}",
+                last.elapsed(),
                 self.doings()
             );
         }
@@ -369,8 +369,8 @@ impl<'a> Stage<'a> {
         let Some(index) = self.pick() else {
             return;
         };
-        let suspect = self.heard[index].elapsed() > PATIENCE / 8;
-        let spared = !self.spoke[index] && self.dice.below(8) != 0;
+        let suspect = self.last_message[index].elapsed() > PATIENCE / 8;
+        let spared = !self.has_begun[index] && self.dice.below(8) != 0;
         if self.victim.is_none() && !suspect && !spared {
             self.victim = self.workers.pid(index);
             self.workers.kill(index).expect("it is one of ours");
@@ -379,7 +379,7 @@ impl<'a> Stage<'a> {
 
     /// A trainer or reader; `None` for one that is the trainer's own.
     fn pick(&mut self) -> Option<usize> {
-        let index = self.dice.below(self.heard.len() as u64) as usize;
+        let index = self.dice.below(self.last_message.len() as u64) as usize;
         (index < self.workers.len()).then_some(index)
     }
 

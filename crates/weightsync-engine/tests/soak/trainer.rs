@@ -45,9 +45,9 @@ pub struct OwnWorkers {
     pub kill_every: Duration,
 }
 
-/// What trainers and readers tell the test.
+/// What trainers and readers report to the test.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub enum Told {
+pub enum Progress {
     /// A trainer has published so many more versions.
     Published { versions: u64 },
     /// A reader has checked so many more versions, and so many of them again
@@ -61,7 +61,7 @@ pub enum Told {
     Restarted,
 }
 
-impl Told {
+impl Progress {
     pub fn send(self, worker: &WorkerProcess) -> Result<(), Failure> {
         match worker.send(&postcard::to_stdvec(&self)?) {
             // The test ends and does not listen any more.
@@ -98,7 +98,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
     let expected = Expect::Count(plan.workers.as_ref().map_or(0, |own| own.count as usize));
     let mut sender = setup.connect(&weights, expected, Some(PATIENCE))?;
     let fuse = Lit::new(plan.fuse);
-    let (mut versions, mut told) = (1, Instant::now());
+    let (mut versions, mut reported) = (1, Instant::now());
     while !worker.is_closed() {
         let version = sender.version().unwrap().next().0;
         let pattern = Pattern::new(plan.seed, version);
@@ -124,13 +124,13 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
         fuse.done(version);
         judge(&report)?;
         versions += 1;
-        if told.elapsed() > Duration::from_millis(20) {
+        if reported.elapsed() > Duration::from_millis(20) {
             leaks::bounded_descriptors(ceiling(&plan, &sender))?;
-            Told::Published {
+            Progress::Published {
                 versions: std::mem::take(&mut versions),
             }
             .send(&worker)?;
-            told = Instant::now();
+            reported = Instant::now();
         }
     }
     drop(sender);
@@ -226,7 +226,7 @@ impl Roles {
     }
 }
 
-/// Passes on what the workers tell, kills some, and replaces the dead.
+/// Passes on what the workers report, kills some, and replaces the dead.
 fn watch(trainer: &WorkerProcess, workers: &Workers, mut roles: Roles) -> Result<(), String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     let mut victim = None;
@@ -254,7 +254,7 @@ fn watch(trainer: &WorkerProcess, workers: &Workers, mut roles: Roles) -> Result
                 {
                     return Ok(()); // shut down meanwhile
                 }
-                Told::Restarted
+                Progress::Restarted
                     .send(trainer)
                     .map_err(|error| text(&error))?;
             }

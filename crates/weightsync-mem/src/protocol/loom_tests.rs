@@ -239,12 +239,12 @@ impl Sender {
                 }
                 Step::Flip { key, live } => {
                     steps.next()?;
-                    self.tell(key, live);
+                    self.notify(key, live);
                     world.mailboxes[key.0.0 as usize].live.swap_in(live);
                 }
                 Step::Push { key, live } => {
                     steps.next()?;
-                    self.tell(key, live);
+                    self.notify(key, live);
                     let mailbox = &world.mailboxes[key.0.0 as usize];
                     assert!(
                         mailbox.queue.push(mailbox.head.load(), MAX_BOUND, live),
@@ -258,7 +258,7 @@ impl Sender {
         Some(())
     }
 
-    fn tell(&mut self, key: Key, live: Live) {
+    fn notify(&mut self, key: Key, live: Live) {
         let reader = &mut self.readers[key.0.0 as usize];
         reader
             .claims

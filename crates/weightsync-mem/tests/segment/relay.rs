@@ -1,8 +1,9 @@
 //! The events of a relay's workers.
 
+use std::sync::Barrier;
 use std::thread::JoinHandle;
 
-use weightsync_core::Version;
+use weightsync_core::{Digest, Version};
 use weightsync_mem::{
     Error, Event, Listener, Reader, Relay, SegmentOptions, Taken, WorkerInstance,
 };
@@ -89,11 +90,50 @@ fn admitted(relay: &Relay, address: &str) -> (u64, (WorkerInstance, Reader)) {
 
 /// The worker's last set, which it keeps when it leaves.
 fn taken(relay: &Relay, (who, mut worker): (WorkerInstance, Reader)) -> Taken {
-    let room = relay.room(0, Version(1), 1 << 30).unwrap().unwrap();
-    room.take(0).unwrap().keep();
-    let version = room.commit().unwrap();
+    let slot = relay.partial_slot(0, Version(1), 1 << 30).unwrap().unwrap();
+    slot.take(0).unwrap().keep();
+    let version = slot.commit().unwrap();
     assert!(relay.notify(who, 1, &[version]));
     worker.next(within(20)).unwrap().unwrap()
+}
+
+/// The commit record is written once: a second time would remove the digest that was published
+/// meanwhile. The threads may run in any order.
+#[test]
+fn one_of_two_commits_publishes_the_version() {
+    let (relay, address) = relay();
+    let (_, (who, mut worker)) = admitted(&relay, &address);
+    let digest = Digest([7; 16]);
+    let mut last = None;
+    for version in (1..=2000).map(Version) {
+        drop(last.take());
+        let slot = relay.partial_slot(0, version, 1 << 30).unwrap().unwrap();
+        slot.take(0).unwrap().keep();
+        let start = Barrier::new(2);
+        let commit = |publishes: bool| {
+            start.wait();
+            let committed = slot.commit().unwrap();
+            assert!(!publishes || committed.publish_digest(digest));
+            committed
+        };
+        let [first, second] = std::thread::scope(|scope| {
+            [true, false]
+                .map(|publishes| {
+                    scope.spawn({
+                        let commit = &commit;
+                        move || commit(publishes)
+                    })
+                })
+                .map(|thread| thread.join().unwrap())
+        });
+        assert_eq!([first.version(), second.version()], [version; 2]);
+        assert_eq!(second.published_digest(), Some(digest), "{version:?}");
+        last = Some(first);
+    }
+    let last = last.unwrap();
+    assert!(relay.notify(who, 1, std::slice::from_ref(&last)));
+    let taken = worker.next(within(20)).unwrap().unwrap();
+    assert_eq!(taken.members[0].snapshot.version(), last.version());
 }
 
 #[test]
@@ -106,18 +146,23 @@ fn reused_slot_keeps_its_version_until_written() {
     };
     let relay = Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap();
     const PIECE: usize = 64;
-    let room = |version| relay.room(0, Version(version), PIECE).unwrap().unwrap();
+    let lend = |version| {
+        relay
+            .partial_slot(0, Version(version), PIECE)
+            .unwrap()
+            .unwrap()
+    };
     let fill = |version: u64| {
-        let room = room(version);
-        assert!(room.pieces() > 2);
-        for index in room.missing().collect::<Vec<_>>() {
-            let mut piece = room.take(index).unwrap();
+        let slot = lend(version);
+        assert!(slot.pieces() > 2);
+        for index in slot.missing().collect::<Vec<_>>() {
+            let mut piece = slot.take(index).unwrap();
             piece.fill(version as u8);
             piece.keep();
         }
-        room.commit().unwrap()
+        slot.commit().unwrap()
     };
-    let lent = room(1);
+    let lent = lend(1);
     assert_eq!((lent.base(), lent.take(0).unwrap().base()), (None, None));
     drop(lent);
     let first = fill(1);
@@ -125,7 +170,7 @@ fn reused_slot_keeps_its_version_until_written() {
     drop(first);
     // Lent and given back without a word, it has what it had.
     for _ in 0..2 {
-        let lent = room(3);
+        let lent = lend(3);
         assert_eq!(lent.base(), Some(Version(1)));
         let piece = lent.take_all(0..2).unwrap();
         assert_eq!(piece.base(), Some(Version(1)));
@@ -133,7 +178,7 @@ fn reused_slot_keeps_its_version_until_written() {
         assert!(lent.take_all(1..3).is_none(), "one of them is taken");
         assert_eq!(lent.take(2).unwrap().base(), Some(Version(1)));
     }
-    let lent = room(3);
+    let lent = lend(3);
     let mut piece = lent.take_all(0..2).unwrap();
     piece[70] = 9;
     assert_eq!(piece.base(), None, "it is written");
@@ -143,17 +188,17 @@ fn reused_slot_keeps_its_version_until_written() {
     assert_eq!(lent.missing().count(), lent.pieces());
     drop(lent);
     // A slot with a partial version has no base.
-    assert_eq!(room(3).base(), None);
+    assert_eq!(lend(3).base(), None);
 
     // Nor is what has turned out to be wrong: not what is there, not what was lent
     // meanwhile and is given back, not what came meanwhile.
     let third = fill(3);
     drop(second);
-    let lent = room(4);
+    let lent = lend(4);
     assert_eq!(lent.base(), Some(Version(2)));
     relay.forget_bases(0);
     drop(lent);
-    let lent = room(4);
+    let lent = lend(4);
     assert_eq!(lent.base(), None);
     for index in 0..lent.pieces() {
         lent.take(index).unwrap().keep();
@@ -161,9 +206,9 @@ fn reused_slot_keeps_its_version_until_written() {
     relay.forget_bases(0);
     let fourth = lent.commit().unwrap();
     drop((lent, third, fourth));
-    assert_eq!(room(5).base(), None);
+    assert_eq!(lend(5).base(), None);
     // Versions from here on are known.
     drop(fill(6));
     drop(fill(7));
-    assert!(room(8).base().is_some());
+    assert!(lend(8).base().is_some());
 }

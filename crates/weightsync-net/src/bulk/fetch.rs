@@ -137,7 +137,7 @@ struct Shared {
     item: Item,
     parent: Parent,
     connections: Arc<Connections>,
-    room: Arc<PartialSlot>,
+    slot: Arc<PartialSlot>,
     held: Arc<Held>,
     base: Option<Base>,
     store: Arc<Store>,
@@ -162,18 +162,18 @@ struct Shared {
 }
 
 impl Fetch {
-    /// Begins to fetch the blocks missing in `room`, next to `others` fetches. Calls `done` once,
+    /// Begins to fetch the blocks missing in `slot`, next to `others` fetches. Calls `done` once,
     /// from any thread, with the bytes not [taken](Self::take_transferred) before. `done` must not
     /// block.
     pub(crate) fn start(
         (item, parent): (Item, Parent),
         (connections, others): (&Arc<Connections>, usize),
-        (room, held, base): (Arc<PartialSlot>, Arc<Held>, Option<Base>),
+        (slot, held, base): (Arc<PartialSlot>, Arc<Held>, Option<Base>),
         store: &Arc<Store>,
         threads: &Arc<Threads>,
         done: impl Fn(FetchEnd, Transferred) + Send + Sync + 'static,
     ) -> Self {
-        let missing: Vec<usize> = room.missing().collect();
+        let missing: Vec<usize> = slot.missing().collect();
         // One connection for each part that is large enough to be worth one.
         let most = connections.most.saturating_sub(others);
         let count = most.min(missing.len().div_ceil(4)).max(1);
@@ -182,7 +182,7 @@ impl Fetch {
             item,
             parent,
             connections: connections.clone(),
-            room,
+            slot,
             held,
             base,
             store: store.clone(),
@@ -246,7 +246,7 @@ impl Shared {
             match self.fetch_by(socket, waiting) {
                 Err(error) if is_stale(&error) && !self.is_stopped() => {
                     // Blocks that arrived before the connection broke are not requested again.
-                    let missing = |index: &usize| self.room.read(*index).is_none();
+                    let missing = |index: &usize| self.slot.read(*index).is_none();
                     let first = waiting.iter().position(missing).unwrap_or(waiting.len());
                     waiting = &waiting[first..];
                 }
@@ -262,7 +262,12 @@ impl Shared {
         if self.is_stopped() {
             return Ok(Some(FetchEnd::Stopped));
         }
-        blocking::prove(&mut socket, &self.connections.key, Role::Bulk, SUSPECT)?;
+        blocking::prove(
+            &mut socket,
+            &self.connections.key,
+            Role::Bulk,
+            Some(SUSPECT),
+        )?;
         drop(watched);
         self.fetch_by(socket, waiting)
     }
@@ -270,8 +275,8 @@ impl Shared {
     /// Waits while a stopped fetch still holds the missing blocks; it is about to release them.
     fn wait_for_the_rest(&self) {
         let over = || {
-            let (room, stopped) = (&self.room, self.is_stopped());
-            stopped || room.is_whole() || room.missing().next().is_some()
+            let (slot, stopped) = (&self.slot, self.is_stopped());
+            stopped || slot.is_whole() || slot.missing().next().is_some()
         };
         self.store.wait_until(over, SUSPECT);
     }
@@ -302,7 +307,7 @@ impl Shared {
                 return Ok(Some(end));
             }
             // The parent has said that it has sent everything.
-            if let Some(index) = self.room.missing().find(|index| has(ranges, *index)) {
+            if let Some(index) = self.slot.missing().find(|index| has(ranges, *index)) {
                 return Err(invalid(Unsent { index }));
             }
         }
@@ -360,8 +365,8 @@ impl Shared {
         let index = head.index as usize;
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
-            && head.image_bytes == self.room.layout().bytes();
-        let piece = self.room.take(index).filter(|_| of_this);
+            && head.image_bytes == self.slot.layout().bytes();
+        let piece = self.slot.take(index).filter(|_| of_this);
         let mut piece = piece.ok_or_else(|| invalid(FrameError::Block { head: *head }))?;
         let coming = self.throughput.begin(Instant::now());
         let mut crc = Crc64::new();
@@ -403,7 +408,7 @@ impl Shared {
         let end = first.take();
         drop(first);
         let end = match end {
-            _ if self.room.is_whole() => FetchEnd::Whole,
+            _ if self.slot.is_whole() => FetchEnd::Whole,
             Some(end) => end,
             None => FetchEnd::Partly,
         };

@@ -80,9 +80,9 @@ impl Held {
     }
 
     /// Holds a version that is still arriving.
-    pub(crate) fn coming(room: Arc<PartialSlot>) -> Self {
-        let blocks = room.pieces();
-        Self::with(Source::Arriving(room), blocks)
+    pub(crate) fn coming(slot: Arc<PartialSlot>) -> Self {
+        let blocks = slot.pieces();
+        Self::with(Source::Arriving(slot), blocks)
     }
 
     fn with(source: Source, blocks: usize) -> Self {
@@ -138,7 +138,7 @@ impl Held {
     pub(crate) fn layout(&self) -> &Layout {
         match &self.source {
             Source::Whole(snapshot) => snapshot.layout(),
-            Source::Arriving(room) => room.layout(),
+            Source::Arriving(slot) => slot.layout(),
         }
     }
 
@@ -152,7 +152,7 @@ impl Held {
     pub(super) fn has(&self, index: usize) -> bool {
         match &self.source {
             Source::Whole(_) => true,
-            Source::Arriving(room) => room.read(index).is_some(),
+            Source::Arriving(slot) => slot.read(index).is_some(),
         }
     }
 
@@ -178,7 +178,7 @@ impl Held {
                 let end = (start + BLOCK as usize).min(snapshot.bytes().len());
                 snapshot.bytes().get(start..end)
             }
-            Source::Arriving(room) => room.read(index),
+            Source::Arriving(slot) => slot.read(index),
         };
         match (bytes, self.sums.get(index)) {
             (Some(bytes), Some(sum)) => {

@@ -83,16 +83,16 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     };
     let options = SegmentOptions::default();
     let relay = Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap();
-    let room = relay.room(ITEM.model, ITEM.version, BLOCK as usize);
-    let room = room.unwrap().unwrap();
-    let held = Arc::new(Held::coming(room.clone()));
+    let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
+    let slot = slot.unwrap().unwrap();
+    let held = Arc::new(Held::coming(slot.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
     let fetch = Fetch::start(
         (item, parent),
         (&Arc::new(connections), 0),
-        (room, held, None),
+        (slot, held, None),
         &Arc::new(Store::of_relay()),
         &Arc::new(Threads::default()),
         move |end, came| {

@@ -8,8 +8,8 @@ use super::{HANDSHAKE, nonce};
 use crate::access::Key;
 use crate::wire::hello::{Client, Next, Protocols, Role};
 
-/// Connects and authenticates both ends. Each step takes at most `patience`; the server's own limit
-/// bounds the whole handshake.
+/// Connects and authenticates both ends. Each step takes at most `timeout`, if there is one; the
+/// server's own limit bounds the whole handshake.
 ///
 /// # Errors
 ///
@@ -19,10 +19,13 @@ pub(crate) fn dial(
     address: SocketAddr,
     key: &Key,
     role: Role,
-    patience: Duration,
+    timeout: Option<Duration>,
 ) -> io::Result<TcpStream> {
-    let mut socket = TcpStream::connect_timeout(&address, patience)?;
-    prove(&mut socket, key, role, patience)?;
+    let mut socket = match timeout {
+        Some(timeout) => TcpStream::connect_timeout(&address, timeout)?,
+        None => TcpStream::connect(address)?,
+    };
+    prove(&mut socket, key, role, timeout)?;
     Ok(socket)
 }
 
@@ -31,17 +34,17 @@ pub(crate) fn prove(
     socket: &mut TcpStream,
     key: &Key,
     role: Role,
-    patience: Duration,
+    timeout: Option<Duration>,
 ) -> io::Result<()> {
-    let until = Instant::now() + HANDSHAKE.max(patience);
+    let until = Instant::now() + HANDSHAKE.max(timeout.unwrap_or_default());
     socket.set_nodelay(true)?;
-    socket.set_write_timeout(Some(patience))?;
+    socket.set_write_timeout(timeout)?;
     let (mut client, hello) = Client::new(key.clone(), role, Protocols::OURS, nonce()?);
     socket.write_all(&hello)?;
     let mut wanted = crate::wire::hello::HELLO_BYTES;
     loop {
         let mut bytes = vec![0; wanted];
-        if let Err(error) = read_until(socket, &mut bytes, patience, until) {
+        if let Err(error) = read_until(socket, &mut bytes, timeout, until) {
             return Err(match error.kind() {
                 io::ErrorKind::UnexpectedEof => invalid(client.hung_up()),
                 _ => error,
@@ -52,7 +55,7 @@ pub(crate) fn prove(
         match step.next {
             Next::Read(more) => wanted = more,
             Next::Done(_) => {
-                socket.set_read_timeout(Some(patience))?;
+                socket.set_read_timeout(timeout)?;
                 return Ok(());
             }
             Next::Close(error) => return Err(invalid(error)),
@@ -60,11 +63,11 @@ pub(crate) fn prove(
     }
 }
 
-/// Fills the buffer. Each read takes at most `patience`, and all of them end by the deadline.
+/// Fills the buffer. Each read takes at most `timeout`, and all of them end by the deadline.
 fn read_until(
     socket: &mut TcpStream,
     mut bytes: &mut [u8],
-    patience: Duration,
+    timeout: Option<Duration>,
     until: Instant,
 ) -> io::Result<()> {
     while !bytes.is_empty() {
@@ -72,7 +75,7 @@ fn read_until(
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        socket.set_read_timeout(Some(patience.min(left)))?;
+        socket.set_read_timeout(Some(timeout.map_or(left, |timeout| timeout.min(left))))?;
         match socket.read(bytes) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => bytes = &mut bytes[read..],
@@ -106,7 +109,7 @@ mod tests {
         });
         let begun = Instant::now();
         let key = Key::new(&[1; 16]);
-        dial(address, &key, Role::Bulk, Duration::from_millis(500)).unwrap_err();
+        dial(address, &key, Role::Bulk, Some(Duration::from_millis(500))).unwrap_err();
         let took = begun.elapsed();
         assert!(took < 2 * HANDSHAKE, "{took:?}");
         trickle.join().unwrap();

@@ -119,7 +119,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
-    let error = Status::ask(at.address(), &another, LONG).unwrap_err();
+    let error = Status::ask(at.address(), &another, Some(LONG)).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::Hello { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
@@ -136,7 +136,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     };
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
-    let error = Status::ask(&port, at.secret(), LONG).unwrap_err();
+    let error = Status::ask(&port, at.secret(), Some(LONG)).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.

@@ -301,7 +301,7 @@ fn decoding_refuses_lists_that_are_too_long() {
 /// A text is cut by its field and refused by the check of its message. Each compiles without the
 /// other.
 #[test]
-fn every_text_for_people_is_cut_when_sent_and_refused_when_too_long() {
+fn text_is_cut_when_sent_and_refused_if_too_long() {
     has_text(MAX_TEXT, |name| {
         let mut message = agent(None, vec![]);
         if let ToRoot::Agent { name: field, .. } = &mut message {

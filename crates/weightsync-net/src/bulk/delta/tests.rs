@@ -196,15 +196,15 @@ fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
     let options = SegmentOptions::default();
     let relay = Relay::create(listener.unwrap(), [3; 16], (run, 1), &[model], options).unwrap();
     let snapshots = [V[1], V[2]].map(|version| {
-        let room = relay.room(0, version, BYTES).unwrap().unwrap();
-        let mut piece = room.take(0).unwrap();
+        let slot = relay.partial_slot(0, version, BYTES).unwrap().unwrap();
+        let mut piece = slot.take(0).unwrap();
         for (at, element) in piece.chunks_exact_mut(2).enumerate() {
             let up = usize::from(version == V[2] && at % every == 0);
             let bits = (0x3c00 + at % 509 + up) as u16;
             element.copy_from_slice(&bits.to_le_bytes());
         }
         piece.keep();
-        room.commit().unwrap()
+        slot.commit().unwrap()
     });
     (relay, snapshots)
 }

@@ -44,10 +44,10 @@ impl Shared {
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.base == base.snapshot.version()
-            && head.image_bytes == self.room.layout().bytes();
+            && head.image_bytes == self.slot.layout().bytes();
         let first = head.index as usize * SPAN_BLOCKS;
-        let blocks = first..self.room.pieces().min(first + SPAN_BLOCKS);
-        let piece = self.room.take_all(blocks).filter(|_| of_this);
+        let blocks = first..self.slot.pieces().min(first + SPAN_BLOCKS);
+        let piece = self.slot.take_all(blocks).filter(|_| of_this);
         let mut piece = piece.ok_or_else(wrong)?;
 
         // The head was checked: a delta is smaller than its span, so this allocation is bounded.
@@ -90,7 +90,7 @@ impl Shared {
     /// Keeps a span's changes in a form that can be folded, for relays below that are several
     /// versions behind. A thin delta cannot be converted later, because that needs the base.
     fn keep_foldable(&self, piece: &BlockWrite, base: &Base, index: usize, scratch: &mut Scratch) {
-        let layout = self.room.layout();
+        let layout = self.slot.layout();
         let range = piece.range();
         let pattern = Pattern::of_span(layout, range.start as u64);
         let old = &base.snapshot.bytes()[range];
@@ -111,7 +111,7 @@ impl Shared {
         scratch: &mut Scratch,
     ) -> Result<(), DeltaError> {
         let range = piece.range();
-        let pattern = Pattern::of_span(self.room.layout(), range.start as u64);
+        let pattern = Pattern::of_span(self.slot.layout(), range.start as u64);
         let Some(first) = self.few(piece, base, index, coded) else {
             let old = &base.snapshot.bytes()[range];
             return apply_onto(pattern, coded.sent(), old, piece, scratch).map(drop);

@@ -93,7 +93,7 @@ fn blocks(indices: std::ops::Range<usize>) -> Vec<u8> {
 /// The outcome of a fetch of version 3 by a process that has version 1.
 struct Fetched {
     end: FetchEnd,
-    room: Arc<PartialSlot>,
+    slot: Arc<PartialSlot>,
     base: Snapshot,
     recorded: Arc<Delta>,
     _relay: Relay,
@@ -113,27 +113,27 @@ fn relay(name: &str, slots: u8) -> Relay {
 }
 
 fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
-    let room = relay.room(0, version, BYTES).unwrap().unwrap();
-    let mut piece = room.take(0).unwrap();
+    let slot = relay.partial_slot(0, version, BYTES).unwrap().unwrap();
+    let mut piece = slot.take(0).unwrap();
     piece.copy_from_slice(image);
     piece.keep();
-    room.commit().unwrap()
+    slot.commit().unwrap()
 }
 
 /// Fetches what is missing from a parent that answers so.
-fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
+fn fetch(slot: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
     let runtime = runtime();
     let whole = answer.len();
     let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
-    let held = Arc::new(Held::coming(room.clone()));
+    let held = Arc::new(Held::coming(slot.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
     let (note, ends) = mpsc::channel();
-    let version = room.version();
+    let version = slot.version();
     let item = Item { version, ..NEXT };
     let _fetch = Fetch::start(
         (item, Parent { agent: 2, address }),
         (&Arc::new(connections), 0),
-        (room.clone(), held, base),
+        (slot.clone(), held, base),
         &Arc::new(Store::of_relay()),
         &Arc::new(Threads::default()),
         move |end, _| {
@@ -146,19 +146,19 @@ fn fetch(room: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchE
 fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Fetched {
     let relay = relay(name, SegmentOptions::default().slots);
     let snapshot = whole(&relay, ITEM.version, &image(1));
-    let room = relay.room(0, NEXT.version, BLOCK as usize);
-    let room = room.unwrap().unwrap();
-    let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, room.layout()));
+    let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
+    let slot = slot.unwrap().unwrap();
+    let recorded = Arc::new(Delta::new(ITEM.version, NEXT.version, slot.layout()));
     let base = Base {
         snapshot: snapshot.clone(),
         recorded: recorded.clone(),
         passes_on: true,
         earlier: None,
     };
-    let end = fetch(&room, has_base.then_some(base), answer);
+    let end = fetch(&slot, has_base.then_some(base), answer);
     Fetched {
         end,
-        room,
+        slot,
         base: snapshot,
         recorded,
         _relay: relay,
@@ -180,7 +180,7 @@ fn a_version_is_made_of_deltas_and_blocks() {
             "{name}: {:?}",
             came.end
         );
-        let whole = came.room.commit().unwrap();
+        let whole = came.slot.commit().unwrap();
         assert!(whole.bytes() == image(3), "{name}");
         assert!(came.base.bytes() == image(1), "{name}");
         assert!(!came.recorded.is_spoiled());
@@ -227,7 +227,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
         assert!(came.base.bytes() == image(1), "{name}");
         assert_eq!(came.recorded.is_spoiled(), spoiled, "{name}");
         // Every block that is there is right.
-        let there = (0..BLOCKS as usize).filter_map(|index| Some((index, came.room.read(index)?)));
+        let there = (0..BLOCKS as usize).filter_map(|index| Some((index, came.slot.read(index)?)));
         let there: Vec<_> = there.collect();
         let single = usize::from(name == "after");
         assert_eq!(there.len(), 4 * spans + single, "{name}");
@@ -237,7 +237,7 @@ fn wrong_delta_is_refused_and_the_base_unchanged() {
                 "{name}"
             );
         }
-        assert!(came.room.commit().is_err(), "{name}");
+        assert!(came.slot.commit().is_err(), "{name}");
     }
 }
 
@@ -257,14 +257,14 @@ fn delta_of_another_base_is_refused_and_kept() {
     let words = "the delta of span 0 from v1 to v3 cannot be applied here: ";
     assert!(error.starts_with(words), "{error}");
     assert!(!came.recorded.is_spoiled());
-    assert_eq!(came.room.kept(), 0);
+    assert_eq!(came.slot.kept(), 0);
 }
 
 #[test]
 fn child_without_a_base_rejects_deltas() {
     let came = fetched("baseless", [span(0), span(1), end()].concat(), false);
     assert!(matches!(came.end, FetchEnd::Broken(_)), "{:?}", came.end);
-    assert_eq!(came.room.kept(), 0);
+    assert_eq!(came.slot.kept(), 0);
 }
 
 /// By two deltas into the slot that has the version before the base; where somebody has
@@ -282,11 +282,11 @@ fn small_change_is_applied_in_the_older_buffer() {
     let first = whole(&relay, ITEM.version, &marked(1, &marks));
     let snapshot = whole(&relay, Version(2), &image(2));
     drop(first);
-    let room = relay.room(0, NEXT.version, BLOCK as usize);
-    let room = room.unwrap().unwrap();
-    assert_eq!(room.base(), Some(ITEM.version));
+    let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
+    let slot = slot.unwrap().unwrap();
+    assert_eq!(slot.base(), Some(ITEM.version));
 
-    let earlier = Arc::new(Delta::new(ITEM.version, Version(2), room.layout()));
+    let earlier = Arc::new(Delta::new(ITEM.version, Version(2), slot.layout()));
     for span in 0..2 {
         let bytes = changes_of([1, 2], span);
         let crc = weightsync_simd::crc64(&bytes);
@@ -294,7 +294,7 @@ fn small_change_is_applied_in_the_older_buffer() {
     }
     let base = || Base {
         snapshot: snapshot.clone(),
-        recorded: Arc::new(Delta::new(Version(2), NEXT.version, room.layout())),
+        recorded: Arc::new(Delta::new(Version(2), NEXT.version, slot.layout())),
         passes_on: false,
         earlier: Some(earlier.clone()),
     };
@@ -312,13 +312,13 @@ fn small_change_is_applied_in_the_older_buffer() {
     // The first one has been put in when it turns out to be too long.
     let mut longer = changes_of([2, 3], 0);
     longer.push(0);
-    let end = fetch(&room, Some(base()), framed(0, &longer));
+    let end = fetch(&slot, Some(base()), framed(0, &longer));
     assert!(matches!(end, FetchEnd::Broken(_)), "{end:?}");
-    assert_eq!(room.kept(), 0);
+    assert_eq!(slot.kept(), 0);
     let end_of_it = [span(0), span(1), super::end()].concat();
-    let end = fetch(&room, Some(base()), end_of_it);
+    let end = fetch(&slot, Some(base()), end_of_it);
     assert!(matches!(end, FetchEnd::Whole), "{end:?}");
-    assert!(room.commit().unwrap().bytes() == marked(3, &marks[1..]));
+    assert!(slot.commit().unwrap().bytes() == marked(3, &marks[1..]));
     assert!(snapshot.bytes() == image(2));
 }
 
@@ -330,9 +330,9 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
     let mut newest = whole(&relay, ITEM.version, &image(1));
     for version in [2, 3] {
         let base = newest.version();
-        let room = relay.room(0, Version(version), BLOCK as usize);
-        let room = room.unwrap().unwrap();
-        let recorded = Arc::new(Delta::new(base, Version(version), room.layout()));
+        let slot = relay.partial_slot(0, Version(version), BLOCK as usize);
+        let slot = slot.unwrap().unwrap();
+        let recorded = Arc::new(Delta::new(base, Version(version), slot.layout()));
         ring.put(0, recorded.clone(), BYTES as u64);
         let of = Base {
             snapshot: newest,
@@ -352,9 +352,9 @@ fn relay_folds_thin_deltas_for_a_child_behind() {
             frame(head, &bytes)
         };
         let answer = [span(0), span(1), super::end()].concat();
-        let end = fetch(&room, Some(of), answer);
+        let end = fetch(&slot, Some(of), answer);
         assert!(matches!(end, FetchEnd::Whole), "{end:?}");
-        newest = room.commit().unwrap();
+        newest = slot.commit().unwrap();
     }
     let delta = ring
         .find(NEXT, ITEM.version, None)

@@ -26,7 +26,7 @@ impl Driver {
         match end {
             FetchEnd::Whole => {
                 let committed = match self.coming.get(&item) {
-                    Some((room, _)) => room.commit(),
+                    Some((slot, _)) => slot.commit(),
                     None => return,
                 };
                 match committed {

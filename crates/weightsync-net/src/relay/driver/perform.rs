@@ -85,8 +85,11 @@ impl Driver {
         };
         let is_new = !self.coming.contains_key(&item);
         if is_new {
-            let room = match self.relay.room(item.model, item.version, BLOCK as usize) {
-                Ok(Some(room)) => room,
+            let slot = match self
+                .relay
+                .partial_slot(item.model, item.version, BLOCK as usize)
+            {
+                Ok(Some(slot)) => slot,
                 Ok(None) => return Some(Input::NoRoom { item }),
                 // This can never succeed, so the version counts as missing everywhere.
                 Err(error @ Error::BadOption { .. }) => {
@@ -102,11 +105,11 @@ impl Driver {
                     return Some(Input::NoRoom { item });
                 }
             };
-            let coming = Arc::new(Held::coming(room.clone()));
-            self.coming.insert(item, (room, coming));
+            let coming = Arc::new(Held::coming(slot.clone()));
+            self.coming.insert(item, (slot, coming));
         }
         let base = self.base_of(item);
-        let (room, coming) = self.coming.get(&item)?;
+        let (slot, coming) = self.coming.get(&item)?;
         if is_new {
             // Registered at once: a waiting child looks for the changes as soon as the version is
             // here.
@@ -120,7 +123,7 @@ impl Driver {
         let fetch = Fetch::start(
             (item, parent),
             (&self.connections, others),
-            (room.clone(), coming.clone(), base),
+            (slot.clone(), coming.clone(), base),
             &self.store,
             &self.threads,
             move |end, came| {
@@ -155,9 +158,9 @@ impl Driver {
             ..item
         };
         let (of, snapshot) = self.whole.range(first..item).next_back()?;
-        let (room, _) = self.coming.get(&item)?;
+        let (slot, _) = self.coming.get(&item)?;
         let ring = self.store.deltas();
-        let earlier = room.base().and_then(|base| ring.step(*of, base));
+        let earlier = slot.base().and_then(|base| ring.step(*of, base));
         let known = ring.step(item, of.version);
         let recorded = known.unwrap_or_else(|| {
             let layout = snapshot.layout();

@@ -30,14 +30,14 @@ impl World {
                     self.records[usize::from(record)] = Some(self.plan.record(record));
                 }
                 Step::Flip { key, live } => {
-                    self.tell(key, live);
+                    self.notify(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.notified);
                     reader.notified = live.sequence;
                     reader.live = Some(live);
                 }
                 Step::Push { key, live } => {
-                    self.tell(key, live);
+                    self.notify(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.notified);
                     let Delivery::Every { bound } = reader.delivery else {
@@ -54,7 +54,7 @@ impl World {
                     live,
                     question,
                 } => {
-                    self.tell(key, live);
+                    self.notify(key, live);
                     let reader = self.reader(key);
                     assert!(live.sequence > reader.answer_notified);
                     assert_eq!(question, reader.question, "it has asked again");
@@ -71,7 +71,7 @@ impl World {
         }
     }
 
-    fn tell(&mut self, key: Key, live: Live) {
+    fn notify(&mut self, key: Key, live: Live) {
         let set = *self.plan.set(live.record);
         self.reader(key).claims.note_named(live.record, &set);
     }

@@ -16,8 +16,8 @@ CALLS = ("join", "update", "loaded", "restore", "forget", "over", "leave")
 
 
 @dataclass
-class Told:
-    """One call."""
+class WorkerRequest:
+    """One request."""
 
     do: str
     #: The sender's init info, as JSON text.
