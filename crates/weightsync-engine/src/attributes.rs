@@ -50,7 +50,7 @@ pub enum AttributesError {
         alias: String,
     },
     /// Ties lead in a circle.
-    #[error("tensor {alias:?} is tied to itself: name another tensor, or remove the tie")]
+    #[error("the ties of tensor {alias:?} lead back to it: remove one of them")]
     TiedToItself {
         /// The tensor.
         alias: String,

@@ -98,8 +98,8 @@ pub enum Error {
     },
     /// The sender died; what it published last stays readable.
     #[error(
-        "the sender{} died; the last whole version stays readable; start the trainer again, then \
-         connect again",
+        "the sender{} died; the last whole version stays readable; start the trainer again: with a \
+         run directory this worker finds it, without one give the worker its new init info",
         pid_text(.pid)
     )]
     SenderDied {
@@ -500,8 +500,8 @@ pub enum Error {
     /// Another process holds a file of the run directory, and did not release
     /// it by the deadline.
     #[error(
-        "{path} was still locked by another process after {waited:.1?}: stop the other trainer of \
-         this run directory, or use another directory", path = .path.display()
+        "{path} was still locked by another process after {waited:.1?}: one that starts or connects \
+         in this run directory holds it for a moment; try again, and if it lasts, end that process", path = .path.display()
     )]
     FileLocked {
         /// The file.

@@ -136,7 +136,7 @@ def test_bytes_that_were_cut_or_damaged_are_refused():
         with pytest.raises(transfer.RequestError, match="is JSON before its end marker"):
             kind.deserialize(damaged)
     for other in ("{}", None, 3):
-        with pytest.raises(transfer.RequestError, match="a serialized request is bytes, got"):
+        with pytest.raises(transfer.RequestError, match=r"expected the bytes that serialize\(\) returned, got"):
             kind.deserialize(other)
 
 

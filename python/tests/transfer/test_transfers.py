@@ -317,6 +317,8 @@ def test_strategies_are_chosen_by_a_word():
         ({"backend": 3}, "backend: expected a text, got 3"),
         ({"timeout": "long"}, "timeout: expected seconds above 0, got 'long'"),
         ({"timeout": 0}, "timeout: expected seconds above 0, got 0"),
+        ({"timeout": float("inf")}, "timeout: expected seconds above 0, got inf"),
+        ("fast", "strategy_settings: expected a dict of settings, got 'fast'"),
     ):
         with pytest.raises(SettingError, match=match):
             transfer.strategy_from_config({"strategy": "broadcast", "strategy_settings": settings})

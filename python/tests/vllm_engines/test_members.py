@@ -173,6 +173,9 @@ def test_engine_is_added_once(engine, sender):
     trainer = Trainer(sender, [engine])
     with pytest.raises(SettingError, match="is among the engines already"):
         trainer.add(engine)
+    trainer.add("http://127.0.0.1:9")
+    with pytest.raises(SettingError, match="http://127.0.0.1:9 is among the engines already"):
+        trainer.add("http://127.0.0.1:9/")
 
 
 def test_update_error_is_the_same_after_pickling():

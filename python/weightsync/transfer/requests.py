@@ -118,7 +118,10 @@ class WeightUpdateRequest(ABC):
     def deserialize(cls: type[R], data: bytes) -> R:
         """What :meth:`serialize` made."""
         if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise RequestError(f"a serialized request is bytes, got {_short(data)}")
+            raise RequestError(
+                f"expected the bytes that serialize() returned, got {_short(data)}: pass them on as "
+                "they are"
+            )
         text, marker, padding = bytes(data).rpartition(_END)
         if not marker or padding.strip(b"\0"):
             raise RequestError("the end marker of a request is missing: it was cut off on its way")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -319,6 +320,8 @@ def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
     if not isinstance(name, str) or name not in known:
         raise SettingError(f"strategy: expected one of {', '.join(sorted(known))}, got {name!r}")
     settings = {} if isinstance(cfg, str) else setting(cfg, "strategy_settings", None) or {}
+    if not isinstance(settings, Mapping):
+        raise SettingError(f"strategy_settings: expected a dict of settings, got {settings!r}")
     module, _, attribute = known[name].partition(":")
     try:
         kind = getattr(importlib.import_module(module), attribute)
@@ -340,7 +343,7 @@ def _check_settings(strategy: str, kind: type, settings: Mapping[str, Any]) -> N
         if name not in known:
             names = ", ".join(known)
             raise SettingError(f"strategy {strategy!r}: expected settings among {names}, got {name!r}")
-        if name == "timeout" and not (type(value) in (int, float) and value > 0):
+        if name == "timeout" and not (type(value) in (int, float) and 0 < value < math.inf):
             raise SettingError(
                 f"strategy {strategy!r}: timeout: expected seconds above 0, got {value!r}"
             )

@@ -162,7 +162,7 @@ class ServerEngine(Engine):
         self._parts = parts
 
     def is_of(self, given: Any) -> bool:
-        return isinstance(given, str) and given.rstrip("/") == self.name
+        return given is self or (isinstance(given, str) and given.rstrip("/") == self.name)
 
     def version(self, timeout: float) -> str:
         return str(self._get("version", timeout).get("version", ""))
@@ -252,7 +252,7 @@ class LocalEngine(Engine):
         self._engine = engine
 
     def is_of(self, given: Any) -> bool:
-        return given is self._engine
+        return given is self or given is self._engine
 
     def version(self, timeout: float) -> str:
         import vllm

@@ -25,7 +25,8 @@ class Trainer:
 
     All sends of the sender go through this.
 
-    Calls block. A trainer that runs in the event loop of its ``AsyncLLM`` calls :meth:`sync_async`,
+    Calls block. An ``LLM`` serves one thread at a time, and calls of two threads at once end it: no
+    other thread may generate during a call. A trainer that runs in the event loop of its ``AsyncLLM`` calls :meth:`sync_async`,
     and the other methods in a thread (``await asyncio.to_thread(trainer.wake)``).
 
     Args:
@@ -86,11 +87,13 @@ class Trainer:
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
         """
+        made = engine_of(engine, self._made)
         # Calls of two threads at once would end an ``LLM``.
         for member in self._members:
-            if member.engine.is_of(engine):
-                raise SettingError(f"{member.name} is among the engines already")
-        made = engine_of(engine, self._made)
+            if member.name == made.name or member.engine.is_of(engine):
+                raise SettingError(
+                    f"{member.name} is among the engines already: remove it first, or add another"
+                )
         self._made += 1
         file = None if info_file is None else os.fspath(info_file)
         self._members = [*self._members, Member(made, self._numbers.take, file)]

@@ -30,7 +30,7 @@ pub(super) enum Failure {
     Replaced,
     #[error(
         "block {block} of model {model} {version} is damaged: expected CRC-64 \
-         {expected:016x}, got {got:016x}; the worker keeps the version it has"
+         {expected:016x}, got {got:016x}; the worker keeps the version it has; send or receive again"
     )]
     Damaged {
         model: usize,
@@ -41,7 +41,7 @@ pub(super) enum Failure {
     },
     #[error(
         "model {model} {version} is damaged: expected digest {expected}, got {got}; the worker keeps \
-         the version it has"
+         the version it has; send or receive again"
     )]
     Digest {
         model: usize,
@@ -50,8 +50,8 @@ pub(super) enum Failure {
         got: Digest,
     },
     #[error(
-        "the sender's {version} of model {model} does not match the layout of this model: connect \
-         again from the sender's init info"
+        "the sender's {version} of model {model} does not match the layout of the worker's model: the \
+         worker must connect again from the sender's init info"
     )]
     Foreign { model: usize, version: Version },
     #[error("{0}")]
@@ -65,9 +65,12 @@ impl From<Failure> for weightsync_engine::Error {
         match failure {
             Failure::Own(error) => error,
             failure => Self::Transport {
+                remedy: match failure {
+                    Failure::Foreign { .. } => Remedy::Reconnect,
+                    // The next version may arrive undamaged.
+                    _ => Remedy::Retry,
+                },
                 source: failure.into(),
-                // The next version may arrive undamaged.
-                remedy: Remedy::Retry,
             },
         }
     }
