@@ -82,7 +82,7 @@ impl Scrub {
     /// Compares every version that agents hold with what the sender at `address` (`host:port`) has
     /// published. See [`Status::ask`](crate::status::Status::ask) for `secret`. The sender reports
     /// every second that it is working, so `timeout` bounds only its silence;
-    /// `None` waits until the connection ends.
+    /// with `None` the wait ends when the connection does.
     ///
     /// # Errors
     ///

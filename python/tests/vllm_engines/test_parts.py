@@ -122,7 +122,7 @@ def test_versions_without_a_way_in_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("request", "words"),
+    ("asked", "words"),
     [
         ({"do": "dance"}, "do: expected one of join, "),
         ({"do": "join", "sender": 3}, "sender: expected JSON text"),
@@ -131,10 +131,10 @@ def test_versions_without_a_way_in_are_refused():
         ({"do": "join", "asleep": 1}, "asleep: expected true or false"),
     ],
 )
-def test_requests_are_checked_by_backend_and_extension(request, words):
-    text = json.dumps(request)
+def test_requests_are_checked_by_backend_and_extension(asked, words):
+    text = json.dumps(asked)
     for parse in (
-        lambda: WorkerRequest(**request),
+        lambda: WorkerRequest(**asked),
         lambda: WorkerExtension().weightsync(text),
     ):
         with pytest.raises(SettingError, match=words):

@@ -336,14 +336,15 @@ def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
 
 def _check_settings(strategy: str, kind: type, settings: Mapping[str, Any]) -> None:
     """Compares settings with the fields of a strategy that is a dataclass."""
-    if not is_dataclass(kind):
+    # Of a class with an ``__init__`` of its own the fields say nothing about the settings.
+    if not is_dataclass(kind) or not kind.__dataclass_params__.init:
         return
     known = {one.name: one.default for one in fields(kind) if one.init}
     for name, value in settings.items():
         if name not in known:
             names = ", ".join(known)
             raise SettingError(f"strategy {strategy!r}: expected settings among {names}, got {name!r}")
-        if name == "timeout" and not (type(value) in (int, float) and 0 < value < math.inf):
+        if (name, type(known[name])) == ("timeout", float) and not (type(value) in (int, float) and 0 < value < math.inf):
             raise SettingError(
                 f"strategy {strategy!r}: timeout: expected seconds above 0, got {value!r}"
             )

@@ -88,7 +88,8 @@ class Trainer:
                 can read it.
         """
         made = engine_of(engine, self._made)
-        # Calls of two threads at once would end an ``LLM``.
+        # A sync calls each engine from a thread of its own: an ``LLM`` that was added twice would
+        # be called from two at once, which ends it.
         for member in self._members:
             if member.name == made.name or member.engine.is_of(engine):
                 raise SettingError(

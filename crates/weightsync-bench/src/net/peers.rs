@@ -91,12 +91,12 @@ impl Case {
 
     /// A single worker fetches directly; several workers of a host share a relay.
     fn ours(&self) -> Result<Times, Box<dyn Error>> {
-        let way = if self.workers == 1 {
+        let route = if self.workers == 1 {
             Route::Link
         } else {
             Route::Relay
         };
-        Ok(ours::measure(way, self.workers, self.size, OURS)?.sends)
+        Ok(ours::measure(route, self.workers, self.size, OURS)?.sends)
     }
 
     fn theirs(&self, program: &Program) -> Result<Theirs, Box<dyn Error>> {

@@ -63,7 +63,7 @@ fn their_encoding_is_this() {
         (vec![1, 0, 0, 0, 0, 0], "after the end"),
         (with_name(b""), "no tensor can have"),
         (with_name(&long), "no tensor can have"),
-        (b"\x01\0\x01\x01a\x01a\0\0".to_vec(), "tied to itself"),
+        (b"\x01\0\x01\x01a\x01a\0\0".to_vec(), "lead back to it"),
         (vec![0; MAX_ENCODED_BYTES + 1], "16 MiB"),
     ];
     for (bytes, expected) in cases {
@@ -82,11 +82,11 @@ fn ties_lead_straight_to_what_is_sent() {
     let long = Attributes::default().with_ties(long).unwrap();
     assert!(long.ties().iter().all(|(_, of)| of == "0"));
     let cases: [(&[(&str, &str)], &str); 4] = [
-        (&[("a", "a")], "tied to itself"),
-        (&[("a", "b"), ("b", "a")], "tied to itself"),
+        (&[("a", "a")], "lead back to it"),
+        (&[("a", "b"), ("b", "a")], "lead back to it"),
         (
             &[("x", "a"), ("a", "b"), ("b", "c"), ("c", "a")],
-            "tied to itself",
+            "lead back to it",
         ),
         (&[("a", "b"), ("a", "c")], "more than one"),
     ];

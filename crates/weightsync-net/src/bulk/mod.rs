@@ -5,7 +5,7 @@
 
 mod delta;
 mod fetch;
-mod serve;
+pub(crate) mod serve;
 mod stop;
 mod store;
 mod throughput;

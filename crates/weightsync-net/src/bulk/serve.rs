@@ -259,8 +259,8 @@ enum DeltaState<'a> {
     Gone,
 }
 
-/// Enables TCP keep-alive: the system notices when a waiting child's host is gone.
-fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
+/// Enables TCP keep-alive: the system notices when the host of the other end is gone.
+pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
     sockopt::set_socket_keepalive(socket, true)?;
     sockopt::set_tcp_keepidle(socket, OUT_OF_REACH / 2)?;
     sockopt::set_tcp_keepintvl(socket, OUT_OF_REACH / 6)?;

@@ -6,7 +6,11 @@ use std::time::{Duration, Instant};
 
 use super::{HANDSHAKE, nonce};
 use crate::access::Key;
+use crate::bulk::serve::keep_alive;
 use crate::wire::hello::{Client, Next, Protocols, Role};
+
+/// The longest timeout of a handshake: a longer one of the caller is for what follows.
+const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
 
 /// Connects and authenticates both ends. Each step takes at most `timeout`, if there is one; the
 /// server's own limit bounds the whole handshake.
@@ -25,6 +29,8 @@ pub(crate) fn dial(
         Some(timeout) => TcpStream::connect_timeout(&address, timeout)?,
         None => TcpStream::connect(address)?,
     };
+    // A wait without end still ends when the other host is gone.
+    keep_alive(&socket)?;
     prove(&mut socket, key, role, timeout)?;
     Ok(socket)
 }
@@ -36,7 +42,10 @@ pub(crate) fn prove(
     role: Role,
     timeout: Option<Duration>,
 ) -> io::Result<()> {
-    let until = Instant::now() + HANDSHAKE.max(timeout.unwrap_or_default());
+    let until = Instant::now()
+        + timeout
+            .unwrap_or_default()
+            .clamp(HANDSHAKE, LONGEST_HANDSHAKE);
     socket.set_nodelay(true)?;
     socket.set_write_timeout(timeout)?;
     let (mut client, hello) = Client::new(key.clone(), role, Protocols::OURS, nonce()?);
