@@ -152,7 +152,11 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Setup {
             checksums: of(&given, "checksums", SWITCH)?,
             digest_in_background: of(&given, "digest", SWITCH)?,
             copy_threads: of(&given, "copy_threads", "a whole number from 0 on")?,
-            async_send_limit: of(&given, "async_send_limit", "a whole number from 0 to 255, or None")?,
+            async_send_limit: of(
+                &given,
+                "async_send_limit",
+                "a whole number from 0 to 255, or None",
+            )?,
             deadline: given.get_item("deadline")?.extract()?,
         })
     }
