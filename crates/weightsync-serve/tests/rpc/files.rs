@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader};
 use std::net::TcpStream;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
@@ -66,12 +68,24 @@ fn sender_out_of_files_does_not_blame_its_workers() {
         found.unwrap_or_else(|| panic!("it does not say {word:?}"))
     };
     let address = after("at ");
-    let clients: Vec<_> = (0..100)
-        .map(|_| TcpStream::connect(&address).expect("it listens"))
-        .collect();
     drop(sender.stdin.take());
-    let error = after("says ");
+    let told = AtomicBool::new(false);
+    let error = thread::scope(|scope| {
+        // The sender closes connections that say nothing. So new ones come all the while: its wait
+        // may begin later than the first are closed.
+        scope.spawn(|| {
+            while !told.load(Ordering::Relaxed) {
+                let clients: Vec<_> = (0..100).map(|_| TcpStream::connect(&address)).collect();
+                if clients.iter().all(Result::is_err) {
+                    break; // the sender has ended
+                }
+                thread::sleep(Duration::from_millis(100));
+            }
+        });
+        let error = after("says ");
+        told.store(true, Ordering::Relaxed);
+        error
+    });
     assert!(error.contains("limit of open files (64)"), "{error}");
-    drop(clients);
     assert!(sender.wait().expect("it ends").success());
 }
