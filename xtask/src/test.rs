@@ -46,8 +46,8 @@ pub fn run(places: &Places) -> Result<(), Error> {
     eprintln!(
         "this runs the doc tests, loom, the Python tests (with the newest and the oldest torch, \
          and with vLLM), then every other Rust test: some 15 minutes on 2 quiet cores. The first \
-         run also builds everything and installs some 10 GB of Python packages, which takes \
-         some 30 minutes more. `cargo xtask test quick` takes some 3 minutes"
+         run also builds everything and installs some 10 GB of Python packages, which may take \
+         longer than the tests. `cargo xtask test quick` takes some 3 minutes"
     );
     let nextest = tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {

@@ -501,7 +501,8 @@ pub enum Error {
     /// it by the deadline.
     #[error(
         "{path} was still locked by another process after {waited:.1?}: one that starts or connects \
-         in this run directory holds it for a moment; try again, and if it lasts, end that process", path = .path.display()
+         in this run directory holds it for a moment; try again, and if it lasts, end that process",
+        path = .path.display()
     )]
     FileLocked {
         /// The file.

@@ -26,8 +26,9 @@ class Trainer:
     All sends of the sender go through this.
 
     Calls block. An ``LLM`` serves one thread at a time, and calls of two threads at once end it: no
-    other thread may generate during a call. A trainer that runs in the event loop of its ``AsyncLLM`` calls :meth:`sync_async`,
-    and the other methods in a thread (``await asyncio.to_thread(trainer.wake)``).
+    other thread may generate during a call. A trainer that runs in the event loop of its
+    ``AsyncLLM`` calls :meth:`sync_async`, and the other methods in a thread
+    (``await asyncio.to_thread(trainer.wake)``).
 
     Args:
         sender: of the engines' model alone. It is connected by the first sync unless it is.
