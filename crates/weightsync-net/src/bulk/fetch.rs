@@ -2,10 +2,11 @@
 
 mod make;
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -303,8 +304,16 @@ impl Shared {
             let payload = fetch.encode().map_err(invalid)?;
             frame::encode(Kind::Bulk, &payload, &mut bytes).map_err(invalid)?;
             socket.write_all(&bytes)?;
-            if let Some(end) = self.receive(&mut socket)? {
+            let mut requested = Requested {
+                ranges,
+                arrived: BTreeSet::new(),
+                skipped: false,
+            };
+            if let Some(end) = self.receive(&mut socket, &mut requested)? {
                 return Ok(Some(end));
+            }
+            if requested.skipped {
+                return Ok(Some(FetchEnd::Partly));
             }
             // The parent has said that it has sent everything.
             if let Some(index) = self.slot.missing().find(|index| has(ranges, *index)) {
@@ -316,7 +325,11 @@ impl Shared {
     }
 
     /// Takes blocks until the parent has sent all that were requested.
-    fn receive(&self, socket: &mut TcpStream) -> io::Result<Option<FetchEnd>> {
+    fn receive(
+        &self,
+        socket: &mut TcpStream,
+        requested: &mut Requested<'_>,
+    ) -> io::Result<Option<FetchEnd>> {
         let allowed = match self.base {
             Some(_) => &[Kind::Bulk, Kind::Block, Kind::Delta][..],
             None => &[Kind::Bulk, Kind::Block],
@@ -334,7 +347,7 @@ impl Shared {
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
                 let head = DeltaHead::decode(&head).map_err(invalid)?;
-                let made = self.make(socket, &head, &mut scratch);
+                let made = self.make(socket, &head, requested, &mut scratch);
                 self.store.notify();
                 made?;
                 continue;
@@ -343,7 +356,8 @@ impl Shared {
                 let mut head = [0; BLOCK_HEAD_BYTES];
                 read_exact(socket, &mut head)?;
                 header.check(&head).map_err(invalid)?;
-                let taken = self.take(socket, &BlockHead::decode(&head).map_err(invalid)?);
+                let head = BlockHead::decode(&head).map_err(invalid)?;
+                let taken = self.take(socket, &head, requested);
                 // The block is here, or another fetch may take it now.
                 self.store.notify();
                 taken?;
@@ -361,13 +375,24 @@ impl Shared {
     }
 
     /// Reads one block into its place in the image.
-    fn take(&self, socket: &mut TcpStream, head: &BlockHead) -> io::Result<()> {
+    fn take(
+        &self,
+        socket: &mut TcpStream,
+        head: &BlockHead,
+        requested: &mut Requested<'_>,
+    ) -> io::Result<()> {
+        let wrong = || invalid(FrameError::Block { head: *head });
         let index = head.index as usize;
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.image_bytes == self.slot.layout().bytes();
-        let piece = self.slot.take(index).filter(|_| of_this);
-        let mut piece = piece.ok_or_else(|| invalid(FrameError::Block { head: *head }))?;
+        if !of_this {
+            return Err(wrong());
+        }
+        let taken = self.slot.take(index);
+        let Some(mut piece) = requested.arrive(index..index + 1, taken, wrong)? else {
+            return skip(socket, head.bytes);
+        };
         let coming = self.throughput.begin(Instant::now());
         let mut crc = Crc64::new();
         for part in piece.chunks_mut(GULP) {
@@ -453,6 +478,49 @@ impl Shared {
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire) || self.threads.is_stopped()
     }
+}
+
+/// What was requested over a connection.
+struct Requested<'a> {
+    ranges: &'a [BlockRange],
+    /// The blocks that arrived.
+    arrived: BTreeSet<usize>,
+    /// Whether some of them were skipped.
+    skipped: bool,
+}
+
+impl Requested<'_> {
+    /// Notes that blocks arrive. `None` from `taken` is an error, unless these blocks were
+    /// requested and arrive for the first time. Then an earlier fetch has taken them since: it was
+    /// stopped while it had data to read. It keeps the blocks or releases them, and they are
+    /// skipped here. The parent did nothing wrong.
+    fn arrive(
+        &mut self,
+        blocks: Range<usize>,
+        taken: Option<BlockWrite>,
+        wrong: impl Fn() -> io::Error,
+    ) -> io::Result<Option<BlockWrite>> {
+        let mut all = blocks.clone();
+        let awaited = |index| has(self.ranges, index) && !self.arrived.contains(&index);
+        if taken.is_none() && (blocks.is_empty() || !all.all(awaited)) {
+            return Err(wrong());
+        }
+        self.arrived.extend(blocks);
+        self.skipped |= taken.is_none();
+        Ok(taken)
+    }
+}
+
+/// Reads this many bytes and drops them.
+fn skip(socket: &mut TcpStream, bytes: u32) -> io::Result<()> {
+    let mut bytes = bytes as usize;
+    let mut buffer = vec![0; bytes.min(GULP)];
+    while bytes > 0 {
+        let part = bytes.min(GULP);
+        read_exact(socket, &mut buffer[..part])?;
+        bytes -= part;
+    }
+    Ok(())
 }
 
 /// The parent ended the fetch without a block that was requested.

@@ -6,8 +6,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::sync::Notify;
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
-use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
+use weightsync_mem::{BlockWrite, Listener, ModelSpec, PartialSlot, Relay, SegmentOptions};
 
 use super::{Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads, Transferred};
 use crate::access::Key;
@@ -39,16 +40,27 @@ const BLOCKS: u32 = 6;
 /// A parent that answers whatever it is asked by these bytes, `pause` between one piece
 /// and the next; where it listens.
 async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
+    parent_after(|| std::future::ready(()), answer, piece, pause).await
+}
+
+/// The same; `before` runs before each answer.
+async fn parent_after<F: Future<Output = ()> + Send>(
+    before: impl Fn() -> F + Clone + Send + Sync + 'static,
+    answer: Vec<u8>,
+    piece: usize,
+    pause: Duration,
+) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let take = move |mut socket: tokio::net::TcpStream, _, _| {
-        let answer = answer.clone();
+        let (answer, before) = (answer.clone(), before.clone());
         tokio::spawn(async move {
             let mut header = [0; HEADER_BYTES];
             while socket.read_exact(&mut header).await.is_ok() {
                 let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
                 let mut payload = vec![0; header.len];
                 socket.read_exact(&mut payload).await.unwrap();
+                before().await;
                 for part in answer.chunks(piece) {
                     if socket.write_all(part).await.is_err() {
                         return;
@@ -63,8 +75,28 @@ async fn parent(answer: Vec<u8>, piece: usize, pause: Duration) -> SocketAddr {
     address
 }
 
+/// A parent that is asked, and answers once it is told to: (its address, asked, told).
+fn held_parent(
+    runtime: &tokio::runtime::Runtime,
+    answer: Vec<u8>,
+) -> (SocketAddr, mpsc::Receiver<()>, Arc<Notify>) {
+    let told = Arc::new(Notify::new());
+    let (note, asked) = mpsc::channel();
+    let go = told.clone();
+    let wait = move || {
+        let _ = note.send(());
+        let go = go.clone();
+        async move { go.notified().await }
+    };
+    let whole = answer.len();
+    let address = runtime.block_on(parent_after(wait, answer, whole, Duration::ZERO));
+    (address, asked, told)
+}
+
 /// A fetching process, and its segment.
 struct Child {
+    slot: Arc<PartialSlot>,
+    store: Arc<Store>,
     fetch: Fetch,
     ends: mpsc::Receiver<(FetchEnd, Transferred)>,
     _relay: Relay,
@@ -89,17 +121,20 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
+    let store = Arc::new(Store::of_relay());
     let fetch = Fetch::start(
         (item, parent),
         (&Arc::new(connections), 0),
-        (slot, held, None),
-        &Arc::new(Store::of_relay()),
+        (slot.clone(), held, None),
+        &store,
         &Arc::new(Threads::default()),
         move |end, came| {
             let _ = note.send((end, came));
         },
     );
     Child {
+        slot,
+        store,
         fetch,
         ends,
         _relay: relay,
@@ -137,6 +172,38 @@ fn parent_that_ends_early_is_blamed() {
         let child = child(name, address, 1);
         let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
         assert!(matches!(ended, FetchEnd::Broken(_)), "{name}: {ended:?}");
+    }
+}
+
+#[test]
+fn blocks_that_a_stopped_fetch_took_are_no_fault_of_the_parent() {
+    let runtime = runtime();
+    let of = |blocks: &[u32]| -> Vec<u8> { blocks.iter().copied().flat_map(block).collect() };
+    let cases = [
+        ("kept", of(&[0, 1, 2, 3, 4, 5]), "Whole"),
+        ("released", of(&[0, 1, 2, 3, 4, 5]), "Partly"),
+        ("twice", of(&[0, 1, 2, 1]), "Broken"),
+    ];
+    for (name, answer, expected) in cases {
+        let (address, asked, go) = held_parent(&runtime, [answer, end()].concat());
+        let child = child(name, address, 1);
+        asked.recv_timeout(LONG).unwrap();
+        let taken = [1, 2, 5].map(|index| child.slot.take(index).unwrap());
+        match name {
+            "kept" => taken.into_iter().for_each(BlockWrite::keep),
+            _ => {
+                go.notify_one();
+                // The last block before the end, or before the fault.
+                let last = [4, 0][usize::from(name == "twice")];
+                let came = || child.slot.read(last).is_some();
+                child.store.wait_until(came, LONG);
+                drop(taken);
+            }
+        }
+        go.notify_one();
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        let ended = format!("{ended:?}");
+        assert!(ended.starts_with(expected), "{name}: {ended}");
     }
 }
 

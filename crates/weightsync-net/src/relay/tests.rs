@@ -1,10 +1,11 @@
 //! Relays of one host.
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketType};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, sockopt};
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
@@ -12,9 +13,11 @@ use super::local::{Owner, names};
 use super::*;
 use crate::error::NetError;
 use crate::link::listen::accept_all;
-use crate::link::{Link, LinkEnd};
+use crate::link::{Link, LinkEnd, blocking};
 use crate::scheme::{Distributed, Share};
+use crate::scrub::Scrub;
 use crate::status::Status;
+use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, ToRoot, model_messages};
 
 /// More than anything here takes.
@@ -141,6 +144,28 @@ fn status_request_gets_the_reason_for_no_answer() {
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.
     assert_eq!(remedy, Remedy::Retry);
+}
+
+#[test]
+fn status_and_scrub_without_a_timeout_end_with_the_connection() {
+    let (sender, info) = trainer();
+    let at = info.endpoint();
+    let status = Status::ask(at.address(), at.secret(), None).unwrap();
+    assert_eq!(status.pid, std::process::id());
+    Scrub::ask(at.address(), at.secret(), None).unwrap();
+    // A silent sender may take any time; a host that is gone is noticed by keep-alive.
+    let address: SocketAddr = at.address().parse().unwrap();
+    let key = Key::new(at.secret());
+    let mut socket = blocking::dial(address, &key, Role::Bulk, None).unwrap();
+    assert_eq!(socket.read_timeout().unwrap(), None);
+    assert_eq!(socket.write_timeout().unwrap(), None);
+    assert!(sockopt::socket_keepalive(&socket).unwrap());
+    // The connection ends with its sender.
+    drop(sender);
+    let end = socket.read(&mut [0; 64]);
+    assert!(!matches!(end, Ok(1..)), "{end:?}");
+    Status::ask(at.address(), at.secret(), None).unwrap_err();
+    Scrub::ask(at.address(), at.secret(), None).unwrap_err();
 }
 
 /// A sender that tells each relay that joins of a parent; what it was told after that.

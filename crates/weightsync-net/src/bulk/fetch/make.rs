@@ -37,6 +37,7 @@ impl Shared {
         &self,
         socket: &mut TcpStream,
         head: &DeltaHead,
+        requested: &mut Requested<'_>,
         scratch: &mut Scratch,
     ) -> io::Result<()> {
         let wrong = || invalid(FrameError::Delta { head: *head });
@@ -47,8 +48,13 @@ impl Shared {
             && head.image_bytes == self.slot.layout().bytes();
         let first = head.index as usize * SPAN_BLOCKS;
         let blocks = first..self.slot.pieces().min(first + SPAN_BLOCKS);
-        let piece = self.slot.take_all(blocks).filter(|_| of_this);
-        let mut piece = piece.ok_or_else(wrong)?;
+        if !of_this {
+            return Err(wrong());
+        }
+        let taken = self.slot.take_all(blocks.clone());
+        let Some(mut piece) = requested.arrive(blocks, taken, wrong)? else {
+            return skip(socket, head.bytes);
+        };
 
         // The head was checked: a delta is smaller than its span, so this allocation is bounded.
         let mut bytes = vec![0; head.bytes as usize];

@@ -122,9 +122,18 @@ fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
 
 /// Fetches what is missing from a parent that answers so.
 fn fetch(slot: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchEnd {
+    fetch_around(slot, base, answer, || {})
+}
+
+/// The same; `between` runs after the request and before the answer.
+fn fetch_around(
+    slot: &Arc<PartialSlot>,
+    base: Option<Base>,
+    answer: Vec<u8>,
+    between: impl FnOnce(),
+) -> FetchEnd {
     let runtime = runtime();
-    let whole = answer.len();
-    let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
+    let (address, asked, go) = held_parent(&runtime, answer);
     let held = Arc::new(Held::coming(slot.clone()));
     let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
     let (note, ends) = mpsc::channel();
@@ -140,10 +149,22 @@ fn fetch(slot: &Arc<PartialSlot>, base: Option<Base>, answer: Vec<u8>) -> FetchE
             let _ = note.send(end);
         },
     );
+    asked.recv_timeout(LONG).unwrap();
+    between();
+    go.notify_one();
     ends.recv_timeout(LONG).unwrap()
 }
 
 fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Fetched {
+    fetched_around(name, answer, has_base, |_| {})
+}
+
+fn fetched_around(
+    name: &str,
+    answer: Vec<u8>,
+    has_base: bool,
+    between: impl FnOnce(&Arc<PartialSlot>),
+) -> Fetched {
     let relay = relay(name, SegmentOptions::default().slots);
     let snapshot = whole(&relay, ITEM.version, &image(1));
     let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
@@ -155,7 +176,7 @@ fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Fetched {
         passes_on: true,
         earlier: None,
     };
-    let end = fetch(&slot, has_base.then_some(base), answer);
+    let end = fetch_around(&slot, has_base.then_some(base), answer, || between(&slot));
     Fetched {
         end,
         slot,
@@ -185,6 +206,21 @@ fn a_version_is_made_of_deltas_and_blocks() {
         assert!(came.base.bytes() == image(1), "{name}");
         assert!(!came.recorded.is_spoiled());
     }
+}
+
+#[test]
+fn span_that_a_stopped_fetch_took_is_no_fault_of_the_parent() {
+    let answer = [span(0), span(1), end()].concat();
+    let came = fetched_around("taken", answer, true, |slot| {
+        let mut first = slot.take(0).unwrap();
+        let bytes = first.len();
+        first.copy_from_slice(&image(3)[..bytes]);
+        first.keep();
+    });
+    assert!(matches!(came.end, FetchEnd::Partly), "{:?}", came.end);
+    // The rest of the span is fetched again, as blocks.
+    assert_eq!(came.slot.missing().collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(!came.recorded.is_spoiled());
 }
 
 #[test]

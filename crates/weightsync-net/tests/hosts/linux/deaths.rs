@@ -1,6 +1,8 @@
 //! Killed processes: each is named within a second, everybody else is up to date, and
 //! who is started again catches up automatically.
 
+use std::collections::BTreeSet;
+
 use super::scale::SECOND;
 use super::stage::{Actor, Stage, chain};
 
@@ -118,10 +120,16 @@ fn came_back(stage: &mut Stage, host: usize) {
         stage.kill(Actor::Worker(worker));
     }
     stage.start_workers(host, &workers);
-    let status = stage.until_status("its workers are at the relay", |status| {
-        let relay = status.relays.iter().find(|relay| relay.pid == pid);
-        relay.is_some_and(|relay| relay.workers.len() == 2)
-    });
+    // A relay whose fetch from its parent failed avoids that parent for half a minute.
+    let status = stage.until_status(
+        "its workers are at the relay, and there is a chain",
+        |status| {
+            let relay = status.relays.iter().find(|relay| relay.pid == pid);
+            let parents: BTreeSet<u64> = status.relays.iter().map(|one| one.parent).collect();
+            relay.is_some_and(|relay| relay.workers.len() == 2)
+                && parents.len() == status.relays.len()
+        },
+    );
     assert_eq!(chain(&status).len(), 3);
     stage.send_everywhere();
 }
