@@ -467,8 +467,10 @@ fn resolved(ties: Ties) -> Result<Ties, (String, AttributesError)> {
                 break *root;
             }
             if !passed.insert(at) {
-                let alias = alias.clone();
-                return Err((alias.clone(), AttributesError::TiedToItself { alias }));
+                // Ties may lead into a circle that does not contain the first alias.
+                let in_circle = at.to_owned();
+                let error = AttributesError::TiedToItself { alias: in_circle };
+                return Err((alias.clone(), error));
             }
             match of.get(at) {
                 Some(next) => at = next,

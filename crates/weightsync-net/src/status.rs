@@ -120,8 +120,8 @@ pub struct Worker {
 impl Status {
     /// Asks the sender at `address` (`host:port`) for its status. `secret` is that of its
     /// [`Token`](crate::Token), or of an init info's endpoint. Each step takes at most `timeout`.
-    /// With `None` the handshake takes at most 2 seconds, and the wait for the answer ends when the
-    /// connection does.
+    /// With `None` connecting takes as long as the system lets it, the handshake takes at most 2
+    /// seconds, and the wait for the answer ends when the connection does.
     ///
     /// # Errors
     ///

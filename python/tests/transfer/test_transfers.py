@@ -315,9 +315,9 @@ def test_strategies_are_chosen_by_a_word():
     for settings, match in (
         ({"speed": "high"}, "expected settings among backend, .*, got 'speed'"),
         ({"backend": 3}, "backend: expected a text, got 3"),
-        ({"timeout": "long"}, "timeout: expected seconds above 0, got 'long'"),
-        ({"timeout": 0}, "timeout: expected seconds above 0, got 0"),
-        ({"timeout": float("inf")}, "timeout: expected seconds above 0, got inf"),
+        ({"timeout": "long"}, "timeout: expected a finite number of seconds above 0, got 'long'"),
+        ({"timeout": 0}, "timeout: expected a finite number of seconds above 0, got 0"),
+        ({"timeout": float("inf")}, "timeout: expected a finite number of seconds above 0, got inf"),
         ("fast", "strategy_settings: expected a dict of settings, got 'fast'"),
     ):
         with pytest.raises(SettingError, match=match):
@@ -329,6 +329,21 @@ def test_strategies_are_chosen_by_a_word():
     transfer.register_strategy("tests-only", "collections:OrderedDict")
     with pytest.raises(SettingError, match="no WeightTransferStrategy"):
         transfer.strategy_from_config("tests-only")
+
+
+class Colored(type(transfer.strategy_from_config("broadcast"))):
+    def __init__(self, color, timeout="soon"):
+        super().__init__(timeout=20.0)
+        self.color = (color, timeout)
+
+
+def test_strategy_with_its_own_constructor_checks_its_settings():
+    transfer.register_strategy("colored", f"{__name__}:Colored")
+    settings = {"color": "red", "timeout": "late"}
+    cfg = {"strategy": "colored", "strategy_settings": settings}
+    assert transfer.strategy_from_config(cfg).color == ("red", "late")
+    with pytest.raises(SettingError, match="cannot be made: .*'speed'"):
+        transfer.strategy_from_config({**cfg, "strategy_settings": {"speed": 1}})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

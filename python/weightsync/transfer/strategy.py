@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import importlib.metadata
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -336,18 +337,21 @@ def strategy_from_config(cfg: Any) -> WeightTransferStrategy:
 
 def _check_settings(strategy: str, kind: type, settings: Mapping[str, Any]) -> None:
     """Compares settings with the fields of a strategy that is a dataclass."""
-    # Of a class with an ``__init__`` of its own the fields say nothing about the settings.
-    if not is_dataclass(kind) or not kind.__dataclass_params__.init:
+    if not is_dataclass(kind):
         return
     known = {one.name: one.default for one in fields(kind) if one.init}
+    # Of a class with an ``__init__`` of its own the fields say nothing about the settings.
+    if list(known) != list(inspect.signature(kind).parameters):
+        return
     for name, value in settings.items():
         if name not in known:
             names = ", ".join(known)
             raise SettingError(f"strategy {strategy!r}: expected settings among {names}, got {name!r}")
-        if (name, type(known[name])) == ("timeout", float) and not (type(value) in (int, float) and 0 < value < math.inf):
-            raise SettingError(
-                f"strategy {strategy!r}: timeout: expected seconds above 0, got {value!r}"
-            )
+        if (name, type(known[name])) == ("timeout", float):
+            seconds = value if type(value) in (int, float) else 0
+            if not 0 < seconds < math.inf:
+                expected = "expected a finite number of seconds above 0"
+                raise SettingError(f"strategy {strategy!r}: timeout: {expected}, got {value!r}")
         # A text may be written as a value, such as a scheme, that its owner checks.
         if isinstance(known[name], str) and isinstance(value, (int, float, bytes)):
             raise SettingError(f"strategy {strategy!r}: {name}: expected a text, got {value!r}")

@@ -82,11 +82,11 @@ fn ties_lead_straight_to_what_is_sent() {
     let long = Attributes::default().with_ties(long).unwrap();
     assert!(long.ties().iter().all(|(_, of)| of == "0"));
     let cases: [(&[(&str, &str)], &str); 4] = [
-        (&[("a", "a")], "lead back to it"),
-        (&[("a", "b"), ("b", "a")], "lead back to it"),
+        (&[("a", "a")], "\"a\" lead back to it"),
+        (&[("a", "b"), ("b", "a")], "\"a\" lead back to it"),
         (
             &[("x", "a"), ("a", "b"), ("b", "c"), ("c", "a")],
-            "lead back to it",
+            "\"a\" lead back to it",
         ),
         (&[("a", "b"), ("a", "c")], "more than one"),
     ];

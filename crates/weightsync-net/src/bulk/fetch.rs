@@ -50,8 +50,7 @@ pub(crate) struct Parent {
 pub(crate) enum FetchEnd {
     /// Every block has arrived.
     Whole,
-    /// All requested blocks have arrived. The others were left to a fetch that was stopped, which
-    /// is no fault of the parent.
+    /// The parent did its part. Blocks are missing that a stopped fetch took.
     Partly,
     /// The parent does not have the version.
     NotThere,
@@ -307,16 +306,13 @@ impl Shared {
             let mut requested = Requested {
                 ranges,
                 arrived: BTreeSet::new(),
-                skipped: false,
             };
             if let Some(end) = self.receive(&mut socket, &mut requested)? {
                 return Ok(Some(end));
             }
-            if requested.skipped {
-                return Ok(Some(FetchEnd::Partly));
-            }
             // The parent has said that it has sent everything.
-            if let Some(index) = self.slot.missing().find(|index| has(ranges, *index)) {
+            let mut missing = self.slot.missing();
+            if let Some(index) = missing.find(|index| requested.awaits(*index)) {
                 return Err(invalid(Unsent { index }));
             }
         }
@@ -386,11 +382,10 @@ impl Shared {
         let of_this = usize::from(head.model) == self.item.model
             && head.version == self.item.version
             && head.image_bytes == self.slot.layout().bytes();
-        if !of_this {
+        if !of_this || !requested.arrive(index..index + 1) {
             return Err(wrong());
         }
-        let taken = self.slot.take(index);
-        let Some(mut piece) = requested.arrive(index..index + 1, taken, wrong)? else {
+        let Some(mut piece) = self.slot.take(index) else {
             return skip(socket, head.bytes);
         };
         let coming = self.throughput.begin(Instant::now());
@@ -480,34 +475,26 @@ impl Shared {
     }
 }
 
-/// What was requested over a connection.
+/// What was requested over a connection, and which blocks of it have arrived.
 struct Requested<'a> {
     ranges: &'a [BlockRange],
-    /// The blocks that arrived.
     arrived: BTreeSet<usize>,
-    /// Whether some of them were skipped.
-    skipped: bool,
 }
 
 impl Requested<'_> {
-    /// Notes that blocks arrive. `None` from `taken` is an error, unless these blocks were
-    /// requested and arrive for the first time. Then an earlier fetch has taken them since: it was
-    /// stopped while it had data to read. It keeps the blocks or releases them, and they are
-    /// skipped here. The parent did nothing wrong.
-    fn arrive(
-        &mut self,
-        blocks: Range<usize>,
-        taken: Option<BlockWrite>,
-        wrong: impl Fn() -> io::Error,
-    ) -> io::Result<Option<BlockWrite>> {
-        let mut all = blocks.clone();
-        let awaited = |index| has(self.ranges, index) && !self.arrived.contains(&index);
-        if taken.is_none() && (blocks.is_empty() || !all.all(awaited)) {
-            return Err(wrong());
-        }
-        self.arrived.extend(blocks);
-        self.skipped |= taken.is_none();
-        Ok(taken)
+    fn awaits(&self, index: usize) -> bool {
+        has(self.ranges, index) && !self.arrived.contains(&index)
+    }
+
+    /// Notes that blocks arrive; false if the parent may not send them.
+    ///
+    /// A block that may come cannot always be taken: a fetch that was stopped while it had data to
+    /// read may have taken it after the request. That fetch keeps the block or releases it, and it
+    /// is skipped here. The parent did nothing wrong.
+    fn arrive(&mut self, mut blocks: Range<usize>) -> bool {
+        let may_come = blocks.clone().all(|index| self.awaits(index));
+        self.arrived.extend(&mut blocks);
+        may_come
     }
 }
 

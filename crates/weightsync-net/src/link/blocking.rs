@@ -12,8 +12,9 @@ use crate::wire::hello::{Client, Next, Protocols, Role};
 /// The longest timeout of a handshake: a longer one of the caller is for what follows.
 const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
 
-/// Connects and authenticates both ends. Each step takes at most `timeout`, if there is one; the
-/// server's own limit bounds the whole handshake.
+/// Connects and authenticates both ends. Each step takes at most `timeout`; without one, connecting
+/// takes as long as the system lets it. The handshake takes at most `timeout`, but 2 seconds are
+/// always allowed; without a timeout it takes at most 2 seconds.
 ///
 /// # Errors
 ///
@@ -44,7 +45,7 @@ pub(crate) fn prove(
 ) -> io::Result<()> {
     let until = Instant::now()
         + timeout
-            .unwrap_or_default()
+            .unwrap_or(HANDSHAKE)
             .clamp(HANDSHAKE, LONGEST_HANDSHAKE);
     socket.set_nodelay(true)?;
     socket.set_write_timeout(timeout)?;

@@ -76,6 +76,8 @@ pub enum Input {
     NoParent,
     /// A fetched version is whole.
     Whole { item: Item },
+    /// A fetch has ended in order, and a part is missing that another one was to bring.
+    Rest { item: Item },
     /// A fetch broke off.
     Broken { item: Item },
     /// The parent does not have the version; with `sender`, the sender itself does not have it.
@@ -225,6 +227,9 @@ impl Plan {
                 self.fetching.remove(&item);
                 let items = &self.items;
                 self.firsts.retain(|set| !is_whole(items, set));
+            }
+            Input::Rest { item } => {
+                self.fetching.remove(&item);
             }
             Input::Broken { item } => {
                 self.fetching.remove(&item);

@@ -48,11 +48,10 @@ impl Shared {
             && head.image_bytes == self.slot.layout().bytes();
         let first = head.index as usize * SPAN_BLOCKS;
         let blocks = first..self.slot.pieces().min(first + SPAN_BLOCKS);
-        if !of_this {
+        if !of_this || !requested.arrive(blocks.clone()) {
             return Err(wrong());
         }
-        let taken = self.slot.take_all(blocks.clone());
-        let Some(mut piece) = requested.arrive(blocks, taken, wrong)? else {
+        let Some(mut piece) = self.slot.take_all(blocks) else {
             return skip(socket, head.bytes);
         };
 

@@ -77,7 +77,8 @@ impl Driver {
             }
             FetchEnd::BaseMismatch(error) => self.start_anew(item.model, &error),
             // The missing blocks are fetched from the same parent.
-            FetchEnd::Stopped | FetchEnd::Partly => self.step([Input::Broken { item }]),
+            FetchEnd::Partly => self.step([Input::Rest { item }]),
+            FetchEnd::Stopped => self.step([Input::Broken { item }]),
         }
     }
 

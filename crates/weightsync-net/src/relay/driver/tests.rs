@@ -151,3 +151,36 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         driver.run(inbox).await;
     });
 }
+
+#[test]
+fn rest_of_a_version_comes_from_the_same_parent() {
+    runtime("weightsync-test").unwrap().block_on(async {
+        let Around {
+            mut driver,
+            events,
+            inbox,
+            address,
+            _sender,
+            ..
+        } = driver("rest").await;
+        let item = ITEM;
+        driver.on_message(FromRoot::Parent {
+            agent: 3,
+            address: Some(address.to_string()),
+        });
+        driver.step([Input::Wanted { item }]);
+        let number = driver.fetching[&item].number;
+        driver.fetched(Fetched {
+            number,
+            item,
+            parent: 3,
+            end: FetchEnd::Partly,
+            came: Transferred::default(),
+        });
+        assert!(driver.complain.is_none());
+        let next = &driver.fetching[&item];
+        assert!(next.number > number && next.parent.agent == 3);
+        assert!(events.send(Event::Stop).await.is_ok());
+        driver.run(inbox).await;
+    });
+}
