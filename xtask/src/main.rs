@@ -30,7 +30,7 @@ const USAGE: &str = "\
 usage: cargo xtask <command>
 
   test                            every test, with what the tests need set up first
-  test quick                      the tests for daily work, in some 3 minutes
+  test quick                      the tests for daily work, in a minute once they are built
   ci                              every check, then every test
   pytest [--oldest | --vllm] [ARGS]  every test of the Python package, or those that ARGS ask for;
                                   with --oldest those that also run with the oldest torch, with

@@ -47,7 +47,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
         "this runs the doc tests, loom, the Python tests (with the newest and the oldest torch, \
          and with vLLM), then every other Rust test: some 15 minutes on 2 quiet cores. The first \
          run also builds everything and installs some 10 GB of Python packages, which may take \
-         longer than the tests. `cargo xtask test quick` takes some 3 minutes"
+         longer than the tests. `cargo xtask test quick` takes a minute once it is built"
     );
     let nextest = tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {
@@ -81,7 +81,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
 pub fn quick(places: &Places) -> Result<(), Error> {
     eprintln!(
         "this runs unit tests, the library's interface, shared memory and the conformance suite \
-         by shared memory: some 3 minutes on 2 quiet cores, and longer where they are built \
+         by shared memory: a minute on 2 quiet cores, and some 10 more where all is built \
          first. It leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every other \
          scheme: `cargo xtask test` runs them"
     );

@@ -491,9 +491,9 @@ impl Requested<'_> {
     /// A block that may come cannot always be taken: a fetch that was stopped while it had data to
     /// read may have taken it after the request. That fetch keeps the block or releases it, and it
     /// is skipped here. The parent did nothing wrong.
-    fn arrive(&mut self, mut blocks: Range<usize>) -> bool {
+    fn arrive(&mut self, blocks: Range<usize>) -> bool {
         let may_come = blocks.clone().all(|index| self.awaits(index));
-        self.arrived.extend(&mut blocks);
+        self.arrived.extend(blocks);
         may_come
     }
 }

@@ -155,18 +155,11 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
 #[test]
 fn rest_of_a_version_comes_from_the_same_parent() {
     runtime("weightsync-test").unwrap().block_on(async {
-        let Around {
-            mut driver,
-            events,
-            inbox,
-            address,
-            _sender,
-            ..
-        } = driver("rest").await;
-        let item = ITEM;
+        let mut around = driver("rest").await;
+        let (driver, item) = (&mut around.driver, ITEM);
         driver.on_message(FromRoot::Parent {
             agent: 3,
-            address: Some(address.to_string()),
+            address: Some(around.address.to_string()),
         });
         driver.step([Input::Wanted { item }]);
         let number = driver.fetching[&item].number;
@@ -180,7 +173,7 @@ fn rest_of_a_version_comes_from_the_same_parent() {
         assert!(driver.complain.is_none());
         let next = &driver.fetching[&item];
         assert!(next.number > number && next.parent.agent == 3);
-        assert!(events.send(Event::Stop).await.is_ok());
-        driver.run(inbox).await;
+        assert!(around.events.send(Event::Stop).await.is_ok());
+        around.driver.run(around.inbox).await;
     });
 }

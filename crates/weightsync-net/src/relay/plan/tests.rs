@@ -424,6 +424,18 @@ fn fetch_broken_at_the_sender_waits_for_a_parent() {
 }
 
 #[test]
+fn rest_of_a_version_is_fetched_where_it_was() {
+    play(
+        "join 1 newest, parent      >
+         tell 1 #1 a1               > fetch a1
+         rest a1                    > fetch a1
+         not-there a1               > fetch a1 sender
+         rest a1                    > fetch a1 sender
+         whole a1                   > tell 1 #1 a1",
+    );
+}
+
+#[test]
 fn late_request_for_a_refused_version_is_answered() {
     play(
         "want a1, want a1, parent   > fetch a1

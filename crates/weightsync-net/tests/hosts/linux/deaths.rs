@@ -120,8 +120,8 @@ fn came_back(stage: &mut Stage, host: usize) {
         stage.kill(Actor::Worker(worker));
     }
     stage.start_workers(host, &workers);
-    // A relay may have asked a parent that died a moment later, and then another in its place. One
-    // whose fetch failed avoids that parent for half a minute.
+    // A relay avoids a parent from which a fetch failed, for half a minute; then there is a chain
+    // again.
     let status = stage.until_status(
         "its workers are at the relay, and there is a chain",
         |status| {

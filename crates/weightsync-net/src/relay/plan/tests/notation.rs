@@ -63,6 +63,7 @@ fn input(text: &str) -> Input {
             let item = item(name);
             match word {
                 "whole" => Input::Whole { item },
+                "rest" => Input::Rest { item },
                 "broken" => Input::Broken { item },
                 "not-there" => Input::NotThere {
                     item,
