@@ -29,6 +29,8 @@ mod receiver;
 mod report;
 mod run_dir;
 mod safetensors_file;
+#[doc(hidden)] // For the store.
+pub mod safetensors_format;
 mod scheme;
 mod send_source;
 mod sender;

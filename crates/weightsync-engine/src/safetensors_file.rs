@@ -2,24 +2,17 @@
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Read, Write};
+use std::io::{BufWriter, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
-use safetensors::tensor::{Metadata, TensorInfo};
-use weightsync_core::{Digest, Dtype, Layout};
+use weightsync_core::{Digest, Layout};
 
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
-use crate::load::TensorView;
+use crate::safetensors_format::{Header, Shard};
 use crate::snapshot::Snapshot;
-
-/// The longest header that is read: that of the format's own implementation.
-const MAX_HEADER: u64 = 100_000_000;
-
-/// The entry of the header that is not a tensor.
-const METADATA: &str = "__metadata__";
 
 /// A safetensors file as a source of weights. Each tensor is read straight into
 /// its place; the file is not held in memory.
@@ -56,7 +49,7 @@ impl SafetensorsFile {
             source,
         };
         // Without O_NONBLOCK, opening a FIFO waits for its writer.
-        let mut file = OpenOptions::new()
+        let file = OpenOptions::new()
             .read(true)
             .custom_flags(OFlags::NONBLOCK.bits() as i32)
             .open(path)
@@ -65,59 +58,15 @@ impl SafetensorsFile {
         if !about.is_file() {
             return Err(failed("it is not a regular file".into()));
         }
-        let file_bytes = about.len();
-        let too_short = || failed("it is shorter than 8 bytes".into());
         // It may have grown since: its length then is what counts.
-        let after_start = file_bytes.checked_sub(8).ok_or_else(too_short)?;
-        let mut start = [0; 8];
-        file.read_exact(&mut start).map_err(|_| too_short())?;
-        let header_bytes = u64::from_le_bytes(start);
-        if header_bytes > MAX_HEADER || header_bytes > after_start {
-            return Err(failed(
-                format!("it says that its header has {header_bytes} bytes: not a safetensors file")
-                    .into(),
-            ));
-        }
-        let mut header = vec![0; header_bytes as usize];
-        file.read_exact(&mut header)
-            .map_err(|error| failed(error.into()))?;
-        // The crate's own `read_metadata` wants the tensors' bytes as well.
-        let metadata: Metadata = serde_json::from_slice(&header).map_err(|error| {
-            failed(format!("its header is not that of a safetensors file: {error}").into())
-        })?;
-        let data_start = 8 + header_bytes;
-        let data_bytes = after_start - header_bytes;
-        if metadata.data_len() as u64 != data_bytes {
-            return Err(failed(
-                format!(
-                    "its header describes {} bytes of tensors, but {data_bytes} follow: it is cut short or not whole",
-                    metadata.data_len(),
-                )
-                .into(),
-            ));
-        }
-        let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
-        // Empty tensors share a place: their names keep the order the same each time.
-        tensors.sort_by(|(a, first), (b, second)| {
-            (first.data_offsets, a).cmp(&(second.data_offsets, b))
-        });
-        let mut specs = Vec::with_capacity(tensors.len());
-        let mut offsets = Vec::with_capacity(tensors.len());
-        for (name, info) in tensors {
-            let dtype: Dtype = info.dtype.to_string().parse()?;
-            offsets.push(data_start + info.data_offsets.0 as u64);
-            specs.push((
-                name,
-                dtype,
-                info.shape.iter().map(|&len| len as u64).collect(),
-            ));
-        }
+        let header = Header::read(about.len(), &mut |at, place| file.read_exact_at(place, at));
+        let header = header.map_err(failed)?;
         Ok(Self {
             path: path.into(),
             file,
-            layout: Layout::new(specs)?,
-            offsets,
-            metadata: metadata.metadata().clone().unwrap_or_default(),
+            layout: Layout::new(header.tensors)?,
+            offsets: header.offsets,
+            metadata: header.metadata,
         })
     }
 
@@ -210,55 +159,16 @@ pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
         ),
         ("weightsync.digest".to_owned(), digest.to_string()),
     ]);
-    if snapshot.layout().index_of(METADATA).is_some() {
-        let reserved =
-            format!("the format keeps the name {METADATA:?} for itself; rename the tensor");
-        return Err(failed(reserved.into()));
-    }
-    let mut views = snapshot
-        .tensors()
-        .map(|view| match safetensors_dtype(view.dtype()) {
-            Some(dtype) => Ok((dtype, view)),
-            None => {
-                let (dtype, name) = (view.dtype(), view.name());
-                let unknown = format!("safetensors has no dtype {dtype} (tensor {name:?})");
-                Err(failed(unknown.into()))
-            }
-        })
-        .collect::<Result<Vec<_>>>()?;
-    // Widest first, as the format's own implementation does, so that all lie aligned.
-    views.sort_by(|(a, left), (b, right)| b.cmp(a).then(left.name().cmp(right.name())));
-    let header = header(&views, metadata).map_err(failed)?;
-    let parts = views.iter().map(|(_, view)| view.bytes());
-    write_whole(path, std::iter::once(&header[..]).chain(parts))
-        .map_err(|error| failed(error.into()))?;
-    Ok(digest)
-}
-
-/// Everything before the first tensor, its length included.
-fn header(
-    views: &[(safetensors::Dtype, TensorView<'_>)],
-    metadata: HashMap<String, String>,
-) -> Result<Vec<u8>, weightsync_mem::BoxedError> {
-    let mut end = 0;
-    let infos = views.iter().map(|(dtype, view)| {
-        let start = end;
-        end += view.bytes().len();
-        let info = TensorInfo {
-            dtype: *dtype,
-            shape: view.shape().iter().map(|&len| len as usize).collect(),
-            data_offsets: (start, end),
-        };
-        (view.name().to_owned(), info)
+    let shards = Shard::cut(snapshot.layout(), u64::MAX, &metadata).map_err(failed)?;
+    let parts = shards.iter().flat_map(|shard| {
+        let tensors = shard
+            .tensors
+            .iter()
+            .map(|&index| snapshot.tensor_bytes(index));
+        std::iter::once(&shard.header[..]).chain(tensors)
     });
-    let metadata = Metadata::new(Some(metadata), infos.collect())?;
-    let mut text = serde_json::to_vec(&metadata)?;
-    text.resize(text.len().next_multiple_of(8), b' ');
-    let len = text.len() as u64;
-    if len > MAX_HEADER {
-        return Err(format!("its header would have {len} bytes, {MAX_HEADER} are possible").into());
-    }
-    Ok([&len.to_le_bytes(), &text[..]].concat())
+    write_whole(path, parts).map_err(|error| failed(error.into()))?;
+    Ok(digest)
 }
 
 /// A temporary file next to the place, synced, renamed.
@@ -281,34 +191,4 @@ fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::i
         let _ = std::fs::remove_file(&temporary);
     }
     written
-}
-
-/// The format's own name for a dtype.
-fn safetensors_dtype(dtype: Dtype) -> Option<safetensors::Dtype> {
-    use safetensors::Dtype as Theirs;
-    Some(match dtype {
-        Dtype::BOOL => Theirs::BOOL,
-        Dtype::F4 => Theirs::F4,
-        Dtype::F6_E2M3 => Theirs::F6_E2M3,
-        Dtype::F6_E3M2 => Theirs::F6_E3M2,
-        Dtype::U8 => Theirs::U8,
-        Dtype::I8 => Theirs::I8,
-        Dtype::F8_E5M2 => Theirs::F8_E5M2,
-        Dtype::F8_E4M3 => Theirs::F8_E4M3,
-        Dtype::F8_E8M0 => Theirs::F8_E8M0,
-        Dtype::F8_E4M3FNUZ => Theirs::F8_E4M3FNUZ,
-        Dtype::F8_E5M2FNUZ => Theirs::F8_E5M2FNUZ,
-        Dtype::I16 => Theirs::I16,
-        Dtype::U16 => Theirs::U16,
-        Dtype::F16 => Theirs::F16,
-        Dtype::BF16 => Theirs::BF16,
-        Dtype::I32 => Theirs::I32,
-        Dtype::U32 => Theirs::U32,
-        Dtype::F32 => Theirs::F32,
-        Dtype::C64 => Theirs::C64,
-        Dtype::F64 => Theirs::F64,
-        Dtype::I64 => Theirs::I64,
-        Dtype::U64 => Theirs::U64,
-        _ => return None,
-    })
 }

@@ -445,6 +445,7 @@ impl SenderSetup {
             models: &specs,
             options: self.transfer,
         })?;
+        let run = transport.run().unwrap_or(run);
         let mut sender = Sender::new(self, transport, run);
         if let Some(first) = first {
             let first = first.wait(WaitFor::Sent).timeout(timeout);

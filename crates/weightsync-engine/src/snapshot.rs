@@ -80,6 +80,28 @@ impl Snapshot {
         })
     }
 
+    /// A version of any source of weights, read in one pass into memory of this process.
+    ///
+    /// # Errors
+    ///
+    /// Those of the source, and [`Error::Extract`] with what cannot be a model.
+    pub fn of(
+        model: &str,
+        weights: &dyn WeightExtractor,
+        run: Run,
+        version: Version,
+    ) -> Result<Self> {
+        let prepared = Prepared::new(ModelId::new(model)?, weights)?;
+        let mut image = Image::zeros(&prepared.layout);
+        publish::whole(&prepared, weights, &mut |sources| image.write(sources))?;
+        let spec = ModelSpec {
+            id: prepared.id,
+            layout: prepared.layout,
+            attributes: prepared.attributes,
+        };
+        Self::received(&spec, run, version, image)
+    }
+
     /// The same, with the digest that the sender made and the transport has
     /// compared: workers then find it as [`published_digest`](Self::published_digest).
     #[must_use]

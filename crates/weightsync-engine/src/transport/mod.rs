@@ -290,6 +290,12 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
     /// At the deadline, naming the workers that hold the room.
     fn stage(&mut self, models: &[usize], deadline: Deadline) -> Result<Box<dyn Staging + '_>>;
 
+    /// The run of this end, if the place that the weights go through counts the runs. Otherwise it is
+    /// the run that [`Scheme::open`] was given.
+    fn run(&self) -> Option<Run> {
+        None
+    }
+
     /// The newest version of a model that was published.
     fn version(&self, model: usize) -> Version;
 

@@ -1,0 +1,441 @@
+//! The weights of a version: written as a checkpoint directory, and assembled from it and deltas.
+
+use std::collections::HashMap;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+
+use weightsync_core::delta::{SPAN, Scratch};
+use weightsync_core::digest::Digester;
+use weightsync_core::{Digest, Layout};
+use weightsync_engine::Snapshot;
+use weightsync_engine::safetensors_format::{Header, Shard};
+use weightsync_engine::transport::{Image, ModelSpec};
+use weightsync_simd::Crc64;
+
+use crate::delta_file::{self, Index};
+use crate::error::{Damage, Result, StoreError};
+use crate::format::{Crc, DELTA, FileEntry, Place, Stored};
+use crate::storage::{Blob, Storage, Upload};
+use crate::threads;
+
+/// Bytes that are read or written at once: a multiple of 64, as a digest needs.
+const PIECE: usize = 4 << 20;
+
+/// The end of the names of files with weights.
+const SAFETENSORS: &str = ".safetensors";
+
+/// What is saved next to the weights, such as `config.json` and a tokenizer's files.
+pub(crate) type ExtraFiles = [(String, Vec<u8>)];
+
+/// Writes a full version of a model. `budget` is the most bytes of tensors in one file.
+pub(crate) fn write(
+    storage: &dyn Storage,
+    at: Place,
+    snapshot: &Snapshot,
+    extra: &ExtraFiles,
+    budget: u64,
+) -> Result<Vec<FileEntry>> {
+    let model = snapshot.model();
+    let layout = snapshot.layout();
+    let metadata = HashMap::from([
+        ("format".to_owned(), "pt".to_owned()),
+        ("weightsync.model".to_owned(), model.to_string()),
+        (
+            "weightsync.version".to_owned(),
+            snapshot.version().0.to_string(),
+        ),
+    ]);
+    let unable = |source| {
+        StoreError::from(weightsync_engine::Error::File {
+            action: "writing",
+            path: storage.name(&at.data()).into(),
+            source,
+        })
+    };
+    let shards = Shard::cut(layout, budget, &metadata).map_err(unable)?;
+    let mut files = Vec::new();
+    let mut map = serde_json::Map::new();
+    for (index, shard) in shards.iter().enumerate() {
+        // The names that transformers and vLLM look for.
+        let name = match shards.len() {
+            1 => format!("model{SAFETENSORS}"),
+            count => format!("model-{:05}-of-{count:05}{SAFETENSORS}", index + 1),
+        };
+        for &tensor in &shard.tensors {
+            let tensor = layout.tensors()[tensor].name.clone();
+            map.insert(tensor, name.clone().into());
+        }
+        let tensors = shard.tensors.iter().map(|&tensor| {
+            let range = layout.tensors()[tensor].range;
+            range.of(snapshot.bytes()).unwrap_or_default()
+        });
+        let parts = std::iter::once(&shard.header[..]).chain(tensors);
+        files.push(write_file(storage, at, model, &name, parts)?);
+    }
+    if shards.len() > 1 {
+        let index = serde_json::json!({
+            "metadata": { "total_size": layout.payload_bytes() },
+            "weight_map": map,
+        });
+        let text = index.to_string();
+        let name = format!("model{SAFETENSORS}.index.json");
+        files.push(write_file(
+            storage,
+            at,
+            model,
+            &name,
+            [text.as_bytes()].into_iter(),
+        )?);
+    }
+    for (name, bytes) in extra {
+        files.push(write_file(
+            storage,
+            at,
+            model,
+            name,
+            [&bytes[..]].into_iter(),
+        )?);
+    }
+    Ok(files)
+}
+
+/// Writes one file of a version.
+pub(crate) fn write_file<'a>(
+    storage: &dyn Storage,
+    at: Place,
+    model: &weightsync_core::ModelId,
+    name: &str,
+    parts: impl Iterator<Item = &'a [u8]>,
+) -> Result<FileEntry> {
+    let path = at.file(model, name);
+    let mut crc = Crc64::new();
+    let mut bytes = 0;
+    let write = || -> io::Result<()> {
+        let mut upload = storage.upload(&path)?;
+        let mut pending = Vec::with_capacity(PIECE);
+        for part in parts {
+            for piece in part.chunks(PIECE) {
+                crc.update(piece);
+                bytes += piece.len() as u64;
+                append(&mut *upload, &mut pending, piece)?;
+            }
+        }
+        upload.write(&pending)?;
+        upload.finish()
+    };
+    write().map_err(StoreError::file("writing", storage.name(&path)))?;
+    Ok(FileEntry {
+        name: name.into(),
+        bytes,
+        crc64: Crc(crc.value()),
+    })
+}
+
+/// Writes a piece; small ones are gathered.
+fn append(upload: &mut dyn Upload, pending: &mut Vec<u8>, piece: &[u8]) -> io::Result<()> {
+    if pending.len() + piece.len() > PIECE {
+        upload.write(pending)?;
+        pending.clear();
+    }
+    match piece.len() < PIECE / 4 {
+        true => pending.extend_from_slice(piece),
+        false => {
+            upload.write(pending)?;
+            pending.clear();
+            upload.write(piece)?;
+        }
+    }
+    Ok(())
+}
+
+/// Reads one version of a model and checks it. `spare` is memory that may be used again.
+pub(crate) fn read(
+    storage: &dyn Storage,
+    manifest: Place,
+    stored: &Stored,
+    spec: &ModelSpec,
+    spare: Option<Image>,
+) -> Result<Image> {
+    let layout = &spec.layout;
+    let spare = spare.filter(|image| image.layout() == layout);
+    let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
+    let deltas = open_deltas(storage, stored, layout)?;
+    let shards = open_shards(storage, stored, layout)?;
+    let mut digester = read_shards(storage, &shards, &mut image, deltas.is_empty())?;
+    if !deltas.is_empty() {
+        digester = fold(storage, &deltas, &mut image)?;
+    }
+    let digest = digester.finish().map_err(|error| {
+        let file = storage.name(&manifest.manifest());
+        Damage::new(file, error.to_string())
+    })?;
+    match digest == stored.digest {
+        true => Ok(image),
+        false => Err(blame(storage, manifest, stored, digest)?.into()),
+    }
+}
+
+/// A file of an anchor that holds tensors, and where each of them lies and belongs.
+struct OpenShard {
+    path: String,
+    blob: Box<dyn Blob>,
+    /// The index of each tensor in the layout, and its offset in the file.
+    tensors: Vec<(usize, u64)>,
+}
+
+/// Opens the files with weights, and checks that they have every tensor once.
+fn open_shards(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Result<Vec<OpenShard>> {
+    let mut shards = Vec::new();
+    let mut found = vec![false; layout.len()];
+    let files = stored.anchor.files.iter();
+    for file in files.filter(|file| file.name.ends_with(SAFETENSORS)) {
+        let path = stored.anchor.at.file(&stored.model, &file.name);
+        let blob = open(storage, &path, file.bytes)?;
+        let header = Header::read(file.bytes, &mut |at, place| blob.read_at(at, place));
+        let header = header.map_err(|error| Damage::new(storage.name(&path), error.to_string()))?;
+        let mut tensors = Vec::with_capacity(header.tensors.len());
+        for ((name, dtype, shape), offset) in header.tensors.into_iter().zip(header.offsets) {
+            let index = layout.index_of(&name);
+            let index = index.filter(|index| {
+                let expected = &layout.tensors()[*index];
+                expected.dtype == dtype && expected.shape == shape && !found[*index]
+            });
+            let Some(index) = index else {
+                let what = format!("its tensor {name:?} is not one of the version");
+                return Err(Damage::new(storage.name(&path), what).into());
+            };
+            found[index] = true;
+            tensors.push((index, offset));
+        }
+        shards.push(OpenShard {
+            path,
+            blob,
+            tensors,
+        });
+    }
+    match found.iter().position(|found| !found) {
+        None => Ok(shards),
+        Some(missing) => {
+            let file = storage.name(&stored.anchor.at.data());
+            let name = &layout.tensors()[missing].name;
+            Err(Damage::new(file, format!("no file has tensor {name:?}")).into())
+        }
+    }
+}
+
+/// A file of the version, of the length that its manifest says.
+fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<dyn Blob>> {
+    let name = || storage.name(path);
+    let blob = storage
+        .open(path)
+        .map_err(StoreError::file("opening", name()))?;
+    let blob = blob.ok_or_else(|| Damage::new(name(), "it is missing"))?;
+    match blob.bytes() == bytes {
+        true => Ok(blob),
+        false => {
+            let got = blob.bytes();
+            Err(Damage::new(name(), format!("it has {got} bytes, expected {bytes}")).into())
+        }
+    }
+}
+
+/// Reads every tensor into its place. `digested`, the result has the digest of the image.
+fn read_shards(
+    storage: &dyn Storage,
+    shards: &[OpenShard],
+    image: &mut Image,
+    digested: bool,
+) -> Result<Digester> {
+    struct Job<'a> {
+        shard: &'a OpenShard,
+        offset: u64,
+        /// Where it begins in the image.
+        at: u64,
+        place: &'a mut [u8],
+    }
+    let layout = image.layout().clone();
+    let mut places: Vec<_> = image.tensors_mut().into_iter().map(Some).collect();
+    let mut jobs = Vec::new();
+    for shard in shards {
+        for &(index, offset) in &shard.tensors {
+            let start = layout.tensors()[index].range.offset;
+            let place = places[index].take().unwrap_or_default();
+            jobs.extend(place.chunks_mut(PIECE).enumerate().map(|(piece, place)| {
+                let from = (piece * PIECE) as u64;
+                Job {
+                    shard,
+                    offset: offset + from,
+                    at: start + from,
+                    place,
+                }
+            }));
+        }
+    }
+    let parts = jobs.len();
+    let jobs = Mutex::new(jobs.into_iter());
+    let all = Mutex::new(Ok(Digester::new(layout.bytes())));
+    threads::run(parts, || {
+        let work = || -> Result<Digester> {
+            let mut digester = Digester::new(layout.bytes());
+            loop {
+                let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(job) = job else {
+                    return Ok(digester);
+                };
+                let read = job.shard.blob.read_at(job.offset, job.place);
+                read.map_err(|error| cut_short(storage, &job.shard.path, error))?;
+                if digested {
+                    let fed = digester.tensor(job.at, job.place);
+                    fed.unwrap_or_else(|error| unreachable!("tensors lie in the image: {error}"));
+                }
+            }
+        };
+        merge(&all, work());
+    });
+    all.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Adds what a thread digested, or keeps the first error.
+fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
+    let mut all = all.lock().unwrap_or_else(PoisonError::into_inner);
+    match (&mut *all, done) {
+        (Ok(all), Ok(done)) => {
+            let merged = all.merge(&done);
+            merged.unwrap_or_else(|error| unreachable!("they are of one image: {error}"));
+        }
+        (Ok(_), Err(error)) => *all = Err(error),
+        (Err(_), _) => {}
+    }
+}
+
+struct OpenDelta {
+    path: String,
+    blob: Box<dyn Blob>,
+    index: Index,
+}
+
+fn open_deltas(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Result<Vec<OpenDelta>> {
+    let open_delta = |file: &crate::format::DeltaFile| {
+        let path = file.at.file(&stored.model, DELTA);
+        let blob = open(storage, &path, file.bytes)?;
+        let len = Index::header_bytes(layout);
+        if (len as u64) > file.bytes {
+            let what = format!("it has {} bytes, expected {len} or more", file.bytes);
+            return Err(Damage::new(storage.name(&path), what).into());
+        }
+        let mut header = vec![0; len];
+        let read = blob.read_at(0, &mut header);
+        read.map_err(|error| cut_short(storage, &path, error))?;
+        let index = Index::read(layout, &header, file.bytes);
+        let index = index.map_err(|what| Damage::new(storage.name(&path), what))?;
+        Ok(OpenDelta { path, blob, index })
+    };
+    stored.deltas.iter().map(open_delta).collect()
+}
+
+/// Brings every span to the newest version, all deltas in one pass. The result has the digest.
+fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Result<Digester> {
+    let layout = image.layout().clone();
+    let spans = image.bytes_mut().chunks_mut(SPAN as usize).enumerate();
+    let spans = Mutex::new(spans);
+    let all = Mutex::new(Ok(Digester::new(layout.bytes())));
+    threads::run(delta_file::spans(&layout), || {
+        let work = || -> Result<Digester> {
+            let mut digester = Digester::new(layout.bytes());
+            let mut scratch = Scratch::new();
+            let mut part = Vec::new();
+            loop {
+                let span = spans.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some((span, place)) = span else {
+                    return Ok(digester);
+                };
+                for delta in deltas {
+                    let (offset, len) = delta.index.part(span);
+                    if len == 0 {
+                        continue;
+                    }
+                    part.resize(len, 0);
+                    let read = delta.blob.read_at(offset, &mut part);
+                    read.map_err(|error| cut_short(storage, &delta.path, error))?;
+                    let applied = delta.index.apply(&layout, span, &part, place, &mut scratch);
+                    applied.map_err(|error| {
+                        let what = format!("span {span}: {error}");
+                        Damage::new(storage.name(&delta.path), what)
+                    })?;
+                }
+                let fed = digester.tensor(span as u64 * SPAN, place);
+                fed.unwrap_or_else(|error| unreachable!("spans lie in the image: {error}"));
+            }
+        };
+        merge(&all, work());
+    });
+    all.into_inner().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A file that became shorter since it was opened is damaged.
+fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError {
+    match error.kind() {
+        io::ErrorKind::UnexpectedEof => Damage::new(storage.name(path), "it is cut short").into(),
+        _ => StoreError::file("reading", storage.name(path))(error),
+    }
+}
+
+/// Finds the file because of which a version has another digest.
+fn blame(
+    storage: &dyn Storage,
+    manifest: Place,
+    stored: &Stored,
+    digest: Digest,
+) -> Result<Damage> {
+    let anchor = stored.anchor.files.iter();
+    let anchor = anchor.map(|file| {
+        let path = stored.anchor.at.file(&stored.model, &file.name);
+        (path, file.bytes, file.crc64)
+    });
+    let deltas = stored.deltas.iter();
+    let deltas = deltas.map(|file| (file.at.file(&stored.model, DELTA), file.bytes, file.crc64));
+    for (path, bytes, crc64) in anchor.chain(deltas) {
+        if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
+            return Ok(damage);
+        }
+    }
+    let (model, expected) = (&stored.model, stored.digest);
+    let what = format!("the files of {model} have digest {digest}, expected {expected}");
+    Ok(Damage::new(storage.name(&manifest.manifest()), what))
+}
+
+/// Reads a file and compares its checksum; hands over every piece.
+pub(crate) fn check_file(
+    storage: &dyn Storage,
+    path: &str,
+    bytes: u64,
+    crc64: Crc,
+    take: &mut dyn FnMut(&[u8]) -> Result<()>,
+) -> Result<Option<Damage>> {
+    let blob = match open(storage, path, bytes) {
+        Err(StoreError::Damaged(damage)) => return Ok(Some(damage)),
+        opened => opened?,
+    };
+    let mut crc = Crc64::new();
+    let mut piece = vec![0; PIECE];
+    let mut at = 0;
+    while at < bytes {
+        let len = PIECE.min((bytes - at) as usize);
+        let place = &mut piece[..len];
+        match blob
+            .read_at(at, place)
+            .map_err(|error| cut_short(storage, path, error))
+        {
+            Err(StoreError::Damaged(damage)) => return Ok(Some(damage)),
+            read => read?,
+        }
+        crc.update(place);
+        take(place)?;
+        at += len as u64;
+    }
+    let got = Crc(crc.value());
+    Ok((got != crc64).then(|| {
+        let what = format!("its checksum is {got}, expected {crc64}");
+        Damage::new(storage.name(path), what)
+    }))
+}

@@ -1,0 +1,213 @@
+//! Which versions a store has: by its head, or by the manifests if the head is damaged.
+
+use std::collections::BTreeMap;
+
+use weightsync_core::{Epoch, Run};
+
+use crate::error::{Damage, Result, StoreError};
+use crate::format::{DATA, HEAD, Head, Manifest, Place, Published, VERSIONS, unseal};
+use crate::storage::Storage;
+
+/// What a store has, as of one moment.
+#[derive(Clone, Debug)]
+pub(crate) struct Catalog {
+    /// The head and its bytes, if it is there and whole.
+    pub(crate) head: Option<(Vec<u8>, Head)>,
+    /// The bytes of the file, whatever they are.
+    pub(crate) raw_head: Option<Vec<u8>>,
+    /// The published versions, oldest first.
+    pub(crate) places: Vec<Place>,
+    /// Every manifest there is, published or not, by place.
+    pub(crate) listed: Vec<Place>,
+    /// The versions that have names.
+    pub(crate) names: BTreeMap<String, Place>,
+    /// What is damaged.
+    pub(crate) damage: Vec<Damage>,
+}
+
+impl Catalog {
+    /// Reads the head and the names of the manifests.
+    pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
+        loop {
+            let catalog = Self::look(storage)?;
+            // Between the two reads a writer may have published versions and removed the one that
+            // was the newest.
+            if !catalog.lacks_newest() || storage.read(HEAD).ok().flatten() == catalog.raw_head {
+                return Ok(catalog);
+            }
+        }
+    }
+
+    /// Whether the version that the head names last is not there.
+    fn lacks_newest(&self) -> bool {
+        let newest = self.head.as_ref().and_then(|(_, head)| head.newest());
+        newest.is_some() && self.places.last() != newest.as_ref()
+    }
+
+    fn look(storage: &dyn Storage) -> Result<Self> {
+        let file = || storage.name(HEAD);
+        let raw_head = storage.read(HEAD);
+        let raw_head = raw_head.map_err(StoreError::file("reading", file()))?;
+        let (head, found) = match &raw_head {
+            Some(bytes) => match unseal::<Head>(&file(), bytes) {
+                Ok(head) => (Some((bytes.clone(), head)), None),
+                Err(StoreError::Damaged(damage)) => (None, Some(damage)),
+                Err(error) => return Err(error),
+            },
+            None => (None, Some(Damage::new(file(), "it is missing"))),
+        };
+        // After the head: everything it publishes is listed.
+        let names = storage.list(VERSIONS);
+        let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
+        let listed = names.iter().filter_map(|name| Place::of_manifest(name));
+        let mut listed: Vec<_> = listed.collect();
+        listed.sort_unstable();
+        let mut catalog = Self {
+            head,
+            raw_head,
+            places: Vec::new(),
+            listed,
+            names: BTreeMap::new(),
+            damage: Vec::new(),
+        };
+        match &catalog.head {
+            Some((_, head)) => {
+                let listed = catalog.listed.iter().copied();
+                catalog.places = listed.filter(|place| head.has(*place)).collect();
+                catalog.names = head.names.clone();
+                // What the head says last is there, or was removed by a damage.
+                if let Some(newest) = head.newest()
+                    && catalog.places.last() != Some(&newest)
+                {
+                    let file = storage.name(&newest.manifest());
+                    catalog.damage.push(Damage::new(file, "it is missing"));
+                }
+            }
+            // A store without versions has no head yet.
+            None if catalog.raw_head.is_none() && catalog.listed.is_empty() => {}
+            None => {
+                catalog.damage.extend(found);
+                catalog.places = chain(storage, &catalog.listed, &mut catalog.damage)?;
+            }
+        }
+        Ok(catalog)
+    }
+
+    /// The manifest of a version; `None` if it is not there any more.
+    pub(crate) fn manifest(&self, storage: &dyn Storage, place: Place) -> Result<Option<Manifest>> {
+        manifest(storage, place)
+    }
+
+    /// The head that says what this catalog found, for a writer that takes over.
+    pub(crate) fn next_head(
+        &self,
+        storage: &dyn Storage,
+        id: [u8; 16],
+        own: Option<Run>,
+    ) -> Result<Head> {
+        let mut runs = Vec::new();
+        let (mut names, mut dropped) = Default::default();
+        match &self.head {
+            Some((_, head)) => {
+                runs = head.runs.clone();
+                (names, dropped) = (head.names.clone(), head.dropped.clone());
+            }
+            None => {
+                for place in &self.places {
+                    if runs.last().map(|run: &Published| run.epoch) != Some(place.epoch) {
+                        runs.push(Published::none(place.epoch));
+                    }
+                    if let Some(run) = runs.last_mut() {
+                        // What is listed between two versions of the chain is not a version.
+                        let skipped = self.listed.iter().filter(|other| {
+                            let between =
+                                other.sequence > run.last && other.sequence < place.sequence;
+                            other.epoch == place.epoch && between
+                        });
+                        run.failed.extend(skipped.map(|other| other.sequence));
+                        run.last = place.sequence;
+                    }
+                }
+            }
+        }
+        let data = storage.list(DATA);
+        let data = data.map_err(StoreError::file("listing", storage.name(DATA)))?;
+        let data = data.iter().filter_map(|name| name.parse::<Place>().ok());
+        let data: Vec<_> = data.collect();
+        let epochs = self.listed.iter().chain(&data).map(|place| place.epoch);
+        let epochs = epochs.chain(runs.iter().map(|run| run.epoch));
+        let highest = epochs.max().unwrap_or(Epoch(0));
+        let run = match own {
+            Some(run) => run,
+            None => Run {
+                epoch: highest.next(),
+                id,
+            },
+        };
+        runs.retain(|old| old.epoch < run.epoch);
+        runs.push(Published::none(run.epoch));
+        Ok(Head {
+            run,
+            runs,
+            names,
+            dropped,
+        })
+    }
+}
+
+/// The manifest of a version; `None` if it is not there.
+pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Manifest>> {
+    let path = place.manifest();
+    let file = storage.name(&path);
+    let bytes = storage.read(&path);
+    let Some(bytes) = bytes.map_err(StoreError::file("reading", file.clone()))? else {
+        return Ok(None);
+    };
+    let manifest: Manifest = unseal(&file, &bytes)?;
+    match manifest.place == place {
+        true => Ok(Some(manifest)),
+        false => {
+            let what = format!("it is that of {}, which is not its name", manifest.place);
+            Err(Damage::new(file, what).into())
+        }
+    }
+}
+
+/// The published versions, without a head: from the newest manifest that is whole, each names the
+/// version before it. Where that ends, everything listed before counts.
+fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> Result<Vec<Place>> {
+    let mut rest = listed;
+    let mut places = Vec::new();
+    let mut expected: Option<Place> = None;
+    while let Some((&place, before)) = rest.split_last() {
+        if expected.is_some_and(|expected| place > expected) {
+            rest = before;
+            continue;
+        }
+        match manifest(storage, place) {
+            Ok(Some(manifest)) => {
+                places.push(place);
+                if manifest.previous.is_none() {
+                    break;
+                }
+                // One that was removed does not say what came before it.
+                expected = manifest
+                    .previous
+                    .filter(|previous| before.contains(previous));
+            }
+            Ok(None) => {}
+            // Nobody knows what came before it. The newest may not have been published.
+            Err(StoreError::Damaged(found)) => {
+                match places.is_empty() {
+                    true => damage.push(found),
+                    false => places.push(place),
+                }
+                expected = None;
+            }
+            Err(error) => return Err(error),
+        }
+        rest = before;
+    }
+    places.reverse();
+    Ok(places)
+}

@@ -1,0 +1,73 @@
+//! Leases: a version that a process reads is not removed.
+//!
+//! A reader takes its lease first, and then looks whether the manifest is there. A writer removes the
+//! manifest first, and then looks whether there is a lease. So one of the two sees the other, in
+//! whatever order they come. A lease ends with its process.
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+
+use crate::error::{Result, StoreError};
+use crate::format::{LEASES, Place};
+use crate::storage::{Life, Presence, Storage};
+
+/// A hold on the files of one version, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    storage: Arc<dyn Storage>,
+    path: String,
+    /// `None` where this process may not write: nothing then keeps the version.
+    presence: Option<Box<dyn Presence>>,
+}
+
+impl Lease {
+    pub(crate) fn take(storage: &Arc<dyn Storage>, place: Place) -> Result<Self> {
+        let random: [u8; 8] = weightsync_engine::transport::random()?;
+        let path = format!("{LEASES}/{place}.{:016x}", u64::from_le_bytes(random));
+        let presence = match storage.announce(&path, b"lease") {
+            Ok(presence) => Some(presence),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+                ) =>
+            {
+                None
+            }
+            Err(error) => return Err(StoreError::file("writing", storage.name(&path))(error)),
+        };
+        Ok(Self {
+            storage: storage.clone(),
+            path,
+            presence,
+        })
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        if self.presence.take().is_some() {
+            // Without a presence it counts no more, so a file that stays is only removed later.
+            let _ = self.storage.remove(&self.path);
+        }
+    }
+}
+
+/// The versions that living processes read. Removes the leases of others.
+pub(crate) fn leased(storage: &dyn Storage) -> Result<Vec<Place>> {
+    let listed = storage.list(LEASES);
+    let names = listed.map_err(StoreError::file("listing", storage.name(LEASES)))?;
+    let mut leased = Vec::new();
+    for name in names {
+        let path = format!("{LEASES}/{name}");
+        let place = name
+            .split_once('.')
+            .and_then(|(place, _)| place.parse::<Place>().ok());
+        let look = || match storage.peer(&path)? {
+            Some(peer) if peer.life() == Life::Here => Ok(place),
+            _ => storage.remove(&path).map(|()| None),
+        };
+        leased.extend(look().map_err(StoreError::file("reading", storage.name(&path)))?);
+    }
+    Ok(leased)
+}

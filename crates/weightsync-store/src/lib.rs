@@ -1,0 +1,39 @@
+//! Versions of a model's weights that last: in a directory.
+//!
+//! | step of the journey | here |
+//! |---|---|
+//! | encode: a full version, or the changes since the one before | `anchor`, `delta_file` |
+//! | stage: files that nothing names yet | `storage` |
+//! | swap: the head is replaced, which publishes the version | [`Writer`] |
+//! | verify: every version that is loaded has the digest of its manifest | [`Store`] |
+//!
+//! [`Store`] reads versions, [`Writer`] saves them, [`Saver`] saves them while training goes on, and
+//! [`StoreScheme`] is the scheme `store:PATH`, with no process between trainer and workers.
+//! `docs/store.md` specifies the files.
+//!
+//! Absent here: sockets, retries that hide an error, clocks that decide anything.
+#![forbid(unsafe_code)]
+
+mod address;
+mod anchor;
+mod catalog;
+mod delta_file;
+mod error;
+mod format;
+mod lease;
+mod pause;
+mod retention;
+mod saver;
+mod scheme;
+mod storage;
+mod store;
+mod threads;
+mod writer;
+
+pub use self::address::Address;
+pub use self::error::{Damage, Result, StoreError};
+pub use self::retention::Keep;
+pub use self::saver::{SaveOutcome, Saver, Saving};
+pub use self::scheme::StoreScheme;
+pub use self::store::{Loaded, ModelVersion, Store, StoredModel, StoredVersion, Versions, Which};
+pub use self::writer::{SaveOptions, Saved, Writer};

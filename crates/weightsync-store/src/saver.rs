@@ -1,0 +1,190 @@
+//! Saving while training goes on.
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use weightsync_engine::Snapshot;
+use weightsync_engine::transport::interrupt;
+
+use crate::error::{Result, StoreError};
+use crate::writer::{Saved, Writer};
+
+/// A thread that saves versions, so that the trainer does not wait.
+///
+/// **Guarantee.** [`save`](Self::save) returns at once: it takes snapshots, which nobody can change.
+/// One version is being saved and at most one waits; a newer one takes the place of the one that waits,
+/// which then ends as superseded. Dropping the saver saves what waits, and ends the thread.
+#[derive(Debug)]
+pub struct Saver {
+    inbox: Arc<Inbox>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The save of one version: how it ended, or that it goes on.
+#[derive(Clone, Debug)]
+pub struct Saving(Arc<Progress>);
+
+/// How a save ended.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum SaveOutcome {
+    /// The version is in the store, and stays there whatever dies.
+    Durable(Saved),
+    /// It is not, for this reason.
+    Failed(Arc<StoreError>),
+    /// A newer version was to be saved before this one's turn came.
+    Superseded,
+}
+
+#[derive(Debug, Default)]
+struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    next: Option<(Vec<Snapshot>, Saving)>,
+    stop: bool,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    outcome: Mutex<Option<SaveOutcome>>,
+    ended: Condvar,
+}
+
+impl Saver {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Engine`] if there is no thread for it.
+    pub fn start(mut writer: Writer) -> Result<Self> {
+        let inbox = Arc::new(Inbox::default());
+        let theirs = inbox.clone();
+        let thread = std::thread::Builder::new()
+            .name("weightsync-save".into())
+            .spawn(move || {
+                while let Some((models, saving)) = theirs.take() {
+                    // Copied first: a snapshot in shared memory takes one of the sender's slots.
+                    let own: Vec<_> = models.iter().map(Snapshot::to_owned_copy).collect();
+                    drop(models);
+                    // A panic ends this save, and nobody waits for ever.
+                    let saved = catch_unwind(AssertUnwindSafe(|| writer.save(&own)));
+                    saving.end(match saved.unwrap_or_else(|panic| Err(panicked(&*panic))) {
+                        Ok(saved) => SaveOutcome::Durable(saved),
+                        Err(error) => {
+                            tracing::warn!("a version was not saved: {error}");
+                            SaveOutcome::Failed(Arc::new(error))
+                        }
+                    });
+                }
+            });
+        let failed = |source| weightsync_engine::Error::Os {
+            action: "starting the thread that saves versions",
+            source,
+        };
+        Ok(Self {
+            inbox,
+            thread: Some(thread.map_err(failed)?),
+        })
+    }
+
+    /// Saves versions of some models, after the one that is being saved.
+    pub fn save(&self, models: Vec<Snapshot>) -> Saving {
+        let saving = Saving(Arc::default());
+        let before = self.inbox.lock().next.replace((models, saving.clone()));
+        self.inbox.changed.notify_one();
+        if let Some((_, before)) = before {
+            before.end(SaveOutcome::Superseded);
+        }
+        saving
+    }
+}
+
+impl Drop for Saver {
+    fn drop(&mut self) {
+        self.inbox.lock().stop = true;
+        self.inbox.changed.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // It has no panic to hand on: the thread's own report is on stderr.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Inbox {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next version to save; `None` at the end.
+    fn take(&self) -> Option<(Vec<Snapshot>, Saving)> {
+        let mut state = self.lock();
+        loop {
+            if let Some(next) = state.next.take() {
+                return Some(next);
+            }
+            if state.stop {
+                return None;
+            }
+            let waited = self.changed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Saving {
+    /// How it ended; `None` while it goes on.
+    pub fn outcome(&self) -> Option<SaveOutcome> {
+        self.0.lock().clone()
+    }
+
+    /// Waits for its end; `None` at the deadline.
+    ///
+    /// # Errors
+    ///
+    /// An interruption.
+    pub fn wait(&self, timeout: Option<Duration>) -> Result<Option<SaveOutcome>> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            if let Some(outcome) = self.outcome() {
+                return Ok(Some(outcome));
+            }
+            let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return Ok(None);
+            }
+            // With no lock held: the check may ask for the outcome.
+            let part = interrupt::at_most(left).map_err(weightsync_engine::Error::from)?;
+            let outcome = self.0.lock();
+            if outcome.is_none() {
+                let longest = part.unwrap_or(Duration::MAX);
+                drop(self.0.ended.wait_timeout(outcome, longest));
+            }
+        }
+    }
+
+    fn end(&self, outcome: SaveOutcome) {
+        *self.0.lock() = Some(outcome);
+        self.0.ended.notify_all();
+    }
+}
+
+impl Progress {
+    fn lock(&self) -> MutexGuard<'_, Option<SaveOutcome>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn panicked(panic: &(dyn Any + Send)) -> StoreError {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or(panic.downcast_ref::<&str>().copied());
+    let message = text.unwrap_or("no message").to_owned();
+    let what = "saving a version";
+    weightsync_engine::Error::Panicked { what, message }.into()
+}

@@ -1,0 +1,317 @@
+//! The scheme `store:PATH`: weights go through a store, with no process between trainer and workers.
+//!
+//! ```text
+//! ends/sender                     the living sender: its run and models
+//! ends/workers/<number>.<id>/
+//!   alive                         a living worker
+//!   status                        what it has staged, applied and refused
+//! ```
+//!
+//! A send saves a version. Workers look at the head until it names a version that they do not have,
+//! and load that as [`Store::load`] does. What they say about it is in their status.
+
+mod receiver;
+mod sender;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_engine::transport::{
+    Capabilities, Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Registration,
+    Scheme, SenderTransport, register,
+};
+use weightsync_engine::{AnyScheme, Error};
+
+use crate::address::Address;
+use crate::error::{Result, StoreError};
+use crate::retention::Keep;
+use crate::storage::{Life, Storage};
+use crate::store::Store;
+
+/// Weights go through a store: the scheme `store:PATH`.
+///
+/// A sender saves each version and continues the numbers of the store. Workers load what is published,
+/// and nothing else runs between the two. Versions outlive their sender: the store keeps the newest 8,
+/// or what `keep` says (`store:/srv/policy,keep=all`). A sender that starts later takes over, and workers
+/// find it without a run directory. `store:PATH,temporary` is a store of one sender below the path: it is
+/// removed when the sender and all its workers have left.
+///
+/// ```
+/// use weightsync_engine::AnyScheme;
+/// use weightsync_store::StoreScheme;
+///
+/// let scheme: AnyScheme = "store:/srv/policy,keep=4".parse()?;
+/// assert_eq!(scheme, AnyScheme::new(StoreScheme::new("/srv/policy")?.keep("4".parse()?)));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct StoreScheme {
+    address: Address,
+    /// The newest 8, if it is not set.
+    keep: Option<Keep>,
+    temporary: bool,
+}
+
+const WORD: &str = "store";
+
+register! {
+    Registration::new(WORD, |settings| Ok(AnyScheme::new(StoreScheme::parse(settings)?)))
+}
+
+impl StoreScheme {
+    /// A scheme over the store at an address.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Address`]; [`Error::BadSetting`] for a path with a comma or an equals sign, which
+    /// the text of a scheme cannot hold.
+    pub fn new(address: &str) -> Result<Self> {
+        let address: Address = address.parse()?;
+        let text = address.to_string();
+        if text.contains([',', '=']) || text.trim() != text {
+            return Err(Error::BadSetting {
+                setting: WORD.into(),
+                expected: "a path without commas, equals signs, and spaces around it".into(),
+                got: text,
+            }
+            .into());
+        }
+        Ok(Self {
+            address,
+            keep: None,
+            temporary: false,
+        })
+    }
+
+    /// Sets which versions the store keeps.
+    #[must_use]
+    pub fn keep(self, keep: Keep) -> Self {
+        Self {
+            keep: Some(keep),
+            ..self
+        }
+    }
+
+    /// Makes a store of one sender below the path, which is removed with it.
+    #[must_use]
+    pub fn temporary(self) -> Self {
+        Self {
+            temporary: true,
+            ..self
+        }
+    }
+
+    fn parse(settings: &BTreeMap<String, String>) -> Result<Self, Error> {
+        let bad = |setting: &str, expected: &str, got: &str| Error::BadSetting {
+            setting: setting.into(),
+            expected: expected.into(),
+            got: got.into(),
+        };
+        let mut address = None;
+        let mut keep = None;
+        let mut temporary = false;
+        for (key, value) in settings {
+            match (key.as_str(), value.as_str()) {
+                ("keep", text) => {
+                    let parsed: Result<Keep> = text.parse();
+                    keep = Some(parsed.map_err(|error| bad(key, &error.to_string(), text))?);
+                }
+                ("temporary", "") => temporary = true,
+                ("temporary", text) => return Err(bad(key, "no value", text)),
+                (path, "") if address.is_none() => address = Some(path),
+                (other, _) => {
+                    let expected = "store:PATH, then keep=N, keep=all, keep=N+every:M or temporary";
+                    return Err(bad(WORD, expected, other));
+                }
+            }
+        }
+        let address = address.ok_or_else(|| bad(WORD, "the path of a store: store:PATH", ""))?;
+        let mut scheme = Self::new(address)?;
+        scheme.keep = keep;
+        scheme.temporary = temporary;
+        Ok(scheme)
+    }
+
+    /// Removes temporary stores below the path whose sender and workers were killed. Returns those that
+    /// are left though nobody is there.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`].
+    pub fn sweep(&self) -> Result<Vec<String>> {
+        let root = self.address.storage();
+        let names = root.list("");
+        let names = names.map_err(StoreError::file("listing", root.name("")))?;
+        let mut left = Vec::new();
+        for name in names.iter().filter(|name| name.starts_with(TEMPORARY)) {
+            let storage = self.address.below(name).storage();
+            // What was being removed when its process was killed has no lock any more.
+            let removed = match name.contains('.') {
+                true => root.remove(name).map(|()| true),
+                false => vacate(&*storage),
+            };
+            if removed.is_err() {
+                left.push(storage.name(""));
+            }
+        }
+        Ok(left)
+    }
+}
+
+/// How the names of temporary stores begin.
+const TEMPORARY: &str = "temporary-";
+
+impl Scheme for StoreScheme {
+    fn name(&self) -> &str {
+        WORD
+    }
+
+    fn settings(&self) -> Vec<(String, String)> {
+        let mut settings = vec![(self.address.to_string(), String::new())];
+        settings.extend(self.keep.map(|keep| ("keep".into(), keep.to_string())));
+        if self.temporary {
+            settings.push(("temporary".into(), String::new()));
+        }
+        settings
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let mut can = Capabilities::NONE;
+        can.weights = true;
+        can.push = true;
+        can.sets = true;
+        can.loan = true;
+        can.restarts = true;
+        can.death = self.address.storage().notices_death();
+        can.outlives = true;
+        can
+    }
+
+    fn allocate_endpoint(
+        &self,
+        models: &[ModelId],
+        run_dir: Option<&Path>,
+    ) -> Result<Endpoint, Error> {
+        if self.temporary {
+            let fresh = Endpoint::fresh(models, run_dir)?;
+            let hash = blake3::hash(fresh.address().as_bytes()).to_hex();
+            let address = self.address.below(&format!("{TEMPORARY}{}", &hash[..32]));
+            return Endpoint::new(address.to_string(), *fresh.secret(), fresh.restarts());
+        }
+        // Every sender of a store is found at the same place by the same init info. Access to the
+        // store is what lets a worker in.
+        let address = self.address.to_string();
+        let hash = blake3::hash(address.as_bytes());
+        let mut secret = [0; 16];
+        secret.copy_from_slice(&hash.as_bytes()[..16]);
+        Endpoint::new(address, secret, true)
+    }
+
+    fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>, Error> {
+        if self.temporary {
+            self.sweep()?;
+        }
+        let sender = sender::StoreSender::open(self, opening)?;
+        Ok(Box::new(sender))
+    }
+
+    fn join(
+        &self,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Box<dyn ReceiverTransport>, Error> {
+        let receiver = receiver::StoreReceiver::join(self, at, joining, deadline)?;
+        Ok(Box::new(receiver))
+    }
+}
+
+/// The store of an endpoint.
+fn store_at(at: &Endpoint) -> Result<Store> {
+    Store::open(at.address())
+}
+
+/// The living sender, as workers find it.
+const SENDER: &str = "ends/sender";
+/// The living sender, as other senders find it, also while it starts.
+const SENDER_LOCK: &str = "ends/sender.lock";
+/// The directory of the workers.
+const WORKERS: &str = "ends/workers";
+
+/// What a sender announces.
+#[derive(Debug, Serialize, Deserialize)]
+struct AboutSender {
+    pid: u32,
+    host: String,
+    run: Run,
+    secret: [u8; 16],
+    models: Vec<ModelSpec>,
+}
+
+/// What a worker announces.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct AboutWorker {
+    worker: WorkerId,
+    pid: u32,
+    device: String,
+    /// The sender that it joined.
+    run: Run,
+    wanted: Vec<usize>,
+}
+
+/// What a worker says about the versions.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Status {
+    /// The newest publication that it has whole, and has checked.
+    staged: u64,
+    /// The newest publication that it has loaded.
+    applied: u64,
+    /// The versions it has loaded, in the order of what it wanted.
+    versions: Vec<Version>,
+    /// The last publication that it could not use, and why.
+    refused: Option<(u64, String)>,
+    /// Why it can use none of its models at all.
+    rejected: Option<String>,
+}
+
+fn encoded(value: &impl Serialize) -> Vec<u8> {
+    let bytes = serde_json::to_vec(value);
+    bytes.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"))
+}
+
+/// Reads what another process announced or said; `None` if it is not there.
+fn value<T: for<'a> Deserialize<'a>>(storage: &dyn Storage, path: &str) -> Result<Option<T>> {
+    let bytes = storage.read(path);
+    let bytes = bytes.map_err(StoreError::file("reading", storage.name(path)))?;
+    Ok(bytes.and_then(|bytes| serde_json::from_slice(bytes.trim_ascii_end()).ok()))
+}
+
+/// Whether a process is alive there.
+fn is_here(storage: &dyn Storage, path: &str) -> bool {
+    let peer = storage.peer(path);
+    matches!(peer, Ok(Some(peer)) if peer.life() == Life::Here)
+}
+
+/// Removes a store, unless its sender or a worker is there.
+fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
+    storage.vacate(&|| {
+        let workers = storage.list(WORKERS).unwrap_or_default();
+        let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/alive"));
+        ![SENDER, SENDER_LOCK]
+            .iter()
+            .any(|path| is_here(storage, path))
+            && !workers.iter().any(lived_in)
+    })
+}
+
+/// The name of a worker's directory.
+fn worker_dir(worker: WorkerId) -> Result<String> {
+    let random: [u8; 8] = weightsync_engine::transport::random()?;
+    Ok(format!(
+        "{WORKERS}/{}.{:016x}",
+        worker.0,
+        u64::from_le_bytes(random)
+    ))
+}

@@ -1,0 +1,323 @@
+//! A worker's end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use weightsync_core::Run;
+use weightsync_engine::transport::{
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport,
+};
+use weightsync_engine::{Error, Member, Result, SetSnapshot};
+
+use super::{
+    AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
+    worker_dir,
+};
+use crate::catalog;
+use crate::error::{Damage, StoreError};
+use crate::format::{HEAD, Head, Manifest, Place, unseal};
+use crate::lease::Lease;
+use crate::pause::Pause;
+use crate::storage::{Life, Peer, Presence};
+use crate::store::Store;
+
+/// The longest reason for a refusal, in bytes.
+const MAX_REASON: usize = 4096;
+
+#[derive(Debug)]
+pub(super) struct StoreReceiver {
+    store: Store,
+    sender: AboutSender,
+    peer: Box<dyn Peer>,
+    models: Vec<ModelSpec>,
+    /// The head looked at last: the same bytes publish nothing new.
+    head: Vec<u8>,
+    /// The publication looked at last.
+    seen: u64,
+    /// What was handed over last.
+    held: Option<SetSnapshot>,
+    status: Status,
+    /// What was wrong with the head when that was said last.
+    damage: Option<Damage>,
+    /// Whether the next wait ends at once.
+    interrupted: Arc<AtomicBool>,
+    /// This worker's own directory.
+    own: String,
+    presence: Option<Box<dyn Presence>>,
+    temporary: bool,
+}
+
+impl StoreReceiver {
+    pub(super) fn join(
+        scheme: &StoreScheme,
+        at: &Endpoint,
+        joining: &Joining,
+        deadline: Deadline,
+    ) -> Result<Self> {
+        let since = Instant::now();
+        let store = store_at(at)?;
+        let mut pause = Pause::new(store.storage());
+        loop {
+            let peer = store.storage().peer(SENDER);
+            let peer = peer.map_err(StoreError::file("reading", store.storage().name(SENDER)))?;
+            if let Some((sender, peer)) = peer.and_then(|peer| right(peer, at, joining))
+                && let Some(joined) = Self::announce(scheme, &store, sender, peer, joining)?
+            {
+                return Ok(joined);
+            }
+            if !pause.until(deadline)? {
+                return Err(Error::NoSender {
+                    address: at.address().into(),
+                    waited: since.elapsed(),
+                });
+            }
+        }
+    }
+
+    /// Announces this worker to a sender; `None` if the sender has gone meanwhile.
+    fn announce(
+        scheme: &StoreScheme,
+        store: &Store,
+        sender: AboutSender,
+        peer: Box<dyn Peer>,
+        joining: &Joining,
+    ) -> Result<Option<Self>> {
+        let about = AboutWorker {
+            worker: joining.worker,
+            pid: std::process::id(),
+            device: joining.device.clone(),
+            run: sender.run,
+            wanted: joining.wanted.clone(),
+        };
+        let own = worker_dir(about.worker)?;
+        let path = format!("{own}/alive");
+        let announced = store.storage().announce(&path, &encoded(&about));
+        let presence =
+            announced.map_err(StoreError::file("writing", store.storage().name(&path)))?;
+        let models = joining.wanted.iter().map(|one| sender.models[*one].clone());
+        let joined = Self {
+            store: store.clone(),
+            models: models.collect(),
+            head: Vec::new(),
+            seen: 0,
+            held: None,
+            status: Status::default(),
+            damage: None,
+            interrupted: Arc::default(),
+            own,
+            presence: Some(presence),
+            temporary: scheme.temporary,
+            sender,
+            peer,
+        };
+        // Dropped, it takes back what it has announced.
+        Ok((joined.peer.life() == Life::Here).then_some(joined))
+    }
+
+    /// What is published, if this worker has not been handed it yet.
+    fn newer(&mut self) -> Result<Option<SetSnapshot>> {
+        let storage = self.store.storage();
+        let bytes = storage.read(HEAD);
+        let bytes = bytes.map_err(StoreError::file("reading", storage.name(HEAD)))?;
+        let Some(bytes) = bytes.filter(|bytes| *bytes != self.head) else {
+            return Ok(None);
+        };
+        let head = match unseal::<Head>(&storage.name(HEAD), &bytes) {
+            // It stays damaged until the next version: once is enough.
+            Err(StoreError::Damaged(damage)) => return self.say_once(damage),
+            head => head?,
+        };
+        self.head = bytes;
+        let newest = head.newest().filter(|newest| {
+            // A successor of this sender may have the store by now.
+            head.run == self.run()
+                && newest.epoch == self.run().epoch
+                && newest.sequence > self.seen
+        });
+        let Some(newest) = newest else {
+            return Ok(None);
+        };
+        match self.read(newest) {
+            Ok(Some(members)) => self.hand_over(newest, members),
+            // Removed meanwhile, so that there is a newer one: the head is read again.
+            Ok(None) => {
+                self.head.clear();
+                Ok(None)
+            }
+            Err(error) => self.give_up(newest, error.into()),
+        }
+    }
+
+    fn hand_over(&mut self, place: Place, members: Vec<Member>) -> Result<Option<SetSnapshot>> {
+        self.seen = place.sequence;
+        if !members.iter().any(|member| member.changed) {
+            return Ok(None); // it was about models that this worker does not want
+        }
+        let set = SetSnapshot::new(place.sequence, members);
+        self.held = Some(set.clone());
+        self.status.staged = place.sequence;
+        self.say()?;
+        Ok(Some(set))
+    }
+
+    /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
+    /// none yet.
+    fn read(&self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
+        let _lease = Lease::take(&self.store.shared_storage(), place)?;
+        let manifest = catalog::manifest(self.store.storage(), place)?;
+        let Some(manifest) = manifest else {
+            return Ok(None);
+        };
+        self.read_models(&manifest)
+    }
+
+    fn read_models(&self, manifest: &Manifest) -> Result<Option<Vec<Member>>, StoreError> {
+        let mut members = Vec::new();
+        for (index, spec) in self.models.iter().enumerate() {
+            let Some(stored) = manifest.model(&spec.id) else {
+                return Ok(None);
+            };
+            let held = self
+                .held
+                .as_ref()
+                .map(|held| &held.members()[index].snapshot);
+            let held = held.filter(|held| held.version() == stored.version);
+            let snapshot = match held {
+                Some(held) => held.clone(),
+                None => self.store.load_model(manifest, stored, None)?,
+            };
+            if snapshot.layout() != &spec.layout {
+                // A version of an earlier sender of another model.
+                return Ok(None);
+            }
+            members.push(Member {
+                changed: held.is_none(),
+                snapshot,
+            });
+        }
+        Ok(Some(members))
+    }
+
+    /// The error, unless it was the last one already.
+    fn say_once<T>(&mut self, damage: Damage) -> Result<Option<T>> {
+        if self.damage.as_ref() == Some(&damage) {
+            return Ok(None);
+        }
+        self.damage = Some(damage.clone());
+        Err(StoreError::from(damage).into())
+    }
+
+    /// Passes a publication over that cannot be read, and says so.
+    fn give_up<T>(&mut self, place: Place, error: Error) -> Result<T> {
+        self.seen = place.sequence;
+        let reason = error.to_string();
+        self.status.refused = Some((place.sequence, cut(&reason)));
+        self.say()?;
+        Err(error)
+    }
+
+    fn say(&self) -> Result<()> {
+        let path = format!("{}/status", self.own);
+        let storage = self.store.storage();
+        match storage.put(&path, &encoded(&self.status)) {
+            // It needs no telling any more.
+            Err(_) if self.peer.life() != Life::Here => Ok(()),
+            Err(error) => Err(StoreError::file("writing", storage.name(&path))(error).into()),
+            Ok(()) => Ok(()),
+        }
+    }
+}
+
+impl Drop for StoreReceiver {
+    fn drop(&mut self) {
+        self.presence = None;
+        // A sender that is there reads the last words of this worker, and removes them.
+        let storage = self.store.storage();
+        if self.peer.life() != Life::Here && !is_here(storage, SENDER) {
+            let _ = storage.remove(&self.own);
+        }
+        if self.temporary {
+            let _ = vacate(storage);
+        }
+    }
+}
+
+/// The sender, if it is the one of the init info, and has not been replaced by one that this worker has
+/// seen already.
+fn right(
+    peer: Box<dyn Peer>,
+    at: &Endpoint,
+    joining: &Joining,
+) -> Option<(AboutSender, Box<dyn Peer>)> {
+    let about: AboutSender = serde_json::from_slice(peer.about()).ok()?;
+    let ids = about.models.iter().map(|model| &model.id);
+    let is_right = about.secret == *at.secret()
+        && about.run.epoch >= joining.seen
+        && ids.eq(&joining.models)
+        && joining.wanted.iter().all(|one| *one < about.models.len())
+        && peer.life() == Life::Here;
+    is_right.then_some((about, peer))
+}
+
+fn cut(reason: &str) -> String {
+    reason[..reason.floor_char_boundary(MAX_REASON)].to_owned()
+}
+
+impl ReceiverTransport for StoreReceiver {
+    fn models(&self) -> &[ModelSpec] {
+        &self.models
+    }
+
+    fn run(&self) -> Run {
+        self.sender.run
+    }
+
+    fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let mut pause = Pause::new(self.store.storage());
+        loop {
+            // Asked before the versions: what was sent last is not missed then.
+            let life = self.peer.life();
+            if let Some(set) = self.newer()? {
+                return Ok(Some(set));
+            }
+            match life {
+                Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
+                Life::Here if !pause.until(deadline)? => return Ok(None),
+                Life::Here => {}
+                Life::Left => return Err(Error::SenderClosed),
+                Life::Dead => {
+                    let pid = Some(self.sender.pid);
+                    return Err(Error::SenderDied { pid });
+                }
+            }
+        }
+    }
+
+    fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        Ok(self.newer()?.or_else(|| self.held.clone()))
+    }
+
+    fn interrupter(&self) -> Result<Interrupter> {
+        let interrupted = self.interrupted.clone();
+        Ok(Interrupter::new(move || {
+            interrupted.store(true, Ordering::Relaxed);
+        }))
+    }
+
+    fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        let versions = set.members().iter();
+        self.status.versions = versions.map(|one| one.snapshot.version()).collect();
+        self.status.applied = set.sequence();
+        self.say()
+    }
+
+    fn refuse(&mut self, set: Option<&SetSnapshot>, reason: &str) -> Result<()> {
+        let reason = cut(reason);
+        match set {
+            Some(set) => self.status.refused = Some((set.sequence(), reason)),
+            None => self.status.rejected = Some(reason),
+        }
+        self.say()
+    }
+}

@@ -1,0 +1,605 @@
+//! The trainer's end.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io::ErrorKind;
+use std::num::NonZero;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use weightsync_core::{Run, Version, WorkerId};
+use weightsync_engine::transport::{
+    Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
+    Outstanding, SenderTransport, Source, Staging, Targets,
+};
+use weightsync_engine::{Error, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus};
+
+use super::{
+    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, store_at,
+    vacate, value,
+};
+use crate::error::StoreError;
+use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
+use crate::pause::Pause;
+use crate::retention::Keep;
+use crate::storage::{Life, Peer, Presence, Storage};
+use crate::writer::{SaveOptions, Writer, host};
+
+/// What a store keeps by default.
+const KEPT: Keep = Keep::Newest {
+    count: NonZero::new(8).expect("8 is not 0"),
+    every: None,
+};
+
+#[derive(Debug)]
+pub(super) struct StoreSender {
+    models: Vec<ModelSpec>,
+    writer: Writer,
+    /// The newest version of each model and those kept before it, oldest first.
+    kept: Vec<VecDeque<Snapshot>>,
+    history: usize,
+    registry: Mutex<Registry>,
+    /// The newest publication that a worker refused.
+    refused: u64,
+    temporary: bool,
+    /// What workers join.
+    presence: Option<Box<dyn Presence>>,
+    /// What keeps other senders out.
+    lock: Option<Box<dyn Presence>>,
+}
+
+impl StoreSender {
+    pub(super) fn open(scheme: &StoreScheme, opening: &Opening<'_>) -> Result<Self> {
+        let store = store_at(opening.at)?;
+        let storage = store.shared_storage();
+        let mut about = AboutSender {
+            pid: std::process::id(),
+            host: host(),
+            run: opening.run,
+            secret: *opening.at.secret(),
+            models: opening.models.to_vec(),
+        };
+        // Before the store is claimed: a second sender takes nothing over from one that lives.
+        let lock = announce(&*storage, SENDER_LOCK, &about)?;
+        let run = scheme.temporary.then_some(opening.run);
+        if scheme.temporary {
+            // It is a store of this sender alone, so what a dead one left goes.
+            for left in [HEAD, VERSIONS, DATA, SPECS, LEASES] {
+                let removed = storage.remove(left);
+                removed.map_err(StoreError::file("removing", storage.name(left)))?;
+            }
+        }
+        let options = SaveOptions {
+            keep: scheme.keep.unwrap_or(KEPT),
+            ..SaveOptions::default()
+        };
+        let writer = Writer::claim_as(&store, options, run)?;
+        about.run = writer.run();
+        let presence = announce(&*storage, SENDER, &about)?;
+        Ok(Self {
+            kept: vec![VecDeque::new(); about.models.len()],
+            models: about.models,
+            history: usize::from(opening.options.history),
+            registry: Mutex::new(Registry {
+                storage,
+                run: writer.run(),
+                known: BTreeMap::new(),
+                joined: 0,
+                gone: BTreeMap::new(),
+                missing: BTreeMap::new(),
+                rejected: Vec::new(),
+            }),
+            refused: 0,
+            temporary: scheme.temporary,
+            writer,
+            presence: Some(presence),
+            lock: Some(lock),
+        })
+    }
+
+    fn registry(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for StoreSender {
+    fn drop(&mut self) {
+        // Workers see that it left, and the last to leave tidies up.
+        self.presence = None;
+        self.registry().look_for_all();
+        self.lock = None;
+        if self.temporary {
+            let _ = vacate(self.writer.store().storage());
+        }
+    }
+}
+
+/// Announces a sender, unless another one lives there.
+fn announce(
+    storage: &dyn Storage,
+    path: &str,
+    about: &AboutSender,
+) -> Result<Box<dyn Presence>, StoreError> {
+    match storage.announce(path, &encoded(about)) {
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            let other: Option<AboutSender> = value(storage, path)?;
+            let (pid, host) = other.map_or((0, "an unknown host".into()), |other| {
+                (other.pid, other.host)
+            });
+            let store = storage.name("");
+            Err(StoreError::InUse { store, pid, host })
+        }
+        announced => announced.map_err(StoreError::file("writing", storage.name(path))),
+    }
+}
+
+impl SenderTransport for StoreSender {
+    fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
+        let workers = self.registry().look_for_all();
+        let members = models.iter().map(|model| StagedModel {
+            model: *model,
+            version: self.version(*model).next(),
+            image: Image::zeros(&self.models[*model].layout),
+        });
+        Ok(Box::new(StagedSet {
+            members: members.collect(),
+            workers,
+            sender: self,
+            waits_for_late: false,
+        }))
+    }
+
+    fn run(&self) -> Option<Run> {
+        Some(self.writer.run())
+    }
+
+    fn version(&self, model: usize) -> Version {
+        self.writer.version(&self.models[model].id)
+    }
+
+    fn workers(&self) -> Vec<WorkerStatus> {
+        let workers = self.registry().look();
+        let each = workers.iter().map(|one| one.status(self.models.len()));
+        each.collect()
+    }
+
+    fn wait_workers(
+        &mut self,
+        deadline: Deadline,
+        enough: &mut dyn FnMut(&Attendance) -> bool,
+    ) -> Result<bool> {
+        let mut pause = Pause::new(self.writer.store().storage());
+        loop {
+            let workers = self.workers();
+            let there = {
+                let registry = self.registry();
+                let rejected = registry.rejected.iter();
+                let mut gone: Vec<_> = registry.gone.values().cloned().collect();
+                gone.sort_by_key(|gone| gone.joined);
+                Attendance {
+                    workers,
+                    rejected: rejected.map(|(worker, _)| *worker).collect(),
+                    gone,
+                    joined: registry.joined,
+                }
+            };
+            if enough(&there) {
+                return Ok(true);
+            }
+            if !pause.until(deadline)? {
+                return Ok(false);
+            }
+        }
+    }
+
+    fn take_rejected(&mut self) -> Vec<(WorkerId, String)> {
+        std::mem::take(&mut self.registry().rejected)
+    }
+
+    fn forget(&mut self, workers: &[WorkerId]) -> Result<()> {
+        let mut registry = self.registry();
+        registry
+            .missing
+            .retain(|worker, _| !workers.contains(worker));
+        Ok(())
+    }
+
+    fn snapshot(&self, model: usize) -> Result<Option<Snapshot>> {
+        Ok(self.kept[model].back().cloned())
+    }
+
+    fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
+        let mut kept = self.kept[model].iter();
+        Ok(kept.find(|one| one.version() == version).cloned())
+    }
+}
+
+/// Room for the next version of some models, in this process's own memory.
+#[derive(Debug)]
+struct StagedSet<'a> {
+    sender: &'a mut StoreSender,
+    /// Those that were there when the send began: one that dies before it is live has a line all the
+    /// same.
+    workers: Vec<Arc<Worker>>,
+    members: Vec<StagedModel>,
+    waits_for_late: bool,
+}
+
+#[derive(Debug)]
+struct StagedModel {
+    model: usize,
+    version: Version,
+    image: Image,
+}
+
+impl StagedSet<'_> {
+    fn member(&mut self, model: usize) -> &mut StagedModel {
+        let mut members = self.members.iter_mut();
+        let found = members.find(|member| member.model == model);
+        found.unwrap_or_else(|| panic!("model {model} was not staged"))
+    }
+}
+
+impl Staging for StagedSet<'_> {
+    fn tensors_mut(&mut self, model: usize) -> Vec<&mut [u8]> {
+        self.member(model).image.tensors_mut()
+    }
+
+    fn tensor_mut(&mut self, model: usize, index: usize) -> &mut [u8] {
+        self.tensors_mut(model).swap_remove(index)
+    }
+
+    fn write(&mut self, model: usize, sources: &[Source<'_>], _: CopyOptions) -> Result<()> {
+        self.member(model).image.write(sources)
+    }
+
+    fn number(&mut self, model: usize, version: Version) -> Result<()> {
+        let newest = self.sender.version(model);
+        if version <= newest {
+            return Err(Error::VersionNotNewer {
+                newest,
+                got: version,
+            });
+        }
+        self.member(model).version = version;
+        Ok(())
+    }
+
+    fn wait_for_late(&mut self) {
+        self.waits_for_late = true;
+    }
+
+    fn publish(self: Box<Self>, targets: &Targets) -> Result<Box<dyn Outstanding>> {
+        let Self {
+            sender,
+            members,
+            mut workers,
+            waits_for_late,
+        } = *self;
+        if *targets != Targets::All {
+            return Err(Error::Unsupported {
+                what: "a send to some workers",
+                scheme: super::WORD.into(),
+            });
+        }
+        let (mut versions, mut snapshots) = (Vec::new(), Vec::new());
+        for StagedModel {
+            model,
+            version,
+            image,
+        } in members
+        {
+            let spec = &sender.models[model];
+            let snapshot = Snapshot::received(spec, sender.writer.run(), version, image)?;
+            let digest = snapshot.digest();
+            snapshots.push(snapshot.with_digest(digest));
+            versions.push((model, version));
+        }
+        // Before the swap: nobody who gets it has no line.
+        let mut joined = sender.registry().look_for_all();
+        joined.retain(|one| !workers.iter().any(|known| Arc::ptr_eq(known, one)));
+        workers.append(&mut joined);
+        let refused = workers.iter().filter_map(|worker| worker.look().1.refused);
+        if let Some(newest) = refused.map(|(sequence, _)| sequence).max()
+            && newest > sender.refused
+        {
+            // Its files may be damaged, so no version is folded onto them.
+            sender.refused = newest;
+            sender.writer.save_whole_next();
+        }
+        let saved = sender.writer.save(&snapshots)?;
+        for ((model, _), snapshot) in versions.iter().zip(snapshots) {
+            let kept = &mut sender.kept[*model];
+            kept.push_back(snapshot);
+            while kept.len() > sender.history + 1 {
+                kept.pop_front();
+            }
+        }
+        let concerned = workers.into_iter().filter(|worker| {
+            let mut wanted = worker.about.wanted.iter();
+            wanted.any(|model| versions.iter().any(|(sent, _)| sent == model))
+        });
+        Ok(Box::new(Published {
+            storage: sender.writer.store().shared_storage(),
+            sequence: saved.sequence,
+            workers: concerned.collect(),
+            versions,
+            at: Instant::now(),
+            waits_for_late,
+        }))
+    }
+}
+
+#[derive(Debug)]
+struct Published {
+    storage: Arc<dyn Storage>,
+    sequence: u64,
+    versions: Vec<(usize, Version)>,
+    /// Those that were there, and want one of the models.
+    workers: Vec<Arc<Worker>>,
+    at: Instant,
+    waits_for_late: bool,
+}
+
+impl Outstanding for Published {
+    fn versions(&self) -> &[(usize, Version)] {
+        &self.versions
+    }
+
+    fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
+        let wait = wait_of(level);
+        let lines = self.workers.iter().map(|worker| self.line(worker, level));
+        let mut lines: Vec<_> = lines.collect();
+        let awaited = |line: &WorkerReport| !line.outcome.is_final(wait) && line.late.is_none();
+        let mut pause = Pause::new(&*self.storage);
+        while lines.iter().any(awaited) && pause.until(deadline)? {
+            for (line, worker) in lines.iter_mut().zip(&self.workers) {
+                if !line.outcome.is_final(wait) {
+                    *line = self.line(worker, level);
+                }
+            }
+        }
+        Ok(lines)
+    }
+
+    fn decided(&self) -> Result<Vec<WorkerReport>> {
+        let gone = self.workers.iter();
+        let gone = gone.filter(|worker| worker.look().0 != Life::Here);
+        Ok(gone
+            .map(|worker| self.line(worker, Level::Staged))
+            .collect())
+    }
+
+    fn late(&self, level: Level) -> Result<()> {
+        let lines = self.workers.iter().map(|worker| self.line(worker, level));
+        for (line, worker) in lines.zip(&self.workers) {
+            if !line.outcome.is_final(wait_of(level)) {
+                let (_, status) = worker.look();
+                let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                late.note(self.sequence, self.at, status);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Published {
+    fn line(&self, worker: &Worker, level: Level) -> WorkerReport {
+        let (life, status) = worker.look();
+        let refused = status.refused.as_ref();
+        let refused = refused.filter(|(sequence, _)| *sequence >= self.sequence);
+        let outcome = if status.applied >= self.sequence {
+            Outcome::Applied
+        } else if let Some(reason) = status.rejected.as_ref().or(refused.map(|(_, why)| why)) {
+            let reason = reason.clone();
+            match life {
+                Life::Left | Life::Dead if status.rejected.is_some() => Outcome::Failed { reason },
+                _ => Outcome::Refused { reason },
+            }
+        } else if level == Level::Staged && status.staged >= self.sequence {
+            Outcome::Staged
+        } else {
+            match life {
+                Life::Left => Outcome::Left,
+                Life::Dead => lost(&*self.storage),
+                Life::Here if status.staged >= self.sequence => Outcome::Staged,
+                Life::Here => Outcome::Late,
+            }
+        };
+        let late = match outcome {
+            Outcome::Late if !self.waits_for_late => {
+                let late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
+                late.since(self.sequence, || status.clone())
+            }
+            _ => None,
+        };
+        let about = &worker.about;
+        let mut sent = self.versions.iter();
+        let runs = |model: &usize| about.version(&status, *model);
+        WorkerReport {
+            worker: about.worker,
+            pid: about.pid,
+            outcome,
+            versions: sent.clone().map(|(model, _)| runs(model)).collect(),
+            current: sent
+                .all(|(model, version)| !about.wanted.contains(model) || runs(model) >= *version),
+            after: self.at.elapsed(),
+            late,
+        }
+    }
+}
+
+fn wait_of(level: Level) -> WaitFor {
+    match level {
+        Level::Staged => WaitFor::Staged,
+        Level::Applied => WaitFor::Applied,
+    }
+}
+
+/// The workers that are known.
+#[derive(Debug)]
+struct Registry {
+    storage: Arc<dyn Storage>,
+    run: Run,
+    /// By the names of their directories.
+    known: BTreeMap<String, Arc<Worker>>,
+    /// How many have joined so far.
+    joined: u64,
+    /// The last of each number that went.
+    gone: BTreeMap<WorkerId, GoneWorker>,
+    /// Of these the ones that did not leave in order and are not back: each has a line
+    /// of every send.
+    missing: BTreeMap<WorkerId, Arc<Worker>>,
+    rejected: Vec<(WorkerId, String)>,
+}
+
+impl Registry {
+    /// Looks who is there. Those that are not any more are forgotten, and what they left is removed.
+    fn look(&mut self) -> Vec<Arc<Worker>> {
+        self.look_for_all();
+        let there = self.known.values().filter(|worker| {
+            let (_, status) = worker.look();
+            status.rejected.is_none()
+        });
+        there.cloned().collect()
+    }
+
+    /// The same, with those that can use nothing, and those that are missing.
+    fn look_for_all(&mut self) -> Vec<Arc<Worker>> {
+        for name in self.storage.list(WORKERS).unwrap_or_default() {
+            if !self.known.contains_key(&name) {
+                self.meet(&name);
+            }
+        }
+        let mut went = Vec::new();
+        self.known.retain(|_, worker| {
+            let (life, status) = worker.look();
+            let number = worker.about.worker;
+            if let Some(reason) = status.rejected.clone() {
+                let rejected = (number, reason);
+                if !self.rejected.contains(&rejected) {
+                    self.rejected.push(rejected);
+                }
+            }
+            if life != Life::Here {
+                let _ = self.storage.remove(&worker.dir);
+                went.push((worker.clone(), life, status));
+            }
+            life == Life::Here
+        });
+        for (worker, life, status) in went {
+            self.note_gone(&worker, life, status);
+        }
+        let there = self.known.values().chain(self.missing.values());
+        there.cloned().collect()
+    }
+
+    /// Looks at a directory of a worker that is not known yet.
+    fn meet(&mut self, name: &str) {
+        let dir = format!("{WORKERS}/{name}");
+        let alive = format!("{dir}/alive");
+        let peer = match self.storage.peer(&alive) {
+            Ok(Some(peer)) => peer,
+            // One that is still making its files comes next time, and one that left removes them.
+            _ => return,
+        };
+        let about: Option<AboutWorker> = serde_json::from_slice(peer.about()).ok();
+        let about = about.filter(|about| about.run == self.run);
+        let Some(about) = about else {
+            // It joined an earlier sender. While it lives, it removes its files itself.
+            if peer.life() != Life::Here {
+                let _ = self.storage.remove(&dir);
+            }
+            return;
+        };
+        self.joined += 1;
+        self.missing.remove(&about.worker);
+        let worker = Worker {
+            storage: self.storage.clone(),
+            status: Mutex::default(),
+            late: Mutex::default(),
+            dir,
+            joined: self.joined,
+            about,
+            peer,
+        };
+        self.known.insert(name.into(), Arc::new(worker));
+    }
+
+    fn note_gone(&mut self, worker: &Arc<Worker>, life: Life, status: Status) {
+        let number = worker.about.worker;
+        let how = match (status.rejected, life) {
+            (Some(reason), _) => Outcome::Failed { reason },
+            (None, Life::Left) => Outcome::Left,
+            (None, _) => self.lost(),
+        };
+        let mut others = self.known.values().map(|other| other.about.worker);
+        let had_something = status.versions.iter().any(|version| !version.is_none());
+        if how != Outcome::Left && had_something && !others.any(|other| other == number) {
+            self.missing.insert(number, worker.clone());
+        }
+        let last = worker.about.wanted.iter().max();
+        let gone = GoneWorker {
+            status: worker.status(last.map_or(0, |last| last + 1)),
+            how,
+            joined: worker.joined,
+        };
+        self.gone.insert(number, gone);
+    }
+
+    fn lost(&self) -> Outcome {
+        lost(&*self.storage)
+    }
+}
+
+/// What became of a worker that did not leave in order.
+fn lost(storage: &dyn Storage) -> Outcome {
+    match storage.notices_death() {
+        true => Outcome::Died,
+        false => Outcome::Lost,
+    }
+}
+
+#[derive(Debug)]
+struct Worker {
+    storage: Arc<dyn Storage>,
+    dir: String,
+    /// Of all that joined it was this one.
+    joined: u64,
+    about: AboutWorker,
+    peer: Box<dyn Peer>,
+    /// What it said last.
+    status: Mutex<Status>,
+    /// What it had said when it was late for a publication.
+    late: Mutex<Lateness<Status>>,
+}
+
+impl Worker {
+    fn look(&self) -> (Life, Status) {
+        // Before its words: its last ones are then not missed.
+        let life = self.peer.life();
+        let mut last = self.status.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Ok(Some(status)) = value(&*self.storage, &format!("{}/status", self.dir)) {
+            *last = status;
+        }
+        (life, last.clone())
+    }
+
+    fn status(&self, models: usize) -> WorkerStatus {
+        let about = &self.about;
+        let (_, reported) = self.look();
+        let mut status = WorkerStatus::new(about.worker, about.pid, models);
+        status.device = about.device.clone();
+        let all = 0..models;
+        status.versions = all.map(|model| about.version(&reported, model)).collect();
+        status
+    }
+}
+
+impl AboutWorker {
+    /// The version it has loaded of one of the sender's models.
+    fn version(&self, status: &Status, model: usize) -> Version {
+        let at = self.wanted.iter().position(|wanted| *wanted == model);
+        let found = at.and_then(|at| status.versions.get(at));
+        found.copied().unwrap_or(Version::NONE)
+    }
+}

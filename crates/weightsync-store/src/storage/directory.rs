@@ -1,0 +1,407 @@
+//! A store in a directory.
+//!
+//! A file is written next to its place, synced, and renamed. One lock per store, held for moments,
+//! makes replacing a file one step. A process that is alive holds a lock of its own, which the kernel
+//! releases however the process ends. The directory may lie on a network file system that has locks.
+
+use std::fs::{self, DirBuilder, File, TryLockError};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
+
+/// How long a lock is tried that others hold for moments.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long a try pauses.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// The file whose lock makes a change one step.
+const LOCK: &str = "lock";
+
+/// How the names of unfinished files begin.
+const UNFINISHED: &str = ".unfinished-";
+
+/// A store in a directory.
+#[derive(Clone, Debug)]
+pub(crate) struct Directory {
+    root: PathBuf,
+}
+
+impl Directory {
+    /// A store in this directory. Nothing is made before something is written.
+    pub(crate) fn new(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        match path.is_empty() {
+            true => self.root.clone(),
+            false => self.root.join(path),
+        }
+    }
+
+    /// The store's lock, until it is dropped. Makes the store's directory.
+    fn lock(&self) -> io::Result<File> {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            make_dirs(&self.root)?;
+            let path = self.path(LOCK);
+            let mut options = File::options();
+            options.write(true).create(true).truncate(false);
+            match options.open(&path) {
+                Ok(file) => match file.try_lock() {
+                    // The store may have been removed since the file was opened.
+                    Ok(()) if inode(file.metadata()) == inode(fs::metadata(&path)) => {
+                        return Ok(file);
+                    }
+                    Ok(()) | Err(TryLockError::WouldBlock) => {}
+                    Err(TryLockError::Error(error)) => return Err(no_locks(error)),
+                },
+                Err(error) if error.kind() == ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+            if Instant::now() > until {
+                return Err(io::Error::new(
+                    ErrorKind::TimedOut,
+                    format!(
+                        "another process held the lock of {} for {PATIENCE:?}; end it if it hangs",
+                        self.root.display()
+                    ),
+                ));
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Puts a whole file in its place.
+    fn write_whole(&self, path: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
+        let mut file = Unfinished::new(self.path(path))?;
+        file.file.write_all(bytes)?;
+        file.place(synced)
+    }
+}
+
+impl Storage for Directory {
+    fn name(&self, path: &str) -> String {
+        self.path(path).display().to_string()
+    }
+
+    fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
+        let Some(file) = found(File::open(self.path(path)))? else {
+            return Ok(None);
+        };
+        let mut bytes = Vec::new();
+        file.take(MAX_SMALL + 1).read_to_end(&mut bytes)?;
+        match bytes.len() as u64 > MAX_SMALL {
+            true => Err(too_large()),
+            false => Ok(Some(bytes)),
+        }
+    }
+
+    fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
+        let _lock = self.lock()?;
+        if self.read(path)?.as_deref() != old {
+            return Ok(false);
+        }
+        self.write_whole(path, new, true)?;
+        Ok(true)
+    }
+
+    fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()> {
+        self.write_whole(path, bytes, false)
+    }
+
+    fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
+        let file = Unfinished::new(self.path(path))?;
+        Ok(Box::new(file))
+    }
+
+    fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
+        let Some(file) = found(File::open(self.path(path)))? else {
+            return Ok(None);
+        };
+        let bytes = file.metadata()?.len();
+        Ok(Some(Box::new(OpenFile { file, bytes })))
+    }
+
+    fn list(&self, dir: &str) -> io::Result<Vec<String>> {
+        let Some(entries) = found(fs::read_dir(self.path(dir)))? else {
+            return Ok(Vec::new());
+        };
+        let names = entries.map(|entry| Ok(entry?.file_name().into_string().ok()));
+        let mut names: Vec<_> = names.collect::<io::Result<_>>()?;
+        // A name that is not UTF-8 is nothing of ours; an unfinished file is not there.
+        names.retain(|name| {
+            name.as_ref()
+                .is_some_and(|name| !name.starts_with(UNFINISHED))
+        });
+        Ok(names.into_iter().flatten().collect())
+    }
+
+    fn remove(&self, path: &str) -> io::Result<()> {
+        let path = self.path(path);
+        let removed = match fs::symlink_metadata(&path) {
+            Ok(found) if found.is_dir() => fs::remove_dir_all(&path),
+            Ok(_) => fs::remove_file(&path),
+            Err(error) => Err(error),
+        };
+        found(removed).map(|_| ())
+    }
+
+    fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
+        let _lock = self.lock()?;
+        if let Some(peer) = self.peer(path)?
+            && peer.life() == Life::Here
+        {
+            return Err(ErrorKind::AlreadyExists.into());
+        }
+        let mut unfinished = Unfinished::new(self.path(path))?;
+        unfinished.file.write_all(about)?;
+        // The clone keeps the lock of the unfinished file.
+        let file = unfinished.file.try_clone()?;
+        unfinished.place(false)?;
+        Ok(Box::new(Here { file }))
+    }
+
+    fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
+        let Some(file) = found(File::open(self.path(path)))? else {
+            return Ok(None);
+        };
+        let mut about = Vec::new();
+        (&file).take(MAX_SMALL).read_to_end(&mut about)?;
+        if about.last() == Some(&LEFT) {
+            about.pop();
+        }
+        Ok(Some(Box::new(Other { about, file })))
+    }
+
+    fn tidy(&self) -> io::Result<()> {
+        tidy(&self.root)
+    }
+
+    fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        if found(fs::metadata(&self.root))?.is_none() {
+            return Ok(true);
+        }
+        let _lock = self.lock()?;
+        if !empty() {
+            return Ok(false);
+        }
+        // Renamed first: a process that comes meanwhile makes a directory of its own.
+        let mut going = self.root.clone().into_os_string();
+        going.push(format!(".removed-{}", unique()));
+        fs::rename(&self.root, &going)?;
+        fs::remove_dir_all(&going)?;
+        Ok(true)
+    }
+
+    fn notices_death(&self) -> bool {
+        true
+    }
+
+    fn pauses(&self) -> (Duration, Duration) {
+        (Duration::from_millis(1), Duration::from_millis(20))
+    }
+}
+
+/// A file next to its place. Dropped before it is placed, it is removed.
+struct Unfinished {
+    file: File,
+    here: PathBuf,
+    place: PathBuf,
+    placed: bool,
+}
+
+impl Unfinished {
+    /// Makes it, locked: so that [`Directory::tidy`] leaves it alone.
+    fn new(place: PathBuf) -> io::Result<Self> {
+        let dir = place.parent().unwrap_or(&place);
+        make_dirs(dir)?;
+        loop {
+            let here = dir.join(format!("{UNFINISHED}{}", unique()));
+            let mut options = File::options();
+            options.write(true).read(true).create_new(true);
+            let file = options.open(&here)?;
+            match file.try_lock() {
+                Ok(()) if inode(file.metadata()) == inode(fs::metadata(&here)) => {
+                    return Ok(Self {
+                        file,
+                        here,
+                        place,
+                        placed: false,
+                    });
+                }
+                // It was removed before it was locked.
+                Ok(()) | Err(TryLockError::WouldBlock) => {}
+                Err(TryLockError::Error(error)) => {
+                    let _ = fs::remove_file(&here);
+                    return Err(no_locks(error));
+                }
+            }
+        }
+    }
+
+    /// Renames it into its place; `synced`, when it is on the disk.
+    fn place(mut self, synced: bool) -> io::Result<()> {
+        if synced {
+            self.file.sync_all()?;
+        }
+        fs::rename(&self.here, &self.place)?;
+        self.placed = true;
+        match self.place.parent() {
+            Some(dir) if synced => sync_dir(dir),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Upload for Unfinished {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.file.write_all(bytes)
+    }
+
+    fn finish(self: Box<Self>) -> io::Result<()> {
+        self.place(true)
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if !self.placed {
+            // What was written is of no use to anybody.
+            let _ = fs::remove_file(&self.here);
+        }
+    }
+}
+
+struct OpenFile {
+    file: File,
+    bytes: u64,
+}
+
+impl Blob for OpenFile {
+    fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(place, offset)
+    }
+}
+
+/// The last byte of the file of a process that left in order.
+const LEFT: u8 = b'\n';
+
+#[derive(Debug)]
+struct Here {
+    file: File,
+}
+
+impl Presence for Here {}
+
+impl Drop for Here {
+    fn drop(&mut self) {
+        // Before the lock is released: this is no death.
+        let _ = self.file.write_all(&[LEFT]);
+    }
+}
+
+#[derive(Debug)]
+struct Other {
+    about: Vec<u8>,
+    file: File,
+}
+
+impl Peer for Other {
+    fn about(&self) -> &[u8] {
+        &self.about
+    }
+
+    fn life(&self) -> Life {
+        match self.file.try_lock_shared() {
+            Err(_) => return Life::Here,
+            // Held for an instant; a second process that looks may see it.
+            Ok(()) => drop(self.file.unlock()),
+        }
+        match self.file.metadata() {
+            Ok(file) if file.len() > self.about.len() as u64 => Life::Left,
+            _ => Life::Dead,
+        }
+    }
+}
+
+/// Removes unfinished files that no living process writes.
+fn tidy(dir: &Path) -> io::Result<()> {
+    for entry in found(fs::read_dir(dir))?.into_iter().flatten() {
+        let entry = entry?;
+        let path = entry.path();
+        if found(entry.file_type())?.is_some_and(|kind| kind.is_dir()) {
+            tidy(&path)?;
+        } else if entry.file_name().to_string_lossy().starts_with(UNFINISHED)
+            && let Some(file) = found(File::open(&path))?
+            && file.try_lock().is_ok()
+        {
+            found(fs::remove_file(&path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes a directory and those above it, this user's alone, each durable.
+fn make_dirs(dir: &Path) -> io::Result<()> {
+    if dir.is_dir() {
+        return Ok(());
+    }
+    let above = dir.parent().filter(|above| !above.as_os_str().is_empty());
+    if let Some(above) = above {
+        make_dirs(above)?;
+    }
+    match DirBuilder::new().mode(0o700).create(dir) {
+        Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+        _ => above.map_or(Ok(()), sync_dir),
+    }
+}
+
+fn sync_dir(dir: &Path) -> io::Result<()> {
+    File::open(dir)?.sync_all()
+}
+
+/// `None` for what is not there.
+fn found<T>(result: io::Result<T>) -> io::Result<Option<T>> {
+    match result {
+        Ok(found) => Ok(Some(found)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn inode(found: io::Result<fs::Metadata>) -> Option<(u64, u64)> {
+    found.ok().map(|found| (found.dev(), found.ino()))
+}
+
+/// A name that no other file of this process, or of another one that lives, has.
+fn unique() -> String {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let salt: [u8; 8] = weightsync_engine::transport::random().unwrap_or_default();
+    format!(
+        "{}-{count}-{:016x}",
+        std::process::id(),
+        u64::from_le_bytes(salt)
+    )
+}
+
+fn too_large() -> io::Error {
+    io::Error::other(format!("it is longer than {MAX_SMALL} bytes"))
+}
+
+fn no_locks(error: io::Error) -> io::Error {
+    io::Error::new(
+        error.kind(),
+        format!("this file system has no locks, which a store needs: {error}"),
+    )
+}

@@ -1,0 +1,549 @@
+//! A store, as its readers see it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+use weightsync_core::{Digest, ModelId, Run, Version};
+use weightsync_engine::transport::{Image, ModelSpec};
+use weightsync_engine::{Member, SetSnapshot, Snapshot};
+
+use crate::address::Address;
+use crate::anchor;
+use crate::catalog::Catalog;
+use crate::error::{Damage, Result, StoreError};
+use crate::format::{Anchor, Hash, Manifest, Place, Stored, is_version_name, seal};
+use crate::lease::Lease;
+use crate::pause::Pause;
+use crate::storage::Storage;
+
+/// Versions of a model, or of several, in a directory or an object store.
+///
+/// **Guarantee.** Every version that is loaded is whole and has the digest that its writer made. A
+/// file that was damaged is found before anything of it is used, and is named. Loading needs no
+/// running trainer, and changes nothing but for a lease that lasts as long as the call.
+///
+/// ```
+/// use weightsync_engine::{SenderSetup, Tensors};
+/// use weightsync_store::{SaveOptions, Store, Which, Writer};
+///
+/// let dir = tempfile::tempdir()?;
+/// let store = Store::open(dir.path().join("policy").to_str().unwrap())?;
+/// let mut weights = Tensors::new();
+/// weights.insert("layer.weight", [2, 2], [1.0_f32, 2.0, 3.0, 4.0])?;
+/// let mut writer = Writer::claim(&store, SaveOptions::default())?;
+/// writer.save_weights("policy", &weights)?;
+///
+/// let loaded = store.load(&Which::Newest)?;
+/// let policy = loaded.set.only()?;
+/// assert_eq!(policy.slice::<f32>("layer.weight")?, [1.0, 2.0, 3.0, 4.0]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Store {
+    storage: Arc<dyn Storage>,
+}
+
+/// Which version to load.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Which {
+    /// The newest that is whole: damaged versions are passed over, and named.
+    Newest,
+    /// The newest version of the store in which the model has this version.
+    Exactly(ModelVersion),
+    /// The newest, once the model has this version or a later one.
+    AtLeast(ModelVersion),
+    /// The version that was given this name.
+    Named(String),
+}
+
+/// A version of a model.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ModelVersion {
+    /// The model; none is needed in a store of one model.
+    pub model: Option<ModelId>,
+    /// Its version.
+    pub version: Version,
+}
+
+impl From<Version> for ModelVersion {
+    fn from(version: Version) -> Self {
+        Self {
+            model: None,
+            version,
+        }
+    }
+}
+
+/// What was loaded.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Loaded {
+    /// A version of each model.
+    pub set: SetSnapshot,
+    /// What was found to be damaged on the way, the newest first.
+    pub damage: Vec<Damage>,
+}
+
+/// What a store has.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct Versions {
+    /// The versions that can be loaded unless their weights are damaged, oldest first.
+    pub versions: Vec<StoredVersion>,
+    /// What is damaged.
+    pub damage: Vec<Damage>,
+}
+
+/// A version of a store.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StoredVersion {
+    /// Its number among all versions of the store.
+    pub sequence: u64,
+    /// The run that wrote it.
+    pub run: Run,
+    /// The process that wrote it.
+    pub writer: String,
+    /// When, in seconds since 1970 by the writer's clock.
+    pub at: Duration,
+    /// The names it was given.
+    pub names: Vec<String>,
+    /// Its models.
+    pub models: Vec<StoredModel>,
+}
+
+/// One model of a version of a store.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct StoredModel {
+    /// The model.
+    pub model: ModelId,
+    /// Its version.
+    pub version: Version,
+    /// The digest of its bytes.
+    pub digest: Digest,
+    /// Whether its version is another than before.
+    pub changed: bool,
+    /// The bytes that were written for it; 0 if it did not change.
+    pub stored_bytes: u64,
+    /// How many deltas are folded onto an anchor; 0 for an anchor.
+    pub deltas: usize,
+    /// Which share of its elements changed, where that is known.
+    pub changes: Option<f64>,
+    /// The directory of its anchor, which other programs can load if there are no deltas.
+    pub directory: String,
+}
+
+impl Store {
+    /// A store at an address: a directory, or, with the feature `objects`, `s3://bucket/path` and what
+    /// else that feature brings. Nothing is read or made yet.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Address`].
+    pub fn open(address: &str) -> Result<Self> {
+        Ok(Self::at(&address.parse()?))
+    }
+
+    pub(crate) fn at(address: &Address) -> Self {
+        Self {
+            storage: address.storage(),
+        }
+    }
+
+    pub(crate) fn on(storage: Arc<dyn Storage>) -> Self {
+        Self { storage }
+    }
+
+    pub(crate) fn storage(&self) -> &dyn Storage {
+        &*self.storage
+    }
+
+    pub(crate) fn shared_storage(&self) -> Arc<dyn Storage> {
+        self.storage.clone()
+    }
+
+    pub(crate) fn name(&self) -> String {
+        self.storage.name("")
+    }
+
+    /// Every version, oldest first, and what is damaged. The weights are not read.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`], [`StoreError::Format`].
+    pub fn versions(&self) -> Result<Versions> {
+        let catalog = Catalog::read(self.storage())?;
+        let mut all = Versions {
+            versions: Vec::new(),
+            damage: catalog.damage.clone(),
+        };
+        for &place in &catalog.places {
+            match catalog.manifest(self.storage(), place) {
+                Ok(Some(manifest)) => {
+                    let names = catalog.names.iter();
+                    let names = names.filter(|(_, named)| **named == place);
+                    let names = names.map(|(name, _)| name.clone()).collect();
+                    all.versions.push(self.describe(&manifest, names));
+                }
+                Ok(None) => {}
+                Err(StoreError::Damaged(damage)) => all.damage.push(damage),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(all)
+    }
+
+    fn describe(&self, manifest: &Manifest, names: Vec<String>) -> StoredVersion {
+        let models = manifest.models.iter().map(|stored| {
+            let Anchor { at, files } = &stored.anchor;
+            let stored_bytes = match (stored.changed, stored.deltas.last()) {
+                (false, _) => 0,
+                (true, Some(delta)) => delta.bytes,
+                (true, None) => files.iter().map(|file| file.bytes).sum(),
+            };
+            let directory = at.file(&stored.model, "");
+            StoredModel {
+                model: stored.model.clone(),
+                version: stored.version,
+                digest: stored.digest,
+                changed: stored.changed,
+                stored_bytes,
+                deltas: stored.deltas.len(),
+                changes: stored
+                    .changes
+                    .map(|[all, changed]| changed as f64 / all.max(1) as f64),
+                directory: self.storage.name(directory.trim_end_matches('/')),
+            }
+        });
+        StoredVersion {
+            sequence: manifest.place.sequence,
+            run: manifest.run,
+            writer: format!("process {} on {}", manifest.by.pid, manifest.by.host),
+            at: Duration::from_millis(manifest.at),
+            names,
+            models: models.collect(),
+        }
+    }
+
+    /// Loads a version: reads its anchor, folds its deltas onto that, and compares the digest.
+    /// [`Which::AtLeast`] does not wait here; see [`wait`](Self::wait).
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Empty`], [`StoreError::NoSuchVersion`], [`StoreError::NoSuchName`],
+    /// [`StoreError::Damaged`] for a version that was asked for by its number or name,
+    /// [`StoreError::File`], [`StoreError::Format`].
+    pub fn load(&self, which: &Which) -> Result<Loaded> {
+        loop {
+            let catalog = Catalog::read(self.storage())?;
+            let damage = catalog.damage.clone();
+            let found = match which {
+                Which::Newest => return self.load_newest(catalog, damage),
+                Which::Named(name) => match catalog.names.get(name) {
+                    Some(place) => *place,
+                    None => {
+                        return Err(StoreError::NoSuchName {
+                            store: self.name(),
+                            name: name.clone(),
+                            known: catalog.names.into_keys().collect(),
+                        });
+                    }
+                },
+                Which::Exactly(asked) => self.find(&catalog, asked, |got| got == asked.version)?,
+                Which::AtLeast(asked) => self.find(&catalog, asked, |got| got >= asked.version)?,
+            };
+            if let Some(set) = self.load_place(&catalog, found)? {
+                return Ok(Loaded { set, damage });
+            }
+            // It was removed since the catalog was read: the next one says so.
+        }
+    }
+
+    /// Loads a version, and waits for it until the deadline; `None` then. Only [`Which::AtLeast`] and
+    /// the first version of all are waited for.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load`](Self::load), but for a version that may still come.
+    pub fn wait(&self, which: &Which, timeout: Option<Duration>) -> Result<Option<Loaded>> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut pause = Pause::new(self.storage());
+        loop {
+            match self.load(which) {
+                Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
+                Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {}
+                loaded => return loaded.map(Some),
+            }
+            if !pause.until(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Loads the newest version unless `held` is at most `lag` versions of the store behind it: a
+    /// reader with a bound on staleness calls this before each step.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load`](Self::load).
+    pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<Loaded>> {
+        let catalog = Catalog::read(self.storage())?;
+        let newer = catalog.places.iter().rev();
+        for (behind, &place) in newer.enumerate() {
+            let Some(manifest) = catalog.manifest(self.storage(), place)? else {
+                continue;
+            };
+            if self.stored(&manifest, held)?.version <= held.version {
+                return match behind as u64 > lag {
+                    true => self.load(&Which::Newest).map(Some),
+                    false => Ok(None),
+                };
+            }
+            if behind as u64 >= lag {
+                break;
+            }
+        }
+        self.load(&Which::Newest).map(Some)
+    }
+
+    /// Gives the newest version in which the model has this version a name. The store keeps a named
+    /// version until [`remove_name`](Self::remove_name). A name that another version has moves.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Name`], [`StoreError::NoSuchVersion`], [`StoreError::Damaged`] if the head is,
+    /// [`StoreError::File`].
+    pub fn set_name(&self, name: &str, version: &ModelVersion) -> Result<()> {
+        if !is_version_name(name) {
+            return Err(StoreError::Name { name: name.into() });
+        }
+        self.change_names(|catalog, names| {
+            let place = self.find(catalog, version, |got| got == version.version)?;
+            names.insert(name.into(), place);
+            Ok(())
+        })
+    }
+
+    /// Takes a name back. The version is then kept or removed like any other.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::NoSuchName`], and those of [`set_name`](Self::set_name).
+    pub fn remove_name(&self, name: &str) -> Result<()> {
+        self.change_names(|_, names| match names.remove(name) {
+            Some(_) => Ok(()),
+            None => Err(StoreError::NoSuchName {
+                store: self.name(),
+                name: name.into(),
+                known: names.keys().cloned().collect(),
+            }),
+        })
+    }
+
+    /// Every name, and the versions of the models it stands for.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`], [`StoreError::Format`], [`StoreError::Damaged`].
+    pub fn names(&self) -> Result<BTreeMap<String, Vec<(ModelId, Version)>>> {
+        let catalog = Catalog::read(self.storage())?;
+        let mut names = BTreeMap::new();
+        for (name, place) in &catalog.names {
+            if let Some(manifest) = catalog.manifest(self.storage(), *place)? {
+                let models = manifest.models.iter();
+                let versions = models.map(|stored| (stored.model.clone(), stored.version));
+                names.insert(name.clone(), versions.collect());
+            }
+        }
+        Ok(names)
+    }
+
+    fn change_names(
+        &self,
+        change: impl Fn(&Catalog, &mut BTreeMap<String, Place>) -> Result<()>,
+    ) -> Result<()> {
+        loop {
+            let catalog = Catalog::read(self.storage())?;
+            let Some((old, mut head)) = catalog.head.clone() else {
+                return match catalog.damage.into_iter().next() {
+                    // The next writer mends it.
+                    Some(damage) => Err(damage.into()),
+                    None => Err(StoreError::Empty {
+                        store: self.name(),
+                        damage: Vec::new(),
+                    }),
+                };
+            };
+            change(&catalog, &mut head.names)?;
+            let name = || self.storage.name(crate::format::HEAD);
+            let swapped = self
+                .storage
+                .swap(crate::format::HEAD, Some(&old), &seal(&head));
+            if swapped.map_err(StoreError::file("writing", name()))? {
+                return Ok(());
+            }
+            // A version was published meanwhile.
+        }
+    }
+
+    fn load_newest(&self, mut catalog: Catalog, mut damage: Vec<Damage>) -> Result<Loaded> {
+        loop {
+            let Some(&place) = catalog.places.last() else {
+                return Err(StoreError::Empty {
+                    store: self.name(),
+                    damage,
+                });
+            };
+            match self.load_place(&catalog, place) {
+                Ok(Some(set)) => return Ok(Loaded { set, damage }),
+                // It was removed since, so there are newer ones.
+                Ok(None) => {
+                    let now = Catalog::read(self.storage())?;
+                    match now.places.last() > Some(&place) {
+                        true => catalog = now,
+                        false => {
+                            let file = self.storage.name(&place.manifest());
+                            damage.push(Damage::new(file, "it is missing"));
+                            catalog.places.pop();
+                        }
+                    }
+                }
+                Err(StoreError::Damaged(found)) => {
+                    tracing::warn!("{found}; an older version is loaded");
+                    damage.push(found);
+                    catalog.places.pop();
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Loads a version under a lease; `None` if it is not there any more.
+    fn load_place(&self, catalog: &Catalog, place: Place) -> Result<Option<SetSnapshot>> {
+        let _lease = Lease::take(&self.storage, place)?;
+        // After the lease: what is there now is not removed before the lease ends.
+        let Some(manifest) = catalog.manifest(self.storage(), place)? else {
+            return Ok(None);
+        };
+        let members = manifest.models.iter().map(|stored| {
+            let (snapshot, changed) = (self.load_model(&manifest, stored, None)?, stored.changed);
+            Ok(Member { snapshot, changed })
+        });
+        let members = members.collect::<Result<Vec<_>>>()?;
+        Ok(Some(SetSnapshot::new(place.sequence, members)))
+    }
+
+    /// One model of a version, checked. The caller has a lease.
+    pub(crate) fn load_model(
+        &self,
+        manifest: &Manifest,
+        stored: &Stored,
+        spare: Option<Image>,
+    ) -> Result<Snapshot> {
+        let spec = self.spec(&stored.model, &stored.spec)?;
+        let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare)?;
+        let snapshot = Snapshot::received(&spec, manifest.run, stored.version, image)?;
+        Ok(snapshot.with_digest(stored.digest))
+    }
+
+    /// A model's layout and attributes.
+    fn spec(&self, model: &ModelId, hash: &Hash) -> Result<ModelSpec> {
+        let path = hash.spec();
+        let name = self.storage.name(&path);
+        let damaged = |what: String| Damage::new(name.clone(), what);
+        let read = self.storage.read(&path);
+        let bytes = read.map_err(StoreError::file("reading", name.clone()))?;
+        let bytes = bytes.ok_or_else(|| damaged("it is missing".into()))?;
+        let got = Hash::of(&bytes);
+        if got != *hash {
+            return Err(damaged(format!(
+                "its hash is {}, which is not its name",
+                got.as_str()
+            ))
+            .into());
+        }
+        let spec: ModelSpec = serde_json::from_slice(&bytes)
+            .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
+        match spec.id == *model {
+            true => Ok(spec),
+            false => Err(damaged(format!("it is of {}, expected {model}", spec.id)).into()),
+        }
+    }
+
+    /// The model of a version that was asked for.
+    fn stored<'a>(&self, manifest: &'a Manifest, asked: &ModelVersion) -> Result<&'a Stored> {
+        let known = || {
+            manifest
+                .models
+                .iter()
+                .map(|one| one.model.clone())
+                .collect()
+        };
+        match (&asked.model, &manifest.models[..]) {
+            (None, [one]) => Ok(one),
+            (None, _) => Err(StoreError::SeveralModels {
+                store: self.name(),
+                known: known(),
+            }),
+            (Some(id), _) => manifest.model(id).ok_or_else(|| StoreError::NoSuchModel {
+                store: self.name(),
+                asked: id.to_string(),
+                known: known(),
+            }),
+        }
+    }
+
+    /// The newest version in which the model has a version that is `right`. Versions of a model only
+    /// grow, so this ends at the first that is lower than the one asked for.
+    fn find(
+        &self,
+        catalog: &Catalog,
+        asked: &ModelVersion,
+        right: impl Fn(Version) -> bool,
+    ) -> Result<Place> {
+        let mut known = Vec::new();
+        for &place in catalog.places.iter().rev() {
+            let manifest = match catalog.manifest(self.storage(), place) {
+                Ok(Some(manifest)) => manifest,
+                Ok(None) => continue,
+                // The version asked for may be another one.
+                Err(StoreError::Damaged(damage)) => {
+                    tracing::warn!("{damage}");
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let got = self.stored(&manifest, asked)?.version;
+            if right(got) {
+                return Ok(place);
+            }
+            if known.last() != Some(&got) {
+                known.push(got);
+            }
+            if got < asked.version {
+                break;
+            }
+        }
+        Err(StoreError::NoSuchVersion {
+            store: self.name(),
+            asked: asked.version.to_string(),
+            known,
+        })
+    }
+}
+
+impl fmt::Debug for Store {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Store").field(&self.name()).finish()
+    }
+}
+
+/// Now, in milliseconds since 1970. A clock that is wrong makes no difference: people read it.
+pub(crate) fn now() -> u64 {
+    let since = UNIX_EPOCH.elapsed().unwrap_or_default();
+    u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+}
