@@ -22,6 +22,7 @@ mod error;
 mod format;
 mod lease;
 mod pause;
+mod progress;
 mod retention;
 mod saver;
 mod scheme;
@@ -32,6 +33,7 @@ mod writer;
 
 pub use self::address::Address;
 pub use self::error::{Damage, Result, StoreError};
+pub use self::progress::Work;
 pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};
 pub use self::scheme::StoreScheme;

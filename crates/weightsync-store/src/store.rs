@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -16,7 +17,8 @@ use crate::error::{Damage, Result, StoreError};
 use crate::format::{Anchor, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
 use crate::pause::Pause;
-use crate::storage::Storage;
+use crate::progress::{Progress, Work};
+use crate::storage::{Metered, Storage};
 
 /// Versions of a model, or of several, in a directory or an object store.
 ///
@@ -43,6 +45,7 @@ use crate::storage::Storage;
 #[derive(Clone)]
 pub struct Store {
     storage: Arc<dyn Storage>,
+    progress: Option<Progress>,
 }
 
 /// Which version to load.
@@ -131,6 +134,8 @@ pub struct StoredModel {
     pub stored_bytes: u64,
     /// How many deltas are folded onto an anchor; 0 for an anchor.
     pub deltas: usize,
+    /// The bytes that loading it reads: its anchor's weights, and its deltas.
+    pub read_bytes: u64,
     /// Which share of its elements changed, where that is known.
     pub changes: Option<f64>,
     /// The directory of its anchor, which other programs can load if there are no deltas.
@@ -148,14 +153,42 @@ impl Store {
         Ok(Self::at(&address.parse()?))
     }
 
-    pub(crate) fn at(address: &Address) -> Self {
+    /// The same store, which says what its calls do while they do it. An error that `told` returns ends
+    /// the call with that error, and what the call had begun leaves nothing. Threads of the call ask it,
+    /// about once for every 4 MiB.
+    #[must_use]
+    pub fn with_progress(
+        &self,
+        told: impl Fn(Work) -> io::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let progress = Progress::new(told);
         Self {
-            storage: address.storage(),
+            storage: Arc::new(Metered::new(self.storage.clone(), &progress)),
+            progress: Some(progress),
         }
     }
 
+    pub(crate) fn at(address: &Address) -> Self {
+        Self::on(address.storage())
+    }
+
     pub(crate) fn on(storage: Arc<dyn Storage>) -> Self {
-        Self { storage }
+        Self {
+            storage,
+            progress: None,
+        }
+    }
+
+    pub(crate) fn progress(&self) -> Option<&Progress> {
+        self.progress.as_ref()
+    }
+
+    /// Says what begins.
+    pub(crate) fn begins(&self, work: impl FnOnce(u64) -> Work, bytes: u64) -> Result<()> {
+        match &self.progress {
+            Some(progress) => progress.begins(&self.name(), work(bytes)),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn storage(&self) -> &dyn Storage {
@@ -213,6 +246,7 @@ impl Store {
                 changed: stored.changed,
                 stored_bytes,
                 deltas: stored.deltas.len(),
+                read_bytes: stored.read_bytes(),
                 changes: stored
                     .changes
                     .map(|[all, changed]| changed as f64 / all.max(1) as f64),
@@ -238,11 +272,21 @@ impl Store {
     /// [`StoreError::Damaged`] for a version that was asked for by its number or name,
     /// [`StoreError::File`], [`StoreError::Format`].
     pub fn load(&self, which: &Which) -> Result<Loaded> {
+        let (set, damage) = self.read(which, &|manifest| self.load_set(manifest))?;
+        Ok(Loaded { set, damage })
+    }
+
+    /// Finds a version and reads something of it, under a lease. Also says what is damaged.
+    pub(crate) fn read<T>(
+        &self,
+        which: &Which,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<(T, Vec<Damage>)> {
         loop {
             let catalog = Catalog::read(self.storage())?;
             let damage = catalog.damage.clone();
             let found = match which {
-                Which::Newest => return self.load_newest(catalog, damage),
+                Which::Newest => return self.read_newest(catalog, damage, read),
                 Which::Named(name) => match catalog.names.get(name) {
                     Some(place) => *place,
                     None => {
@@ -256,8 +300,8 @@ impl Store {
                 Which::Exactly(asked) => self.find(&catalog, asked, |got| got == asked.version)?,
                 Which::AtLeast(asked) => self.find(&catalog, asked, |got| got >= asked.version)?,
             };
-            if let Some(set) = self.load_place(&catalog, found)? {
-                return Ok(Loaded { set, damage });
+            if let Some(value) = self.read_place(&catalog, found, read)? {
+                return Ok((value, damage));
             }
             // It was removed since the catalog was read: the next one says so.
         }
@@ -390,7 +434,12 @@ impl Store {
         }
     }
 
-    fn load_newest(&self, mut catalog: Catalog, mut damage: Vec<Damage>) -> Result<Loaded> {
+    fn read_newest<T>(
+        &self,
+        mut catalog: Catalog,
+        mut damage: Vec<Damage>,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<(T, Vec<Damage>)> {
         loop {
             let Some(&place) = catalog.places.last() else {
                 return Err(StoreError::Empty {
@@ -398,8 +447,8 @@ impl Store {
                     damage,
                 });
             };
-            match self.load_place(&catalog, place) {
-                Ok(Some(set)) => return Ok(Loaded { set, damage }),
+            match self.read_place(&catalog, place, read) {
+                Ok(Some(value)) => return Ok((value, damage)),
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
                     let now = Catalog::read(self.storage())?;
@@ -422,19 +471,26 @@ impl Store {
         }
     }
 
-    /// Loads a version under a lease; `None` if it is not there any more.
-    fn load_place(&self, catalog: &Catalog, place: Place) -> Result<Option<SetSnapshot>> {
+    /// Reads something of a version under a lease; `None` if it is not there any more.
+    fn read_place<T>(
+        &self,
+        catalog: &Catalog,
+        place: Place,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<Option<T>> {
         let _lease = Lease::take(&self.storage, place)?;
         // After the lease: what is there now is not removed before the lease ends.
-        let Some(manifest) = catalog.manifest(self.storage(), place)? else {
-            return Ok(None);
-        };
+        let manifest = catalog.manifest(self.storage(), place)?;
+        manifest.map(|manifest| read(&manifest)).transpose()
+    }
+
+    fn load_set(&self, manifest: &Manifest) -> Result<SetSnapshot> {
         let members = manifest.models.iter().map(|stored| {
-            let (snapshot, changed) = (self.load_model(&manifest, stored, None)?, stored.changed);
+            let (snapshot, changed) = (self.load_model(manifest, stored, None)?, stored.changed);
             Ok(Member { snapshot, changed })
         });
         let members = members.collect::<Result<Vec<_>>>()?;
-        Ok(Some(SetSnapshot::new(place.sequence, members)))
+        Ok(SetSnapshot::new(manifest.place.sequence, members))
     }
 
     /// One model of a version, checked. The caller has a lease.
@@ -445,13 +501,14 @@ impl Store {
         spare: Option<Image>,
     ) -> Result<Snapshot> {
         let spec = self.spec(&stored.model, &stored.spec)?;
+        self.begins(Work::Reads, stored.read_bytes())?;
         let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare)?;
         let snapshot = Snapshot::received(&spec, manifest.run, stored.version, image)?;
         Ok(snapshot.with_digest(stored.digest))
     }
 
     /// A model's layout and attributes.
-    fn spec(&self, model: &ModelId, hash: &Hash) -> Result<ModelSpec> {
+    pub(crate) fn spec(&self, model: &ModelId, hash: &Hash) -> Result<ModelSpec> {
         let path = hash.spec();
         let name = self.storage.name(&path);
         let damaged = |what: String| Damage::new(name.clone(), what);
@@ -476,6 +533,15 @@ impl Store {
 
     /// The model of a version that was asked for.
     fn stored<'a>(&self, manifest: &'a Manifest, asked: &ModelVersion) -> Result<&'a Stored> {
+        self.stored_model(manifest, asked.model.as_ref())
+    }
+
+    /// A model of a version, or its only one.
+    pub(crate) fn stored_model<'a>(
+        &self,
+        manifest: &'a Manifest,
+        model: Option<&ModelId>,
+    ) -> Result<&'a Stored> {
         let known = || {
             manifest
                 .models
@@ -483,7 +549,7 @@ impl Store {
                 .map(|one| one.model.clone())
                 .collect()
         };
-        match (&asked.model, &manifest.models[..]) {
+        match (model, &manifest.models[..]) {
             (None, [one]) => Ok(one),
             (None, _) => Err(StoreError::SeveralModels {
                 store: self.name(),

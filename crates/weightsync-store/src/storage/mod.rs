@@ -1,12 +1,14 @@
 //! Where a store keeps its files: one interface over directories and object stores.
 
 mod directory;
+mod metered;
 
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
 pub(crate) use self::directory::Directory;
+pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.
 pub(crate) const MAX_SMALL: u64 = 256 << 20;
