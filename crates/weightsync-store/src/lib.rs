@@ -17,6 +17,7 @@
 mod address;
 mod anchor;
 mod catalog;
+mod checkpoint;
 mod delta_file;
 mod error;
 mod format;
@@ -26,16 +27,19 @@ mod progress;
 mod retention;
 mod saver;
 mod scheme;
+mod scrub;
 mod storage;
 mod store;
 mod threads;
 mod writer;
 
 pub use self::address::Address;
+pub use self::checkpoint::{Checkpoint, Pulled, PushOptions, Pushed};
 pub use self::error::{Damage, Result, StoreError};
 pub use self::progress::Work;
 pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};
 pub use self::scheme::StoreScheme;
+pub use self::scrub::Scrubbed;
 pub use self::store::{Loaded, ModelVersion, Store, StoredModel, StoredVersion, Versions, Which};
 pub use self::writer::{SaveOptions, Saved, Writer};

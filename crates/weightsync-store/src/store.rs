@@ -14,7 +14,7 @@ use crate::address::Address;
 use crate::anchor;
 use crate::catalog::Catalog;
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{Anchor, Hash, Manifest, Place, Stored, is_version_name, seal};
+use crate::format::{Anchor, HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
 use crate::pause::Pause;
 use crate::progress::{Progress, Work};
@@ -217,10 +217,7 @@ impl Store {
         for &place in &catalog.places {
             match catalog.manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
-                    let names = catalog.names.iter();
-                    let names = names.filter(|(_, named)| **named == place);
-                    let names = names.map(|(name, _)| name.clone()).collect();
-                    all.versions.push(self.describe(&manifest, names));
+                    all.versions.push(self.describe(&manifest, &catalog.names));
                 }
                 Ok(None) => {}
                 Err(StoreError::Damaged(damage)) => all.damage.push(damage),
@@ -230,7 +227,48 @@ impl Store {
         Ok(all)
     }
 
-    fn describe(&self, manifest: &Manifest, names: Vec<String>) -> StoredVersion {
+    /// Waits until a version is published that comes after `than`, by its number in the store, and
+    /// describes the newest one. `None` at the deadline. No weights are read.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`], [`StoreError::Format`], and an interruption.
+    pub fn wait_newer(
+        &self,
+        than: Option<u64>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<StoredVersion>> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut pause = Pause::new(self.storage());
+        let mut seen = None;
+        loop {
+            let head = self.storage.read(HEAD);
+            let head = head.map_err(StoreError::file("reading", self.storage.name(HEAD)))?;
+            // Nothing is published without a new head.
+            if seen.as_ref() != Some(&head) {
+                seen = Some(head);
+                let catalog = Catalog::read(self.storage())?;
+                let newer = catalog.places.iter().rev();
+                for &place in newer.take_while(|place| Some(place.sequence) > than) {
+                    match catalog.manifest(self.storage(), place) {
+                        Ok(Some(manifest)) => {
+                            return Ok(Some(self.describe(&manifest, &catalog.names)));
+                        }
+                        Ok(None) => {}
+                        Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
+                        Err(error) => return Err(error),
+                    }
+                }
+            }
+            if !pause.until(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn describe(&self, manifest: &Manifest, names: &BTreeMap<String, Place>) -> StoredVersion {
+        let names = names.iter().filter(|(_, named)| **named == manifest.place);
+        let names = names.map(|(name, _)| name.clone()).collect();
         let models = manifest.models.iter().map(|stored| {
             let Anchor { at, files } = &stored.anchor;
             let stored_bytes = match (stored.changed, stored.deltas.last()) {
@@ -423,10 +461,8 @@ impl Store {
                 };
             };
             change(&catalog, &mut head.names)?;
-            let name = || self.storage.name(crate::format::HEAD);
-            let swapped = self
-                .storage
-                .swap(crate::format::HEAD, Some(&old), &seal(&head));
+            let name = || self.storage.name(HEAD);
+            let swapped = self.storage.swap(HEAD, Some(&old), &seal(&head));
             if swapped.map_err(StoreError::file("writing", name()))? {
                 return Ok(());
             }
@@ -472,7 +508,7 @@ impl Store {
     }
 
     /// Reads something of a version under a lease; `None` if it is not there any more.
-    fn read_place<T>(
+    pub(crate) fn read_place<T>(
         &self,
         catalog: &Catalog,
         place: Place,

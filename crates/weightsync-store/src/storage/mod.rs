@@ -7,7 +7,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-pub(crate) use self::directory::Directory;
+pub(crate) use self::directory::{Directory, unique};
 pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.
