@@ -33,7 +33,8 @@ def test_help_lists_every_subcommand_of_the_package(command):
     done = run(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    names = ["bench", "diff", "relay", "status", "scrub", "doctor", "help"]
+    names = ["bench", "diff", "push", "pull", "log", "watch", "relay", "status", "scrub", "doctor"]
+    names.append("help")
     assert listed[: len(names)] == names
     # What the doctor takes it says itself.
     assert "--json" in run(command, "doctor", "--help").stdout

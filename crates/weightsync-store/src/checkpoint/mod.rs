@@ -146,9 +146,8 @@ impl Checkpoint {
             }
             files.push(file);
         }
-        let lacking = index.iter().flatten();
-        let lacking = lacking.map(|(tensor, file)| (tensor, file));
-        if let Some((tensor, file)) = lacking.clone().find(|(name, _)| !seen.contains_key(*name)) {
+        let mut said = index.iter().flatten();
+        if let Some((tensor, file)) = said.find(|(tensor, _)| !seen.contains_key(*tensor)) {
             let what =
                 format!("its index has tensor {tensor:?} in {file:?}, which does not have it");
             return Err(unusable(&at, what));
