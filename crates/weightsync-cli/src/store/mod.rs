@@ -35,12 +35,14 @@ fn open(address: &str, signals: &Signals) -> Result<Store, weightsync_store::Sto
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
         match work {
-            Work::Reads(bytes) => *bar = Some(Shown::begin("reading", bytes)),
-            Work::Writes(bytes) => *bar = Some(Shown::begin("writing", bytes)),
+            Work::Reads(bytes) => *bar = Shown::begin("reading", bytes),
+            Work::Writes(bytes) => *bar = Shown::begin("writing", bytes),
             Work::Moved(bytes) => {
-                if let Some(Shown(bar)) = &*bar {
+                // At its end it goes at once: what is printed next has its line.
+                *bar = bar.take().filter(|Shown(bar)| {
                     bar.inc(bytes);
-                }
+                    bar.length() > Some(bar.position())
+                });
             }
             _ => {}
         }
@@ -52,7 +54,7 @@ fn open(address: &str, signals: &Signals) -> Result<Store, weightsync_store::Sto
 struct Shown(ProgressBar);
 
 impl Shown {
-    fn begin(what: &'static str, bytes: u64) -> Self {
+    fn begin(what: &'static str, bytes: u64) -> Option<Self> {
         const LINE: &str =
             "{msg} {bar:30.cyan} {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
         let bar = ProgressBar::new(bytes);
@@ -61,7 +63,7 @@ impl Shown {
             Err(_) => bar,
         };
         bar.set_message(what);
-        Self(bar)
+        (bytes > 0).then_some(Self(bar))
     }
 }
 
