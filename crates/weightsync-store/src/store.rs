@@ -499,7 +499,7 @@ impl Store {
 
     /// The newest version in which the model has a version that is `right`. Versions of a model only
     /// grow, so this ends at the first that is lower than the one asked for.
-    fn find(
+    pub(crate) fn find(
         &self,
         catalog: &Catalog,
         asked: &ModelVersion,

@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use weightsync_core::{Run, Version, WorkerId};
+use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
     Outstanding, SenderTransport, Source, Staging, Targets,
@@ -22,6 +22,7 @@ use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
 use crate::pause::Pause;
 use crate::retention::Keep;
 use crate::storage::{Life, Peer, Presence, Storage};
+use crate::store::{ModelVersion, Which};
 use crate::writer::{SaveOptions, Writer, host};
 
 /// What a store keeps by default.
@@ -69,7 +70,10 @@ impl StoreSender {
             }
         }
         let options = SaveOptions {
-            keep: scheme.keep.unwrap_or(KEPT),
+            keep: scheme
+                .keep
+                .unwrap_or(KEPT)
+                .at_least(opening.options.history),
             ..SaveOptions::default()
         };
         let writer = Writer::claim_as(&store, options, run)?;
@@ -209,7 +213,23 @@ impl SenderTransport for StoreSender {
 
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
         let mut kept = self.kept[model].iter();
-        Ok(kept.find(|one| one.version() == version).cloned())
+        if let Some(kept) = kept.find(|one| one.version() == version) {
+            return Ok(Some(kept.clone()));
+        }
+        let id = &self.models[model].id;
+        let asked = ModelVersion {
+            model: Some(id.clone()),
+            version,
+        };
+        match self.writer.store().load(&Which::Exactly(asked)) {
+            Ok(loaded) => loaded.set.model(id.as_str()).map(|one| Some(one.clone())),
+            Err(StoreError::NoSuchVersion { known, .. }) => Err(Error::NoSuchVersion {
+                model: id.clone(),
+                asked: version,
+                known,
+            }),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -318,7 +338,11 @@ impl Staging for StagedSet<'_> {
             let mut wanted = worker.about.wanted.iter();
             wanted.any(|model| versions.iter().any(|(sent, _)| sent == model))
         });
+        let models = versions
+            .iter()
+            .map(|(model, _)| sender.models[*model].id.clone());
         Ok(Box::new(Published {
+            models: models.collect(),
             storage: sender.writer.store().shared_storage(),
             sequence: saved.sequence,
             workers: concerned.collect(),
@@ -334,6 +358,8 @@ struct Published {
     storage: Arc<dyn Storage>,
     sequence: u64,
     versions: Vec<(usize, Version)>,
+    /// The models of these versions.
+    models: Vec<ModelId>,
     /// Those that were there, and want one of the models.
     workers: Vec<Arc<Worker>>,
     at: Instant,
@@ -383,6 +409,14 @@ impl Outstanding for Published {
 }
 
 impl Published {
+    /// Whether the worker waits for a later version than this one.
+    fn is_below(&self, status: &Status) -> bool {
+        status.asks.as_ref().is_some_and(|(model, version)| {
+            let mut sent = self.versions.iter().zip(&self.models);
+            sent.any(|((_, sent), id)| id == model && sent < version)
+        })
+    }
+
     fn line(&self, worker: &Worker, level: Level) -> WorkerReport {
         let (life, status) = worker.look();
         let refused = status.refused.as_ref();
@@ -402,6 +436,7 @@ impl Published {
                 Life::Left => Outcome::Left,
                 Life::Dead => lost(&*self.storage),
                 Life::Here if status.staged >= self.sequence => Outcome::Staged,
+                Life::Here if self.is_below(&status) => Outcome::Asks,
                 Life::Here => Outcome::Late,
             }
         };
