@@ -3,7 +3,7 @@
 use std::io;
 
 use weightsync_core::{ModelId, Remedy, Run, Version};
-use weightsync_engine::Error;
+use weightsync_engine::{Error, ErrorKind};
 
 /// A result of this crate.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
@@ -208,6 +208,28 @@ impl StoreError {
         match self {
             Self::Damaged(damage) => Some(damage),
             _ => None,
+        }
+    }
+
+    /// What the error is about.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Damaged(_) | Self::Format { .. } => ErrorKind::Corrupt,
+            Self::Empty { damage, .. } if !damage.is_empty() => ErrorKind::Corrupt,
+            Self::File { .. } => ErrorKind::OperatingSystem,
+            Self::Fenced { .. } => ErrorKind::Peer,
+            Self::Empty { .. }
+            | Self::NoSuchVersion { .. }
+            | Self::NoSuchModel { .. }
+            | Self::SeveralModels { .. }
+            | Self::NoSuchName { .. } => ErrorKind::Model,
+            Self::VersionNotNewer { .. } => ErrorKind::Send,
+            Self::InUse { .. }
+            | Self::Address { .. }
+            | Self::ExtraFile { .. }
+            | Self::Keep { .. }
+            | Self::Name { .. } => ErrorKind::Setting,
+            Self::Engine(error) => error.kind(),
         }
     }
 
