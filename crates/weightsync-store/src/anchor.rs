@@ -376,6 +376,7 @@ fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Resul
 fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Damage::new(storage.name(path), "it is cut short").into(),
+        io::ErrorKind::IsADirectory => Damage::new(storage.name(path), "it is a directory").into(),
         _ => StoreError::file("reading", storage.name(path))(error),
     }
 }

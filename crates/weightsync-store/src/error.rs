@@ -55,13 +55,13 @@ pub enum StoreError {
     },
 
     /// The store has no such version.
-    #[error("{store} has no {asked}; it has {}", versions(.known))]
+    #[error("{store} has no {asked}; {}", versions(.known))]
     NoSuchVersion {
         /// The store.
         store: String,
         /// What was asked for.
         asked: String,
-        /// Versions that it has, the newest first.
+        /// The newest versions that it has, the newest first.
         known: Vec<Version>,
     },
 
@@ -152,6 +152,13 @@ pub enum StoreError {
         name: String,
         /// The names there are.
         known: Vec<String>,
+    },
+
+    /// What is to be saved has no model, or one twice.
+    #[error("a version of a store has each of its models once, and these were given: {}", list(.given))]
+    ModelsOnce {
+        /// The models of the versions that were to be saved.
+        given: Vec<ModelId>,
     },
 
     /// What is to be saved is not the next version.
@@ -270,8 +277,8 @@ impl From<StoreError> for Error {
 
 fn versions(known: &[Version]) -> String {
     match known {
-        [] => "no version at all".into(),
-        _ => list(known),
+        [] => "it has no version at all".into(),
+        _ => format!("its newest: {}", list(known)),
     }
 }
 

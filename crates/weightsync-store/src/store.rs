@@ -11,9 +11,9 @@ use weightsync_engine::{Member, SetSnapshot, Snapshot};
 
 use crate::address::Address;
 use crate::anchor;
-use crate::catalog::Catalog;
+use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{Anchor, Hash, Manifest, Place, Stored, is_version_name, seal};
+use crate::format::{Anchor, HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
 use crate::pause::Pause;
 use crate::storage::Storage;
@@ -182,7 +182,7 @@ impl Store {
             damage: catalog.damage.clone(),
         };
         for &place in &catalog.places {
-            match catalog.manifest(self.storage(), place) {
+            match catalog::manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
                     let names = catalog.names.iter();
                     let names = names.filter(|(_, named)| **named == place);
@@ -238,6 +238,13 @@ impl Store {
     /// [`StoreError::Damaged`] for a version that was asked for by its number or name,
     /// [`StoreError::File`], [`StoreError::Format`].
     pub fn load(&self, which: &Which) -> Result<Loaded> {
+        if *which == Which::Newest
+            && let Some(set) = self.load_by_head()?
+        {
+            let damage = Vec::new();
+            return Ok(Loaded { set, damage });
+        }
+        let mut gone = None;
         loop {
             let catalog = Catalog::read(self.storage())?;
             let damage = catalog.damage.clone();
@@ -253,13 +260,29 @@ impl Store {
                         });
                     }
                 },
-                Which::Exactly(asked) => self.find(&catalog, asked, |got| got == asked.version)?,
-                Which::AtLeast(asked) => self.find(&catalog, asked, |got| got >= asked.version)?,
+                Which::Exactly(asked) => self.find(&catalog, asked)?,
+                Which::AtLeast(asked) => self.find_newest(&catalog, asked)?,
             };
-            if let Some(set) = self.load_place(&catalog, found)? {
+            if let Some(set) = self.load_place(found)? {
                 return Ok(Loaded { set, damage });
             }
             // It was removed since the catalog was read: the next one says so.
+            if gone.replace(found) == Some(found) {
+                let file = self.storage.name(&found.manifest());
+                return Err(Damage::new(file, "it is missing").into());
+            }
+        }
+    }
+
+    /// The newest version, where nothing is damaged: without a look at how many others there are.
+    fn load_by_head(&self) -> Result<Option<SetSnapshot>> {
+        let load = || match catalog::head(self.storage())?.and_then(|head| head.newest()) {
+            Some(place) => self.load_place(place),
+            None => Ok(None),
+        };
+        match load() {
+            Err(StoreError::Damaged(_)) => Ok(None),
+            loaded => loaded,
         }
     }
 
@@ -272,11 +295,18 @@ impl Store {
     pub fn wait(&self, which: &Which, timeout: Option<Duration>) -> Result<Option<Loaded>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut pause = Pause::new(self.storage());
+        let mut seen = None;
         loop {
-            match self.load(which) {
-                Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
-                Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {}
-                loaded => return loaded.map(Some),
+            // The same head has nothing new.
+            let head = catalog::read(self.storage(), HEAD).ok().flatten();
+            if head.is_none() || head != seen {
+                match self.load(which) {
+                    Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
+                    Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {
+                    }
+                    loaded => return loaded.map(Some),
+                }
+                seen = head;
             }
             if !pause.until(deadline)? {
                 return Ok(None);
@@ -291,23 +321,37 @@ impl Store {
     ///
     /// Those of [`load`](Self::load).
     pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<Loaded>> {
+        let newest = catalog::head(self.storage());
+        let newest = newest.ok().flatten().and_then(|head| head.newest());
+        if let Some(newest) = newest
+            && self.is_at(newest, held)? == Some(true)
+        {
+            return Ok(None);
+        }
         let catalog = Catalog::read(self.storage())?;
-        let newer = catalog.places.iter().rev();
-        for (behind, &place) in newer.enumerate() {
-            let Some(manifest) = catalog.manifest(self.storage(), place)? else {
-                continue;
-            };
-            if self.stored(&manifest, held)?.version <= held.version {
-                return match behind as u64 > lag {
-                    true => self.load(&Which::Newest).map(Some),
-                    false => Ok(None),
-                };
+        let mut behind = 0;
+        for &place in catalog.places.iter().rev() {
+            match self.is_at(place, held)? {
+                Some(true) if behind <= lag => return Ok(None),
+                Some(true) => break,
+                Some(false) => behind += 1,
+                None => {}
             }
-            if behind as u64 >= lag {
+            if behind > lag {
                 break;
             }
         }
         self.load(&Which::Newest).map(Some)
+    }
+
+    /// Whether the model has this version, or an older one, at a place; `None` where nothing can be
+    /// read.
+    fn is_at(&self, place: Place, held: &ModelVersion) -> Result<Option<bool>> {
+        match catalog::manifest(self.storage(), place) {
+            Ok(Some(manifest)) => Ok(Some(self.stored(&manifest, held)?.version <= held.version)),
+            Ok(None) | Err(StoreError::Damaged(_)) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Gives the newest version in which the model has this version a name. The store keeps a named
@@ -322,7 +366,7 @@ impl Store {
             return Err(StoreError::Name { name: name.into() });
         }
         self.change_names(|catalog, names| {
-            let place = self.find(catalog, version, |got| got == version.version)?;
+            let place = self.find(catalog, version)?;
             names.insert(name.into(), place);
             Ok(())
         })
@@ -353,7 +397,7 @@ impl Store {
         let catalog = Catalog::read(self.storage())?;
         let mut names = BTreeMap::new();
         for (name, place) in &catalog.names {
-            if let Some(manifest) = catalog.manifest(self.storage(), *place)? {
+            if let Some(manifest) = catalog::manifest(self.storage(), *place)? {
                 let models = manifest.models.iter();
                 let versions = models.map(|stored| (stored.model.clone(), stored.version));
                 names.insert(name.clone(), versions.collect());
@@ -379,10 +423,8 @@ impl Store {
                 };
             };
             change(&catalog, &mut head.names)?;
-            let name = || self.storage.name(crate::format::HEAD);
-            let swapped = self
-                .storage
-                .swap(crate::format::HEAD, Some(&old), &seal(&head));
+            let name = || self.storage.name(HEAD);
+            let swapped = self.storage.swap(HEAD, Some(&old), &seal(&head));
             if swapped.map_err(StoreError::file("writing", name()))? {
                 return Ok(());
             }
@@ -398,7 +440,7 @@ impl Store {
                     damage,
                 });
             };
-            match self.load_place(&catalog, place) {
+            match self.load_place(place) {
                 Ok(Some(set)) => return Ok(Loaded { set, damage }),
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
@@ -423,18 +465,26 @@ impl Store {
     }
 
     /// Loads a version under a lease; `None` if it is not there any more.
-    fn load_place(&self, catalog: &Catalog, place: Place) -> Result<Option<SetSnapshot>> {
+    fn load_place(&self, place: Place) -> Result<Option<SetSnapshot>> {
         let _lease = Lease::take(&self.storage, place)?;
         // After the lease: what is there now is not removed before the lease ends.
-        let Some(manifest) = catalog.manifest(self.storage(), place)? else {
+        let Some(manifest) = catalog::manifest(self.storage(), place)? else {
             return Ok(None);
         };
         let members = manifest.models.iter().map(|stored| {
             let (snapshot, changed) = (self.load_model(&manifest, stored, None)?, stored.changed);
             Ok(Member { snapshot, changed })
         });
-        let members = members.collect::<Result<Vec<_>>>()?;
-        Ok(Some(SetSnapshot::new(place.sequence, members)))
+        match members.collect::<Result<Vec<_>>>() {
+            Ok(members) => Ok(Some(SetSnapshot::new(place.sequence, members))),
+            // A reader that cannot write has no lease: what is missing may just have been removed.
+            Err(StoreError::Damaged(_))
+                if matches!(catalog::manifest(self.storage(), place), Ok(None)) =>
+            {
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// One model of a version, checked. The caller has a lease.
@@ -455,8 +505,7 @@ impl Store {
         let path = hash.spec();
         let name = self.storage.name(&path);
         let damaged = |what: String| Damage::new(name.clone(), what);
-        let read = self.storage.read(&path);
-        let bytes = read.map_err(StoreError::file("reading", name.clone()))?;
+        let bytes = catalog::read(self.storage(), &path)?;
         let bytes = bytes.ok_or_else(|| damaged("it is missing".into()))?;
         let got = Hash::of(&bytes);
         if got != *hash {
@@ -497,38 +546,84 @@ impl Store {
         }
     }
 
-    /// The newest version in which the model has a version that is `right`. Versions of a model only
-    /// grow, so this ends at the first that is lower than the one asked for.
-    pub(crate) fn find(
-        &self,
-        catalog: &Catalog,
-        asked: &ModelVersion,
-        right: impl Fn(Version) -> bool,
-    ) -> Result<Place> {
-        let mut known = Vec::new();
-        for &place in catalog.places.iter().rev() {
-            let manifest = match catalog.manifest(self.storage(), place) {
-                Ok(Some(manifest)) => manifest,
-                Ok(None) => continue,
+    /// The newest version of the store in which the model has the version asked for. Versions of a
+    /// model only grow, so half of those that are left are passed over at each step.
+    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        let places = &catalog.places;
+        // The store has the model, or says what it has.
+        self.newest(catalog, asked)?;
+        let mut found = None;
+        let (mut low, mut high) = (0, places.len());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            let mut readable = None;
+            for (at, &place) in places.iter().enumerate().take(high).skip(middle) {
                 // The version asked for may be another one.
-                Err(StoreError::Damaged(damage)) => {
-                    tracing::warn!("{damage}");
-                    continue;
+                if let Some(manifest) = self.readable(place)? {
+                    readable = Some((at, manifest));
+                    break;
                 }
-                Err(error) => return Err(error),
-            };
-            let got = self.stored(&manifest, asked)?.version;
-            if right(got) {
-                return Ok(place);
             }
-            if known.last() != Some(&got) {
-                known.push(got);
-            }
-            if got < asked.version {
-                break;
+            match readable {
+                Some((at, manifest)) if self.version_in(&manifest, asked) <= asked.version => {
+                    found = Some((places[at], self.version_in(&manifest, asked)));
+                    low = at + 1;
+                }
+                _ => high = middle,
             }
         }
-        Err(StoreError::NoSuchVersion {
+        match found {
+            Some((place, got)) if got == asked.version => Ok(place),
+            _ => Err(self.no_such_version(catalog, asked)?),
+        }
+    }
+
+    /// The newest version of the store, if the model has the version asked for in it or a later one.
+    fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        match self.newest(catalog, asked)? {
+            Some((place, got)) if got >= asked.version => Ok(place),
+            _ => Err(self.no_such_version(catalog, asked)?),
+        }
+    }
+
+    /// The newest place with a whole manifest, and the version that the model has there.
+    fn newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Option<(Place, Version)>> {
+        for &place in catalog.places.iter().rev() {
+            if let Some(manifest) = self.readable(place)? {
+                return Ok(Some((place, self.stored(&manifest, asked)?.version)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The manifest of a place, if it is there and whole.
+    fn readable(&self, place: Place) -> Result<Option<Manifest>> {
+        match catalog::manifest(self.storage(), place) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}");
+                Ok(None)
+            }
+            manifest => manifest,
+        }
+    }
+
+    /// The version of the model there; none, if the model came later.
+    fn version_in(&self, manifest: &Manifest, asked: &ModelVersion) -> Version {
+        let stored = self.stored(manifest, asked);
+        stored.map_or(Version::NONE, |stored| stored.version)
+    }
+
+    fn no_such_version(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<StoreError> {
+        /// As many as the message names.
+        const MOST: usize = 8;
+        let mut known = Vec::new();
+        for &place in catalog.places.iter().rev().take(MOST) {
+            let manifest = self.readable(place)?;
+            let version = manifest.map(|manifest| self.version_in(&manifest, asked));
+            known.extend(version.filter(|version| !version.is_none()));
+        }
+        known.dedup();
+        Ok(StoreError::NoSuchVersion {
             store: self.name(),
             asked: asked.version.to_string(),
             known,

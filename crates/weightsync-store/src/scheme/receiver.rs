@@ -261,7 +261,7 @@ impl StoreReceiver {
         };
         loop {
             let catalog = Catalog::read(self.store.storage())?;
-            let place = match self.store.find(&catalog, &asked, |got| got == version) {
+            let place = match self.store.find(&catalog, &asked) {
                 Err(StoreError::NoSuchVersion { known, .. }) => return Err(none(known)),
                 found => found?,
             };

@@ -11,6 +11,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::format::DATA;
+
 use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
 
 /// How long a lock is tried that others hold for moments.
@@ -180,7 +182,8 @@ impl Storage for Directory {
     }
 
     fn tidy(&self) -> io::Result<()> {
-        tidy(&self.root)
+        // What is unfinished among the weights goes with the whole directory of its version.
+        tidy(&self.root, &self.path(DATA))
     }
 
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
@@ -335,12 +338,14 @@ impl Peer for Other {
 }
 
 /// Removes unfinished files that no living process writes.
-fn tidy(dir: &Path) -> io::Result<()> {
+fn tidy(dir: &Path, except: &Path) -> io::Result<()> {
     for entry in found(fs::read_dir(dir))?.into_iter().flatten() {
         let entry = entry?;
         let path = entry.path();
         if found(entry.file_type())?.is_some_and(|kind| kind.is_dir()) {
-            tidy(&path)?;
+            if path != except {
+                tidy(&path, except)?;
+            }
         } else if entry.file_name().to_string_lossy().starts_with(UNFINISHED)
             && let Some(file) = found(File::open(&path))?
             && file.try_lock().is_ok()
@@ -396,7 +401,10 @@ fn unique() -> String {
 }
 
 fn too_large() -> io::Error {
-    io::Error::other(format!("it is longer than {MAX_SMALL} bytes"))
+    io::Error::new(
+        ErrorKind::FileTooLarge,
+        format!("it is longer than {MAX_SMALL} bytes"),
+    )
 }
 
 fn no_locks(error: io::Error) -> io::Error {

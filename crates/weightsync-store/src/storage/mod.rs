@@ -1,6 +1,8 @@
 //! Where a store keeps its files: one interface over directories and object stores.
 
 mod directory;
+#[cfg(test)]
+pub(crate) mod faulty;
 
 use std::fmt;
 use std::io;
