@@ -22,24 +22,27 @@ use crate::threads;
 const PIECE: usize = 4 << 20;
 
 /// The end of the names of files with weights.
-const SAFETENSORS: &str = ".safetensors";
+pub(crate) const SAFETENSORS: &str = ".safetensors";
+
+/// The file that says which file each tensor is in, if there are several.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// What is saved next to the weights, such as `config.json` and a tokenizer's files.
 pub(crate) type ExtraFiles = [(String, Vec<u8>)];
 
-/// Writes a full version of a model. `budget` is the most bytes of tensors in one file.
+/// Writes a full version of a model. `dir` is what its files' paths begin with, and `budget` the most
+/// bytes of tensors in one file.
 pub(crate) fn write(
     storage: &dyn Storage,
-    at: Place,
+    dir: &str,
     snapshot: &Snapshot,
     extra: &ExtraFiles,
     budget: u64,
 ) -> Result<Vec<FileEntry>> {
-    let model = snapshot.model();
     let layout = snapshot.layout();
     let metadata = HashMap::from([
         ("format".to_owned(), "pt".to_owned()),
-        ("weightsync.model".to_owned(), model.to_string()),
+        ("weightsync.model".to_owned(), snapshot.model().to_string()),
         (
             "weightsync.version".to_owned(),
             snapshot.version().0.to_string(),
@@ -48,7 +51,7 @@ pub(crate) fn write(
     let unable = |source| {
         StoreError::from(weightsync_engine::Error::File {
             action: "writing",
-            path: storage.name(&at.data()).into(),
+            path: storage.name(dir).into(),
             source,
         })
     };
@@ -70,7 +73,7 @@ pub(crate) fn write(
             range.of(snapshot.bytes()).unwrap_or_default()
         });
         let parts = std::iter::once(&shard.header[..]).chain(tensors);
-        files.push(write_file(storage, at, model, &name, parts)?);
+        files.push(write_file(storage, dir, &name, parts)?);
     }
     if shards.len() > 1 {
         let index = serde_json::json!({
@@ -78,23 +81,12 @@ pub(crate) fn write(
             "weight_map": map,
         });
         let text = index.to_string();
-        let name = format!("model{SAFETENSORS}.index.json");
-        files.push(write_file(
-            storage,
-            at,
-            model,
-            &name,
-            [text.as_bytes()].into_iter(),
-        )?);
+        let parts = [text.as_bytes()].into_iter();
+        files.push(write_file(storage, dir, INDEX, parts)?);
     }
     for (name, bytes) in extra {
-        files.push(write_file(
-            storage,
-            at,
-            model,
-            name,
-            [&bytes[..]].into_iter(),
-        )?);
+        let parts = [&bytes[..]].into_iter();
+        files.push(write_file(storage, dir, name, parts)?);
     }
     Ok(files)
 }
@@ -102,12 +94,11 @@ pub(crate) fn write(
 /// Writes one file of a version.
 pub(crate) fn write_file<'a>(
     storage: &dyn Storage,
-    at: Place,
-    model: &weightsync_core::ModelId,
+    dir: &str,
     name: &str,
     parts: impl Iterator<Item = &'a [u8]>,
 ) -> Result<FileEntry> {
-    let path = at.file(model, name);
+    let path = format!("{dir}{name}");
     let mut crc = Crc64::new();
     let mut bytes = 0;
     let write = || -> io::Result<()> {

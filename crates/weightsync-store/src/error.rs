@@ -172,6 +172,36 @@ pub enum StoreError {
         got: Version,
     },
 
+    /// A checkpoint is not whole, or is no checkpoint.
+    #[error("{path} cannot be read as a checkpoint: {what}")]
+    Checkpoint {
+        /// The file or directory.
+        path: String,
+        /// What is wrong with it.
+        what: String,
+    },
+
+    /// A checkpoint is pickled.
+    #[error(
+        "{path} is pickled, and reading such a file can run any code: expected safetensors. Convert \
+         it, if you trust it: {convert}"
+    )]
+    Pickled {
+        /// The file.
+        path: String,
+        /// A command that converts it.
+        convert: String,
+    },
+
+    /// A checkpoint cannot be written to a directory.
+    #[error("{path} is not replaced: {what}; name an empty directory, or one that is not there")]
+    Occupied {
+        /// The directory.
+        path: String,
+        /// What is there.
+        what: String,
+    },
+
     /// An error of the engine.
     #[error(transparent)]
     Engine(#[from] Box<Error>),
@@ -230,10 +260,12 @@ impl StoreError {
             | Self::NoSuchModel { .. }
             | Self::SeveralModels { .. }
             | Self::NoSuchName { .. } => ErrorKind::Model,
-            Self::VersionNotNewer { .. } => ErrorKind::Send,
+            Self::VersionNotNewer { .. } | Self::ModelsOnce { .. } => ErrorKind::Send,
+            Self::Checkpoint { .. } | Self::Pickled { .. } => ErrorKind::WrongWeights,
             Self::InUse { .. }
             | Self::Address { .. }
             | Self::ExtraFile { .. }
+            | Self::Occupied { .. }
             | Self::Keep { .. }
             | Self::Name { .. } => ErrorKind::Setting,
             Self::Engine(error) => error.kind(),

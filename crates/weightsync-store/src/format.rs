@@ -12,6 +12,7 @@ use serde_json::value::RawValue;
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_simd::crc64;
 
+use crate::anchor::SAFETENSORS;
 use crate::error::{Damage, Result, StoreError};
 
 /// The format that this program writes, and the newest that it reads.
@@ -246,6 +247,16 @@ impl Stored {
     pub(crate) fn needs(&self) -> impl Iterator<Item = Place> + '_ {
         let deltas = self.deltas.iter().map(|delta| delta.at);
         std::iter::once(self.anchor.at).chain(deltas)
+    }
+
+    /// The bytes that loading it reads: those of the weights, and of what is folded onto them.
+    pub(crate) fn read_bytes(&self) -> u64 {
+        let weights = self.anchor.files.iter();
+        let weights = weights.filter(|file| file.name.ends_with(SAFETENSORS));
+        let deltas = self.deltas.iter().map(|delta| delta.bytes);
+        let bytes = weights.map(|file| file.bytes).chain(deltas);
+        // The numbers come from a file.
+        bytes.fold(0, u64::saturating_add)
     }
 }
 

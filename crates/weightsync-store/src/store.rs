@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
@@ -16,7 +17,8 @@ use crate::error::{Damage, Result, StoreError};
 use crate::format::{Anchor, HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
 use crate::pause::Pause;
-use crate::storage::Storage;
+use crate::progress::{Progress, Work};
+use crate::storage::{Metered, Storage};
 
 /// Versions of a model, or of several, in a directory or an object store.
 ///
@@ -43,6 +45,7 @@ use crate::storage::Storage;
 #[derive(Clone)]
 pub struct Store {
     storage: Arc<dyn Storage>,
+    progress: Option<Progress>,
 }
 
 /// Which version to load.
@@ -131,6 +134,8 @@ pub struct StoredModel {
     pub stored_bytes: u64,
     /// How many deltas are folded onto an anchor; 0 for an anchor.
     pub deltas: usize,
+    /// The bytes that loading it reads: its anchor's weights, and its deltas.
+    pub read_bytes: u64,
     /// Which share of its elements changed, where that is known.
     pub changes: Option<f64>,
     /// The directory of its anchor, which other programs can load if there are no deltas.
@@ -148,14 +153,42 @@ impl Store {
         Ok(Self::at(&address.parse()?))
     }
 
-    pub(crate) fn at(address: &Address) -> Self {
+    /// The same store, which says what its calls do while they do it. An error that `told` returns ends
+    /// the call with that error, and what the call had begun leaves nothing. Threads of the call ask it,
+    /// about once for every 4 MiB.
+    #[must_use]
+    pub fn with_progress(
+        &self,
+        told: impl Fn(Work) -> io::Result<()> + Send + Sync + 'static,
+    ) -> Self {
+        let progress = Progress::new(told);
         Self {
-            storage: address.storage(),
+            storage: Arc::new(Metered::new(self.storage.clone(), &progress)),
+            progress: Some(progress),
         }
     }
 
+    pub(crate) fn at(address: &Address) -> Self {
+        Self::on(address.storage())
+    }
+
     pub(crate) fn on(storage: Arc<dyn Storage>) -> Self {
-        Self { storage }
+        Self {
+            storage,
+            progress: None,
+        }
+    }
+
+    pub(crate) fn progress(&self) -> Option<&Progress> {
+        self.progress.as_ref()
+    }
+
+    /// Says what begins.
+    pub(crate) fn begins(&self, work: impl FnOnce(u64) -> Work, bytes: u64) -> Result<()> {
+        match &self.progress {
+            Some(progress) => progress.begins(&self.name(), work(bytes)),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn storage(&self) -> &dyn Storage {
@@ -184,10 +217,7 @@ impl Store {
         for &place in &catalog.places {
             match catalog::manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
-                    let names = catalog.names.iter();
-                    let names = names.filter(|(_, named)| **named == place);
-                    let names = names.map(|(name, _)| name.clone()).collect();
-                    all.versions.push(self.describe(&manifest, names));
+                    all.versions.push(self.describe(&manifest, &catalog.names));
                 }
                 Ok(None) => {}
                 Err(StoreError::Damaged(damage)) => all.damage.push(damage),
@@ -197,7 +227,48 @@ impl Store {
         Ok(all)
     }
 
-    fn describe(&self, manifest: &Manifest, names: Vec<String>) -> StoredVersion {
+    /// Waits until a version is published that comes after `than`, by its number in the store, and
+    /// describes the newest one. `None` at the deadline. No weights are read.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`], [`StoreError::Format`], and an interruption.
+    pub fn wait_newer(
+        &self,
+        than: Option<u64>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<StoredVersion>> {
+        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut pause = Pause::new(self.storage());
+        let mut seen = None;
+        loop {
+            let head = self.storage.read(HEAD);
+            let head = head.map_err(StoreError::file("reading", self.storage.name(HEAD)))?;
+            // Nothing is published without a new head.
+            if seen.as_ref() != Some(&head) {
+                seen = Some(head);
+                let catalog = Catalog::read(self.storage())?;
+                let newer = catalog.places.iter().rev();
+                for &place in newer.take_while(|place| Some(place.sequence) > than) {
+                    match catalog::manifest(self.storage(), place) {
+                        Ok(Some(manifest)) => {
+                            return Ok(Some(self.describe(&manifest, &catalog.names)));
+                        }
+                        Ok(None) => {}
+                        Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
+                        Err(error) => return Err(error),
+                    }
+                }
+            }
+            if !pause.until(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    fn describe(&self, manifest: &Manifest, names: &BTreeMap<String, Place>) -> StoredVersion {
+        let names = names.iter().filter(|(_, named)| **named == manifest.place);
+        let names = names.map(|(name, _)| name.clone()).collect();
         let models = manifest.models.iter().map(|stored| {
             let Anchor { at, files } = &stored.anchor;
             let stored_bytes = match (stored.changed, stored.deltas.last()) {
@@ -213,6 +284,7 @@ impl Store {
                 changed: stored.changed,
                 stored_bytes,
                 deltas: stored.deltas.len(),
+                read_bytes: stored.read_bytes(),
                 changes: stored
                     .changes
                     .map(|[all, changed]| changed as f64 / all.max(1) as f64),
@@ -238,18 +310,27 @@ impl Store {
     /// [`StoreError::Damaged`] for a version that was asked for by its number or name,
     /// [`StoreError::File`], [`StoreError::Format`].
     pub fn load(&self, which: &Which) -> Result<Loaded> {
+        let (set, damage) = self.read(which, &|manifest| self.load_set(manifest))?;
+        Ok(Loaded { set, damage })
+    }
+
+    /// Finds a version and reads something of it, under a lease. Also says what is damaged.
+    pub(crate) fn read<T>(
+        &self,
+        which: &Which,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<(T, Vec<Damage>)> {
         if *which == Which::Newest
-            && let Some(set) = self.load_by_head()?
+            && let Some(value) = self.read_by_head(read)?
         {
-            let damage = Vec::new();
-            return Ok(Loaded { set, damage });
+            return Ok((value, Vec::new()));
         }
         let mut gone = None;
         loop {
             let catalog = Catalog::read(self.storage())?;
             let damage = catalog.damage.clone();
             let found = match which {
-                Which::Newest => return self.load_newest(catalog, damage),
+                Which::Newest => return self.read_newest(catalog, damage, read),
                 Which::Named(name) => match catalog.names.get(name) {
                     Some(place) => *place,
                     None => {
@@ -263,8 +344,8 @@ impl Store {
                 Which::Exactly(asked) => self.find(&catalog, asked)?,
                 Which::AtLeast(asked) => self.find_newest(&catalog, asked)?,
             };
-            if let Some(set) = self.load_place(found)? {
-                return Ok(Loaded { set, damage });
+            if let Some(value) = self.read_place(found, read)? {
+                return Ok((value, damage));
             }
             // It was removed since the catalog was read: the next one says so.
             if gone.replace(found) == Some(found) {
@@ -274,15 +355,15 @@ impl Store {
         }
     }
 
-    /// The newest version, where nothing is damaged: without a look at how many others there are.
-    fn load_by_head(&self) -> Result<Option<SetSnapshot>> {
-        let load = || match catalog::head(self.storage())?.and_then(|head| head.newest()) {
-            Some(place) => self.load_place(place),
+    /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
+    fn read_by_head<T>(&self, read: &dyn Fn(&Manifest) -> Result<T>) -> Result<Option<T>> {
+        let by_head = || match catalog::head(self.storage())?.and_then(|head| head.newest()) {
+            Some(place) => self.read_place(place, read),
             None => Ok(None),
         };
-        match load() {
+        match by_head() {
             Err(StoreError::Damaged(_)) => Ok(None),
-            loaded => loaded,
+            read => read,
         }
     }
 
@@ -432,7 +513,12 @@ impl Store {
         }
     }
 
-    fn load_newest(&self, mut catalog: Catalog, mut damage: Vec<Damage>) -> Result<Loaded> {
+    fn read_newest<T>(
+        &self,
+        mut catalog: Catalog,
+        mut damage: Vec<Damage>,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<(T, Vec<Damage>)> {
         loop {
             let Some(&place) = catalog.places.last() else {
                 return Err(StoreError::Empty {
@@ -440,8 +526,8 @@ impl Store {
                     damage,
                 });
             };
-            match self.load_place(place) {
-                Ok(Some(set)) => return Ok(Loaded { set, damage }),
+            match self.read_place(place, read) {
+                Ok(Some(value)) => return Ok((value, damage)),
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
                     let now = Catalog::read(self.storage())?;
@@ -464,27 +550,35 @@ impl Store {
         }
     }
 
-    /// Loads a version under a lease; `None` if it is not there any more.
-    fn load_place(&self, place: Place) -> Result<Option<SetSnapshot>> {
+    /// Reads something of a version under a lease; `None` if it is not there any more.
+    pub(crate) fn read_place<T>(
+        &self,
+        place: Place,
+        read: &dyn Fn(&Manifest) -> Result<T>,
+    ) -> Result<Option<T>> {
         let _lease = Lease::take(&self.storage, place)?;
         // After the lease: what is there now is not removed before the lease ends.
         let Some(manifest) = catalog::manifest(self.storage(), place)? else {
             return Ok(None);
         };
-        let members = manifest.models.iter().map(|stored| {
-            let (snapshot, changed) = (self.load_model(&manifest, stored, None)?, stored.changed);
-            Ok(Member { snapshot, changed })
-        });
-        match members.collect::<Result<Vec<_>>>() {
-            Ok(members) => Ok(Some(SetSnapshot::new(place.sequence, members))),
+        match read(&manifest) {
             // A reader that cannot write has no lease: what is missing may just have been removed.
             Err(StoreError::Damaged(_))
                 if matches!(catalog::manifest(self.storage(), place), Ok(None)) =>
             {
                 Ok(None)
             }
-            Err(error) => Err(error),
+            read => read.map(Some),
         }
+    }
+
+    fn load_set(&self, manifest: &Manifest) -> Result<SetSnapshot> {
+        let members = manifest.models.iter().map(|stored| {
+            let (snapshot, changed) = (self.load_model(manifest, stored, None)?, stored.changed);
+            Ok(Member { snapshot, changed })
+        });
+        let members = members.collect::<Result<Vec<_>>>()?;
+        Ok(SetSnapshot::new(manifest.place.sequence, members))
     }
 
     /// One model of a version, checked. The caller has a lease.
@@ -495,13 +589,14 @@ impl Store {
         spare: Option<Image>,
     ) -> Result<Snapshot> {
         let spec = self.spec(&stored.model, &stored.spec)?;
+        self.begins(Work::Reads, stored.read_bytes())?;
         let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare)?;
         let snapshot = Snapshot::received(&spec, manifest.run, stored.version, image)?;
         Ok(snapshot.with_digest(stored.digest))
     }
 
     /// A model's layout and attributes.
-    fn spec(&self, model: &ModelId, hash: &Hash) -> Result<ModelSpec> {
+    pub(crate) fn spec(&self, model: &ModelId, hash: &Hash) -> Result<ModelSpec> {
         let path = hash.spec();
         let name = self.storage.name(&path);
         let damaged = |what: String| Damage::new(name.clone(), what);
@@ -525,6 +620,15 @@ impl Store {
 
     /// The model of a version that was asked for.
     fn stored<'a>(&self, manifest: &'a Manifest, asked: &ModelVersion) -> Result<&'a Stored> {
+        self.stored_model(manifest, asked.model.as_ref())
+    }
+
+    /// A model of a version, or its only one.
+    pub(crate) fn stored_model<'a>(
+        &self,
+        manifest: &'a Manifest,
+        model: Option<&ModelId>,
+    ) -> Result<&'a Stored> {
         let known = || {
             manifest
                 .models
@@ -532,7 +636,7 @@ impl Store {
                 .map(|one| one.model.clone())
                 .collect()
         };
-        match (&asked.model, &manifest.models[..]) {
+        match (model, &manifest.models[..]) {
             (None, [one]) => Ok(one),
             (None, _) => Err(StoreError::SeveralModels {
                 store: self.name(),

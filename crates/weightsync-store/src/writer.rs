@@ -14,6 +14,7 @@ use crate::format::{
     is_file_name, seal, unseal,
 };
 use crate::lease;
+use crate::progress::Work;
 use crate::retention::Keep;
 use crate::store::{Store, now};
 use crate::{anchor, delta_file};
@@ -370,8 +371,9 @@ impl Writer {
             && let Some(made) =
                 delta_file::make(snapshot.layout(), base.bytes(), snapshot.bytes(), limit)
         {
+            self.store.begins(Work::Writes, made.bytes.len() as u64)?;
             let parts = [&made.bytes[..]].into_iter();
-            let file = anchor::write_file(storage, place, model, DELTA, parts)?;
+            let file = anchor::write_file(storage, &place.file(model, ""), DELTA, parts)?;
             stored.changes = Some([made.elements, made.changed]);
             stored.anchor = newest.stored.anchor.clone();
             stored.deltas = newest.stored.deltas.clone();
@@ -383,9 +385,11 @@ impl Writer {
             return Ok(stored);
         }
         let Self { options, .. } = self;
+        let bytes = snapshot.layout().payload_bytes();
+        self.store.begins(Work::Writes, bytes)?;
         stored.anchor.files = anchor::write(
             storage,
-            place,
+            &place.file(model, ""),
             snapshot,
             &options.files,
             options.shard_bytes,
@@ -830,7 +834,7 @@ fn delta_limit(newest: &Stored, image_bytes: u64) -> Option<u64> {
 }
 
 /// Whether a user's file can lie next to the weights.
-fn is_extra_file(name: &str) -> bool {
+pub(crate) fn is_extra_file(name: &str) -> bool {
     is_file_name(name) && !name.ends_with(".safetensors") && !name.ends_with(".index.json")
 }
 

@@ -297,6 +297,22 @@ fn is_here(storage: &dyn Storage, path: &str) -> bool {
     matches!(peer, Ok(Some(peer)) if peer.life() == Life::Here)
 }
 
+impl Store {
+    /// An error if a sender uses the store: another writer would end it.
+    pub(crate) fn refuse_living_sender(&self) -> Result<()> {
+        let storage = self.storage();
+        if !is_here(storage, SENDER_LOCK) {
+            return Ok(());
+        }
+        let sender: Option<AboutSender> = value(storage, SENDER_LOCK)?;
+        let (pid, host) = sender.map_or((0, "an unknown host".into()), |sender| {
+            (sender.pid, sender.host)
+        });
+        let store = self.name();
+        Err(StoreError::InUse { store, pid, host })
+    }
+}
+
 /// Removes a store, unless its sender or a worker is there.
 fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
     storage.vacate(&|| {

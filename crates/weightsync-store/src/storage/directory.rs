@@ -389,7 +389,7 @@ fn inode(found: io::Result<fs::Metadata>) -> Option<(u64, u64)> {
 }
 
 /// A name that no other file of this process, or of another one that lives, has.
-fn unique() -> String {
+pub(crate) fn unique() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     let salt: [u8; 8] = weightsync_engine::transport::random().unwrap_or_default();

@@ -3,12 +3,14 @@
 mod directory;
 #[cfg(test)]
 pub(crate) mod faulty;
+mod metered;
 
 use std::fmt;
 use std::io;
 use std::time::Duration;
 
-pub(crate) use self::directory::Directory;
+pub(crate) use self::directory::{Directory, unique};
+pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.
 pub(crate) const MAX_SMALL: u64 = 256 << 20;

@@ -1,0 +1,407 @@
+//! Checkpoints of other programs: as a source of weights, and as what a version is written out as.
+
+mod find;
+mod pickle;
+mod pull;
+mod push;
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::OFlags;
+use serde::Deserialize;
+use weightsync_core::{Layout, ModelId};
+use weightsync_engine::{
+    Attributes, Extracted, SafetensorsFile, Snapshot, Strategy, TensorData, WeightExtractor,
+};
+
+use self::find::{Found, find};
+use crate::anchor::INDEX;
+use crate::error::{Result, StoreError};
+use crate::progress::{Progress, Work};
+use crate::store::{Store, Which};
+
+pub use self::pull::Pulled;
+pub use self::push::{PushOptions, Pushed};
+
+/// The longest file that is taken along with the weights, and the most bytes of all of them.
+const MAX_FILE: u64 = 64 << 20;
+const MAX_FILES: u64 = 256 << 20;
+
+/// The longest index of a checkpoint.
+const MAX_INDEX: u64 = 64 << 20;
+
+/// Bytes that are read at once.
+const PIECE: usize = 4 << 20;
+
+/// A checkpoint on disk, as a source of weights. Tensors are read straight into their places.
+///
+/// It is a `.safetensors` file, or a directory with the weights in such files: one file, or several
+/// with or without an index. The newest of `global_step_N` directories counts. The newest version of a
+/// store of one model is a checkpoint, too.
+///
+/// **Guarantee.** Nothing in a checkpoint is executed: a pickled one is refused. Only files of the
+/// directory itself are read. A checkpoint that lacks a tensor, or has one twice, is refused when it is
+/// opened.
+///
+/// ```no_run
+/// use weightsync_store::{Checkpoint, SaveOptions, Store, Writer};
+///
+/// let checkpoint = Checkpoint::open("runs/ppo/global_step_40")?;
+/// let store = Store::open("/srv/policy")?;
+/// let mut writer = Writer::claim(&store, SaveOptions::default())?;
+/// writer.save_weights("policy", &checkpoint)?;
+/// # Ok::<(), weightsync_store::StoreError>(())
+/// ```
+#[derive(Debug)]
+pub struct Checkpoint {
+    path: PathBuf,
+    weights: Weights,
+    layout: Layout,
+    /// Of each tensor of the layout, the file it is in, and its index there.
+    places: Vec<(usize, usize)>,
+    attributes: Attributes,
+    files: Vec<(String, Vec<u8>)>,
+    progress: Option<Progress>,
+}
+
+#[derive(Debug)]
+enum Weights {
+    Files(Vec<SafetensorsFile>),
+    Stored(Snapshot),
+}
+
+impl Checkpoint {
+    /// Opens a checkpoint: reads what describes its tensors, and the small files that a model needs.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Pickled`], [`StoreError::Checkpoint`] with what is wrong,
+    /// [`StoreError::File`], and [`weightsync_engine::Error::File`] for a file that is not safetensors.
+    pub fn open(path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
+        match find(path)? {
+            Found::Store => Self::of_store(path),
+            Found::Files { at, files, index } => Self::of_files(at, &files, index.as_deref()),
+        }
+    }
+
+    fn of_store(path: &Path) -> Result<Self> {
+        let text = path
+            .to_str()
+            .ok_or_else(|| unusable(path, "its path is not UTF-8"))?;
+        let store = Store::open(text)?;
+        let ((snapshot, files), damage) = store.read(&Which::Newest, &|manifest| {
+            let stored = store.stored_model(manifest, None)?;
+            let snapshot = store.load_model(manifest, stored, None)?;
+            Ok((snapshot, store.extra_files(stored)?))
+        })?;
+        for damage in damage {
+            tracing::warn!("{damage}; an older version is read");
+        }
+        Ok(Self {
+            path: path.into(),
+            layout: snapshot.layout().clone(),
+            places: (0..snapshot.layout().len()).map(|at| (0, at)).collect(),
+            attributes: snapshot.attributes().clone(),
+            weights: Weights::Stored(snapshot),
+            files,
+            progress: None,
+        })
+    }
+
+    fn of_files(at: PathBuf, names: &[PathBuf], index: Option<&Path>) -> Result<Self> {
+        let index = index.map(read_index).transpose()?;
+        let mut files = Vec::with_capacity(names.len());
+        let mut tensors = Vec::new();
+        let mut places = Vec::new();
+        let mut seen: HashMap<String, usize> = HashMap::new();
+        for (number, path) in names.iter().enumerate() {
+            let file = SafetensorsFile::open(path).map_err(|error| match pickle::is_one(path) {
+                true => pickle::refused(path),
+                false => error.into(),
+            })?;
+            let name = name_of(path);
+            for (own, tensor) in file.layout()?.tensors().iter().enumerate() {
+                if let Some(other) = seen.insert(tensor.name.clone(), number) {
+                    let other = name_of(&names[other]);
+                    let what = format!("tensor {:?} is in {other} and in {name}", tensor.name);
+                    return Err(unusable(&at, what));
+                }
+                if let Some(index) = &index
+                    && index.get(&tensor.name).map(String::as_str) != Some(&name)
+                {
+                    let said = match index.get(&tensor.name) {
+                        Some(other) => format!("its index has it in {other:?}"),
+                        None => "its index does not have it".into(),
+                    };
+                    let what = format!("tensor {:?} is in {name}, but {said}", tensor.name);
+                    return Err(unusable(&at, what));
+                }
+                tensors.push((tensor.name.clone(), tensor.dtype, tensor.shape.clone()));
+                places.push((number, own));
+            }
+            files.push(file);
+        }
+        let lacking = index.iter().flatten();
+        let lacking = lacking.map(|(tensor, file)| (tensor, file));
+        if let Some((tensor, file)) = lacking.clone().find(|(name, _)| !seen.contains_key(*name)) {
+            let what =
+                format!("its index has tensor {tensor:?} in {file:?}, which does not have it");
+            return Err(unusable(&at, what));
+        }
+        if tensors.is_empty() {
+            return Err(unusable(&at, "it has no tensors"));
+        }
+        let layout = Layout::new(tensors).map_err(weightsync_engine::Error::from)?;
+        Ok(Self {
+            files: extra_files(&at)?,
+            path: at,
+            weights: Weights::Files(files),
+            layout,
+            places,
+            attributes: Attributes::new(Strategy::StateDict),
+            progress: None,
+        })
+    }
+
+    /// Where the weights are: the file, or the directory that they were found in.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The small files that the model needs in addition to its weights: its configuration, and those of
+    /// its tokenizer. A bare file has none.
+    pub fn files(&self) -> &[(String, Vec<u8>)] {
+        &self.files
+    }
+
+    /// The same weights as another version of the model that is described: its tensors in that order,
+    /// and what a checkpoint does not say about them. False if it is another model.
+    fn arrange(&mut self, layout: &Layout, attributes: &Attributes) -> bool {
+        let same = |tensor: &weightsync_core::TensorSpec| {
+            let own = self.layout.index_of(&tensor.name)?;
+            let found = &self.layout.tensors()[own];
+            (found.dtype == tensor.dtype && found.shape == tensor.shape).then_some(own)
+        };
+        let order: Option<Vec<_>> = layout.tensors().iter().map(same).collect();
+        let Some(order) = order.filter(|order| order.len() == self.layout.len()) else {
+            return false;
+        };
+        self.places = order.into_iter().map(|own| self.places[own]).collect();
+        self.layout = layout.clone();
+        self.attributes = attributes.clone();
+        true
+    }
+
+    fn read_at(&self, place: (usize, usize), start: usize, piece: &mut [u8]) -> io::Result<()> {
+        match &self.weights {
+            Weights::Files(files) => files[place.0]
+                .read_at(place.1, start as u64, piece)
+                .map_err(io::Error::other)?,
+            Weights::Stored(snapshot) => {
+                let tensor = &snapshot.layout().tensors()[place.1];
+                let bytes = tensor.range.of(snapshot.bytes()).unwrap_or_default();
+                let bytes = bytes.get(start..start + piece.len());
+                piece.copy_from_slice(bytes.ok_or(io::ErrorKind::UnexpectedEof)?);
+            }
+        }
+        match &self.progress {
+            Some(progress) => progress.moved(piece.len()),
+            None => Ok(()),
+        }
+    }
+}
+
+impl WeightExtractor for Checkpoint {
+    fn layout(&self) -> weightsync_engine::Result<Layout> {
+        Ok(self.layout.clone())
+    }
+
+    fn extract(
+        &self,
+        take: &mut dyn FnMut(&[Extracted<'_>]) -> weightsync_engine::Result<()>,
+    ) -> weightsync_engine::Result<()> {
+        if let Some(progress) = &self.progress {
+            let bytes = self.layout.payload_bytes();
+            progress.begins(&self.path.display().to_string(), Work::Reads(bytes))?;
+        }
+        let reads = self.places.iter().map(|&place| {
+            move |whole: &mut [u8]| -> io::Result<()> {
+                let mut pieces = whole.chunks_mut(PIECE).enumerate();
+                pieces.try_for_each(|(number, piece)| self.read_at(place, number * PIECE, piece))
+            }
+        });
+        let reads: Vec<_> = reads.collect();
+        let tensors = self.layout.tensors().iter().zip(&reads);
+        let lent = tensors.map(|(tensor, read)| Extracted {
+            name: &tensor.name,
+            data: TensorData::Read {
+                dtype: tensor.dtype,
+                shape: &tensor.shape,
+                read,
+            },
+        });
+        take(&lent.collect::<Vec<_>>())
+    }
+
+    fn attributes(&self) -> weightsync_engine::Result<Attributes> {
+        Ok(self.attributes.clone())
+    }
+}
+
+/// Which file each tensor is in.
+fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
+    #[derive(Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let bytes = read_small(path, MAX_INDEX)?;
+    let index: Index = serde_json::from_slice(&bytes).map_err(|error| {
+        unusable(
+            path,
+            format!("it is not the index of a checkpoint: {error}"),
+        )
+    })?;
+    Ok(index.weight_map)
+}
+
+/// The bytes of a small, plain file.
+fn read_small(path: &Path, most: u64) -> Result<Vec<u8>> {
+    let name = || path.display().to_string();
+    let read = || -> io::Result<Vec<u8>> {
+        let file = open_plain(path)?;
+        let mut bytes = Vec::new();
+        file.take(most + 1).read_to_end(&mut bytes)?;
+        match bytes.len() as u64 > most {
+            true => Err(io::Error::other(format!(
+                "it is longer than {most} bytes, which is the most for a file like this"
+            ))),
+            false => Ok(bytes),
+        }
+    };
+    read().map_err(StoreError::file("reading", name()))
+}
+
+/// A file that is neither a device nor a pipe, whose end may never come.
+fn open_plain(path: &Path) -> io::Result<File> {
+    // Without O_NONBLOCK, opening a FIFO waits for its writer.
+    let mut options = OpenOptions::new();
+    let file = options
+        .read(true)
+        .custom_flags(OFlags::NONBLOCK.bits() as i32)
+        .open(path)?;
+    match file.metadata()?.is_file() {
+        true => Ok(file),
+        false => Err(io::Error::other("it is not a regular file")),
+    }
+}
+
+/// The files of a directory that a model needs in addition to its weights.
+fn extra_files(at: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+    if !at.is_dir() {
+        return Ok(Vec::new());
+    }
+    let mut dir = at.to_owned();
+    // Some trainers keep them apart from the weights.
+    let below = at.join("huggingface");
+    if !at.join("config.json").exists() && below.join("config.json").exists() {
+        dir = below;
+    }
+    let mut names = find::names(&dir)?;
+    names.retain(|name| belongs_to_model(name) && dir.join(name).is_file());
+    let mut files = Vec::with_capacity(names.len());
+    let mut left = MAX_FILES;
+    for name in names {
+        let bytes = read_small(&dir.join(&name), MAX_FILE.min(left))?;
+        left -= bytes.len() as u64;
+        files.push((name, bytes));
+    }
+    Ok(files)
+}
+
+/// Whether a file next to weights is one that programs read to make the model.
+fn belongs_to_model(name: &str) -> bool {
+    const NAMES: &[&str] = &[
+        "added_tokens.json",
+        "chat_template.json",
+        "config.json",
+        "merges.txt",
+        "modules.json",
+        "sentencepiece.bpe.model",
+        "special_tokens_map.json",
+        "spiece.model",
+    ];
+    let by_pattern = name.starts_with("tokenizer")
+        || name.starts_with("vocab")
+        || name.ends_with("_config.json")
+        || name.ends_with(".jinja");
+    (NAMES.contains(&name) || by_pattern)
+        && crate::writer::is_extra_file(name)
+        && !pickle::has_its_name(name)
+}
+
+fn unusable(path: &Path, what: impl Into<String>) -> StoreError {
+    StoreError::Checkpoint {
+        path: path.display().to_string(),
+        what: what.into(),
+    }
+}
+
+fn name_of(path: &Path) -> String {
+    path.file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .into_owned()
+}
+
+impl Store {
+    /// The files that were saved with the weights of a version: `config.json`, a tokenizer's. `model` is
+    /// not needed in a store of one model.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load`](Self::load), and [`StoreError::SeveralModels`].
+    pub fn files(&self, which: &Which, model: Option<&ModelId>) -> Result<Vec<(String, Vec<u8>)>> {
+        let read = self.read(which, &|manifest| {
+            self.extra_files(self.stored_model(manifest, model)?)
+        })?;
+        Ok(read.0)
+    }
+
+    /// The files next to the weights of an anchor, checked. The caller has a lease.
+    fn extra_files(&self, stored: &crate::format::Stored) -> Result<Vec<(String, Vec<u8>)>> {
+        let files = stored.anchor.files.iter();
+        let mut read = Vec::new();
+        for file in files.filter(|file| is_extra(file)) {
+            let path = stored.anchor.at.file(&stored.model, &file.name);
+            let mut bytes = Vec::new();
+            let damage = crate::anchor::check_file(
+                self.storage(),
+                &path,
+                file.bytes,
+                file.crc64,
+                &mut |piece| {
+                    bytes.extend_from_slice(piece);
+                    Ok(())
+                },
+            )?;
+            match damage {
+                Some(damage) => return Err(damage.into()),
+                None => read.push((file.name.clone(), bytes)),
+            }
+        }
+        Ok(read)
+    }
+}
+
+/// Whether a file of an anchor is neither weights nor their index.
+fn is_extra(file: &crate::format::FileEntry) -> bool {
+    !file.name.ends_with(crate::anchor::SAFETENSORS) && file.name != INDEX
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,207 @@
+//! Saving a checkpoint as the next version.
+
+use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
+use weightsync_engine::Snapshot;
+use weightsync_engine::transport::ModelSpec;
+use weightsync_simd::crc64;
+
+use super::{Checkpoint, is_extra};
+use crate::error::{Result, StoreError};
+use crate::format::{Crc, FileEntry, Stored, is_version_name};
+use crate::progress::Progress;
+use crate::retention::Keep;
+use crate::store::{ModelVersion, Store, Which};
+use crate::writer::{SaveOptions, Saved, Writer};
+
+/// The name of a model that nobody has named.
+const MODEL: &str = "policy";
+
+/// How a checkpoint is saved.
+#[derive(Clone, Debug, Default)]
+#[non_exhaustive]
+pub struct PushOptions {
+    /// The model whose version it is: the only one of the store, or `policy`, if it is not set.
+    pub model: Option<ModelId>,
+    /// Which versions the store keeps.
+    pub keep: Keep,
+    /// Saves all bytes, also of weights that changed little or not at all.
+    pub whole: bool,
+    /// A name for the version.
+    pub name: Option<String>,
+}
+
+/// What became of a checkpoint.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Pushed {
+    /// The model.
+    pub model: ModelId,
+    /// The version with these weights.
+    pub version: Version,
+    /// The digest of its bytes.
+    pub digest: Digest,
+    /// The bytes of its tensors.
+    pub bytes: u64,
+    /// The newest version before.
+    pub before: Option<Version>,
+    /// What was saved; `None` if the newest version has these weights already.
+    pub saved: Option<Saved>,
+    /// Files next to the weights that are others than before: the version was saved whole for them.
+    pub other_files: Vec<String>,
+}
+
+/// The newest version of the model, before.
+struct Newest {
+    stored: Stored,
+    spec: ModelSpec,
+    /// The files to save, and which of them differ from those that are there.
+    files: Vec<(String, Vec<u8>)>,
+    other_files: Vec<String>,
+}
+
+impl Store {
+    /// Saves a checkpoint as the next version of a model, if it is another one than the newest. It is
+    /// compared with that one, and only what changed is written where that is little. The small files
+    /// of the checkpoint are saved with it; a checkpoint without any keeps those of the newest version.
+    ///
+    /// The store is claimed as by [`Writer::claim`], so a trainer that writes there cannot go on. A
+    /// living sender is not disturbed: that is an error. If nothing is saved, nothing is claimed.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::InUse`], [`StoreError::SeveralModels`], [`StoreError::Name`], those of
+    /// [`Writer::save`] and of the checkpoint.
+    pub fn push(&self, mut checkpoint: Checkpoint, options: &PushOptions) -> Result<Pushed> {
+        if let Some(name) = options.name.as_ref().filter(|name| !is_version_name(name)) {
+            return Err(StoreError::Name { name: name.clone() });
+        }
+        let newest = self.newest_before(&checkpoint, options.model.as_ref())?;
+        let model = match (&options.model, &newest) {
+            (Some(model), _) => model.clone(),
+            (None, Some(newest)) => newest.stored.model.clone(),
+            (None, None) => ModelId::new(MODEL).map_err(weightsync_engine::Error::from)?,
+        };
+        let mut files = checkpoint.files.clone();
+        let (mut comparable, mut other_files) = (false, Vec::new());
+        if let Some(newest) = &newest {
+            comparable = checkpoint.arrange(&newest.spec.layout, &newest.spec.attributes);
+            files.clone_from(&newest.files);
+            other_files.clone_from(&newest.other_files);
+        }
+        checkpoint.progress = self.progress().map(Progress::clone);
+        let before = newest.as_ref().map(|newest| newest.stored.version);
+        let snapshot = {
+            let nobody = Run {
+                epoch: Epoch(0),
+                id: [0; 16],
+            };
+            Snapshot::of(model.as_str(), &checkpoint, nobody, Version::NONE)?
+        };
+        let digest = snapshot.digest();
+        let bytes = snapshot.layout().payload_bytes();
+        let pushed = |version, saved| Pushed {
+            model: model.clone(),
+            version,
+            digest,
+            bytes,
+            before,
+            saved,
+            other_files: other_files.clone(),
+        };
+        let named = |version| {
+            let name = options.name.as_ref();
+            let version = ModelVersion {
+                model: Some(model.clone()),
+                version,
+            };
+            name.map_or(Ok(()), |name| self.set_name(name, &version))
+        };
+        if let Some(newest) = &newest
+            && comparable
+            && newest.stored.digest == digest
+            && other_files.is_empty()
+            && !options.whole
+        {
+            named(newest.stored.version)?;
+            return Ok(pushed(newest.stored.version, None));
+        }
+        self.refuse_living_sender()?;
+        let save = SaveOptions {
+            keep: options.keep,
+            files,
+            ..SaveOptions::default()
+        };
+        let mut writer = Writer::claim(self, save)?;
+        // Compared with those of another layout, or with other files, it would be saved whole anyway.
+        if comparable && other_files.is_empty() && !options.whole {
+            writer.read_base()?;
+        }
+        let version = writer.version(&model).next();
+        let saved =
+            writer.save(&[renumbered(snapshot, writer.run(), version)?.with_digest(digest)])?;
+        named(version)?;
+        Ok(pushed(version, Some(saved)))
+    }
+
+    fn newest_before(
+        &self,
+        checkpoint: &Checkpoint,
+        model: Option<&ModelId>,
+    ) -> Result<Option<Newest>> {
+        let read = self.read(&Which::Newest, &|manifest| {
+            let stored = match model {
+                Some(id) => manifest.model(id),
+                None => Some(self.stored_model(manifest, None)?),
+            };
+            let Some(stored) = stored else {
+                return Ok(None);
+            };
+            let mut other_files = Vec::new();
+            let files = match checkpoint.files.is_empty() {
+                true => self.extra_files(stored)?,
+                false => {
+                    other_files = differing(&checkpoint.files, &stored.anchor.files);
+                    checkpoint.files.clone()
+                }
+            };
+            Ok(Some(Newest {
+                stored: stored.clone(),
+                spec: self.spec(&stored.model, &stored.spec)?,
+                files,
+                other_files,
+            }))
+        });
+        match read {
+            Ok((newest, _)) => Ok(newest),
+            Err(StoreError::Empty { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// The names of files that one has and the other has not, or that differ.
+fn differing(files: &[(String, Vec<u8>)], there: &[FileEntry]) -> Vec<String> {
+    let there = || there.iter().filter(|file| is_extra(file));
+    let changed = files.iter().filter(|(name, bytes)| {
+        !there().any(|file| {
+            file.name == *name
+                && file.bytes == bytes.len() as u64
+                && file.crc64 == Crc(crc64(bytes))
+        })
+    });
+    let changed = changed.map(|(name, _)| name.clone());
+    let gone = there().filter(|file| !files.iter().any(|(name, _)| *name == file.name));
+    changed.chain(gone.map(|file| file.name.clone())).collect()
+}
+
+/// The same weights as a version of a run.
+fn renumbered(snapshot: Snapshot, run: Run, version: Version) -> Result<Snapshot> {
+    let spec = ModelSpec {
+        id: snapshot.model().clone(),
+        layout: snapshot.layout().clone(),
+        attributes: snapshot.attributes().clone(),
+    };
+    let image = snapshot.into_image();
+    let image = image.unwrap_or_else(|| unreachable!("nobody else has it"));
+    Ok(Snapshot::received(&spec, run, version, image)?)
+}
