@@ -147,7 +147,6 @@ impl Checkpoint {
             files.push(file);
         }
         let lacking = index.iter().flatten();
-        let lacking = lacking.map(|(tensor, file)| (tensor, file));
         if let Some((tensor, file)) = lacking.clone().find(|(name, _)| !seen.contains_key(*name)) {
             let what =
                 format!("its index has tensor {tensor:?} in {file:?}, which does not have it");

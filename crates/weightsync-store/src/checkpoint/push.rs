@@ -8,7 +8,6 @@ use weightsync_simd::crc64;
 use super::{Checkpoint, is_extra};
 use crate::error::{Result, StoreError};
 use crate::format::{Crc, FileEntry, Stored, is_version_name};
-use crate::progress::Progress;
 use crate::retention::Keep;
 use crate::store::{ModelVersion, Store, Which};
 use crate::writer::{SaveOptions, Saved, Writer};
@@ -88,7 +87,7 @@ impl Store {
             files.clone_from(&newest.files);
             other_files.clone_from(&newest.other_files);
         }
-        checkpoint.progress = self.progress().map(Progress::clone);
+        checkpoint.progress = self.progress().cloned();
         let before = newest.as_ref().map(|newest| newest.stored.version);
         let snapshot = {
             let nobody = Run {

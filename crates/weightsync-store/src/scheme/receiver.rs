@@ -8,7 +8,7 @@ use weightsync_core::{Run, Version};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
 };
-use weightsync_engine::{Error, Member, Result, SetSnapshot};
+use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot};
 
 use super::{
     AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
@@ -37,7 +37,9 @@ pub(super) struct StoreReceiver {
     seen: u64,
     /// The newest that was read.
     held: Option<SetSnapshot>,
-    /// The same, if a question came across it and it is still to be handed over.
+    /// The one before, in whose memory the next is read if the worker has dropped it.
+    before: Option<SetSnapshot>,
+    /// The newest, if a question came across it and it is still to be handed over.
     unasked: Option<SetSnapshot>,
     status: Status,
     /// What was wrong with the head when that was said last.
@@ -104,6 +106,7 @@ impl StoreReceiver {
             head: Vec::new(),
             seen: 0,
             held: None,
+            before: None,
             unasked: None,
             status: Status::default(),
             damage: None,
@@ -158,7 +161,7 @@ impl StoreReceiver {
             return Ok(None); // it was about models that this worker does not want
         }
         let set = SetSnapshot::new(place.sequence, members);
-        self.held = Some(set.clone());
+        self.before = self.held.replace(set.clone());
         self.status.staged = place.sequence;
         self.say()?;
         Ok(Some(set))
@@ -166,18 +169,29 @@ impl StoreReceiver {
 
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
-    fn read(&self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
+    fn read(&mut self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
             return Ok(None);
         };
-        self.read_models(&manifest)
+        let before = self.before.take();
+        let spares = before.iter().flat_map(SetSnapshot::members);
+        let spares: Vec<_> = spares.map(|member| member.snapshot.clone()).collect();
+        drop(before);
+        self.read_models(&manifest, spares)
     }
 
-    fn read_models(&self, manifest: &Manifest) -> Result<Option<Vec<Member>>, StoreError> {
+    /// Reads every wanted model, in the memory of `spares` that nobody else holds.
+    fn read_models(
+        &self,
+        manifest: &Manifest,
+        spares: Vec<Snapshot>,
+    ) -> Result<Option<Vec<Member>>, StoreError> {
         let mut members = Vec::new();
+        let mut spares = spares.into_iter();
         for (index, spec) in self.models.iter().enumerate() {
+            let spare = spares.next();
             let Some(stored) = manifest.model(&spec.id) else {
                 return Ok(None);
             };
@@ -188,7 +202,10 @@ impl StoreReceiver {
             let held = held.filter(|held| held.version() == stored.version);
             let snapshot = match held {
                 Some(held) => held.clone(),
-                None => self.store.load_model(manifest, stored, None)?,
+                None => {
+                    let spare = spare.and_then(Snapshot::into_image);
+                    self.store.load_model(manifest, stored, spare)?
+                }
             };
             if snapshot.layout() != &spec.layout {
                 // A version of an earlier sender of another model.
@@ -269,7 +286,7 @@ impl StoreReceiver {
             match catalog::manifest(self.store.storage(), place)? {
                 // It was removed meanwhile, and the next catalog says so.
                 None => {}
-                Some(manifest) => match self.read_models(&manifest)? {
+                Some(manifest) => match self.read_models(&manifest, Vec::new())? {
                     Some(members) => return Ok(SetSnapshot::new(0, members)),
                     None => return Err(none(Vec::new())),
                 },

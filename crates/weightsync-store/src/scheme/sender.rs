@@ -37,6 +37,8 @@ pub(super) struct StoreSender {
     writer: Writer,
     /// The newest version of each model and those kept before it, oldest first.
     kept: Vec<VecDeque<Snapshot>>,
+    /// Memory of an older version of each model, to be written again.
+    spare: Vec<Option<Image>>,
     history: usize,
     registry: Mutex<Registry>,
     /// The newest publication that a worker refused.
@@ -81,6 +83,7 @@ impl StoreSender {
         let presence = announce(&*storage, SENDER, &about)?;
         Ok(Self {
             kept: vec![VecDeque::new(); about.models.len()],
+            spare: vec![None; about.models.len()],
             models: about.models,
             history: usize::from(opening.options.history),
             registry: Mutex::new(Registry {
@@ -139,13 +142,17 @@ fn announce(
 impl SenderTransport for StoreSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
         let workers = self.registry().look_for_all();
-        let members = models.iter().map(|model| StagedModel {
-            model: *model,
-            version: self.version(*model).next(),
-            image: Image::zeros(&self.models[*model].layout),
-        });
+        let mut members = Vec::new();
+        for &model in models {
+            let spare = self.spare[model].take();
+            members.push(StagedModel {
+                model,
+                version: self.version(model).next(),
+                image: spare.unwrap_or_else(|| Image::zeros(&self.models[model].layout)),
+            });
+        }
         Ok(Box::new(StagedSet {
-            members: members.collect(),
+            members,
             workers,
             sender: self,
             waits_for_late: false,
@@ -331,7 +338,9 @@ impl Staging for StagedSet<'_> {
             let kept = &mut sender.kept[*model];
             kept.push_back(snapshot);
             while kept.len() > sender.history + 1 {
-                kept.pop_front();
+                let old = kept.pop_front();
+                // If nobody else has it.
+                sender.spare[*model] = old.and_then(Snapshot::into_image);
             }
         }
         let concerned = workers.into_iter().filter(|worker| {

@@ -9,6 +9,8 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, SyncSender};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::format::DATA;
@@ -118,8 +120,11 @@ impl Storage for Directory {
     }
 
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
-        let file = Unfinished::new(self.path(path))?;
-        Ok(Box::new(file))
+        Ok(Box::new(Uploading {
+            unfinished: Unfinished::new(self.path(path))?,
+            pending: 0,
+            flusher: None,
+        }))
     }
 
     fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
@@ -249,7 +254,7 @@ impl Unfinished {
     }
 
     /// Renames it into its place; `synced`, when it is on the disk.
-    fn place(mut self, synced: bool) -> io::Result<()> {
+    fn place(&mut self, synced: bool) -> io::Result<()> {
         if synced {
             self.file.sync_all()?;
         }
@@ -262,13 +267,79 @@ impl Unfinished {
     }
 }
 
-impl Upload for Unfinished {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all(bytes)
+/// A large file, which goes to the disk while the rest of it is written.
+struct Uploading {
+    unfinished: Unfinished,
+    /// Bytes written since the disk was asked to take them.
+    pending: usize,
+    flusher: Option<Flusher>,
+}
+
+/// A thread that syncs a file each time it is told to.
+struct Flusher {
+    wake: SyncSender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl Uploading {
+    /// How many bytes make a sync worth it.
+    const FLUSHED: usize = 64 << 20;
+
+    /// Has what was written so far go to the disk.
+    fn flush(&mut self) -> io::Result<()> {
+        let flusher = match &mut self.flusher {
+            Some(flusher) => flusher,
+            none => none.insert(Flusher::start(self.unfinished.file.try_clone()?)?),
+        };
+        // If the thread is still busy, it is asked again after the next bytes.
+        if flusher.wake.try_send(()).is_ok() {
+            self.pending = 0;
+        }
+        Ok(())
+    }
+}
+
+impl Flusher {
+    fn start(file: File) -> io::Result<Self> {
+        let (wake, woken) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("weightsync-flush".into())
+            .spawn(move || woken.iter().try_for_each(|()| file.sync_data()))?;
+        Ok(Self { wake, thread })
     }
 
-    fn finish(self: Box<Self>) -> io::Result<()> {
-        self.place(true)
+    /// Ends the thread. Its error is the file's: the system tells each of them once.
+    fn end(self) -> io::Result<()> {
+        drop(self.wake);
+        let panicked = |_| Err(io::Error::other("the thread that syncs the file panicked"));
+        self.thread.join().unwrap_or_else(panicked)
+    }
+}
+
+impl Upload for Uploading {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.unfinished.file.write_all(bytes)?;
+        self.pending += bytes.len();
+        match self.pending < Self::FLUSHED {
+            true => Ok(()),
+            false => self.flush(),
+        }
+    }
+
+    fn finish(mut self: Box<Self>) -> io::Result<()> {
+        if let Some(flusher) = self.flusher.take() {
+            flusher.end()?;
+        }
+        self.unfinished.place(true)
+    }
+}
+
+impl Drop for Uploading {
+    fn drop(&mut self) {
+        if let Some(flusher) = self.flusher.take() {
+            // The file is removed, whatever became of it.
+            let _ = flusher.end();
+        }
     }
 }
 
