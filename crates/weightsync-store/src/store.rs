@@ -676,10 +676,18 @@ impl Store {
                 _ => high = middle,
             }
         }
-        match found {
-            Some((place, got)) if got == asked.version => Ok(place),
-            _ => Err(self.no_such_version(catalog, asked)?),
+        if let Some((place, got)) = found
+            && got == asked.version
+        {
+            return Ok(place);
         }
+        // One that cannot be read, between those before it and those after it, may be the one.
+        for &place in &places[low..] {
+            if catalog::manifest(self.storage(), place)?.is_some() {
+                break;
+            }
+        }
+        Err(self.no_such_version(catalog, asked)?)
     }
 
     /// The newest version of the store, if the model has the version asked for in it or a later one.

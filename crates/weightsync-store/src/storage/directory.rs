@@ -66,7 +66,10 @@ impl Directory {
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
                 },
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    let text = format!("{}: {error}", path.display());
+                    return Err(io::Error::new(error.kind(), text));
+                }
             }
             if Instant::now() > until {
                 return Err(io::Error::new(
