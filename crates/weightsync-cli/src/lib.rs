@@ -12,8 +12,8 @@ mod diff;
 mod net;
 mod output;
 mod plot;
-#[cfg(any(feature = "demo", feature = "net"))]
 mod signals;
+mod store;
 mod words;
 
 use std::ffi::OsString;
@@ -34,8 +34,8 @@ pub struct Program {
 /// Runs the command with the arguments after its name, and returns the exit code.
 ///
 /// What it has to say goes to the process's standard output and standard error. A pipe that its
-/// reader has closed is no failure. `relay` and `demo` watch SIGINT, SIGTERM and SIGHUP, and end in
-/// order; the others leave signals as the process has them.
+/// reader has closed is no failure. `relay`, `demo` and the commands of stores watch SIGINT, SIGTERM and SIGHUP,
+/// and end in order; the others leave signals as the process has them.
 pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let words = std::iter::once("weightsync".into()).chain(arguments);
     let parsed = program
@@ -86,6 +86,34 @@ enum Action {
     /// The exit code is 0 if all tensors are the same, 1 if any differs or is in one file only, and
     /// 2 if the files cannot be compared. Metadata is reported, but does not count.
     Diff(diff::Args),
+    /// Save a checkpoint as the next version of a store
+    ///
+    /// The checkpoint is a safetensors file, or a directory of Hugging Face's layout with its
+    /// configuration and tokenizer, which are saved with it. Of a directory with `global_step_N`
+    /// directories the newest is taken. A pickled checkpoint is refused.
+    ///
+    /// The weights are compared with those of the newest version, and where little changed, only the
+    /// changes are saved. If nothing changed, nothing is saved. The store is taken over from a trainer
+    /// that writes there; while a sender uses it, it is left alone.
+    Push(store::PushArgs),
+    /// Write a version of a store to a directory, as a checkpoint that transformers and vLLM load
+    ///
+    /// The directory has its name only when it is whole. If it has one already from an earlier pull, the
+    /// two are exchanged in one step, as far as the file system can do that.
+    Pull(store::PullArgs),
+    /// Show the versions of a store, and who wrote them
+    ///
+    /// The newest is first. The table says for each what was stored for it, what loading it reads, which
+    /// share of its elements changed, and its names. `whole` are those that need no other version. What
+    /// is damaged is listed at the end; weights are not read for that, but by `scrub --store`.
+    Log(store::LogArgs),
+    /// Run a command for each new version of a store
+    ///
+    /// The version is written to a directory of its own, and the command is run by the shell. If
+    /// several came meanwhile, the newest is taken. A command that fails is reported, and watching goes
+    /// on. When a command has succeeded, older directories are removed, but for one. Ctrl-C ends
+    /// watching and the command; a second one does not wait for it.
+    Watch(store::WatchArgs),
     /// Carry a sender's versions to the workers of this host, and on to the next host
     #[cfg(feature = "net")]
     Relay(net::RelayArgs),
@@ -98,26 +126,27 @@ enum Action {
     /// it is the difference between the version of a model and the worker's.
     #[cfg(feature = "net")]
     Status(net::Asked),
-    /// Compare what every host holds with what was published
+    /// Compare what every host holds, or a store, with what was published
     ///
     /// Every relay, and every worker without one, makes the digest of all bytes of the versions it
     /// holds. The sender compares these digests with its own and names the versions that differ.
     /// Nothing more is made from such a version or passed on. The next version goes to that host
     /// whole; its workers run what they have until then. The same happens automatically at every
-    /// 64th version.
+    /// 64th version. This needs the commands for many hosts.
+    ///
+    /// With --store, every file of a store is read and compared with its checksum, and every version
+    /// is loaded and compared with its digest. Nothing is changed.
     ///
     /// The exit code is 0 if all is the same, 1 if any is not, and 2 if no answer came, or some
     /// could not be compared: it was replaced by a newer version meanwhile, or its host was gone.
-    #[cfg(feature = "net")]
-    Scrub(net::Asked),
+    Scrub(store::ScrubArgs),
 }
 
 impl Action {
     fn run(self, program: &Program) -> u8 {
         let failure = match self {
             Action::Diff(_) => diff::TROUBLE,
-            #[cfg(feature = "net")]
-            Action::Scrub(_) => net::TROUBLE,
+            Action::Scrub(_) => store::TROUBLE,
             _ => FAILURE,
         };
         let done = match self {
@@ -129,8 +158,11 @@ impl Action {
             Action::Relay(args) => net::relay(&args),
             #[cfg(feature = "net")]
             Action::Status(args) => net::status(&args),
-            #[cfg(feature = "net")]
-            Action::Scrub(args) => net::scrub(&args),
+            Action::Push(args) => store::push(&args),
+            Action::Pull(args) => store::pull(&args),
+            Action::Log(args) => store::log(&args),
+            Action::Watch(args) => store::watch(&args),
+            Action::Scrub(args) => store::scrub(&args),
         };
         done.unwrap_or_else(|error| {
             eprintln!("weightsync: {error}");

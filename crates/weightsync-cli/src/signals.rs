@@ -15,6 +15,7 @@ use signal_hook::{
 
 /// The signals that end a command. A second one ends it at once: the demo's workers
 /// end by their lifelines, whatever the trainer does.
+#[derive(Clone)]
 pub struct Signals {
     caught: Arc<AtomicUsize>,
 }

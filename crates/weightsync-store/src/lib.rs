@@ -34,7 +34,7 @@ mod threads;
 mod writer;
 
 pub use self::address::Address;
-pub use self::checkpoint::{Checkpoint, Pulled, PushOptions, Pushed};
+pub use self::checkpoint::{Checkpoint, PULL_MARK, Pulled, PushOptions, Pushed};
 pub use self::error::{Damage, Result, StoreError};
 pub use self::progress::Work;
 pub use self::retention::Keep;

@@ -10,7 +10,7 @@ use weightsync_engine::InitInfo;
 use weightsync_net::Token;
 
 pub use relay::{Args as RelayArgs, run as relay};
-pub use scrub::{TROUBLE, run as scrub};
+pub use scrub::run as scrub;
 pub use status::run as status;
 
 /// Where the credentials are.
@@ -29,13 +29,13 @@ pub struct Key {
 #[derive(clap::Args)]
 pub struct Asked {
     /// The sender, as HOST:PORT
-    #[arg(value_name = "HOST:PORT", required_unless_present = "info")]
+    #[arg(value_name = "HOST:PORT")]
     sender: Option<String>,
     #[command(flatten)]
     key: Key,
     /// As JSON
     #[arg(long)]
-    json: bool,
+    pub json: bool,
     /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,

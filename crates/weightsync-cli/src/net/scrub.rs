@@ -6,11 +6,9 @@ use weightsync_net::scrub::{Check, Scrub, Verdict};
 
 use super::Asked;
 use crate::output::print;
+use crate::store::TROUBLE;
 use crate::words::{counted, shown};
 use crate::{FAILURE, SUCCESS};
-
-/// The exit code where not everything could be compared.
-pub const TROUBLE: u8 = 2;
 
 /// Asks, and shows the answer.
 pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {

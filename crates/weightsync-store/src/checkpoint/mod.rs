@@ -24,7 +24,7 @@ use crate::error::{Result, StoreError};
 use crate::progress::{Progress, Work};
 use crate::store::{Store, Which};
 
-pub use self::pull::Pulled;
+pub use self::pull::{PULL_MARK, Pulled};
 pub use self::push::{PushOptions, Pushed};
 
 /// The longest file that is taken along with the weights, and the most bytes of all of them.

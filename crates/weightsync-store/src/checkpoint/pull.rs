@@ -19,8 +19,8 @@ use crate::storage::{Directory, Metered, Storage, unique};
 use crate::store::{Store, Which};
 use crate::writer::SaveOptions;
 
-/// The file by which a directory is known to be one that was written here.
-const MARK: &str = "weightsync.json";
+/// The file by which a directory is known to be one that [`Store::pull`] wrote.
+pub const PULL_MARK: &str = "weightsync.json";
 
 /// A version that was written out.
 #[derive(Clone, Debug)]
@@ -73,7 +73,7 @@ impl Store {
             let files = self.extra_files(stored)?;
             Ok((snapshot, stored.digest, manifest.place.sequence, files))
         })?;
-        files.retain(|(name, _)| name != MARK);
+        files.retain(|(name, _)| name != PULL_MARK);
         let unfinished = Unfinished::new(&target)?;
         let mut storage: Arc<dyn Storage> = Arc::new(Directory::new(&unfinished.path));
         if let Some(progress) = self.progress() {
@@ -92,7 +92,7 @@ impl Store {
         };
         let text = serde_json::to_vec_pretty(&mark);
         let text = text.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"));
-        anchor::write_file(&*storage, "", MARK, [&text[..]].into_iter())?;
+        anchor::write_file(&*storage, "", PULL_MARK, [&text[..]].into_iter())?;
         unfinished.place(&target)?;
         Ok(Pulled {
             path: target.path,
@@ -152,15 +152,15 @@ impl Target {
         if names.is_empty() {
             return Ok(false);
         }
-        let mark = match names.iter().any(|name| name == MARK) {
-            true => read_small(&self.path.join(MARK), MAX_INDEX)?,
+        let mark = match names.iter().any(|name| name == PULL_MARK) {
+            true => read_small(&self.path.join(PULL_MARK), MAX_INDEX)?,
             false => Vec::new(),
         };
         let Ok(mark) = serde_json::from_slice::<Mark>(&mark) else {
             return Err(occupied("it is not empty, and no pull wrote it".into()));
         };
         let other = names.iter().find(|name| {
-            let ours = *name == MARK || mark.files.contains(*name);
+            let ours = *name == PULL_MARK || mark.files.contains(*name);
             !ours || self.path.join(name).is_dir()
         });
         match other {

@@ -1,0 +1,125 @@
+//! The command that is run for a version.
+
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use weightsync_store::Pulled;
+
+use crate::signals::Signals;
+
+/// How often it is looked whether it has ended, or a signal has come.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// How long it has to end after a signal, before it is killed.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Runs the command to its end. `None` if a signal came: then it has ended, too, and all that it started
+/// and left in its process group.
+pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Option<ExitStatus>> {
+    let mut child = Command::new("sh")
+        .arg("-c")
+        .arg(script(command))
+        .arg("sh")
+        .arg(&pulled.path)
+        .env("WEIGHTSYNC_CHECKPOINT", &pulled.path)
+        .env("WEIGHTSYNC_VERSION", pulled.version.0.to_string())
+        .env("WEIGHTSYNC_MODEL", pulled.model.as_str())
+        .env("WEIGHTSYNC_DIGEST", pulled.digest.to_string())
+        .stdin(Stdio::null())
+        // So that a signal reaches what the shell has started.
+        .process_group(0)
+        .spawn()
+        .map_err(|error| io::Error::new(error.kind(), format!("starting the shell: {error}")))?;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if signals.caught().is_some() {
+            end(&mut child)?;
+            return Ok(None);
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Ends a process group.
+fn end(child: &mut Child) -> io::Result<()> {
+    let group = Pid::from_child(child);
+    let _ = kill_process_group(group, Signal::TERM);
+    let until = Instant::now() + GRACE;
+    // It is not reaped, so that its number is nobody else's.
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    while waitid(WaitId::Pid(group), options)?.is_none() && Instant::now() < until {
+        thread::sleep(LOOK);
+    }
+    let _ = kill_process_group(group, Signal::KILL);
+    child.wait().map(drop)
+}
+
+/// The command for the shell. `{}` becomes the shell's own word for its first argument, quoted as the
+/// place demands: no path can say anything to the shell.
+fn script(command: &str) -> String {
+    let mut script = String::with_capacity(command.len() + 8);
+    // The quotation mark that is open.
+    let mut open = None;
+    let mut rest = command.chars().peekable();
+    while let Some(one) = rest.next() {
+        match (one, open) {
+            ('{', _) if rest.peek() == Some(&'}') => {
+                rest.next();
+                script += match open {
+                    None => "\"$1\"",
+                    Some('"') => "${1}",
+                    Some(_) => "'\"$1\"'",
+                };
+                continue;
+            }
+            ('\\', None | Some('"')) => {
+                script.push(one);
+                script.extend(rest.next());
+                continue;
+            }
+            ('"' | '\'', None) => open = Some(one),
+            (mark, Some(opened)) if mark == opened => open = None,
+            _ => {}
+        }
+        script.push(one);
+    }
+    script
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_one_word_wherever_they_stand() {
+        let path = "/tmp/a b'c\"d$(touch x)`e`\\f*\n{}";
+        for (command, expected) in [
+            ("printf %s {}", path.to_owned()),
+            ("printf %s \"{}/x\"", format!("{path}/x")),
+            ("printf %s 'at {}/x'", format!("at {path}/x")),
+            ("printf %s \"it's {}\"", format!("it's {path}")),
+            ("printf %s '\"'{}", format!("\"{path}")),
+            ("printf %s \\'{}", format!("'{path}")),
+            ("printf %s \"\\\"{}\"", format!("\"{path}")),
+            ("printf %s {}{}", format!("{path}{path}")),
+            ("printf %s {", "{".into()),
+            ("printf none", "none".into()),
+        ] {
+            let output = Command::new("sh")
+                .args(["-c", &script(command), "sh", path])
+                .output()
+                .unwrap();
+            assert_eq!(
+                String::from_utf8(output.stdout).unwrap(),
+                expected,
+                "{command}"
+            );
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! `weightsync watch`: a command is run for each new version of a store.
+
+mod command;
+
+use std::error::Error;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use weightsync_core::{ModelId, Remedy, Version};
+use weightsync_engine::interruptible;
+use weightsync_engine::transport::interrupt;
+use weightsync_store::{ModelVersion, Pulled, Store, StoreError, StoredVersion, Which};
+
+use crate::signals::Signals;
+use crate::words::shown;
+use crate::{FAILURE, SUCCESS};
+
+/// How many directories are kept: that of the version which runs, and the one before.
+const KEPT: usize = 2;
+
+/// How long a store that fails is left alone, at first and at most.
+const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
+/// What `watch` is asked for.
+#[derive(clap::Args)]
+#[command(after_long_help = VARIABLES)]
+pub struct Args {
+    /// The store; it need not have a version yet
+    #[arg(value_name = "STORE")]
+    store: String,
+    /// The command for the shell; {} is the path of the version's directory, as one word
+    #[arg(long, value_name = "CMD")]
+    exec: String,
+    /// Where the directories of versions go: DIR/v12 [default: a temporary directory, below TMPDIR,
+    /// that is removed in the end]
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+    /// The model [default: the only one of the store]
+    #[arg(long, value_name = "NAME", value_parser = super::model)]
+    model: Option<ModelId>,
+    /// End after one version, with exit code 0 if its command succeeded, else 1
+    #[arg(long)]
+    once: bool,
+    /// Leave out the version that is there at the start
+    #[arg(long)]
+    new_only: bool,
+}
+
+const VARIABLES: &str = "\
+The command finds in its environment:
+  WEIGHTSYNC_CHECKPOINT  the path of the directory
+  WEIGHTSYNC_VERSION     the version of the model
+  WEIGHTSYNC_MODEL       the name of the model
+  WEIGHTSYNC_DIGEST      the digest of its bytes";
+
+/// Watches until a signal comes.
+pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+    let signals = Signals::watch()?;
+    super::ended(watch(args, &signals), &signals)
+}
+
+fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
+    let store = super::open(&args.store, signals)?;
+    // Removed when it is dropped, however watching ends.
+    let temporary = match &args.out {
+        Some(_) => None,
+        None => Some(tempfile::Builder::new().prefix("weightsync-").tempdir()?),
+    };
+    let out = match (&args.out, &temporary) {
+        (Some(out), _) => out.clone(),
+        (None, Some(temporary)) => temporary.path().into(),
+        (None, None) => unreachable!("one of the two is there"),
+    };
+    let mut watched = Watched {
+        store,
+        model: args.model.clone(),
+        out,
+        seen: None,
+        ran: None,
+        pause: PAUSES[0],
+    };
+    if args.new_only {
+        let newest = watched.store.wait_newer(None, Some(Duration::ZERO))?;
+        watched.seen = newest.map(|newest| newest.sequence);
+    }
+    let check = || signals.caught().is_some();
+    loop {
+        let pulled = match interruptible(check, || watched.next()) {
+            Ok(Some(pulled)) => pulled,
+            Ok(None) => continue,
+            Err(error) if check() => return Err(error.into()),
+            Err(error) if error.remedy() == Remedy::Retry => {
+                eprintln!("weightsync: {}", shown(&error.to_string()));
+                interruptible(check, || interrupt::sleep(watched.pause))?;
+                watched.pause = PAUSES[1].min(watched.pause * 2);
+                continue;
+            }
+            Err(error) => return Err(error.into()),
+        };
+        watched.pause = PAUSES[0];
+        super::warn(&pulled.damage);
+        let name = format!("{} {}", shown(pulled.model.as_str()), pulled.version);
+        let Some(status) = command::run(&args.exec, &pulled, signals)? else {
+            // A signal ended it.
+            return Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal));
+        };
+        match status.success() {
+            true => {
+                eprintln!("weightsync: {name}: the command succeeded");
+                watched.remove_older(pulled.version);
+            }
+            false => eprintln!("weightsync: {name}: the command failed: {status}"),
+        }
+        if args.once {
+            return Ok(if status.success() { SUCCESS } else { FAILURE });
+        }
+    }
+}
+
+struct Watched {
+    store: Store,
+    model: Option<ModelId>,
+    out: PathBuf,
+    /// The newest version of the store that needs no more looking at.
+    seen: Option<u64>,
+    /// The version of the model for which the command ran last.
+    ran: Option<Version>,
+    pause: Duration,
+}
+
+impl Watched {
+    /// Waits for a version, and writes it out. `None` if it is not one to run the command for.
+    fn next(&mut self) -> Result<Option<Pulled>, StoreError> {
+        let Some(newest) = self.store.wait_newer(self.seen, None)? else {
+            return Ok(None);
+        };
+        let mut pulled = self.pull(&newest);
+        if let Err(StoreError::Damaged(damage)) = &pulled {
+            eprintln!("weightsync: {}", shown(&damage.to_string()));
+            pulled = self.pull_before(newest.sequence);
+        }
+        match pulled {
+            // It was removed meanwhile, so there is a newer one.
+            Err(StoreError::NoSuchVersion { .. }) => Ok(None),
+            pulled => {
+                let pulled = pulled?;
+                self.seen = Some(newest.sequence);
+                self.ran = pulled.as_ref().map(|one| one.version).or(self.ran);
+                Ok(pulled)
+            }
+        }
+    }
+
+    /// The newest version before one that is damaged, and after those that were seen.
+    fn pull_before(&self, sequence: u64) -> Result<Option<Pulled>, StoreError> {
+        let versions = self.store.versions()?.versions;
+        let between = versions
+            .iter()
+            .rev()
+            .filter(|version| version.sequence < sequence && Some(version.sequence) > self.seen);
+        for version in between {
+            match self.pull(version) {
+                Err(StoreError::Damaged(damage)) => {
+                    eprintln!("weightsync: {}", shown(&damage.to_string()));
+                }
+                pulled => return pulled,
+            }
+        }
+        Ok(None)
+    }
+
+    fn pull(&self, version: &StoredVersion) -> Result<Option<Pulled>, StoreError> {
+        let models = &version.models;
+        let stored = match &self.model {
+            Some(id) => models.iter().find(|stored| stored.model == *id),
+            None => models.first(),
+        };
+        let asked = stored.map_or(Version::NONE, |stored| stored.version);
+        // The store has a new version of another model, or no version of this one yet.
+        if self.model.is_some() && stored.is_none() || self.ran >= Some(asked) {
+            return Ok(None);
+        }
+        let which = Which::Exactly(ModelVersion {
+            model: self.model.clone(),
+            version: asked,
+        });
+        let out = self.out.join(format!("v{}", asked.0));
+        let pulled = self.store.pull(&which, self.model.as_ref(), &out)?;
+        Ok(Some(pulled))
+    }
+
+    /// Removes directories of older versions, but for the newest of them.
+    fn remove_older(&self, than: Version) {
+        let mut older: Vec<_> = versions_in(&self.out)
+            .into_iter()
+            .filter(|(version, _)| *version <= than.0)
+            .collect();
+        older.sort();
+        older.reverse();
+        for (_, path) in older.into_iter().skip(KEPT) {
+            if let Err(error) = fs::remove_dir_all(&path) {
+                eprintln!("weightsync: {} is not removed: {error}", path.display());
+            }
+        }
+    }
+}
+
+/// The directories that watching has made.
+fn versions_in(out: &Path) -> Vec<(u64, PathBuf)> {
+    let entries = fs::read_dir(out).into_iter().flatten().flatten();
+    let versions = entries.filter_map(|entry| {
+        let name = entry.file_name();
+        let version = name.to_str()?.strip_prefix('v')?.parse().ok()?;
+        let path = entry.path();
+        path.join(weightsync_store::PULL_MARK)
+            .is_file()
+            .then_some((version, path))
+    });
+    versions.collect()
+}
