@@ -34,7 +34,7 @@ impl Store {
     }
 
     /// Every version, oldest first, and what is damaged: a file, and what is wrong.
-    fn versions(&self, py: Python<'_>) -> PyResult<(Vec<StoredVersion>, Vec<(String, String)>)> {
+    fn versions(&self, py: Python<'_>) -> PyResult<(Vec<StoredVersion>, Vec<Damaged>)> {
         let found = released(py, || Ok(self.0.versions()?))?;
         let versions = found.versions.into_iter();
         let versions = versions.map(|version| StoredVersion::of(py, version));
@@ -43,13 +43,12 @@ impl Store {
     }
 
     /// Loads a version, and waits for it; None at the deadline. And what was found to be damaged.
-    #[expect(clippy::type_complexity, reason = "a pair for Python")]
     fn load(
         &self,
         py: Python<'_>,
         asked: Asked,
         timeout: Option<Seconds>,
-    ) -> PyResult<Option<(SetSnapshot, Vec<(String, String)>)>> {
+    ) -> PyResult<Option<(SetSnapshot, Vec<Damaged>)>> {
         let timeout = timeout_of(timeout);
         let which = which(asked)?;
         let loaded = released(py, || Ok(self.0.wait(&which, timeout)?))?;
@@ -239,11 +238,7 @@ pub struct Saving(weightsync_store::Saving);
 impl Saving {
     /// Waits for the end: `durable`, `failed` or `superseded`, and what was saved or why not; None at the
     /// deadline.
-    fn wait(
-        &self,
-        py: Python<'_>,
-        timeout: Option<Seconds>,
-    ) -> PyResult<Option<(&'static str, Option<SavedVersion>, Option<String>)>> {
+    fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<Ended>> {
         let timeout = timeout_of(timeout);
         let outcome = released(py, || Ok(self.0.wait(timeout)?))?;
         Ok(outcome.map(|outcome| match outcome {
@@ -253,6 +248,12 @@ impl Saving {
         }))
     }
 }
+
+/// A damaged file, and what is wrong with it.
+type Damaged = (String, String);
+
+/// How a save ended, what was saved, and why it failed.
+type Ended = (&'static str, Option<SavedVersion>, Option<String>);
 
 /// A saved version: its number in the store, bytes written, bytes of the weights, the models'
 /// versions, and which share of the elements changed.
@@ -340,7 +341,7 @@ pub struct StoredModel {
     directory: String,
 }
 
-fn parts(damage: Damage) -> (String, String) {
+fn parts(damage: Damage) -> Damaged {
     (damage.file, damage.what)
 }
 
