@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
+use weightsync_core::Layout;
 use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
-use weightsync_core::{Digest, Layout};
 use weightsync_engine::Snapshot;
 use weightsync_engine::safetensors_format::{Header, Shard};
 use weightsync_engine::transport::{Image, ModelSpec};

@@ -20,6 +20,9 @@ mod catalog;
 mod delta_file;
 mod error;
 mod format;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod lease;
 mod pause;
 mod retention;

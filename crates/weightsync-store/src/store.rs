@@ -154,6 +154,7 @@ impl Store {
         }
     }
 
+    #[cfg(test)]
     pub(crate) fn on(storage: Arc<dyn Storage>) -> Self {
         Self { storage }
     }
