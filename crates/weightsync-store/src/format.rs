@@ -426,12 +426,22 @@ struct Sealed {
 pub(crate) fn seal(value: &impl Value) -> Vec<u8> {
     let text = serde_json::value::to_raw_value(value);
     let value = text.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"));
+    seal_text(value)
+}
+
+fn seal_text(value: Box<RawValue>) -> Vec<u8> {
     let sealed = Sealed {
         format: FORMAT,
         crc64: seal_of(FORMAT, value.get()),
         value,
     };
     serde_json::to_vec(&sealed).unwrap_or_else(|error| unreachable!("{error}"))
+}
+
+/// Any JSON with the seal of a value.
+#[cfg(feature = "fuzz")]
+pub(crate) fn sealed(text: &str) -> Option<Vec<u8>> {
+    RawValue::from_string(text.to_owned()).ok().map(seal_text)
 }
 
 /// Reads a value; `file` is named in the error.

@@ -275,3 +275,172 @@ fn writer_survives_outages() {
 fn writer_survives_panics() {
     fail_everywhere(Fault::Panic, "2");
 }
+
+/// What a claim, a save and a load ask of the storage, in a store of so many versions.
+fn calls(versions: u64) -> [u64; 4] {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
+    trainer.claim().unwrap();
+    for _ in 0..versions {
+        trainer.save(&["policy"]).unwrap();
+        trainer.writer.as_mut().unwrap().save_whole_next();
+    }
+    let count = |run: &mut dyn FnMut()| {
+        storage.fail_at(u64::MAX);
+        run();
+        storage.mend()
+    };
+    [
+        count(&mut || trainer.claim().unwrap()),
+        count(&mut || drop(trainer.save(&["policy"]).unwrap())),
+        count(&mut || drop(trainer.store.load(&Which::Newest).unwrap())),
+        count(&mut || {
+            let newest = trainer.saved.last().unwrap().1;
+            let held = ModelVersion::from(newest);
+            assert!(
+                trainer
+                    .store
+                    .load_unless_within(&held, 0)
+                    .unwrap()
+                    .is_none()
+            );
+        }),
+    ]
+}
+
+#[test]
+fn calls_are_as_many_in_a_store_of_any_size() {
+    assert_eq!(calls(3), calls(40));
+}
+
+#[test]
+fn failed_saves_leave_nothing_in_the_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
+    trainer.claim().unwrap();
+    for _ in 0..20 {
+        trainer.save(&["policy"]).unwrap();
+        // In the weights, which is where a disk gets full.
+        storage.fail_at(4);
+        trainer.save(&["policy"]).unwrap_err();
+        storage.mend();
+    }
+    trainer.save(&["policy"]).unwrap();
+    let writer = trainer.writer.as_ref().unwrap();
+    assert_eq!(writer.head.runs[0].failed, BTreeSet::new());
+    assert!(writer.removed.is_empty());
+    // Neither do runs that published nothing.
+    for _ in 0..20 {
+        trainer.claim().unwrap();
+    }
+    assert!(trainer.writer.as_ref().unwrap().head.runs.len() <= 3);
+}
+
+#[test]
+fn leased_data_stay_until_the_lease_ends() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage.clone(), "1".parse().unwrap());
+    trainer.claim().unwrap();
+    trainer.save(&["policy"]).unwrap();
+    trainer.save(&["policy"]).unwrap();
+    let place = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+    let lease = lease::Lease::take(&storage, place).unwrap();
+    let manifest = catalog::manifest(&*storage, place).unwrap().unwrap();
+    let stored = &manifest.models[0];
+    assert_eq!(stored.deltas.len(), 1, "it needs two places");
+    trainer.writer.as_mut().unwrap().save_whole_next();
+    for claims in [false, false, true, false] {
+        if claims {
+            trainer.claim().unwrap();
+        }
+        trainer.save(&["policy"]).unwrap();
+        let loaded = trainer.store.load_model(&manifest, stored, None).unwrap();
+        assert_eq!(number(&loaded), 2);
+    }
+    drop(lease);
+    trainer.claim().unwrap();
+    trainer.save(&["policy"]).unwrap();
+    assert!(trainer.store.load_model(&manifest, stored, None).is_err());
+    trainer.check();
+    trainer.check_tidy();
+}
+
+#[test]
+fn stale_writer_takes_no_damaged_head() {
+    let dir = tempfile::tempdir().unwrap();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut old = Trainer::new(storage.clone(), Keep::All);
+    old.claim().unwrap();
+    old.save(&["policy"]).unwrap();
+    let mut new = Trainer::new(storage, Keep::All);
+    new.claim().unwrap();
+    new.save(&["policy"]).unwrap();
+    std::fs::write(dir.path().join(HEAD), b"spoilt").unwrap();
+    let error = old.save(&["policy"]).unwrap_err();
+    assert!(matches!(error, StoreError::Fenced { .. }), "{error}");
+    new.save(&["policy"]).unwrap();
+    let all = new.store.versions().unwrap();
+    assert_eq!((all.versions.len(), all.damage), (3, vec![]));
+}
+
+#[test]
+fn fenced_save_counts_if_it_was_published() {
+    let dir = tempfile::tempdir().unwrap();
+    let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
+    let mut old = Trainer::new(Arc::new(faulty.clone()), Keep::All);
+    old.claim().unwrap();
+    old.save(&["policy"]).unwrap();
+    for call in 0.. {
+        // It hears nothing after some call, and another writer goes on.
+        faulty.fail_at(call);
+        let heard = old.save(&["policy"]);
+        faulty.mend();
+        let mut new = Trainer::new(Arc::new(Directory::new(dir.path())), Keep::All);
+        new.claim().unwrap();
+        new.writer.as_mut().unwrap().read_base().unwrap();
+        new.count = 1000 * (call + 1);
+        new.save(&["policy"]).unwrap();
+        let error = old.save(&["policy"]).unwrap_err();
+        assert!(matches!(error, StoreError::Fenced { .. }), "{error}");
+        let all = new.store.versions().unwrap();
+        assert_eq!(all.damage, []);
+        for version in all.versions {
+            let version = version.models[0].version;
+            new.store.load(&which("policy", version)).unwrap();
+        }
+        if heard.is_ok() {
+            return;
+        }
+        old.claim().unwrap();
+    }
+}
+
+/// A replacement of the head that was begun and lands only after the writer has given up on it.
+#[test]
+fn lost_answer_is_settled_before_the_next_save() {
+    let dir = tempfile::tempdir().unwrap();
+    let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
+    let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
+    trainer.claim().unwrap();
+    trainer.save(&["policy", "critic"]).unwrap();
+    let mut published = 0;
+    for call in 0..40 {
+        faulty.fail_at(call);
+        let lost = trainer.save(&["policy", "critic"]).is_err();
+        faulty.mend();
+        let there = trainer.store.versions().unwrap().versions;
+        let newest = there.last().unwrap().models[0].version;
+        trainer.save(&["policy"]).unwrap();
+        // The critic is as the lost save left it, if that was published.
+        let there = trainer.store.versions().unwrap().versions;
+        let critic = &there.last().unwrap().models[0];
+        assert_eq!(critic.model.as_str(), "critic");
+        assert_eq!(critic.version, newest, "call {call}");
+        published += u64::from(lost && there.len() == 2);
+        trainer.check();
+    }
+    assert!(published > 0);
+}

@@ -72,7 +72,7 @@ fn is_fenced(error: &(dyn std::error::Error + 'static)) -> bool {
 pub fn read(worker: &WorkerProcess, dir: &str) -> Result<(), Failure> {
     let store = Store::open(dir)?;
     let (mut loads, mut last) = (0_u64, Version::NONE);
-    while worker.recv(Some(Duration::ZERO)).is_err() {
+    while worker.recv(Some(Duration::ZERO))?.is_none() && !worker.is_closed() {
         let loaded = match store.load(&Which::Newest) {
             Err(StoreError::Empty { damage, .. }) if damage.is_empty() => continue,
             loaded => loaded?,
@@ -165,7 +165,7 @@ fn kill(keep: &str, rounds: u64) {
         durable: BTreeMap::new(),
     };
     let mut reader = start(&Role::Reader(address.clone()));
-    let (mut loads, mut readers) = (0, 1);
+    let mut readers = 1;
     let mut plan = Plan {
         dir: address,
         keep: keep.to_owned(),
@@ -212,10 +212,10 @@ fn kill(keep: &str, rounds: u64) {
     reader
         .send(0, b"end", Some(PATIENCE))
         .expect("a reader that lives");
-    match reader.recv_any(Some(PATIENCE)) {
-        Some((_, Event::Frame(frame))) => loads += u64::from_le_bytes(frame.try_into().expect("8")),
+    let loads = match reader.recv_any(Some(PATIENCE)) {
+        Some((_, Event::Frame(frame))) => u64::from_le_bytes(frame.try_into().expect("8")),
         other => panic!("the reader said {other:?}"),
-    }
+    };
     stage.check(usize::MAX);
     // The next writer tidies up.
     let mut last = plan.claim().expect("a store");
