@@ -103,3 +103,46 @@ fn add(all: &mut Vec<Damage>, damage: Damage) {
         all.push(damage);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use weightsync_engine::Tensors;
+
+    use super::*;
+    use crate::{SaveOptions, Writer};
+
+    #[test]
+    fn scrub_names_each_damaged_file_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("store");
+        let store = Store::open(root.to_str().unwrap()).unwrap();
+        let options = SaveOptions {
+            files: vec![("config.json".into(), b"{}".to_vec())],
+            ..SaveOptions::default()
+        };
+        let mut writer = Writer::claim(&store, options).unwrap();
+        let mut all = Tensors::new();
+        all.insert("a", [64, 64], [0_f32; 4096]).unwrap();
+        for step in 0..3 {
+            all.slice_mut::<f32>("a").unwrap()[0] = step as f32;
+            writer.save_weights("m", &all).unwrap();
+        }
+        writer.save_whole_next();
+        writer.save_weights("m", &all).unwrap();
+        let sound = store.scrub().unwrap();
+        assert_eq!((sound.versions, sound.sound), (4, 4), "{:?}", sound.damage);
+
+        // Of the three versions that need the first one's files, each is damaged, by one file.
+        let first = store.versions().unwrap().versions[0].models[0]
+            .directory
+            .clone();
+        fs::write(Path::new(&first).join("config.json"), b"[]").unwrap();
+        let found = store.scrub().unwrap();
+        assert_eq!((found.versions, found.sound), (4, 1), "{:?}", found.damage);
+        assert_eq!(found.damage.len(), 1);
+        assert!(found.damage[0].file.ends_with("config.json"));
+    }
+}

@@ -1,1 +1,396 @@
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
 
+use serde_json::json;
+use tempfile::TempDir;
+use weightsync_core::{Epoch, Layout, Run, Version};
+use weightsync_engine::Tensors;
+use weightsync_engine::safetensors_format::Shard;
+
+use super::*;
+use crate::SaveOptions;
+use crate::Writer;
+
+fn weights(names: &[&str]) -> Tensors {
+    let mut weights = Tensors::new();
+    for (at, name) in names.iter().enumerate() {
+        let values: Vec<f32> = (0..64).map(|one| (at * 100 + one) as f32).collect();
+        weights.insert(name, [8, 8], values).unwrap();
+    }
+    weights
+}
+
+/// A safetensors file with such tensors.
+fn file(path: &Path, names: &[&str]) {
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    let run = Run {
+        epoch: Epoch(1),
+        id: [0; 16],
+    };
+    let snapshot = Snapshot::of("m", &weights(names), run, Version(1)).unwrap();
+    snapshot.save_safetensors(path).unwrap();
+}
+
+fn index(dir: &Path, map: serde_json::Value) {
+    fs::create_dir_all(dir).unwrap();
+    let text = json!({ "metadata": {}, "weight_map": map }).to_string();
+    fs::write(dir.join(INDEX), text).unwrap();
+}
+
+fn names(checkpoint: &Checkpoint) -> Vec<String> {
+    let tensors = checkpoint.layout.tensors().iter();
+    tensors.map(|tensor| tensor.name.clone()).collect()
+}
+
+#[track_caller]
+fn refused(path: &Path, words: &[&str]) -> String {
+    let error = Checkpoint::open(path).unwrap_err().to_string();
+    for word in words {
+        assert!(error.contains(word), "no {word:?} in: {error}");
+    }
+    error
+}
+
+#[test]
+fn checkpoint_is_found_wherever_trainers_put_it() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    file(&at("bare.safetensors"), &["a"]);
+    file(&at("one/model.safetensors"), &["a", "b"]);
+    // Other files of weights are not part of it then.
+    file(&at("one/consolidated.safetensors"), &["a"]);
+    file(&at("any/part2.safetensors"), &["b"]);
+    file(&at("any/part1.safetensors"), &["a"]);
+    file(&at("shards/x.safetensors"), &["b"]);
+    file(&at("shards/y.safetensors"), &["a", "c"]);
+    let map = json!({ "a": "y.safetensors", "b": "x.safetensors", "c": "y.safetensors" });
+    index(&at("shards"), map);
+    for step in [9, 10, 11] {
+        let path = format!("run/global_step_{step}/actor/huggingface/model.safetensors");
+        file(&at(&path), &[&format!("step{step}")]);
+    }
+    fs::create_dir_all(at("run/global_step_x")).unwrap();
+    for (path, expected) in [
+        ("bare.safetensors", vec!["a"]),
+        ("one", vec!["a", "b"]),
+        ("any", vec!["a", "b"]),
+        ("shards", vec!["b", "a", "c"]),
+        ("run", vec!["step11"]),
+        ("run/global_step_9", vec!["step9"]),
+    ] {
+        let found = Checkpoint::open(at(path)).unwrap();
+        assert_eq!(names(&found), expected, "{path}");
+    }
+    // The last one may not be whole yet. What makes no sense says nothing.
+    for (said, expected) in [("10\n", "step10"), ("12", "step11"), ("\u{0}", "step11")] {
+        fs::write(at("run/latest_checkpointed_iteration.txt"), said).unwrap();
+        let found = Checkpoint::open(at("run")).unwrap();
+        assert_eq!(names(&found), [expected], "{said:?}");
+    }
+}
+
+#[test]
+fn checkpoint_is_read_from_the_newest_of_a_store() {
+    let dir = TempDir::new().unwrap();
+    let store = Store::open(dir.path().join("store").to_str().unwrap()).unwrap();
+    let options = SaveOptions {
+        files: vec![("config.json".into(), b"{}".to_vec())],
+        ..SaveOptions::default()
+    };
+    let mut writer = Writer::claim(&store, options).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    let mut newer = weights(&["a"]);
+    newer.insert("b", [1], [7_f32]).unwrap();
+    writer.save_weights("m", &newer).unwrap();
+
+    let checkpoint = Checkpoint::open(dir.path().join("store")).unwrap();
+    assert_eq!(names(&checkpoint), ["a", "b"]);
+    let run = writer.run();
+    let read = Snapshot::of("m", &checkpoint, run, Version(1)).unwrap();
+    assert_eq!(read.slice::<f32>("b").unwrap(), [7.0]);
+    assert_eq!(read.slice::<f32>("a").unwrap()[63], 63.0);
+    assert_eq!(checkpoint.files(), [("config.json".into(), b"{}".to_vec())]);
+}
+
+#[test]
+fn checkpoint_refuses_what_is_not_one_model() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    file(&at("secret.safetensors"), &["s"]);
+    for outside in [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "sub/x.safetensors",
+        "",
+        "..",
+    ] {
+        index(&at("outside"), json!({ "layer.w": outside }));
+        refused(
+            &at("outside"),
+            &[INDEX, "layer.w", outside, "the name of a file"],
+        );
+    }
+    index(&at("missing"), json!({ "layer.w": "gone.safetensors" }));
+    refused(&at("missing"), &["layer.w", "gone.safetensors is missing"]);
+
+    file(&at("twice/p1.safetensors"), &["a", "b"]);
+    file(&at("twice/p2.safetensors"), &["b"]);
+    refused(&at("twice"), &["\"b\"", "p1.safetensors", "p2.safetensors"]);
+
+    let shard = at("other/p1.safetensors");
+    file(&shard, &["a", "b"]);
+    index(&at("other"), json!({ "a": "p1.safetensors" }));
+    refused(
+        &at("other"),
+        &["\"b\"", "p1.safetensors", "does not have it"],
+    );
+    let map = json!({ "a": "p1.safetensors", "b": "p1.safetensors", "c": "p1.safetensors" });
+    index(&at("other"), map);
+    refused(
+        &at("other"),
+        &["\"c\"", "p1.safetensors", "does not have it"],
+    );
+
+    file(&at("swapped/p1.safetensors"), &["a"]);
+    file(&at("swapped/p2.safetensors"), &["b"]);
+    index(
+        &at("swapped"),
+        json!({ "a": "p2.safetensors", "b": "p1.safetensors" }),
+    );
+    refused(
+        &at("swapped"),
+        &["\"a\"", "p1.safetensors", "p2.safetensors"],
+    );
+
+    fs::write(at("other").join(INDEX), b"{\"weight_map\": [1, 2").unwrap();
+    refused(&at("other"), &[INDEX, "not the index"]);
+    fs::create_dir(at("empty")).unwrap();
+    refused(&at("empty"), &["no safetensors file", "global_step_N"]);
+    refused(&at("nowhere"), &["nowhere"]);
+
+    // Cut short, and longer than anything that is.
+    let whole = fs::read(&shard).unwrap();
+    fs::write(&shard, &whole[..whole.len() - 1]).unwrap();
+    refused(&shard, &["p1.safetensors", "cut"]);
+    fs::write(&shard, u64::MAX.to_le_bytes()).unwrap();
+    refused(&shard, &["p1.safetensors", "not a safetensors file"]);
+    let none = Shard::cut(&Layout::new([]).unwrap(), 1, &HashMap::new()).unwrap();
+    fs::write(&shard, &none[0].header).unwrap();
+    refused(&shard, &["p1.safetensors", "no tensors"]);
+}
+
+#[test]
+fn checkpoint_refuses_pickles_and_says_what_to_do() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let write = |path: &str, bytes: &[u8]| {
+        fs::create_dir_all(at(path).parent().unwrap()).unwrap();
+        fs::write(at(path), bytes).unwrap();
+    };
+    let zip = b"PK\x03\x04and so on";
+    write("x.pt", zip);
+    write("no-ending", b"\x80\x02}q\x00.");
+    write("it's.ckpt", zip);
+    for (path, into) in [
+        ("x.pt", "x.safetensors"),
+        ("no-ending", "no-ending.safetensors"),
+        ("it's.ckpt", r"it'\''s.safetensors'"),
+    ] {
+        refused(
+            &at(path),
+            &["pickled", "torch.load", into, "weights_only=True"],
+        );
+    }
+    write("hf/pytorch_model.bin", zip);
+    write("hf/config.json", b"{}");
+    refused(
+        &at("hf"),
+        &["pytorch_model.bin", "save_pretrained", "hf-safetensors"],
+    );
+    write("ds/zero_to_fp32.py", b"");
+    write("ds/global_step_1/mp_rank_00_model_states.pt", zip);
+    refused(&at("ds/global_step_1"), &["mp_rank_00_model_states.pt"]);
+    write("dcp/__0_0.distcp", zip);
+    refused(&at("dcp"), &["__0_0.distcp", "dcp_to_torch"]);
+    write("verl/global_step_3/actor/model_world_size_2_rank_0.pt", zip);
+    write("verl/global_step_3/actor/huggingface/config.json", b"{}");
+    refused(
+        &at("verl"),
+        &["model_world_size_2_rank_0.pt", "verl.model_merger", "actor"],
+    );
+    // An older step that could be read is not what was asked for.
+    file(&at("verl/global_step_2/model.safetensors"), &["a"]);
+    refused(&at("verl"), &["verl.model_merger"]);
+    // One of them next to weights is no reason to refuse the weights.
+    write("verl/global_step_2/training_args.bin", zip);
+    let found = Checkpoint::open(at("verl/global_step_2")).unwrap();
+    assert_eq!(found.files(), []);
+    // What a safetensors file begins with is a number that may look like this.
+    let names: Vec<_> = (0..9).map(|at| format!("tensor{at}")).collect();
+    file(
+        &at("x.bin"),
+        &names.iter().map(String::as_str).collect::<Vec<_>>(),
+    );
+    Checkpoint::open(at("x.bin")).unwrap();
+}
+
+#[test]
+fn checkpoint_takes_along_what_the_model_needs() {
+    let dir = TempDir::new().unwrap();
+    let at = dir.path();
+    file(&at.join("model.safetensors"), &["a"]);
+    let kept = [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "merges.txt",
+        "preprocessor_config.json",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+    ];
+    // As the cache of Hugging Face has it.
+    let blob = TempDir::new().unwrap();
+    fs::write(blob.path().join("blob"), b"of the cache").unwrap();
+    for name in kept {
+        symlink(blob.path().join("blob"), at.join(name)).unwrap();
+    }
+    for other in [
+        "optimizer.pt",
+        "trainer_state.json",
+        "model.py",
+        ".hidden_config.json",
+    ] {
+        fs::write(at.join(other), b"x").unwrap();
+    }
+    fs::write(at.join("tokenizer.pkl"), b"x").unwrap();
+    fs::create_dir(at.join("tokenizer_config.json")).unwrap();
+    let status = std::process::Command::new("mkfifo")
+        .arg(at.join("vocab.txt"))
+        .status();
+    assert!(status.unwrap().success());
+    let found = Checkpoint::open(at).unwrap();
+    let names: Vec<_> = found.files().iter().map(|(name, _)| &name[..]).collect();
+    assert_eq!(names, kept);
+    assert!(
+        found
+            .files()
+            .iter()
+            .all(|(_, bytes)| bytes == b"of the cache")
+    );
+
+    let long = fs::File::create(at.join("vocab.bpe")).unwrap();
+    long.set_len(MAX_FILE + 1).unwrap();
+    refused(at, &["vocab.bpe", "is longer than 67108864 bytes"]);
+}
+
+/// A directory that a pull may not touch.
+#[test]
+fn pull_replaces_only_what_a_pull_wrote() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let store = Store::open(at("store").to_str().unwrap()).unwrap();
+    let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    let pull = |out: &str| store.pull(&Which::Newest, None, &at(out));
+
+    let first = pull("new/out").unwrap();
+    assert_eq!(first.version, Version(1));
+    writer.save_weights("m", &weights(&["b", "a"])).unwrap();
+    symlink(at("new/out"), at("link")).unwrap();
+    assert_eq!(pull("link").unwrap().version, Version(2));
+    let replaced = Checkpoint::open(at("new/out")).unwrap();
+    assert_eq!(names(&replaced).len(), 2);
+    fs::create_dir(at("empty")).unwrap();
+    pull("empty").unwrap();
+
+    fs::write(at("new/out/notes.txt"), b"mine").unwrap();
+    let error = pull("new/out").unwrap_err().to_string();
+    assert!(error.contains("notes.txt"), "{error}");
+    fs::create_dir(at("mine")).unwrap();
+    for mark in [None, Some(&b"{}"[..]), Some(b"\xff")] {
+        fs::write(at("mine/file"), b"x").unwrap();
+        mark.map(|mark| fs::write(at("mine/weightsync.json"), mark).unwrap());
+        let error = pull("mine").unwrap_err();
+        assert!(matches!(error, StoreError::Occupied { .. }), "{error}");
+    }
+    let error = pull("mine/file").unwrap_err().to_string();
+    assert!(error.contains("not a directory"), "{error}");
+    let error = pull("store").unwrap_err();
+    assert!(matches!(error, StoreError::Occupied { .. }), "{error}");
+    assert_eq!(fs::read_dir(at("new")).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(at("mine")).unwrap().count(), 2);
+}
+
+/// Stops each call at each of the moments when it says how far it is.
+#[test]
+fn calls_that_are_ended_leave_nothing() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    file(&at("one/model.safetensors"), &["a", "b"]);
+    fs::write(at("one/config.json"), b"{}").unwrap();
+    let plain = Store::open(at("store").to_str().unwrap()).unwrap();
+    let stopped_at = |most: usize| {
+        let count = std::sync::atomic::AtomicUsize::new(0);
+        plain.with_progress(move |_| {
+            let before = count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            match before < most {
+                true => Ok(()),
+                false => Err(io::ErrorKind::Interrupted.into()),
+            }
+        })
+    };
+    let options = PushOptions::default();
+    let mut moments = 0;
+    while let Err(error) = stopped_at(moments).push(Checkpoint::open(at("one")).unwrap(), &options)
+    {
+        assert!(error.to_string().contains("interrupted"), "{error}");
+        assert_eq!(plain.versions().unwrap().versions.len(), 0);
+        let data = fs::read_dir(at("store/data")).map_or(0, Iterator::count);
+        assert_eq!(data, 0, "after {moments}");
+        moments += 1;
+    }
+    assert!(moments > 4, "{moments}");
+    assert_eq!(plain.versions().unwrap().versions.len(), 1);
+
+    moments = 0;
+    while let Err(error) = stopped_at(moments).pull(&Which::Newest, None, &at("out/ckpt")) {
+        assert!(error.to_string().contains("interrupted"), "{error}");
+        assert_eq!(
+            fs::read_dir(at("out")).unwrap().count(),
+            0,
+            "after {moments}"
+        );
+        moments += 1;
+    }
+    assert!(moments > 4, "{moments}");
+    assert_eq!(names(&Checkpoint::open(at("out/ckpt")).unwrap()).len(), 2);
+}
+
+/// One that died while it wrote, and one that writes now.
+#[test]
+fn pull_removes_what_killed_pulls_left() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let store = Store::open(at("store").to_str().unwrap()).unwrap();
+    let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    let (dead, living, other) = (
+        at(".out.unfinished-1"),
+        at(".out.unfinished-2"),
+        at(".other.unfinished-3"),
+    );
+    for path in [&dead, &living, &other] {
+        fs::create_dir(path).unwrap();
+        fs::write(path.join("model.safetensors"), b"half").unwrap();
+    }
+    let lock = File::open(&living).unwrap();
+    lock.try_lock().unwrap();
+    store.pull(&Which::Newest, None, &at("out")).unwrap();
+    assert_eq!(
+        (dead.exists(), living.exists(), other.exists()),
+        (false, true, true)
+    );
+}

@@ -10,7 +10,9 @@ use std::time::Duration;
 use weightsync_core::{ModelId, Remedy, Version};
 use weightsync_engine::interruptible;
 use weightsync_engine::transport::interrupt;
-use weightsync_store::{ModelVersion, Pulled, Store, StoreError, StoredVersion, Which};
+use weightsync_store::{
+    ModelVersion, Pulled, Store, StoreError, StoredModel, StoredVersion, Which,
+};
 
 use crate::signals::Signals;
 use crate::words::shown;
@@ -82,6 +84,8 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
     };
     if args.new_only {
         let newest = watched.store.wait_newer(None, Some(Duration::ZERO))?;
+        let stored = newest.as_ref().and_then(|newest| watched.stored(newest));
+        watched.ran = stored.map(|stored| stored.version);
         watched.seen = newest.map(|newest| newest.sequence);
     }
     let check = || signals.caught().is_some();
@@ -107,8 +111,8 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         };
         match status.success() {
             true => {
-                eprintln!("weightsync: {name}: the command succeeded");
                 watched.remove_older(pulled.version);
+                eprintln!("weightsync: {name}: the command succeeded");
             }
             false => eprintln!("weightsync: {name}: the command failed: {status}"),
         }
@@ -170,12 +174,17 @@ impl Watched {
         Ok(None)
     }
 
-    fn pull(&self, version: &StoredVersion) -> Result<Option<Pulled>, StoreError> {
+    /// The model in a version of the store.
+    fn stored<'a>(&self, version: &'a StoredVersion) -> Option<&'a StoredModel> {
         let models = &version.models;
-        let stored = match &self.model {
+        match &self.model {
             Some(id) => models.iter().find(|stored| stored.model == *id),
             None => models.first(),
-        };
+        }
+    }
+
+    fn pull(&self, version: &StoredVersion) -> Result<Option<Pulled>, StoreError> {
+        let stored = self.stored(version);
         let asked = stored.map_or(Version::NONE, |stored| stored.version);
         // The store has a new version of another model, or no version of this one yet.
         if self.model.is_some() && stored.is_none() || self.ran >= Some(asked) {
