@@ -1,6 +1,8 @@
 //! Where a store keeps its files: one interface over directories and object stores.
 
 mod directory;
+#[cfg(feature = "objects")]
+pub(crate) mod objects;
 
 use std::fmt;
 use std::io;
