@@ -33,6 +33,8 @@ fn suite() -> ExitCode {
     };
     let subjects = Subjects::new()
         .with(&format!("store:{text},temporary"))
+        // A send is some hundred requests.
+        .slow()
         .residue(move || {
             scheme
                 .sweep()

@@ -92,6 +92,8 @@ pub fn provide(proxied: bool) -> Result<Role, String> {
         .env("AWS_REGION", "us-east-1")
         .env("AWS_ACCESS_KEY_ID", "test")
         .env("AWS_SECRET_ACCESS_KEY", "test")
+        // Longer than anything takes on a busy machine, and short enough to wait for.
+        .env("AWS_TIMEOUT", "10s")
         .stdin(OwnedFd::from(endpoint))
         .status()
         .map_err(failed)?;
