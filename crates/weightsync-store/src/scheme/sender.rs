@@ -14,8 +14,8 @@ use weightsync_engine::transport::{
 use weightsync_engine::{Error, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus};
 
 use super::{
-    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, store_at,
-    vacate, value,
+    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, is_here,
+    store_at, vacate, value,
 };
 use crate::error::StoreError;
 use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
@@ -61,6 +61,8 @@ impl StoreSender {
             secret: *opening.at.secret(),
             models: opening.models.to_vec(),
         };
+        // Seen now, so that a sender which died counts as dead in both places at once.
+        let _ = is_here(&*storage, SENDER);
         // Before the store is claimed: a second sender takes nothing over from one that lives.
         let lock = announce(&*storage, SENDER_LOCK, &about)?;
         let run = scheme.temporary.then_some(opening.run);
@@ -128,7 +130,10 @@ fn announce(
 ) -> Result<Box<dyn Presence>, StoreError> {
     match storage.announce(path, &encoded(about)) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            let other: Option<AboutSender> = value(storage, path)?;
+            let peer = storage.peer(path);
+            let peer = peer.map_err(StoreError::file("reading", storage.name(path)))?;
+            let about = peer.and_then(|peer| serde_json::from_slice(peer.about()).ok());
+            let other: Option<AboutSender> = about;
             let (pid, host) = other.map_or((0, "an unknown host".into()), |other| {
                 (other.pid, other.host)
             });

@@ -4,6 +4,8 @@ mod directory;
 #[cfg(test)]
 pub(crate) mod faulty;
 mod metered;
+#[cfg(feature = "objects")]
+pub(crate) mod objects;
 
 use std::fmt;
 use std::io;
