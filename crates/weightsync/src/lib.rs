@@ -54,6 +54,7 @@
 //! | `net` | the scheme `distributed`, for workers of other hosts |
 //! | `rpc` | the scheme `rpc`, whose sender calls its workers over HTTP |
 //! | `store` | the scheme `store`, and versions that last: [`store`] |
+//! | `objects` | stores in S3, Google Cloud Storage and Azure |
 //! | `candle` | candle's `VarMap` as a source of weights and a place to load them |
 //!
 //! A worker knows every scheme that its program was built with: the init info names the one to
