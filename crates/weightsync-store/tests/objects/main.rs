@@ -60,6 +60,11 @@ fn main() -> ExitCode {
     );
     test("racing_writers_never_both_win".into(), race, Fault::Error);
     test(
+        "requests_are_as_many_as_documented".into(),
+        counts,
+        Fault::Error,
+    );
+    test(
         "bucket_that_is_missing_is_named".into(),
         no_bucket,
         Fault::Error,
@@ -357,3 +362,46 @@ fn no_bucket(_: &Proxy, _: Fault) {
     assert!(matches!(error, StoreError::File { .. }), "{error}");
     assert!(error.to_string().contains("NoSuchBucket"), "{error}");
 }
+
+/// `docs/store.md` has these numbers.
+fn counts(proxy: &Proxy, fault: Fault) {
+    let store = store("counts");
+    let count = |what: &str| {
+        let requests = proxy.requests();
+        let is_list = |line: &str| line.contains("list-type");
+        let count = |kind: &dyn Fn(&str) -> bool| requests.iter().filter(|line| kind(line)).count();
+        let counts = [
+            count(&|line| line.starts_with("GET") && !is_list(line)),
+            count(&|line| line.starts_with("PUT")),
+            count(&is_list),
+            count(&|line| line.starts_with("POST")),
+        ];
+        println!("{what}: {counts:?} of {requests:#?}");
+        counts
+    };
+    let mut ledger = Ledger::default();
+    let mut save = |writer: &mut Writer, number| {
+        proxy.arm(u64::MAX, fault);
+        let saved = ledger.save(writer, number, 1 << 12);
+        saved.expect("no fault");
+    };
+    proxy.arm(u64::MAX, fault);
+    let mut writer = Writer::claim(&store, options()).expect("a writer");
+    count("a claim");
+    save(&mut writer, 1);
+    count("the first save");
+    save(&mut writer, 2);
+    assert_eq!(count("a save"), SAVE);
+    save(&mut writer, 3);
+    save(&mut writer, 4);
+    assert_eq!(count("a save that removes a version"), [0; 4]);
+    proxy.arm(u64::MAX, fault);
+    newest(&store);
+    assert_eq!(count("a load"), LOAD);
+}
+
+/// Reads, writes, lists and deletes of a save.
+const SAVE: [usize; 4] = [0; 4];
+
+/// The same of a load of an anchor and three deltas.
+const LOAD: [usize; 4] = [0; 4];
