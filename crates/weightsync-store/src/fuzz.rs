@@ -58,7 +58,13 @@ pub fn valid_deltas() -> Vec<Vec<u8>> {
             for byte in new.iter_mut().step_by(every) {
                 *byte = byte.wrapping_mul(5).wrapping_add(1);
             }
-            let made = delta_file::make(&layout, &old, &new, u64::MAX);
+            let made = delta_file::make(
+                &layout,
+                weightsync_core::delta::Codec::Fast,
+                &old,
+                &new,
+                u64::MAX,
+            );
             let made = made.unwrap_or_else(|| unreachable!("there is no limit"));
             [&[kind as u8][..], &made.bytes].concat()
         })

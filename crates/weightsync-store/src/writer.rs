@@ -368,8 +368,13 @@ impl Writer {
             && let Some(base) = &newest.base
             && newest.stored.spec == stored.spec
             && let Some(limit) = delta_limit(&newest.stored, snapshot.layout().bytes())
-            && let Some(made) =
-                delta_file::make(snapshot.layout(), base.bytes(), snapshot.bytes(), limit)
+            && let Some(made) = delta_file::make(
+                snapshot.layout(),
+                storage.codec(),
+                base.bytes(),
+                snapshot.bytes(),
+                limit,
+            )
         {
             self.store.begins(Work::Writes, made.bytes.len() as u64)?;
             let parts = [&made.bytes[..]].into_iter();

@@ -135,6 +135,10 @@ impl Storage for Faulty {
         self.directory.notices_death()
     }
 
+    fn codec(&self) -> weightsync_core::delta::Codec {
+        self.directory.codec()
+    }
+
     fn pauses(&self) -> (Duration, Duration) {
         self.directory.pauses()
     }

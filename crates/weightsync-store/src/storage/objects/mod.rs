@@ -357,6 +357,10 @@ impl Storage for Objects {
         false
     }
 
+    fn codec(&self) -> weightsync_core::delta::Codec {
+        weightsync_core::delta::Codec::Thin
+    }
+
     fn pauses(&self) -> (Duration, Duration) {
         // A request takes some 30 ms and costs money: a worker that waits for hours asks once a second.
         (Duration::from_millis(100), Duration::from_secs(1))
