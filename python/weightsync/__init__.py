@@ -50,9 +50,10 @@ from weightsync.errors import (
 from weightsync.mapping import Mapping
 from weightsync.model_receiver import ModelReceiver
 from weightsync.receiver import Receiver
-from weightsync.scheme import Distributed, MultiProcess, NoSync, Rpc, Scheme, SharedMem
+from weightsync.scheme import Distributed, MultiProcess, NoSync, Rpc, Scheme, SharedMem, StoreScheme
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
+from weightsync.store import Saved, Saving, Store, StoredModel, StoredVersion
 
 __all__ = [
     "Background",
@@ -78,6 +79,8 @@ __all__ = [
     "Receiver",
     "Report",
     "Rpc",
+    "Saved",
+    "Saving",
     "Scheme",
     "SendError",
     "Sender",
@@ -85,6 +88,10 @@ __all__ = [
     "SettingError",
     "SharedMem",
     "Snapshot",
+    "Store",
+    "StoreScheme",
+    "StoredModel",
+    "StoredVersion",
     "UnsupportedError",
     "WeightsyncError",
     "WorkerReport",

@@ -19,15 +19,21 @@ __all__ = [
     "PendingSend",
     "Report",
     "Permit",
+    "Saver",
+    "Saving",
     "Session",
     "SetSnapshot",
     "Snapshot",
     "Source",
+    "Store",
+    "StoredModel",
+    "StoredVersion",
     "TensorOutcome",
     "Tensors",
     "View",
     "WorkerReport",
     "WorkerStatus",
+    "Writer",
     "__version__",
     "command",
 ]
@@ -453,3 +459,95 @@ class EngineUpdate:
     def weights(self) -> _Weights: ...
     @property
     def reason(self) -> str | None: ...
+
+# A model, exactly a version, at least a version, a name.
+_Asked = tuple[str | None, int | None, int | None, str | None]
+# A file, and what is wrong with it.
+_Damage = tuple[str, str]
+# Its number in the store, bytes written, bytes of the weights, versions, the share that changed.
+_Saved = tuple[int, int, int, dict[str, int], float | None]
+
+@final
+class Store:
+    def __new__(cls, address: str) -> Store: ...
+    def versions(self) -> tuple[list[StoredVersion], list[_Damage]]: ...
+    def load(
+        self, asked: _Asked, timeout: float | None
+    ) -> tuple[SetSnapshot, list[_Damage]] | None: ...
+    def load_unless_within(self, model: str | None, held: int, lag: int) -> SetSnapshot | None: ...
+    def names(self) -> dict[str, dict[str, int]]: ...
+    def set_name(self, name: str, model: str | None, version: int) -> None: ...
+    def remove_name(self, name: str) -> None: ...
+    def writer(self, options: abc.Mapping[str, Any]) -> Writer: ...
+
+@final
+class Writer:
+    def read_base(self) -> None: ...
+    def version(self, model: str) -> int: ...
+    def save(self, models: Sequence[tuple[str, Source, int | None]]) -> _Saved: ...
+    def saver(self) -> Saver: ...
+    def close(self) -> None: ...
+
+@final
+class Saver:
+    def save(self, models: Sequence[Snapshot]) -> Saving: ...
+    def close(self) -> None: ...
+
+@final
+class Saving:
+    def wait(self, timeout: float | None) -> tuple[str, _Saved | None, str | None] | None: ...
+
+@final
+class StoredVersion:
+    """A version of a store."""
+
+    @property
+    def sequence(self) -> int:
+        """Its number among all versions of the store."""
+    @property
+    def run(self) -> tuple[int, str]:
+        """The run that wrote it: its epoch and id."""
+    @property
+    def writer(self) -> str:
+        """The process that wrote it."""
+    @property
+    def saved_at(self) -> float:
+        """When it was written, in seconds since 1970 by the writer's clock."""
+    @property
+    def names(self) -> list[str]:
+        """The names that it was given."""
+    @property
+    def models(self) -> list[StoredModel]:
+        """Its models."""
+    @property
+    def version(self) -> int:
+        """The version of the only model; a ModelError if there are several."""
+
+@final
+class StoredModel:
+    """One model of a version of a store."""
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+    @property
+    def version(self) -> int:
+        """Its version."""
+    @property
+    def digest(self) -> str:
+        """The digest of its bytes."""
+    @property
+    def changed(self) -> bool:
+        """Whether its version is another than before."""
+    @property
+    def changes(self) -> float | None:
+        """The share of its elements that changed, where that is known."""
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes that were written for it."""
+    @property
+    def deltas(self) -> int:
+        """How many deltas are folded onto a full version; 0 for a full version."""
+    @property
+    def directory(self) -> str:
+        """The directory of its full version: a checkpoint that other programs load."""

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 from weightsync._native import Session
 from weightsync.errors import SettingError
 
-__all__ = ["Distributed", "MultiProcess", "NoSync", "Rpc", "Scheme", "SharedMem"]
+__all__ = ["Distributed", "MultiProcess", "NoSync", "Rpc", "Scheme", "SharedMem", "StoreScheme"]
 
 
 @dataclass(frozen=True)
@@ -140,3 +140,30 @@ class NoSync(Scheme):
     """Sends no weights: for a model that never changes, or to measure a program without syncs."""
 
     _name: ClassVar[str] = "none"
+
+
+@dataclass(frozen=True)
+class StoreScheme(Scheme):
+    """Versions are saved in a store, and workers load them, with no process in between.
+
+    Args:
+        url: the path of the store's directory.
+        keep: which versions stay, as for :class:`weightsync.Store`; 8 by default.
+        temporary: a store of this sender alone below the path, which is removed when the sender
+            and its workers have left.
+    """
+
+    _name: ClassVar[str] = "store"
+
+    url: str
+    keep: int | str | None = None
+    temporary: bool = False
+
+    def _settings(self) -> Iterator[str]:
+        if "," in self.url or "=" in self.url:
+            raise SettingError(f'"url": expected a path without commas and equals signs, got "{self.url}"')
+        yield self.url
+        if self.keep is not None:
+            yield f"keep={self.keep}"
+        if self.temporary:
+            yield "temporary"

@@ -17,6 +17,7 @@ from weightsync.errors import LifecycleError, MissingModelError, ModelError, Sen
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
 from weightsync.snapshot import Snapshot
+from weightsync.store import Saving, Store, keeper_of
 
 if TYPE_CHECKING:
     from weightsync._native import _Setup
@@ -60,6 +61,10 @@ class Sender(_ends.AsyncWith):
         copy_threads: how many threads copy; 0 chooses by the size and the cores.
         async_send_limit: how many asynchronous sends may be on their way; None refuses a second.
         timeout: how long a send waits at most, in seconds, unless it says otherwise.
+        keep: a :class:`Store`, or its url: versions that are sent to all workers are saved there
+            while training goes on. The numbers of versions then go on from the store's.
+            :attr:`saves` says what became of each save, and :meth:`shutdown` waits for the last.
+        every: with ``keep``, saves the first of every so many versions.
     """
 
     def __init__(
@@ -81,6 +86,8 @@ class Sender(_ends.AsyncWith):
         copy_threads: int = 0,
         async_send_limit: int | None = None,
         timeout: float | None = 60.0,
+        keep: Store | str | os.PathLike[str] | None = None,
+        every: int = 1,
     ) -> None:
         choice("strategy", strategy, "state_dict", "tensordict")
         self._context = context
@@ -90,6 +97,7 @@ class Sender(_ends.AsyncWith):
         self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False
+        self._keeper = keeper_of(keep, every, self._models)
         self._session = Session(str(scheme))
         self._setup: _Setup = {
             "scheme": str(scheme),
@@ -165,10 +173,16 @@ class Sender(_ends.AsyncWith):
         with self._sending:
             given = self._given(weights, None, weights_dict, whole=True)
             watch = None if processes is None else Watched(processes).check
+            if self._keeper is not None and not self._connected:
+                newest = self._keeper.open()
+                if version is None and newest:
+                    version = newest + 1
             # Workers may have joined even if this call fails.
             _ends.opened(self)
             self._session.connect_sender(given, workers, timeout, watch, version)
-            self._connected = True
+            if not self._connected:
+                self._connected = True
+                self._sent_to(None)
         logger.info("connected: %r", self)
 
     def wait_for(self, workers: int | Iterable[int], *, timeout: float | None = 60.0) -> None:
@@ -230,6 +244,7 @@ class Sender(_ends.AsyncWith):
                 given = self._given(weights, model, weights_dict, partial=partial)
                 options = (model, workers, wait, timeout, partial, version, wait_late)
                 report = self._session.send(given, options)
+            self._sent_to(worker_ids)
         _log(report)
         return report
 
@@ -254,7 +269,9 @@ class Sender(_ends.AsyncWith):
             given = self._given(weights, model, weights_dict, partial=partial)
             workers = None if worker_ids is None else numbers(worker_ids)
             options = (model, workers, wait, timeout, partial, version, wait_late)
-            return self._session.send_async(given, options)
+            pending = self._session.send_async(given, options)
+            self._sent_to(worker_ids)
+            return pending
 
     def send_each(
         self,
@@ -328,9 +345,19 @@ class Sender(_ends.AsyncWith):
         """The digest of the version last sent to all workers; workers compute the same."""
         return self._session.digest(self._only(model))
 
+    @property
+    def saves(self) -> list[Saving]:
+        """The last saves, with ``keep``, oldest first."""
+        return [] if self._keeper is None else list(self._keeper.saves)
+
     def shutdown(self) -> None:
-        """Tells the workers that the sender ends, and frees everything. Any number of times."""
+        """Tells the workers that the sender ends, and frees everything. Any number of times.
+
+        With ``keep`` it returns when the last save has ended.
+        """
         self._session.shutdown()
+        if self._keeper is not None:
+            self._keeper.close()
         _ends.closed(self)
 
     def __enter__(self) -> Sender:
@@ -390,6 +417,11 @@ class Sender(_ends.AsyncWith):
         if partial:
             self._sending.parts.append(source)
         return native
+
+    def _sent_to(self, worker_ids: int | Iterable[int] | None) -> None:
+        # What only some workers have is not the trainer's version.
+        if self._keeper is not None and worker_ids is None:
+            self._keeper.sent(self._session)
 
     def _source(self, name: str) -> Source:
         return Source(self._strategy, self._mappings.get(name))

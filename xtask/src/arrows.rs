@@ -57,7 +57,13 @@ const TABLE: &[Row] = &[
     },
     Row {
         name: "weightsync-store",
-        may_use: &[("weightsync-engine", Always), ("object_store", Optional)],
+        may_use: &[
+            ("weightsync-simd", Always),
+            ("weightsync-core", Always),
+            ("weightsync-engine", Always),
+            ("object_store", Optional),
+            ("tokio", Optional),
+        ],
     },
     Row {
         name: "weightsync-serve",
@@ -102,6 +108,7 @@ const TABLE: &[Row] = &[
             ("weightsync-engine", Always),
             ("weightsync-net", Optional),
             ("weightsync-serve", Optional),
+            ("weightsync-store", Optional),
         ],
     },
     Row {

@@ -61,6 +61,12 @@ const GROUPS: &[Group] = &[
                 codecs",
         measured: Measured::OfVersions { own: "delta" },
     },
+    Group {
+        name: "store",
+        about: "saves and loads on the disk of this folder, compared with dd and safetensors' \
+                load_file",
+        measured: Measured::OnDisk { own: "store" },
+    },
 ];
 
 /// A group of benchmarks.
@@ -95,6 +101,10 @@ enum Measured {
         /// What cargo runs for the cases over hosts. It takes `--json`.
         hosts: &'static str,
     },
+    OnDisk {
+        /// The subcommand. It takes `--json`, and the Python of an environment with safetensors.
+        own: &'static str,
+    },
     OfVersions {
         /// The subcommand. It takes `--json`, a folder of real versions, and the Python that
         /// measures the peers.
@@ -112,6 +122,10 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
             over_network(places, own, hosts, &flags)
+        }
+        Measured::OnDisk { own } => {
+            no_picture(group.name, &flags)?;
+            on_disk(places, own, &flags)
         }
         Measured::OfVersions { own } => {
             no_picture(group.name, &flags)?;
@@ -194,6 +208,18 @@ fn over_network(places: &Places, own: &str, hosts: &str, flags: &[&str]) -> Resu
     let over_hosts = step::run_last("bench over hosts", &mut command);
     // Of several failures the first is the one to look at.
     environment.map(drop).and(over_loopback).and(over_hosts)
+}
+
+/// An environment that cannot be had fails the run at its end: all else is measured.
+fn on_disk(places: &Places, own: &str, flags: &[&str]) -> Result<(), Error> {
+    let environment = python::TESTS.provide(places);
+    let mut command = places.cargo();
+    command.args(COMMAND.split(' ')).arg(own).args(flags);
+    if let Ok(python) = &environment {
+        command.arg("--python").arg(python);
+    }
+    let measured = step::run(&format!("bench {own}"), &mut command).map(drop);
+    environment.map(drop).and(measured)
 }
 
 /// Real versions and peers that cannot be had fail the run at its end: all else is measured.

@@ -22,6 +22,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     python::TESTS.provide(places)?;
     python::OLDEST.provide(places)?;
     python::VLLM.provide(places)?;
+    python::OBJECTS.provide(places)?;
 
     let mut passed: Vec<String> = Vec::new();
     let mut pass = |name: &str, took: Duration| {

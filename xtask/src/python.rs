@@ -40,6 +40,14 @@ pub const VLLM: Environment = Environment {
     with_dependencies: false,
 };
 
+/// What the tests of stores in S3 run their server in.
+pub const OBJECTS: Environment = Environment {
+    name: "objects",
+    requirements: "python/requirements-objects.txt",
+    imports: "moto.server, moto.s3.responses, werkzeug.serving, flask_cors",
+    with_dependencies: false,
+};
+
 /// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
 /// only where more is installed says so itself when it is measured.
 pub const NET: Environment = Environment {

@@ -21,6 +21,9 @@ use crate::tools;
 /// The variable that says how long the long tests run. The tests read it themselves.
 const SOAK: &str = "WEIGHTSYNC_SOAK";
 
+/// The variable that says which Python has what [`python::OBJECTS`] has.
+const OBJECTS_PYTHON: &str = "WEIGHTSYNC_OBJECTS_PYTHON";
+
 /// The crate whose protocol is modelled in loom.
 const LOOM_PACKAGE: &str = "weightsync-mem";
 
@@ -56,6 +59,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     let python = python::TESTS.provide(places)?;
     let oldest = python::OLDEST.provide(places)?;
     let vllm = python::VLLM.provide(places)?;
+    let objects = python::OBJECTS.provide(places)?;
 
     let (level, value) = OPT_LEVEL;
     let mut doc = places.cargo();
@@ -71,6 +75,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     tests
         .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
         .args(["--profile", soak.nextest_profile()])
+        .env(OBJECTS_PYTHON, objects)
         .env(level, value);
     step::run_reported("tests", &mut tests)?;
     step::end("everything", begun.elapsed());

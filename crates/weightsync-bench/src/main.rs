@@ -14,6 +14,7 @@ mod overhead;
 mod peer;
 mod peers;
 mod set;
+mod store;
 
 use std::process::ExitCode;
 
@@ -39,6 +40,8 @@ enum Group {
     Delta(delta::Args),
     /// Over loopback, compared with what others bring weights with (`cargo xtask bench net`)
     Net(net::Args),
+    /// Stores on disk, compared with dd (`cargo xtask bench store`)
+    Store(store::Args),
 }
 
 fn main() -> ExitCode {
@@ -53,6 +56,7 @@ fn main() -> ExitCode {
         Group::Peers(args) => peers::run(&args),
         Group::Delta(args) => delta::run(&args),
         Group::Net(args) => net::run(&args),
+        Group::Store(args) => store::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -101,6 +101,7 @@ pub struct Subjects {
     residue: Residue,
     companion: Companion,
     corrupt: Option<Corrupt>,
+    slow: bool,
 }
 
 /// What runs next to a sender, until it is dropped.
@@ -134,6 +135,7 @@ impl Default for Subjects {
             residue: Arc::new(Vec::new),
             companion: Arc::new(|_| Box::new(())),
             corrupt: None,
+            slow: false,
         }
     }
 }
@@ -148,6 +150,15 @@ impl Subjects {
     #[must_use]
     pub fn with(mut self, scheme: &str) -> Self {
         self.texts.push(scheme.into());
+        self
+    }
+
+    /// Says that a send takes hundreds of times longer than through memory, as where
+    /// it is many requests to a server. Loops then do fewer rounds, and short deadlines
+    /// are longer.
+    #[must_use]
+    pub fn slow(mut self) -> Self {
+        self.slow = true;
         self
     }
 
@@ -201,6 +212,7 @@ impl fmt::Debug for Subjects {
 /// Runs the suite as `cargo test` runs a test binary; the `main` of one. In the
 /// processes that the suite starts, it is what they do.
 pub fn main(subjects: &Subjects) -> ExitCode {
+    scale::set_slow(subjects.slow);
     match worker::current() {
         Ok(None) => run(subjects),
         Ok(Some(process)) => match harness::process::obey(&process, subjects) {

@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use weightsync_engine::{Error, ErrorKind};
+use weightsync_store::StoreError;
 
 pyo3::import_exception!(weightsync.errors, LifecycleError);
 pyo3::import_exception!(weightsync.errors, ModelError);
@@ -62,7 +63,11 @@ pub fn forked() -> PyErr {
 }
 
 pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
-    let class = class(py, &class_of(error.kind()))?;
+    let kind = match error {
+        Error::Transport { source, .. } => source.downcast_ref().map(StoreError::kind),
+        _ => None,
+    };
+    let class = class(py, &class_of(kind.unwrap_or_else(|| error.kind())))?;
     let remedy = error.remedy().to_string();
     let text = match error {
         Error::WrongOrder { .. } => in_python(error.to_string()),

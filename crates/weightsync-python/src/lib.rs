@@ -23,6 +23,7 @@ mod report;
 mod session;
 mod snapshot;
 mod source;
+mod store;
 mod tensors;
 mod wait;
 
@@ -53,6 +54,8 @@ mod _native {
     use crate::snapshot::{SetSnapshot, Snapshot};
     #[pymodule_export]
     use crate::source::{Layout, Source};
+    #[pymodule_export]
+    use crate::store::{Saver, Saving, Store, StoredModel, StoredVersion, Writer};
     #[pymodule_export]
     use crate::tensors::{Copies, Tensors};
 

@@ -6,9 +6,13 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use crate::error::{Result, StoreError};
+#[cfg(feature = "objects")]
+use crate::storage::objects::{self, Objects};
 use crate::storage::{Directory, Storage};
 
-/// The address of a store.
+/// The address of a store: the path of a directory, or with the feature `objects` a place in an object
+/// store (`s3://bucket/path`, `gs://bucket/path`, `az://container/path`), or a name in the memory of
+/// this process (`memory:///name`). It never holds a key: keys come from the environment.
 ///
 /// ```
 /// use weightsync_store::Address;
@@ -25,18 +29,26 @@ pub struct Address(Place);
 enum Place {
     /// An absolute path.
     Directory(PathBuf),
+    #[cfg(feature = "objects")]
+    Objects(objects::Place),
 }
 
 impl Address {
     /// A directory below this address.
     pub(crate) fn below(&self, name: &str) -> Self {
-        let Self(Place::Directory(path)) = self;
-        Self(Place::Directory(path.join(name)))
+        Self(match &self.0 {
+            Place::Directory(path) => Place::Directory(path.join(name)),
+            #[cfg(feature = "objects")]
+            Place::Objects(place) => Place::Objects(place.below(name)),
+        })
     }
 
     pub(crate) fn storage(&self) -> Arc<dyn Storage> {
-        let Self(Place::Directory(path)) = self;
-        Arc::new(Directory::new(path))
+        match &self.0 {
+            Place::Directory(path) => Arc::new(Directory::new(path)),
+            #[cfg(feature = "objects")]
+            Place::Objects(place) => Arc::new(Objects::new(place.clone())),
+        }
     }
 }
 
@@ -45,11 +57,30 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Self> {
         let unusable = |expected: &str| StoreError::Address {
-            text: text.into(),
+            text: without_key(text),
             expected: expected.into(),
         };
         let path = match text.split_once("://") {
             Some(("file", path)) => path,
+            #[cfg(feature = "objects")]
+            Some((scheme, rest)) => {
+                let place = objects::Place::parse(scheme, rest);
+                let place = place.ok_or_else(|| {
+                    unusable(&format!(
+                        "the path of a directory, or {}",
+                        objects::EXPECTED
+                    ))
+                })?;
+                return Ok(Self(Place::Objects(place)));
+            }
+            #[cfg(not(feature = "objects"))]
+            Some(("s3" | "gs" | "az" | "memory", _)) => {
+                return Err(unusable(
+                    "the path of a directory, as this program was built without object stores: \
+                     build weightsync-store with its feature `objects`",
+                ));
+            }
+            #[cfg(not(feature = "objects"))]
             Some(_) => return Err(unusable("the path of a directory")),
             None => text,
         };
@@ -68,7 +99,85 @@ impl FromStr for Address {
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(Place::Directory(path)) = self;
-        path.display().fmt(f)
+        match &self.0 {
+            Place::Directory(path) => path.display().fmt(f),
+            #[cfg(feature = "objects")]
+            Place::Objects(place) => place.fmt(f),
+        }
+    }
+}
+
+/// The text, without what looks like a key in front of a host or behind a question mark.
+fn without_key(text: &str) -> String {
+    let Some((scheme, rest)) = text.split_once("://") else {
+        return text.into();
+    };
+    let rest = rest.split_once('?').map_or(rest, |(before, _)| before);
+    let rest = rest.rsplit_once('@').map_or(rest, |(_, behind)| behind);
+    format!("{scheme}://{rest}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn address_shows_no_key_in_an_error() {
+        for text in [
+            "s3://AKIA:hunter2@bucket/policy",
+            "s3://bucket/policy?secret=hunter2",
+            "az://a/b@c?sig=hunter2",
+        ] {
+            let error = text.parse::<Address>().unwrap_err().to_string();
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+    }
+
+    #[cfg(not(feature = "objects"))]
+    #[test]
+    fn address_names_the_feature_that_it_lacks() {
+        let error = "s3://bucket/policy".parse::<Address>().unwrap_err();
+        assert!(error.to_string().contains("`objects`"), "{error}");
+    }
+
+    #[cfg(feature = "objects")]
+    #[test]
+    fn address_of_an_object_store_reads_as_written() {
+        for text in [
+            "s3://bucket",
+            "s3://my.bucket-1/runs/policy",
+            "gs://bucket/policy",
+            "az://container/policy",
+            "memory:///policy",
+        ] {
+            let address: Address = text.parse().unwrap();
+            assert_eq!(address.to_string(), text);
+            assert_eq!(address.below("a").to_string(), format!("{text}/a"));
+        }
+        let address: Address = "s3://bucket/policy/".parse().unwrap();
+        assert_eq!(address.to_string(), "s3://bucket/policy");
+    }
+
+    #[cfg(feature = "objects")]
+    #[test]
+    fn address_refuses_what_names_no_object() {
+        for text in [
+            "s3://",
+            "s3:///policy",
+            "s3://bucket/../x",
+            "s3://bucket/./x",
+            "s3://bucket//x",
+            "s3://bucket/x//",
+            "s3://bucket/x?versionId=1",
+            "s3://buc ket/x",
+            "s3://bucket/a\nb",
+            "memory://",
+            "memory:///",
+            "memory://host/name",
+            "http://bucket/x",
+        ] {
+            let error = text.parse::<Address>().unwrap_err().to_string();
+            assert!(error.contains("s3://bucket/path"), "{error}");
+        }
     }
 }

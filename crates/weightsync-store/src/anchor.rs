@@ -4,9 +4,9 @@ use std::collections::HashMap;
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
+use weightsync_core::Layout;
 use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
-use weightsync_core::{Digest, Layout};
 use weightsync_engine::Snapshot;
 use weightsync_engine::safetensors_format::{Header, Shard};
 use weightsync_engine::transport::{Image, ModelSpec};
@@ -154,7 +154,13 @@ pub(crate) fn read(
     let shards = open_shards(storage, stored, layout)?;
     let mut digester = read_shards(storage, &shards, &mut image, deltas.is_empty())?;
     if !deltas.is_empty() {
-        digester = fold(storage, &deltas, &mut image)?;
+        digester = match fold(storage, &deltas, &mut image) {
+            // It may be the first that does not fit one before it which is damaged.
+            Err(StoreError::Damaged(found)) => {
+                return Err(blame(storage, stored)?.unwrap_or(found).into());
+            }
+            folded => folded?,
+        };
     }
     let digest = digester.finish().map_err(|error| {
         let file = storage.name(&manifest.manifest());
@@ -162,7 +168,12 @@ pub(crate) fn read(
     })?;
     match digest == stored.digest {
         true => Ok(image),
-        false => Err(blame(storage, manifest, stored, digest)?.into()),
+        false => {
+            let (model, expected) = (&stored.model, stored.digest);
+            let what = format!("the files of {model} have digest {digest}, expected {expected}");
+            let otherwise = Damage::new(storage.name(&manifest.manifest()), what);
+            Err(blame(storage, stored)?.unwrap_or(otherwise).into())
+        }
     }
 }
 
@@ -367,17 +378,13 @@ fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Resul
 fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Damage::new(storage.name(path), "it is cut short").into(),
+        io::ErrorKind::IsADirectory => Damage::new(storage.name(path), "it is a directory").into(),
         _ => StoreError::file("reading", storage.name(path))(error),
     }
 }
 
-/// Finds the file because of which a version has another digest.
-fn blame(
-    storage: &dyn Storage,
-    manifest: Place,
-    stored: &Stored,
-    digest: Digest,
-) -> Result<Damage> {
+/// Finds the file that is not what was written there.
+fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
     let anchor = stored.anchor.files.iter();
     let anchor = anchor.map(|file| {
         let path = stored.anchor.at.file(&stored.model, &file.name);
@@ -387,12 +394,10 @@ fn blame(
     let deltas = deltas.map(|file| (file.at.file(&stored.model, DELTA), file.bytes, file.crc64));
     for (path, bytes, crc64) in anchor.chain(deltas) {
         if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
-            return Ok(damage);
+            return Ok(Some(damage));
         }
     }
-    let (model, expected) = (&stored.model, stored.digest);
-    let what = format!("the files of {model} have digest {digest}, expected {expected}");
-    Ok(Damage::new(storage.name(&manifest.manifest()), what))
+    Ok(None)
 }
 
 /// Reads a file and compares its checksum; hands over every piece.

@@ -1,6 +1,7 @@
 //! Which versions a store has: by its head, or by the manifests if the head is damaged.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 
 use weightsync_core::{Epoch, Run};
 
@@ -46,15 +47,17 @@ impl Catalog {
 
     fn look(storage: &dyn Storage) -> Result<Self> {
         let file = || storage.name(HEAD);
-        let raw_head = storage.read(HEAD);
-        let raw_head = raw_head.map_err(StoreError::file("reading", file()))?;
+        let (raw_head, found) = match read(storage, HEAD) {
+            Err(StoreError::Damaged(damage)) => (None, damage),
+            raw => (raw?, Damage::new(file(), "it is missing")),
+        };
         let (head, found) = match &raw_head {
             Some(bytes) => match unseal::<Head>(&file(), bytes) {
                 Ok(head) => (Some((bytes.clone(), head)), None),
                 Err(StoreError::Damaged(damage)) => (None, Some(damage)),
                 Err(error) => return Err(error),
             },
-            None => (None, Some(Damage::new(file(), "it is missing"))),
+            None => (None, Some(found)),
         };
         // After the head: everything it publishes is listed.
         let names = storage.list(VERSIONS);
@@ -91,11 +94,6 @@ impl Catalog {
             }
         }
         Ok(catalog)
-    }
-
-    /// The manifest of a version; `None` if it is not there any more.
-    pub(crate) fn manifest(&self, storage: &dyn Storage, place: Place) -> Result<Option<Manifest>> {
-        manifest(storage, place)
     }
 
     /// The head that says what this catalog found, for a writer that takes over.
@@ -144,7 +142,10 @@ impl Catalog {
                 id,
             },
         };
-        runs.retain(|old| old.epoch < run.epoch);
+        // A run that published nothing needs no entry, but for the last one: what it left is not
+        // removed yet.
+        let last = runs.last().map(|last| last.epoch);
+        runs.retain(|old| old.epoch < run.epoch && (old.last > 0 || Some(old.epoch) == last));
         runs.push(Published::none(run.epoch));
         Ok(Head {
             run,
@@ -155,12 +156,29 @@ impl Catalog {
     }
 }
 
+/// The head, if it is there and whole: all that is needed to find the newest version.
+pub(crate) fn head(storage: &dyn Storage) -> Result<Option<Head>> {
+    let Some(bytes) = read(storage, HEAD)? else {
+        return Ok(None);
+    };
+    unseal(&storage.name(HEAD), &bytes).map(Some)
+}
+
+/// Reads a small file. What no store has written is damage.
+pub(crate) fn read(storage: &dyn Storage, path: &str) -> Result<Option<Vec<u8>>> {
+    storage.read(path).map_err(|error| match error.kind() {
+        ErrorKind::IsADirectory | ErrorKind::FileTooLarge => {
+            Damage::new(storage.name(path), error.to_string()).into()
+        }
+        _ => StoreError::file("reading", storage.name(path))(error),
+    })
+}
+
 /// The manifest of a version; `None` if it is not there.
 pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Manifest>> {
     let path = place.manifest();
     let file = storage.name(&path);
-    let bytes = storage.read(&path);
-    let Some(bytes) = bytes.map_err(StoreError::file("reading", file.clone()))? else {
+    let Some(bytes) = read(storage, &path)? else {
         return Ok(None);
     };
     let manifest: Manifest = unseal(&file, &bytes)?;

@@ -36,7 +36,13 @@ pub(crate) struct Made {
 }
 
 /// Compares two images. `None` if the file would have more than `limit` bytes.
-pub(crate) fn make(layout: &Layout, old: &[u8], new: &[u8], limit: u64) -> Option<Made> {
+pub(crate) fn make(
+    layout: &Layout,
+    codec: Codec,
+    old: &[u8],
+    new: &[u8],
+    limit: u64,
+) -> Option<Made> {
     let spans = spans(layout);
     let header = (MAGIC.len() + 8 + 8 * spans) as u64;
     let total = AtomicU64::new(header);
@@ -54,7 +60,7 @@ pub(crate) fn make(layout: &Layout, old: &[u8], new: &[u8], limit: u64) -> Optio
             let (old, new) = (&old[range.clone()], &new[range.clone()]);
             let pattern = Pattern::of_span(layout, range.start as u64);
             let mut part = Vec::new();
-            let Ok(made) = encode(pattern, Codec::Thin, old, new, &mut part, &mut scratch) else {
+            let Ok(made) = encode(pattern, codec, old, new, &mut part, &mut scratch) else {
                 return failed.store(true, Ordering::Relaxed);
             };
             let kind = match part.len() {

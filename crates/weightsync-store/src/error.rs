@@ -3,7 +3,7 @@
 use std::io;
 
 use weightsync_core::{ModelId, Remedy, Run, Version};
-use weightsync_engine::Error;
+use weightsync_engine::{Error, ErrorKind};
 
 /// A result of this crate.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
@@ -55,13 +55,13 @@ pub enum StoreError {
     },
 
     /// The store has no such version.
-    #[error("{store} has no {asked}; it has {}", versions(.known))]
+    #[error("{store} has no {asked}; {}", versions(.known))]
     NoSuchVersion {
         /// The store.
         store: String,
         /// What was asked for.
         asked: String,
-        /// Versions that it has, the newest first.
+        /// The newest versions that it has, the newest first.
         known: Vec<Version>,
     },
 
@@ -154,6 +154,13 @@ pub enum StoreError {
         known: Vec<String>,
     },
 
+    /// What is to be saved has no model, or one twice.
+    #[error("a version of a store has each of its models once, and these were given: {}", list(.given))]
+    ModelsOnce {
+        /// The models of the versions that were to be saved.
+        given: Vec<ModelId>,
+    },
+
     /// What is to be saved is not the next version.
     #[error("{got} of {model} cannot follow {newest}: versions of a store only grow")]
     VersionNotNewer {
@@ -241,6 +248,30 @@ impl StoreError {
         }
     }
 
+    /// What the error is about.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Damaged(_) | Self::Format { .. } => ErrorKind::Corrupt,
+            Self::Empty { damage, .. } if !damage.is_empty() => ErrorKind::Corrupt,
+            Self::File { .. } => ErrorKind::OperatingSystem,
+            Self::Fenced { .. } => ErrorKind::Peer,
+            Self::Empty { .. }
+            | Self::NoSuchVersion { .. }
+            | Self::NoSuchModel { .. }
+            | Self::SeveralModels { .. }
+            | Self::NoSuchName { .. } => ErrorKind::Model,
+            Self::VersionNotNewer { .. } | Self::ModelsOnce { .. } => ErrorKind::Send,
+            Self::Checkpoint { .. } | Self::Pickled { .. } => ErrorKind::WrongWeights,
+            Self::InUse { .. }
+            | Self::Address { .. }
+            | Self::ExtraFile { .. }
+            | Self::Occupied { .. }
+            | Self::Keep { .. }
+            | Self::Name { .. } => ErrorKind::Setting,
+            Self::Engine(error) => error.kind(),
+        }
+    }
+
     /// What to do.
     pub fn remedy(&self) -> Remedy {
         match self {
@@ -278,8 +309,8 @@ impl From<StoreError> for Error {
 
 fn versions(known: &[Version]) -> String {
     match known {
-        [] => "no version at all".into(),
-        _ => list(known),
+        [] => "it has no version at all".into(),
+        _ => format!("its newest: {}", list(known)),
     }
 }
 

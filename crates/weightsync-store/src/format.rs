@@ -139,9 +139,19 @@ impl Head {
 
     /// Whether a manifest of this place is a published version.
     pub(crate) fn has(&self, place: Place) -> bool {
-        let run = self.runs.iter().find(|run| run.epoch == place.epoch);
-        run.is_some_and(|run| place.sequence <= run.last && !run.failed.contains(&place.sequence))
-            && !self.dropped.contains(&place)
+        let run = self.run(place.epoch);
+        run.is_some_and(|run| run.has(place.sequence)) && !self.dropped.contains(&place)
+    }
+
+    /// Whether this place is certain to be no version that was ever published.
+    pub(crate) fn never_had(&self, place: Place) -> bool {
+        self.run(place.epoch)
+            .is_some_and(|run| !run.has(place.sequence))
+    }
+
+    fn run(&self, epoch: Epoch) -> Option<&Published> {
+        let index = self.runs.binary_search_by_key(&epoch, |run| run.epoch);
+        index.ok().map(|index| &self.runs[index])
     }
 
     fn check(&self) -> Result<(), String> {
@@ -167,6 +177,10 @@ impl Published {
             last: 0,
             failed: BTreeSet::new(),
         }
+    }
+
+    fn has(&self, sequence: u64) -> bool {
+        sequence <= self.last && !self.failed.contains(&sequence)
     }
 }
 
@@ -229,6 +243,12 @@ pub(crate) struct DeltaFile {
 }
 
 impl Stored {
+    /// The places of its files, in order.
+    pub(crate) fn needs(&self) -> impl Iterator<Item = Place> + '_ {
+        let deltas = self.deltas.iter().map(|delta| delta.at);
+        std::iter::once(self.anchor.at).chain(deltas)
+    }
+
     /// The bytes that loading it reads: those of the weights, and of what is folded onto them.
     pub(crate) fn read_bytes(&self) -> u64 {
         let weights = self.anchor.files.iter();
@@ -243,10 +263,7 @@ impl Stored {
 impl Manifest {
     /// The places whose data the version needs.
     pub(crate) fn needs(&self) -> impl Iterator<Item = Place> + '_ {
-        self.models.iter().flat_map(|model| {
-            let deltas = model.deltas.iter().map(|delta| delta.at);
-            std::iter::once(model.anchor.at).chain(deltas)
-        })
+        self.models.iter().flat_map(Stored::needs)
     }
 
     /// One model.
@@ -270,8 +287,7 @@ impl Manifest {
             if model.deltas.len() > MAX_CHAIN {
                 return Err(format!("{id} has more than {MAX_CHAIN} deltas"));
             }
-            let deltas = model.deltas.iter().map(|delta| delta.at);
-            let at: Vec<_> = std::iter::once(model.anchor.at).chain(deltas).collect();
+            let at: Vec<_> = model.needs().collect();
             let last = at.last().is_some_and(|last| *last <= self.place);
             if !last || !at.windows(2).all(|pair| pair[0] < pair[1]) {
                 return Err(format!("the files of {id} are out of order"));
@@ -410,12 +426,22 @@ struct Sealed {
 pub(crate) fn seal(value: &impl Value) -> Vec<u8> {
     let text = serde_json::value::to_raw_value(value);
     let value = text.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"));
+    seal_text(value)
+}
+
+fn seal_text(value: Box<RawValue>) -> Vec<u8> {
     let sealed = Sealed {
         format: FORMAT,
         crc64: seal_of(FORMAT, value.get()),
         value,
     };
     serde_json::to_vec(&sealed).unwrap_or_else(|error| unreachable!("{error}"))
+}
+
+/// Any JSON with the seal of a value.
+#[cfg(feature = "fuzz")]
+pub(crate) fn sealed(text: &str) -> Option<Vec<u8>> {
+    RawValue::from_string(text.to_owned()).ok().map(seal_text)
 }
 
 /// Reads a value; `file` is named in the error.

@@ -16,7 +16,7 @@ use crate::storage::{Life, Presence, Storage};
 pub(crate) struct Lease {
     storage: Arc<dyn Storage>,
     path: String,
-    /// `None` where this process may not write: nothing then keeps the version.
+    /// `None` where this process cannot write: nothing then keeps the version.
     presence: Option<Box<dyn Presence>>,
 }
 
@@ -24,12 +24,15 @@ impl Lease {
     pub(crate) fn take(storage: &Arc<dyn Storage>, place: Place) -> Result<Self> {
         let random: [u8; 8] = weightsync_engine::transport::random()?;
         let path = format!("{LEASES}/{place}.{:016x}", u64::from_le_bytes(random));
-        let presence = match storage.announce(&path, b"lease") {
+        let presence = match storage.announce(&path, b"") {
             Ok(presence) => Some(presence),
             Err(error)
                 if matches!(
                     error.kind(),
-                    ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+                    ErrorKind::PermissionDenied
+                        | ErrorKind::ReadOnlyFilesystem
+                        | ErrorKind::StorageFull
+                        | ErrorKind::QuotaExceeded
                 ) =>
             {
                 None

@@ -21,6 +21,9 @@ mod checkpoint;
 mod delta_file;
 mod error;
 mod format;
+#[cfg(feature = "fuzz")]
+#[doc(hidden)]
+pub mod fuzz;
 mod lease;
 mod pause;
 mod progress;

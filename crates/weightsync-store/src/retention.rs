@@ -36,6 +36,18 @@ pub enum Keep {
 }
 
 impl Keep {
+    /// The same, and at least so many versions before the newest.
+    pub(crate) fn at_least(self, history: u8) -> Self {
+        match self {
+            Self::All => Self::All,
+            Self::Newest { count, every } => {
+                let least = NonZero::<u64>::MIN.saturating_add(history.into());
+                let count = count.max(least);
+                Self::Newest { count, every }
+            }
+        }
+    }
+
     /// The versions that are to be removed, of those that are published, oldest first.
     pub(crate) fn dropped(self, published: &[Place], used: &BTreeSet<Place>) -> Vec<Place> {
         let Self::Newest { count, every } = self else {

@@ -36,9 +36,7 @@ impl Store {
         };
         let mut seen = BTreeSet::new();
         for &place in &catalog.places {
-            match self.read_place(&catalog, place, &|manifest| {
-                self.scrub_version(manifest, &seen)
-            }) {
+            match self.read_place(place, &|manifest| self.scrub_version(manifest, &seen)) {
                 // It was removed meanwhile.
                 Ok(None) => {}
                 Ok(Some((files, damage))) => {

@@ -12,7 +12,7 @@ use weightsync_engine::{Member, SetSnapshot, Snapshot};
 
 use crate::address::Address;
 use crate::anchor;
-use crate::catalog::Catalog;
+use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{Anchor, HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
@@ -215,7 +215,7 @@ impl Store {
             damage: catalog.damage.clone(),
         };
         for &place in &catalog.places {
-            match catalog.manifest(self.storage(), place) {
+            match catalog::manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
                     all.versions.push(self.describe(&manifest, &catalog.names));
                 }
@@ -250,7 +250,7 @@ impl Store {
                 let catalog = Catalog::read(self.storage())?;
                 let newer = catalog.places.iter().rev();
                 for &place in newer.take_while(|place| Some(place.sequence) > than) {
-                    match catalog.manifest(self.storage(), place) {
+                    match catalog::manifest(self.storage(), place) {
                         Ok(Some(manifest)) => {
                             return Ok(Some(self.describe(&manifest, &catalog.names)));
                         }
@@ -320,6 +320,12 @@ impl Store {
         which: &Which,
         read: &dyn Fn(&Manifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
+        if *which == Which::Newest
+            && let Some(value) = self.read_by_head(read)?
+        {
+            return Ok((value, Vec::new()));
+        }
+        let mut gone = None;
         loop {
             let catalog = Catalog::read(self.storage())?;
             let damage = catalog.damage.clone();
@@ -335,13 +341,29 @@ impl Store {
                         });
                     }
                 },
-                Which::Exactly(asked) => self.find(&catalog, asked, |got| got == asked.version)?,
-                Which::AtLeast(asked) => self.find(&catalog, asked, |got| got >= asked.version)?,
+                Which::Exactly(asked) => self.find(&catalog, asked)?,
+                Which::AtLeast(asked) => self.find_newest(&catalog, asked)?,
             };
-            if let Some(value) = self.read_place(&catalog, found, read)? {
+            if let Some(value) = self.read_place(found, read)? {
                 return Ok((value, damage));
             }
             // It was removed since the catalog was read: the next one says so.
+            if gone.replace(found) == Some(found) {
+                let file = self.storage.name(&found.manifest());
+                return Err(Damage::new(file, "it is missing").into());
+            }
+        }
+    }
+
+    /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
+    fn read_by_head<T>(&self, read: &dyn Fn(&Manifest) -> Result<T>) -> Result<Option<T>> {
+        let by_head = || match catalog::head(self.storage())?.and_then(|head| head.newest()) {
+            Some(place) => self.read_place(place, read),
+            None => Ok(None),
+        };
+        match by_head() {
+            Err(StoreError::Damaged(_)) => Ok(None),
+            read => read,
         }
     }
 
@@ -354,11 +376,18 @@ impl Store {
     pub fn wait(&self, which: &Which, timeout: Option<Duration>) -> Result<Option<Loaded>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut pause = Pause::new(self.storage());
+        let mut seen = None;
         loop {
-            match self.load(which) {
-                Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
-                Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {}
-                loaded => return loaded.map(Some),
+            // The same head has nothing new.
+            let head = catalog::read(self.storage(), HEAD).ok().flatten();
+            if head.is_none() || head != seen {
+                match self.load(which) {
+                    Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
+                    Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {
+                    }
+                    loaded => return loaded.map(Some),
+                }
+                seen = head;
             }
             if !pause.until(deadline)? {
                 return Ok(None);
@@ -373,23 +402,37 @@ impl Store {
     ///
     /// Those of [`load`](Self::load).
     pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<Loaded>> {
+        let newest = catalog::head(self.storage());
+        let newest = newest.ok().flatten().and_then(|head| head.newest());
+        if let Some(newest) = newest
+            && self.is_at(newest, held)? == Some(true)
+        {
+            return Ok(None);
+        }
         let catalog = Catalog::read(self.storage())?;
-        let newer = catalog.places.iter().rev();
-        for (behind, &place) in newer.enumerate() {
-            let Some(manifest) = catalog.manifest(self.storage(), place)? else {
-                continue;
-            };
-            if self.stored(&manifest, held)?.version <= held.version {
-                return match behind as u64 > lag {
-                    true => self.load(&Which::Newest).map(Some),
-                    false => Ok(None),
-                };
+        let mut behind = 0;
+        for &place in catalog.places.iter().rev() {
+            match self.is_at(place, held)? {
+                Some(true) if behind <= lag => return Ok(None),
+                Some(true) => break,
+                Some(false) => behind += 1,
+                None => {}
             }
-            if behind as u64 >= lag {
+            if behind > lag {
                 break;
             }
         }
         self.load(&Which::Newest).map(Some)
+    }
+
+    /// Whether the model has this version, or an older one, at a place; `None` where nothing can be
+    /// read.
+    fn is_at(&self, place: Place, held: &ModelVersion) -> Result<Option<bool>> {
+        match catalog::manifest(self.storage(), place) {
+            Ok(Some(manifest)) => Ok(Some(self.stored(&manifest, held)?.version <= held.version)),
+            Ok(None) | Err(StoreError::Damaged(_)) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Gives the newest version in which the model has this version a name. The store keeps a named
@@ -404,7 +447,7 @@ impl Store {
             return Err(StoreError::Name { name: name.into() });
         }
         self.change_names(|catalog, names| {
-            let place = self.find(catalog, version, |got| got == version.version)?;
+            let place = self.find(catalog, version)?;
             names.insert(name.into(), place);
             Ok(())
         })
@@ -435,7 +478,7 @@ impl Store {
         let catalog = Catalog::read(self.storage())?;
         let mut names = BTreeMap::new();
         for (name, place) in &catalog.names {
-            if let Some(manifest) = catalog.manifest(self.storage(), *place)? {
+            if let Some(manifest) = catalog::manifest(self.storage(), *place)? {
                 let models = manifest.models.iter();
                 let versions = models.map(|stored| (stored.model.clone(), stored.version));
                 names.insert(name.clone(), versions.collect());
@@ -483,7 +526,7 @@ impl Store {
                     damage,
                 });
             };
-            match self.read_place(&catalog, place, read) {
+            match self.read_place(place, read) {
                 Ok(Some(value)) => return Ok((value, damage)),
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
@@ -510,14 +553,23 @@ impl Store {
     /// Reads something of a version under a lease; `None` if it is not there any more.
     pub(crate) fn read_place<T>(
         &self,
-        catalog: &Catalog,
         place: Place,
         read: &dyn Fn(&Manifest) -> Result<T>,
     ) -> Result<Option<T>> {
         let _lease = Lease::take(&self.storage, place)?;
         // After the lease: what is there now is not removed before the lease ends.
-        let manifest = catalog.manifest(self.storage(), place)?;
-        manifest.map(|manifest| read(&manifest)).transpose()
+        let Some(manifest) = catalog::manifest(self.storage(), place)? else {
+            return Ok(None);
+        };
+        match read(&manifest) {
+            // A reader that cannot write has no lease: what is missing may just have been removed.
+            Err(StoreError::Damaged(_))
+                if matches!(catalog::manifest(self.storage(), place), Ok(None)) =>
+            {
+                Ok(None)
+            }
+            read => read.map(Some),
+        }
     }
 
     fn load_set(&self, manifest: &Manifest) -> Result<SetSnapshot> {
@@ -548,8 +600,7 @@ impl Store {
         let path = hash.spec();
         let name = self.storage.name(&path);
         let damaged = |what: String| Damage::new(name.clone(), what);
-        let read = self.storage.read(&path);
-        let bytes = read.map_err(StoreError::file("reading", name.clone()))?;
+        let bytes = catalog::read(self.storage(), &path)?;
         let bytes = bytes.ok_or_else(|| damaged("it is missing".into()))?;
         let got = Hash::of(&bytes);
         if got != *hash {
@@ -599,38 +650,92 @@ impl Store {
         }
     }
 
-    /// The newest version in which the model has a version that is `right`. Versions of a model only
-    /// grow, so this ends at the first that is lower than the one asked for.
-    fn find(
-        &self,
-        catalog: &Catalog,
-        asked: &ModelVersion,
-        right: impl Fn(Version) -> bool,
-    ) -> Result<Place> {
-        let mut known = Vec::new();
-        for &place in catalog.places.iter().rev() {
-            let manifest = match catalog.manifest(self.storage(), place) {
-                Ok(Some(manifest)) => manifest,
-                Ok(None) => continue,
+    /// The newest version of the store in which the model has the version asked for. Versions of a
+    /// model only grow, so half of those that are left are passed over at each step.
+    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        let places = &catalog.places;
+        // The store has the model, or says what it has.
+        self.newest(catalog, asked)?;
+        let mut found = None;
+        let (mut low, mut high) = (0, places.len());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            let mut readable = None;
+            for (at, &place) in places.iter().enumerate().take(high).skip(middle) {
                 // The version asked for may be another one.
-                Err(StoreError::Damaged(damage)) => {
-                    tracing::warn!("{damage}");
-                    continue;
+                if let Some(manifest) = self.readable(place)? {
+                    readable = Some((at, manifest));
+                    break;
                 }
-                Err(error) => return Err(error),
-            };
-            let got = self.stored(&manifest, asked)?.version;
-            if right(got) {
-                return Ok(place);
             }
-            if known.last() != Some(&got) {
-                known.push(got);
+            match readable {
+                Some((at, manifest)) if self.version_in(&manifest, asked) <= asked.version => {
+                    found = Some((places[at], self.version_in(&manifest, asked)));
+                    low = at + 1;
+                }
+                _ => high = middle,
             }
-            if got < asked.version {
+        }
+        if let Some((place, got)) = found
+            && got == asked.version
+        {
+            return Ok(place);
+        }
+        // One that cannot be read, between those before it and those after it, may be the one.
+        for &place in &places[low..] {
+            if catalog::manifest(self.storage(), place)?.is_some() {
                 break;
             }
         }
-        Err(StoreError::NoSuchVersion {
+        Err(self.no_such_version(catalog, asked)?)
+    }
+
+    /// The newest version of the store, if the model has the version asked for in it or a later one.
+    fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        match self.newest(catalog, asked)? {
+            Some((place, got)) if got >= asked.version => Ok(place),
+            _ => Err(self.no_such_version(catalog, asked)?),
+        }
+    }
+
+    /// The newest place with a whole manifest, and the version that the model has there.
+    fn newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Option<(Place, Version)>> {
+        for &place in catalog.places.iter().rev() {
+            if let Some(manifest) = self.readable(place)? {
+                return Ok(Some((place, self.stored(&manifest, asked)?.version)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The manifest of a place, if it is there and whole.
+    fn readable(&self, place: Place) -> Result<Option<Manifest>> {
+        match catalog::manifest(self.storage(), place) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}");
+                Ok(None)
+            }
+            manifest => manifest,
+        }
+    }
+
+    /// The version of the model there; none, if the model came later.
+    fn version_in(&self, manifest: &Manifest, asked: &ModelVersion) -> Version {
+        let stored = self.stored(manifest, asked);
+        stored.map_or(Version::NONE, |stored| stored.version)
+    }
+
+    fn no_such_version(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<StoreError> {
+        /// As many as the message names.
+        const MOST: usize = 8;
+        let mut known = Vec::new();
+        for &place in catalog.places.iter().rev().take(MOST) {
+            let manifest = self.readable(place)?;
+            let version = manifest.map(|manifest| self.version_in(&manifest, asked));
+            known.extend(version.filter(|version| !version.is_none()));
+        }
+        known.dedup();
+        Ok(StoreError::NoSuchVersion {
             store: self.name(),
             asked: asked.version.to_string(),
             known,

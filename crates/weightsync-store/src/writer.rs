@@ -8,10 +8,10 @@ use weightsync_engine::transport::{ModelSpec, random};
 use weightsync_engine::{Snapshot, WeightExtractor};
 
 use crate::catalog::{self, Catalog};
-use crate::error::{Result, StoreError};
+use crate::error::{Damage, Result, StoreError};
 use crate::format::{
-    Anchor, By, DATA, DELTA, DeltaFile, HEAD, Hash, Head, Manifest, Place, Stored, is_file_name,
-    seal,
+    Anchor, By, DATA, DELTA, DeltaFile, HEAD, Hash, Head, Manifest, Place, Stored, VERSIONS,
+    is_file_name, seal, unseal,
 };
 use crate::lease;
 use crate::progress::Work;
@@ -61,16 +61,38 @@ pub struct Writer {
     head: Head,
     /// The bytes of the head as they were last read or written.
     raw_head: Vec<u8>,
-    /// Every manifest that is published, by place: the data each needs. `None` if it is damaged.
-    known: BTreeMap<Place, Option<Vec<Place>>>,
-    /// Places whose manifests are removed and whose data may be there still.
+    /// Every manifest that is published, by place.
+    known: BTreeMap<Place, Needs>,
+    /// Places whose manifests are removed, or are to be, and whose data may be there still: what each
+    /// needed.
     removed: BTreeMap<Place, Vec<Place>>,
+    /// The version of which nobody knows whether it was published.
+    unsettled: Option<Unsettled>,
+    /// The run that has taken the store over.
+    successor: Option<Run>,
     /// The number of the next version.
     next: u64,
     /// The newest version of each model.
     newest: HashMap<ModelId, Newest>,
     /// The highest number of each model that anybody has tried to save.
     tried: HashMap<ModelId, Version>,
+}
+
+/// The places whose data a version needs.
+#[derive(Debug)]
+enum Needs {
+    /// Its manifest was not read for this yet. Where nothing is ever removed, it never is.
+    Unread,
+    These(Vec<Place>),
+    /// Its manifest is damaged: anything that is not newer.
+    Anything,
+}
+
+/// A version that is complete but for the head.
+#[derive(Debug)]
+struct Unsettled {
+    place: Place,
+    models: Vec<(Stored, Snapshot)>,
 }
 
 #[derive(Debug)]
@@ -135,6 +157,8 @@ impl Writer {
             raw_head,
             known: BTreeMap::new(),
             removed: BTreeMap::new(),
+            unsettled: None,
+            successor: None,
             next: 1,
             newest: HashMap::new(),
             tried: HashMap::new(),
@@ -220,9 +244,17 @@ impl Writer {
     ///
     /// # Errors
     ///
-    /// [`StoreError::VersionNotNewer`], [`StoreError::Fenced`]; [`StoreError::File`] if storage fails:
-    /// the store is then as it was, unless its answer got lost after it had published the version.
+    /// [`StoreError::ModelsOnce`], [`StoreError::VersionNotNewer`], [`StoreError::Fenced`];
+    /// [`StoreError::File`] if storage fails: the store is then as it was, unless its answer got lost
+    /// after it had published the version.
     pub fn save(&mut self, models: &[Snapshot]) -> Result<Saved> {
+        let ids: BTreeSet<_> = models.iter().map(Snapshot::model).collect();
+        if ids.is_empty() || ids.len() != models.len() {
+            let given = models.iter().map(|one| one.model().clone());
+            return Err(StoreError::ModelsOnce {
+                given: given.collect(),
+            });
+        }
         for snapshot in models {
             let (model, got) = (snapshot.model(), snapshot.version());
             let newest = self.version(model);
@@ -234,18 +266,35 @@ impl Writer {
                 });
             }
         }
+        // Before gigabytes are written that nobody may publish.
+        self.look_at_head()?;
+        self.settle()?;
         let place = Place {
             epoch: self.head.run.epoch,
             sequence: self.next,
         };
-        self.next += 1;
+        self.next = self.next.saturating_add(1);
         // If the answer of a failing store gets lost, nobody knows whether it published the version:
         // its number is used up.
         let numbers = models
             .iter()
             .map(|one| (one.model().clone(), one.version()));
         self.tried.extend(numbers);
-        self.save_at(place, models)
+        // However this ends, what it leaves is found again.
+        self.removed.insert(place, vec![place]);
+        let saved = self.save_at(place, models);
+        let unknown = self.unsettled.is_some() && self.successor.is_none();
+        if saved.is_err() && !unknown && self.removed.contains_key(&place) {
+            self.discard(place);
+        }
+        match saved {
+            // A writer that takes the store over removes what it finds unfinished: that is the reason.
+            Err(error @ StoreError::File { .. }) => match self.look_at_head() {
+                Err(fenced @ StoreError::Fenced { .. }) => Err(fenced),
+                _ => Err(error),
+            },
+            saved => saved,
+        }
     }
 
     fn save_at(&mut self, place: Place, models: &[Snapshot]) -> Result<Saved> {
@@ -255,20 +304,14 @@ impl Writer {
         let stored = match written.collect::<Result<Vec<_>>>() {
             Ok(stored) => stored,
             Err(error) => {
-                self.discard(place);
+                // Without a manifest, nothing of it can come back.
+                if self.discard(place) {
+                    self.removed.remove(&place);
+                }
                 return Err(error);
             }
         };
         let manifest = self.manifest(place, &stored);
-        if let Err(error) = self.publish(place, &manifest) {
-            match error {
-                StoreError::Fenced { .. } => self.discard(place),
-                // It may have been published. The next save, or the next writer, finds out.
-                _ => drop(self.removed.insert(place, manifest.needs().collect())),
-            }
-            return Err(error);
-        }
-        self.known.insert(place, Some(manifest.needs().collect()));
         let mut saved = Saved {
             sequence: place.sequence,
             stored_bytes: 0,
@@ -277,7 +320,7 @@ impl Writer {
             changes: None,
         };
         let mut changes = Some([0, 0]);
-        for (stored, snapshot) in stored.into_iter().zip(models) {
+        for (stored, snapshot) in stored.iter().zip(models) {
             saved.stored_bytes += match stored.deltas.last() {
                 Some(delta) => delta.bytes,
                 None => stored.anchor.files.iter().map(|file| file.bytes).sum(),
@@ -287,15 +330,15 @@ impl Writer {
             changes = changes
                 .zip(stored.changes)
                 .map(|([a, b], [all, changed])| [a + all, b + changed]);
-            let newest = Newest {
-                base: self.options.deltas.then(|| snapshot.clone()),
-                stored,
-            };
-            self.newest.insert(snapshot.model().clone(), newest);
         }
         saved.changes = changes.map(|[all, changed]| changed as f64 / all.max(1) as f64);
+        self.write_manifest(place, &manifest)?;
+        let models = stored.into_iter().zip(models.iter().cloned()).collect();
+        self.publish(Unsettled { place, models })?;
         // The version is safe, whatever becomes of old ones.
-        if let Err(error) = self.clean() {
+        if self.successor.is_none()
+            && let Err(error) = self.clean()
+        {
             tracing::warn!("old versions are not removed yet: {error}");
         }
         Ok(saved)
@@ -325,8 +368,13 @@ impl Writer {
             && let Some(base) = &newest.base
             && newest.stored.spec == stored.spec
             && let Some(limit) = delta_limit(&newest.stored, snapshot.layout().bytes())
-            && let Some(made) =
-                delta_file::make(snapshot.layout(), base.bytes(), snapshot.bytes(), limit)
+            && let Some(made) = delta_file::make(
+                snapshot.layout(),
+                storage.codec(),
+                base.bytes(),
+                snapshot.bytes(),
+                limit,
+            )
         {
             self.store.begins(Work::Writes, made.bytes.len() as u64)?;
             let parts = [&made.bytes[..]].into_iter();
@@ -404,123 +452,219 @@ impl Writer {
         }
     }
 
-    /// Writes the manifest and then the head, which is the step that publishes the version.
-    fn publish(&mut self, place: Place, manifest: &Manifest) -> Result<()> {
-        let storage = self.store.shared_storage();
+    fn write_manifest(&self, place: Place, manifest: &Manifest) -> Result<()> {
+        let storage = self.store.storage();
         let path = place.manifest();
         let created = storage.swap(&path, None, &seal(manifest));
         let file = StoreError::file("writing", storage.name(&path));
         match created {
-            Ok(true) => {}
+            Ok(true) => Ok(()),
             // Nobody else writes files of this run.
-            Ok(false) => return Err(file(io::ErrorKind::AlreadyExists.into())),
-            Err(error) => return Err(file(error)),
+            Ok(false) => Err(file(io::ErrorKind::AlreadyExists.into())),
+            Err(error) => Err(file(error)),
         }
-        let leased = lease::leased(&*storage)?;
+    }
+
+    /// Replaces the head, which is the step that publishes a version.
+    fn publish(&mut self, version: Unsettled) -> Result<()> {
+        let leased = match self.options.keep {
+            Keep::All => Vec::new(),
+            _ => lease::leased(self.store.storage())?,
+        };
+        let place = version.place;
+        self.unsettled = Some(version);
         self.change_head(&|writer, head| {
             if let Some(run) = head.runs.last_mut() {
-                let skipped = run.last + 1..place.sequence;
                 // A number is skipped if its version failed. Its manifest may be there all the same.
-                run.failed.extend(skipped.filter(|number| {
-                    let epoch = place.epoch;
-                    let sequence = *number;
-                    writer.removed.contains_key(&Place { epoch, sequence })
-                }));
+                let skipped = writer.removed.range(..place).map(|(skipped, _)| *skipped);
+                let skipped = skipped.filter(|one| one.epoch == run.epoch);
+                let skipped = skipped.map(|one| one.sequence);
+                run.failed.extend(skipped.filter(|one| *one > run.last));
                 run.last = place.sequence;
             }
-            let mut published: Vec<_> = writer.known.keys().copied().collect();
-            published.retain(|place| head.has(*place));
-            published.push(place);
-            let used = leased.iter().chain(head.names.values()).copied();
-            let dropped = writer.options.keep.dropped(&published, &used.collect());
+            let mut dropped = Vec::new();
+            if writer.options.keep != Keep::All {
+                let mut published: Vec<_> = writer.known.keys().copied().collect();
+                published.retain(|place| head.has(*place));
+                published.push(place);
+                let used = leased.iter().chain(head.names.values()).copied();
+                dropped = writer.options.keep.dropped(&published, &used.collect());
+            }
             // Those dropped before are gone by now, or are removed with these.
             head.dropped
                 .retain(|place| writer.known.contains_key(place));
             head.dropped.extend(dropped);
             // Versions that are gone need no entry.
-            let oldest = writer
-                .known
-                .keys()
-                .next()
-                .copied()
-                .unwrap_or(place)
-                .min(place);
+            let oldest = writer.known.keys().next().unwrap_or(&place).epoch;
             head.runs
-                .retain(|run| run.epoch >= oldest.epoch || run.epoch == head.run.epoch);
+                .retain(|run| run.epoch >= oldest || run.epoch == place.epoch);
         })
     }
 
-    /// Changes the head. Names that others set meanwhile stay.
+    /// Finds out whether the version was published whose answer got lost. In the end it is published,
+    /// or never will be.
+    fn settle(&mut self) -> Result<()> {
+        let Some(Unsettled { place, .. }) = self.unsettled else {
+            return Ok(());
+        };
+        self.change_head(&|_, head| {
+            // Storage that is slow may still be replacing the head that was read before. Of the two
+            // replacements, one succeeds.
+            if let Some(run) = head.runs.last_mut() {
+                run.failed.insert(place.sequence);
+            }
+        })?;
+        if self.unsettled.take().is_some() {
+            self.discard(place);
+        }
+        Ok(())
+    }
+
+    /// Changes the head, unless the unsettled version turns out to be published. Names that others set
+    /// meanwhile stay.
     fn change_head(&mut self, change: &dyn Fn(&Self, &mut Head)) -> Result<()> {
         let storage = self.store.shared_storage();
-        let file = || storage.name(HEAD);
         loop {
             let mut head = self.head.clone();
             change(self, &mut head);
             let new = seal(&head);
-            let swapped = match storage.swap(HEAD, Some(&self.raw_head), &new) {
-                // The answer may have got lost.
-                Err(error) => match storage.read(HEAD) {
-                    Ok(Some(there)) if there == new => true,
-                    _ => return Err(StoreError::file("writing", file())(error)),
-                },
-                Ok(swapped) => swapped,
-            };
-            if swapped {
-                self.head = head;
-                self.raw_head = new;
+            let swapped = storage.swap(HEAD, Some(&self.raw_head), &new);
+            let swapped = swapped.map_err(StoreError::file("writing", storage.name(HEAD)));
+            if let Ok(true) = swapped {
+                (self.head, self.raw_head) = (head, new);
+                self.adopt();
                 return Ok(());
             }
-            self.read_head()?;
+            let before = self.raw_head.clone();
+            let waited = self.unsettled.is_some();
+            let looked = self.look_at_head();
+            match (swapped, looked) {
+                // It is published: the answer got lost.
+                _ if waited && self.unsettled.is_none() => return Ok(()),
+                (_, Err(error @ StoreError::Fenced { .. })) | (Ok(_), Err(error)) => {
+                    return Err(error);
+                }
+                (Err(error), Err(_)) => return Err(error),
+                (Err(error), Ok(())) if self.raw_head == before => return Err(error),
+                // Somebody else changed it meanwhile.
+                (_, Ok(())) => {}
+            }
         }
     }
 
     /// Reads what somebody else made of the head.
-    fn read_head(&mut self) -> Result<()> {
+    fn look_at_head(&mut self) -> Result<()> {
+        if let Some(by) = self.successor {
+            return Err(self.fenced(by));
+        }
         let storage = self.store.storage();
-        let catalog = Catalog::read(storage)?;
-        match (catalog.head, catalog.damage.into_iter().next()) {
-            (Some((raw, head)), _) if head.run == self.head.run => {
-                self.raw_head = raw;
-                self.head = head;
-                // A version whose answer got lost was published after all.
-                let (head, removed) = (&self.head, &mut self.removed);
-                let found = removed.extract_if(.., |place, _| head.has(*place));
-                self.known
-                    .extend(found.map(|(place, needs)| (place, Some(needs))));
+        let Some(raw) = catalog::read(storage, HEAD)? else {
+            return Err(Damage::new(storage.name(HEAD), "it is missing").into());
+        };
+        if raw == self.raw_head {
+            return Ok(());
+        }
+        match unseal::<Head>(&storage.name(HEAD), &raw) {
+            Ok(head) if head.run == self.head.run => {
+                (self.head, self.raw_head) = (head, raw);
+                self.adopt();
                 Ok(())
             }
-            (Some((_, head)), _) => Err(StoreError::Fenced {
-                store: self.store.name(),
-                own: self.head.run,
-                by: head.run,
-            }),
-            // Nobody has taken it over as long as its bytes are ours to replace.
-            (None, Some(damage)) => {
-                tracing::warn!("{damage}; it is written again");
-                match catalog.raw_head {
-                    Some(raw) => self.raw_head = raw,
-                    None => return Err(damage.into()),
+            Ok(head) => Err(self.step_aside(&head)),
+            Err(StoreError::Damaged(damage)) => {
+                // Its bytes are ours to replace, unless another writer has saved something.
+                if let Some(by) = self.later_run()? {
+                    self.successor = Some(by);
+                    return Err(self.fenced(by));
                 }
+                tracing::warn!("{damage}; it is written again");
+                self.raw_head = raw;
                 Ok(())
             }
-            (None, None) => Err(StoreError::Empty {
-                store: self.store.name(),
-                damage: Vec::new(),
-            }),
+            Err(error) => Err(error),
         }
     }
 
-    /// Removes what a version left that was not published.
-    fn discard(&mut self, place: Place) {
+    /// Leaves the store to the run of this head. The unsettled version is settled if that run goes on
+    /// from it.
+    fn step_aside(&mut self, theirs: &Head) -> StoreError {
+        self.successor = Some(theirs.run);
+        if let Some(Unsettled { place, .. }) = self.unsettled {
+            if theirs.has(place) {
+                self.unsettled = None;
+            }
+            if !theirs.never_had(place) {
+                // It may be gone already, and its data be a part of later versions.
+                self.removed.remove(&place);
+            }
+        }
+        self.fenced(theirs.run)
+    }
+
+    fn fenced(&self, by: Run) -> StoreError {
+        StoreError::Fenced {
+            store: self.store.name(),
+            own: self.head.run,
+            by,
+        }
+    }
+
+    /// The run of a later writer that has written a manifest.
+    fn later_run(&self) -> Result<Option<Run>> {
+        let storage = self.store.storage();
+        let names = storage.list(VERSIONS);
+        let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
+        let places = names.iter().filter_map(|name| Place::of_manifest(name));
+        let own = self.head.run.epoch;
+        let Some(latest) = places.max().filter(|place| place.epoch > own) else {
+            return Ok(None);
+        };
+        let unknown = Run {
+            epoch: latest.epoch,
+            id: [0; 16],
+        };
+        let manifest = catalog::manifest(storage, latest).ok().flatten();
+        Ok(Some(manifest.map_or(unknown, |manifest| manifest.run)))
+    }
+
+    /// Takes the version over into what is known, if the head has it.
+    fn adopt(&mut self) {
+        let head = &self.head;
+        let Some(version) = self.unsettled.take_if(|version| head.has(version.place)) else {
+            return;
+        };
+        let models = version.models.into_iter();
+        let newest = models.map(|(stored, snapshot)| {
+            let base = self.options.deltas.then_some(snapshot);
+            (stored.model.clone(), Newest { stored, base })
+        });
+        self.newest.extend(newest);
+        self.removed.remove(&version.place);
+        // Every model's newest state is a part of this version.
+        let needs = self
+            .newest
+            .values()
+            .flat_map(|newest| newest.stored.needs());
+        let needs = match self.options.keep {
+            Keep::All => Needs::Unread,
+            Keep::Newest { .. } => Needs::These(needs.collect()),
+        };
+        self.known.insert(version.place, needs);
+    }
+
+    /// Removes what a version left that was not published. False if something may be left.
+    fn discard(&mut self, place: Place) -> bool {
         self.removed.insert(place, vec![place]);
         let storage = self.store.storage();
+        let mut gone = true;
         for path in [place.manifest(), place.data()] {
             if let Err(error) = storage.remove(&path) {
                 // The next save tries again.
                 tracing::warn!("{} is not removed yet: {error}", storage.name(&path));
+                gone = false;
             }
         }
+        gone
     }
 
     /// Looks at what is there, after the store was claimed, and removes what no version needs.
@@ -534,27 +678,36 @@ impl Writer {
         let highest = all.map(|place| place.sequence).chain(runs).max();
         self.next = highest.unwrap_or(0).saturating_add(1);
         for &place in &catalog.listed {
-            let published = self.head.has(place);
-            let manifest = match catalog::manifest(&*storage, place) {
-                Ok(manifest) => manifest,
+            if self.head.has(place) {
+                self.known.insert(place, Needs::Unread);
+                continue;
+            }
+            // It was not published, or the answer got lost.
+            match catalog::manifest(&*storage, place) {
+                Ok(manifest) => self.note_tried(manifest.iter().flat_map(|one| &one.models)),
+                Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
+                Err(error) => return Err(error),
+            }
+        }
+        // The newest says how every model is.
+        for (&place, needs) in self.known.iter_mut().rev() {
+            match catalog::manifest(&*storage, place) {
+                Ok(None) => {}
+                Ok(Some(manifest)) => {
+                    self.note_tried(&manifest.models);
+                    let models = manifest.models.into_iter();
+                    let newest = models.map(|stored| {
+                        let newest = Newest { stored, base: None };
+                        (newest.stored.model.clone(), newest)
+                    });
+                    self.newest.extend(newest);
+                    break;
+                }
                 Err(StoreError::Damaged(damage)) => {
                     tracing::warn!("{damage}");
-                    self.known.extend(published.then_some((place, None)));
-                    continue;
+                    *needs = Needs::Anything;
                 }
                 Err(error) => return Err(error),
-            };
-            let Some(manifest) = manifest else { continue };
-            if published {
-                self.known.insert(place, Some(manifest.needs().collect()));
-            }
-            for stored in manifest.models {
-                let tried = self.version(&stored.model).max(stored.version);
-                self.tried.insert(stored.model.clone(), tried);
-                if published {
-                    let newest = Newest { stored, base: None };
-                    self.newest.insert(newest.stored.model.clone(), newest);
-                }
             }
         }
         // With damage, what counts as a version may be a guess: nothing is removed on that ground.
@@ -576,16 +729,19 @@ impl Writer {
     /// Removes the versions that are dropped, and the data that no version and no reader needs.
     fn clean(&mut self) -> Result<()> {
         let storage = self.store.shared_storage();
-        let mut gone = Vec::new();
-        for &place in &self.head.dropped {
+        let dropped: Vec<_> = self.head.dropped.iter().copied().collect();
+        for &place in &dropped {
+            // What it needs is not known any more when it is gone.
+            self.read_needs(place)?;
+        }
+        for place in dropped {
             let path = place.manifest();
             let removed = storage.remove(&path);
             removed.map_err(StoreError::file("removing", storage.name(&path)))?;
-            gone.push(place);
-        }
-        for place in gone {
-            if let Some(Some(needs)) = self.known.remove(&place) {
-                self.removed.insert(place, needs);
+            match self.known.remove(&place) {
+                Some(Needs::These(needs)) => drop(self.removed.insert(place, needs)),
+                Some(_) => drop(self.removed.insert(place, vec![place])),
+                None => {}
             }
         }
         if self.removed.is_empty() {
@@ -607,24 +763,70 @@ impl Writer {
         let storage = self.store.shared_storage();
         // After the manifests are gone: a reader that came before has a lease by now.
         let leased = lease::leased(&*storage)?;
-        let mut needed: BTreeSet<Place> = BTreeSet::new();
-        for needs in self.known.values() {
-            match needs {
-                Some(needs) => needed.extend(needs),
-                // It may need anything.
-                None => return Ok(()),
-            }
-        }
-        let read = leased.iter().filter_map(|place| self.removed.get(place));
-        needed.extend(read.flatten());
-        needed.extend(&leased);
-        for place in candidates.iter().filter(|place| !needed.contains(place)) {
+        let (failed, old): (Vec<Place>, Vec<_>) = candidates
+            .iter()
+            .filter(|place| !self.known.contains_key(place))
+            .partition(|place| self.head.never_had(**place));
+        let old = match old.is_empty() {
+            true => old,
+            false => self.unneeded(old, &leased)?,
+        };
+        // Versions are folded onto published ones alone, so nothing needs one that failed.
+        for place in failed.iter().chain(&old) {
             let path = place.data();
             let removed = storage.remove(&path);
             removed.map_err(StoreError::file("removing", storage.name(&path)))?;
         }
+        // What a version still needs is looked at again when that version is removed.
         self.removed.retain(|place, _| leased.contains(place));
         Ok(())
+    }
+
+    /// Those of these data that no published version needs, and no reader.
+    fn unneeded(&mut self, mut data: Vec<Place>, leased: &[Place]) -> Result<Vec<Place>> {
+        let known: Vec<_> = self.known.keys().copied().collect();
+        let mut needed: BTreeSet<_> = leased.iter().copied().collect();
+        for place in known {
+            match self.read_needs(place)? {
+                Needs::These(needs) => needed.extend(needs),
+                // It needs nothing that came later.
+                _ => data.retain(|old| *old > place),
+            }
+        }
+        for place in leased {
+            match self.removed.get(place) {
+                Some(needs) => needed.extend(needs),
+                None if self.known.contains_key(place) => {}
+                // An earlier writer has removed its manifest.
+                None => data.retain(|old| old > place),
+            }
+        }
+        data.retain(|place| !needed.contains(place));
+        Ok(data)
+    }
+
+    /// What a version needs.
+    fn read_needs(&mut self, place: Place) -> Result<&Needs> {
+        let needs = self.known.entry(place).or_insert(Needs::Unread);
+        if let Needs::Unread = needs {
+            *needs = match catalog::manifest(self.store.storage(), place) {
+                Ok(Some(manifest)) => Needs::These(manifest.needs().collect()),
+                Ok(None) => Needs::Anything,
+                Err(StoreError::Damaged(damage)) => {
+                    tracing::warn!("{damage}");
+                    Needs::Anything
+                }
+                Err(error) => return Err(error),
+            };
+        }
+        Ok(needs)
+    }
+
+    fn note_tried<'a>(&mut self, models: impl IntoIterator<Item = &'a Stored>) {
+        for stored in models {
+            let tried = self.version(&stored.model).max(stored.version);
+            self.tried.insert(stored.model.clone(), tried);
+        }
     }
 }
 
@@ -656,3 +858,6 @@ pub(crate) fn host() -> String {
         name => name.into(),
     }
 }
+
+#[cfg(test)]
+mod tests;

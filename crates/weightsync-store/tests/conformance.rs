@@ -18,7 +18,7 @@ fn main() -> ExitCode {
         }
     };
     let subjects = Subjects::new()
-        .with(&format!("store:{text},temporary"))
+        .with(&format!("store:{text},keep=1,temporary"))
         .residue(move || {
             scheme
                 .sweep()

@@ -53,6 +53,8 @@
 //! |---|---|
 //! | `net` | the scheme `distributed`, for workers of other hosts |
 //! | `rpc` | the scheme `rpc`, whose sender calls its workers over HTTP |
+//! | `store` | the scheme `store`, and versions that last: [`store`] |
+//! | `objects` | stores in S3, Google Cloud Storage and Azure |
 //! | `candle` | candle's `VarMap` as a source of weights and a place to load them |
 //!
 //! A worker knows every scheme that its program was built with: the init info names the one to
@@ -127,11 +129,22 @@ pub mod scheme {
     pub use weightsync_net::Distributed;
     #[cfg(feature = "rpc")]
     pub use weightsync_serve::Rpc;
+    #[cfg(feature = "store")]
+    pub use weightsync_store::StoreScheme;
 }
 
 /// How a sender sends, and several senders as one.
 pub mod sender {
     pub use weightsync_engine::{AsyncSendLimit, DigestPolicy, Loan, Senders};
+}
+
+/// Versions that last: saved, listed, named and loaded without a running trainer.
+#[cfg(feature = "store")]
+pub mod store {
+    pub use weightsync_store::{
+        Address, Damage, Keep, Loaded, ModelVersion, SaveOptions, SaveOutcome, Saved, Saver,
+        Saving, Store, StoreError, StoredModel, StoredVersion, Versions, Which, Writer,
+    };
 }
 
 /// The traits and types to write a scheme of your own.

@@ -10,3 +10,4 @@ mod net;
 mod pipe;
 mod plain;
 mod record;
+mod store;

@@ -230,7 +230,7 @@ fn push_and_pull_refuse_what_they_cannot_do() {
         "--version",
         "9",
     ];
-    dir.fails(&version, &["has no v9", "it has v1"]);
+    dir.fails(&version, &["has no v9", "v1"]);
     let name = [
         "pull", "store", "--out", "new", "--model", "policy", "--name", "x",
     ];

@@ -1,6 +1,7 @@
 //! How long anything may take, how much is tried, and by which random choices.
 
 use std::env;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// Longer than anything takes on a busy machine: who says nothing for so long
@@ -17,9 +18,29 @@ pub const BRIEF: Duration = Duration::from_millis(150);
 /// The part of the full counts that is tried every day.
 const DAILY: f64 = 0.02;
 
+/// Whether the schemes of this program are slow; see
+/// [`Subjects::slow`](crate::Subjects::slow). The same in all its processes.
+static SLOW: AtomicBool = AtomicBool::new(false);
+
+pub(crate) fn set_slow(slow: bool) {
+    SLOW.store(slow, Ordering::Relaxed);
+}
+
+/// A deadline within which a send reaches workers that are not held up.
+pub(crate) fn short() -> Duration {
+    let factor = if SLOW.load(Ordering::Relaxed) { 8 } else { 1 };
+    Duration::from_millis(300) * factor
+}
+
 /// `full` rounds scaled by `WEIGHTSYNC_SOAK`, but at least `least`.
 pub fn rounds(full: u64, least: u64) -> u64 {
-    rounds_of(full, DAILY, least)
+    /// What a slow scheme does of them, and at least.
+    const SLOWER: (u64, u64) = (200, 6);
+    let count = rounds_of(full, DAILY, least);
+    match SLOW.load(Ordering::Relaxed) {
+        true => (count / SLOWER.0).max(SLOWER.1).min(count),
+        false => count,
+    }
 }
 
 /// The same, where another part of the full count than the suite's is tried every

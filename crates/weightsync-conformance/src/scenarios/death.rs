@@ -8,7 +8,7 @@ use crate::harness::command::{
     TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed};
+use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed, short};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::scenarios::leaks::{bounded, resource_census};
@@ -384,7 +384,7 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
     };
     let (mut script, _) = Script::open(subject, lead, 3);
     script.stop(1);
-    let deadline = Duration::from_millis(300);
+    let deadline = short();
     for word in 2..5 {
         let (sent, seen) =
             script.deliver(Payload::Word(word), SendSettings::within(deadline), &[1, 2]);
@@ -393,8 +393,10 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
             outcomes[1..],
             [(1, WorkerOutcome::Applied), (2, WorkerOutcome::Applied)]
         );
-        // One that is far from its sender may be given up for its silence.
-        let lost = !script.is_near() && outcomes[0] == (0, WorkerOutcome::Lost);
+        // One that is far from its sender may be given up for its silence, as one whose
+        // death nobody notices otherwise.
+        let may_be_lost = !script.is_near() || !subject.can.death;
+        let lost = may_be_lost && outcomes[0] == (0, WorkerOutcome::Lost);
         assert!(
             lost || outcomes[0] == (0, WorkerOutcome::Late),
             "{outcomes:?}"
@@ -422,10 +424,11 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
     };
     let (mut script, _) = Script::open(subject, lead, 2);
     script.stop(1);
-    let short = Duration::from_millis(300);
+    let short = short();
     let (sent, _) = script.deliver(Payload::Word(2), SendSettings::within(short), &[1]);
-    // One that is far from its sender may be given up for its silence.
-    let may_be_lost = !script.is_near();
+    // One that is far from its sender may be given up for its silence, as one whose death
+    // nobody notices otherwise.
+    let may_be_lost = !script.is_near() || !subject.can.death;
     let is = |sent: &Sent, outcome, passed| {
         let line = sent.line(0);
         let lost = may_be_lost && line.outcome == WorkerOutcome::Lost;

@@ -2,8 +2,10 @@
 
 use std::io::Read;
 
+use memmap2::{Advice, MmapMut};
 use weightsync_core::Layout;
 use weightsync_mem::stream_copy_slice;
+use zerocopy::IntoBytes;
 
 use crate::error::{Error, Result};
 use crate::transport::Source;
@@ -27,8 +29,49 @@ const PART: usize = 8 << 20;
 #[derive(Clone, Debug)]
 pub struct Image {
     layout: Layout,
-    /// In words, so that tensors are aligned for every element type.
-    words: Vec<u64>,
+    memory: Room,
+}
+
+/// Memory in which tensors are aligned for every element type.
+#[derive(Debug)]
+enum Room {
+    Words(Vec<u64>),
+    /// In huge pages where the kernel has some: to take 1 GiB in small ones costs more than to read it
+    /// from a file.
+    Pages(MmapMut),
+}
+
+impl Room {
+    /// From so many bytes on, memory is mapped.
+    const LARGE: usize = 4 << 20;
+
+    /// Zeros.
+    fn new(bytes: usize) -> Self {
+        if bytes >= Self::LARGE
+            && let Ok(pages) = MmapMut::map_anon(bytes)
+        {
+            // A kernel without huge pages uses small ones.
+            let _ = pages.advise(Advice::HugePage);
+            return Self::Pages(pages);
+        }
+        Self::Words(vec![0; bytes / 8])
+    }
+}
+
+impl Clone for Room {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Words(words) => Self::Words(words.clone()),
+            Self::Pages(pages) => {
+                let mut copy = Self::new(pages.len());
+                match &mut copy {
+                    Self::Pages(copy) => stream_copy_slice(copy, pages),
+                    Self::Words(copy) => copy.as_mut_bytes().copy_from_slice(pages),
+                }
+                copy
+            }
+        }
+    }
 }
 
 impl Image {
@@ -36,7 +79,7 @@ impl Image {
     pub fn zeros(layout: &Layout) -> Self {
         Self {
             layout: layout.clone(),
-            words: vec![0; (layout.bytes() / 8) as usize],
+            memory: Room::new(layout.bytes() as usize),
         }
     }
 
@@ -81,7 +124,10 @@ impl Image {
 
     /// All tensors at their places, padding included.
     pub fn bytes(&self) -> &[u8] {
-        zerocopy::IntoBytes::as_bytes(&self.words[..])
+        match &self.memory {
+            Room::Words(words) => words.as_bytes(),
+            Room::Pages(pages) => pages,
+        }
     }
 
     /// One tensor's bytes, by its index in the layout.
@@ -166,6 +212,9 @@ impl Image {
     /// All tensors at their places, to be written as they come from somewhere else,
     /// padding included: [`clear_padding`](Self::clear_padding) afterwards.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        zerocopy::IntoBytes::as_mut_bytes(&mut self.words[..])
+        match &mut self.memory {
+            Room::Words(words) => words.as_mut_bytes(),
+            Room::Pages(pages) => pages,
+        }
     }
 }

@@ -30,7 +30,7 @@ fn delta_file_brings_the_newer_version() {
     for byte in &mut new[last..] {
         *byte = byte.wrapping_mul(73).wrapping_add(5); // everything in the last
     }
-    let made = make(&layout, &old, &new, u64::MAX).unwrap();
+    let made = make(&layout, Codec::Thin, &old, &new, u64::MAX).unwrap();
     let mut image = old.clone();
     apply_all(&layout, &made.bytes, &mut image).unwrap();
     assert!(image == new);
@@ -38,17 +38,17 @@ fn delta_file_brings_the_newer_version() {
     assert_eq!(made.elements, layout.bytes());
     let changed = old.iter().zip(&new).filter(|(old, new)| old != new).count();
     assert_eq!(made.changed, changed as u64);
-    assert_eq!(make(&layout, &old, &new, 100), None);
+    assert_eq!(make(&layout, Codec::Thin, &old, &new, 100), None);
 }
 
 #[test]
 fn delta_file_of_nothing_is_a_header() {
     let layout = layout(SPAN);
     let image = vec![3; SPAN as usize];
-    let made = make(&layout, &image, &image, u64::MAX).unwrap();
+    let made = make(&layout, Codec::Thin, &image, &image, u64::MAX).unwrap();
     assert_eq!(made.bytes.len(), Index::header_bytes(&layout));
     let empty = Layout::new([]).unwrap();
-    let made = make(&empty, &[], &[], u64::MAX).unwrap();
+    let made = make(&empty, Codec::Thin, &[], &[], u64::MAX).unwrap();
     assert!(apply_all(&empty, &made.bytes, &mut []).is_ok());
 }
 
@@ -57,7 +57,7 @@ proptest! {
     fn delta_file_survives_any_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
         let layout = layout(640);
         let _ = apply_all(&layout, &bytes, &mut [0; 640]);
-        let mut likely = make(&layout, &[0; 640], &[1; 640], u64::MAX).unwrap().bytes;
+        let mut likely = make(&layout, Codec::Thin, &[0; 640], &[1; 640], u64::MAX).unwrap().bytes;
         for (at, byte) in bytes.iter().enumerate() {
             if at < likely.len() && byte & 7 == 0 {
                 likely[at] ^= byte >> 3;

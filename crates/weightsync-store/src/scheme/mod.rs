@@ -182,6 +182,7 @@ impl Scheme for StoreScheme {
         can.weights = true;
         can.push = true;
         can.sets = true;
+        can.pull = true;
         can.loan = true;
         can.restarts = true;
         can.death = self.address.storage().notices_death();
@@ -272,6 +273,8 @@ struct Status {
     versions: Vec<Version>,
     /// The last publication that it could not use, and why.
     refused: Option<(u64, String)>,
+    /// What it waits for: a version of this model, or a later one.
+    asks: Option<(ModelId, Version)>,
     /// Why it can use none of its models at all.
     rejected: Option<String>,
 }

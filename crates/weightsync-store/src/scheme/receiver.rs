@@ -4,23 +4,23 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use weightsync_core::Run;
+use weightsync_core::{Run, Version};
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport,
+    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
 };
-use weightsync_engine::{Error, Member, Result, SetSnapshot};
+use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot};
 
 use super::{
     AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
     worker_dir,
 };
-use crate::catalog;
+use crate::catalog::{self, Catalog};
 use crate::error::{Damage, StoreError};
 use crate::format::{HEAD, Head, Manifest, Place, unseal};
 use crate::lease::Lease;
 use crate::pause::Pause;
 use crate::storage::{Life, Peer, Presence};
-use crate::store::Store;
+use crate::store::{ModelVersion, Store};
 
 /// The longest reason for a refusal, in bytes.
 const MAX_REASON: usize = 4096;
@@ -35,8 +35,12 @@ pub(super) struct StoreReceiver {
     head: Vec<u8>,
     /// The publication looked at last.
     seen: u64,
-    /// What was handed over last.
+    /// The newest that was read.
     held: Option<SetSnapshot>,
+    /// The one before, in whose memory the next is read if the worker has dropped it.
+    before: Option<SetSnapshot>,
+    /// The newest, if a question came across it and it is still to be handed over.
+    unasked: Option<SetSnapshot>,
     status: Status,
     /// What was wrong with the head when that was said last.
     damage: Option<Damage>,
@@ -102,6 +106,8 @@ impl StoreReceiver {
             head: Vec::new(),
             seen: 0,
             held: None,
+            before: None,
+            unasked: None,
             status: Status::default(),
             damage: None,
             interrupted: Arc::default(),
@@ -155,7 +161,7 @@ impl StoreReceiver {
             return Ok(None); // it was about models that this worker does not want
         }
         let set = SetSnapshot::new(place.sequence, members);
-        self.held = Some(set.clone());
+        self.before = self.held.replace(set.clone());
         self.status.staged = place.sequence;
         self.say()?;
         Ok(Some(set))
@@ -163,18 +169,29 @@ impl StoreReceiver {
 
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
-    fn read(&self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
+    fn read(&mut self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
             return Ok(None);
         };
-        self.read_models(&manifest)
+        let before = self.before.take();
+        let spares = before.iter().flat_map(SetSnapshot::members);
+        let spares: Vec<_> = spares.map(|member| member.snapshot.clone()).collect();
+        drop(before);
+        self.read_models(&manifest, spares)
     }
 
-    fn read_models(&self, manifest: &Manifest) -> Result<Option<Vec<Member>>, StoreError> {
+    /// Reads every wanted model, in the memory of `spares` that nobody else holds.
+    fn read_models(
+        &self,
+        manifest: &Manifest,
+        spares: Vec<Snapshot>,
+    ) -> Result<Option<Vec<Member>>, StoreError> {
         let mut members = Vec::new();
+        let mut spares = spares.into_iter();
         for (index, spec) in self.models.iter().enumerate() {
+            let spare = spares.next();
             let Some(stored) = manifest.model(&spec.id) else {
                 return Ok(None);
             };
@@ -185,7 +202,10 @@ impl StoreReceiver {
             let held = held.filter(|held| held.version() == stored.version);
             let snapshot = match held {
                 Some(held) => held.clone(),
-                None => self.store.load_model(manifest, stored, None)?,
+                None => {
+                    let spare = spare.and_then(Snapshot::into_image);
+                    self.store.load_model(manifest, stored, spare)?
+                }
             };
             if snapshot.layout() != &spec.layout {
                 // A version of an earlier sender of another model.
@@ -197,6 +217,96 @@ impl StoreReceiver {
             });
         }
         Ok(Some(members))
+    }
+
+    /// Looks for the version that was asked for, and waits for it if it may still come.
+    fn answer(
+        &mut self,
+        model: usize,
+        which: VersionRequest,
+        deadline: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
+        let is_it = |set: &SetSnapshot| {
+            let got = set.members()[model].snapshot.version();
+            match which {
+                VersionRequest::AtLeast(version) => got >= version,
+                VersionRequest::Exactly(version) => got == version,
+                _ => true,
+            }
+        };
+        let mut pause = Pause::new(self.store.storage());
+        loop {
+            let life = self.peer.life();
+            if let Some(set) = self.newer()? {
+                if is_it(&set) {
+                    self.unasked = None;
+                    return Ok(Some(set));
+                }
+                self.unasked = Some(set);
+            }
+            self.check(life)?;
+            if let Some(held) = self.held.clone().filter(is_it) {
+                self.unasked = None;
+                return Ok(Some(held));
+            }
+            match which {
+                VersionRequest::Exactly(version) => return self.older(model, version).map(Some),
+                VersionRequest::AtLeast(version) if self.status.asks.is_none() => {
+                    // Sends need not wait for this worker until then.
+                    self.status.asks = Some((self.models[model].id.clone(), version));
+                    self.say()?;
+                }
+                _ => {}
+            }
+            if self.is_interrupted() || !pause.until(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// A version that the store still has.
+    fn older(&self, model: usize, version: Version) -> Result<SetSnapshot> {
+        let id = &self.models[model].id;
+        let asked = ModelVersion {
+            model: Some(id.clone()),
+            version,
+        };
+        let none = |known| Error::NoSuchVersion {
+            model: id.clone(),
+            asked: version,
+            known,
+        };
+        loop {
+            let catalog = Catalog::read(self.store.storage())?;
+            let place = match self.store.find(&catalog, &asked) {
+                Err(StoreError::NoSuchVersion { known, .. }) => return Err(none(known)),
+                found => found?,
+            };
+            let _lease = Lease::take(&self.store.shared_storage(), place)?;
+            match catalog::manifest(self.store.storage(), place)? {
+                // It was removed meanwhile, and the next catalog says so.
+                None => {}
+                Some(manifest) => match self.read_models(&manifest, Vec::new())? {
+                    Some(members) => return Ok(SetSnapshot::new(0, members)),
+                    None => return Err(none(Vec::new())),
+                },
+            }
+        }
+    }
+
+    /// Whether the sender is there.
+    fn check(&self, life: Life) -> Result<()> {
+        match life {
+            Life::Here => Ok(()),
+            Life::Left => Err(Error::SenderClosed),
+            Life::Dead => Err(Error::SenderDied {
+                pid: Some(self.sender.pid),
+            }),
+        }
+    }
+
+    fn is_interrupted(&self) -> bool {
+        self.interrupted.swap(false, Ordering::SeqCst)
     }
 
     /// The error, unless it was the last one already.
@@ -278,24 +388,33 @@ impl ReceiverTransport for StoreReceiver {
         loop {
             // Asked before the versions: what was sent last is not missed then.
             let life = self.peer.life();
-            if let Some(set) = self.newer()? {
+            let unasked = self.unasked.take();
+            if let Some(set) = self.newer()?.or(unasked) {
                 return Ok(Some(set));
             }
-            match life {
-                Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
-                Life::Here if !pause.until(deadline)? => return Ok(None),
-                Life::Here => {}
-                Life::Left => return Err(Error::SenderClosed),
-                Life::Dead => {
-                    let pid = Some(self.sender.pid);
-                    return Err(Error::SenderDied { pid });
-                }
+            self.check(life)?;
+            if self.is_interrupted() || !pause.until(deadline)? {
+                return Ok(None);
             }
         }
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        self.unasked = None;
         Ok(self.newer()?.or_else(|| self.held.clone()))
+    }
+
+    fn pull(
+        &mut self,
+        model: usize,
+        which: VersionRequest,
+        deadline: Deadline,
+    ) -> Result<Option<SetSnapshot>> {
+        let answer = self.answer(model, which, deadline);
+        if self.status.asks.take().is_some() {
+            self.say()?;
+        }
+        answer
     }
 
     fn interrupter(&self) -> Result<Interrupter> {
@@ -308,7 +427,8 @@ impl ReceiverTransport for StoreReceiver {
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
         let versions = set.members().iter();
         self.status.versions = versions.map(|one| one.snapshot.version()).collect();
-        self.status.applied = set.sequence();
+        // A version that was asked for in addition to the newest has no sequence.
+        self.status.applied = self.status.applied.max(set.sequence());
         self.say()
     }
 

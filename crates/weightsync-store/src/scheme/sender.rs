@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use weightsync_core::{Run, Version, WorkerId};
+use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
     Outstanding, SenderTransport, Source, Staging, Targets,
@@ -14,14 +14,15 @@ use weightsync_engine::transport::{
 use weightsync_engine::{Error, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus};
 
 use super::{
-    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, store_at,
-    vacate, value,
+    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, is_here,
+    store_at, vacate, value,
 };
 use crate::error::StoreError;
 use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
 use crate::pause::Pause;
 use crate::retention::Keep;
 use crate::storage::{Life, Peer, Presence, Storage};
+use crate::store::{ModelVersion, Which};
 use crate::writer::{SaveOptions, Writer, host};
 
 /// What a store keeps by default.
@@ -36,6 +37,8 @@ pub(super) struct StoreSender {
     writer: Writer,
     /// The newest version of each model and those kept before it, oldest first.
     kept: Vec<VecDeque<Snapshot>>,
+    /// Memory of an older version of each model, to be written again.
+    spare: Vec<Option<Image>>,
     history: usize,
     registry: Mutex<Registry>,
     /// The newest publication that a worker refused.
@@ -58,6 +61,8 @@ impl StoreSender {
             secret: *opening.at.secret(),
             models: opening.models.to_vec(),
         };
+        // Seen now, so that a sender which died counts as dead in both places at once.
+        let _ = is_here(&*storage, SENDER);
         // Before the store is claimed: a second sender takes nothing over from one that lives.
         let lock = announce(&*storage, SENDER_LOCK, &about)?;
         let run = scheme.temporary.then_some(opening.run);
@@ -69,7 +74,10 @@ impl StoreSender {
             }
         }
         let options = SaveOptions {
-            keep: scheme.keep.unwrap_or(KEPT),
+            keep: scheme
+                .keep
+                .unwrap_or(KEPT)
+                .at_least(opening.options.history),
             ..SaveOptions::default()
         };
         let writer = Writer::claim_as(&store, options, run)?;
@@ -77,6 +85,7 @@ impl StoreSender {
         let presence = announce(&*storage, SENDER, &about)?;
         Ok(Self {
             kept: vec![VecDeque::new(); about.models.len()],
+            spare: vec![None; about.models.len()],
             models: about.models,
             history: usize::from(opening.options.history),
             registry: Mutex::new(Registry {
@@ -121,7 +130,10 @@ fn announce(
 ) -> Result<Box<dyn Presence>, StoreError> {
     match storage.announce(path, &encoded(about)) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            let other: Option<AboutSender> = value(storage, path)?;
+            let peer = storage.peer(path);
+            let peer = peer.map_err(StoreError::file("reading", storage.name(path)))?;
+            let about = peer.and_then(|peer| serde_json::from_slice(peer.about()).ok());
+            let other: Option<AboutSender> = about;
             let (pid, host) = other.map_or((0, "an unknown host".into()), |other| {
                 (other.pid, other.host)
             });
@@ -135,13 +147,17 @@ fn announce(
 impl SenderTransport for StoreSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
         let workers = self.registry().look_for_all();
-        let members = models.iter().map(|model| StagedModel {
-            model: *model,
-            version: self.version(*model).next(),
-            image: Image::zeros(&self.models[*model].layout),
-        });
+        let mut members = Vec::new();
+        for &model in models {
+            let spare = self.spare[model].take();
+            members.push(StagedModel {
+                model,
+                version: self.version(model).next(),
+                image: spare.unwrap_or_else(|| Image::zeros(&self.models[model].layout)),
+            });
+        }
         Ok(Box::new(StagedSet {
-            members: members.collect(),
+            members,
             workers,
             sender: self,
             waits_for_late: false,
@@ -209,7 +225,23 @@ impl SenderTransport for StoreSender {
 
     fn old_snapshot(&self, model: usize, version: Version) -> Result<Option<Snapshot>> {
         let mut kept = self.kept[model].iter();
-        Ok(kept.find(|one| one.version() == version).cloned())
+        if let Some(kept) = kept.find(|one| one.version() == version) {
+            return Ok(Some(kept.clone()));
+        }
+        let id = &self.models[model].id;
+        let asked = ModelVersion {
+            model: Some(id.clone()),
+            version,
+        };
+        match self.writer.store().load(&Which::Exactly(asked)) {
+            Ok(loaded) => loaded.set.model(id.as_str()).map(|one| Some(one.clone())),
+            Err(StoreError::NoSuchVersion { known, .. }) => Err(Error::NoSuchVersion {
+                model: id.clone(),
+                asked: version,
+                known,
+            }),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -311,14 +343,20 @@ impl Staging for StagedSet<'_> {
             let kept = &mut sender.kept[*model];
             kept.push_back(snapshot);
             while kept.len() > sender.history + 1 {
-                kept.pop_front();
+                let old = kept.pop_front();
+                // If nobody else has it.
+                sender.spare[*model] = old.and_then(Snapshot::into_image);
             }
         }
         let concerned = workers.into_iter().filter(|worker| {
             let mut wanted = worker.about.wanted.iter();
             wanted.any(|model| versions.iter().any(|(sent, _)| sent == model))
         });
+        let models = versions
+            .iter()
+            .map(|(model, _)| sender.models[*model].id.clone());
         Ok(Box::new(Published {
+            models: models.collect(),
             storage: sender.writer.store().shared_storage(),
             sequence: saved.sequence,
             workers: concerned.collect(),
@@ -334,6 +372,8 @@ struct Published {
     storage: Arc<dyn Storage>,
     sequence: u64,
     versions: Vec<(usize, Version)>,
+    /// The models of these versions.
+    models: Vec<ModelId>,
     /// Those that were there, and want one of the models.
     workers: Vec<Arc<Worker>>,
     at: Instant,
@@ -383,6 +423,14 @@ impl Outstanding for Published {
 }
 
 impl Published {
+    /// Whether the worker waits for a later version than this one.
+    fn is_below(&self, status: &Status) -> bool {
+        status.asks.as_ref().is_some_and(|(model, version)| {
+            let mut sent = self.versions.iter().zip(&self.models);
+            sent.any(|((_, sent), id)| id == model && sent < version)
+        })
+    }
+
     fn line(&self, worker: &Worker, level: Level) -> WorkerReport {
         let (life, status) = worker.look();
         let refused = status.refused.as_ref();
@@ -402,6 +450,7 @@ impl Published {
                 Life::Left => Outcome::Left,
                 Life::Dead => lost(&*self.storage),
                 Life::Here if status.staged >= self.sequence => Outcome::Staged,
+                Life::Here if self.is_below(&status) => Outcome::Asks,
                 Life::Here => Outcome::Late,
             }
         };

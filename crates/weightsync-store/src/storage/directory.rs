@@ -6,10 +6,19 @@
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
+use std::num::NonZero;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, SyncSender};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+
+use crate::format::DATA;
+
+use rustix::fs::Advice;
+
+use weightsync_core::delta::Codec;
 
 use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
 
@@ -62,7 +71,10 @@ impl Directory {
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
                 },
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
+                Err(error) => {
+                    let text = format!("{}: {error}", path.display());
+                    return Err(io::Error::new(error.kind(), text));
+                }
             }
             if Instant::now() > until {
                 return Err(io::Error::new(
@@ -116,8 +128,11 @@ impl Storage for Directory {
     }
 
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
-        let file = Unfinished::new(self.path(path))?;
-        Ok(Box::new(file))
+        Ok(Box::new(Uploading {
+            unfinished: Unfinished::new(self.path(path))?,
+            pending: 0,
+            flusher: None,
+        }))
     }
 
     fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
@@ -180,7 +195,8 @@ impl Storage for Directory {
     }
 
     fn tidy(&self) -> io::Result<()> {
-        tidy(&self.root)
+        // What is unfinished among the weights goes with the whole directory of its version.
+        tidy(&self.root, &self.path(DATA))
     }
 
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
@@ -201,6 +217,10 @@ impl Storage for Directory {
 
     fn notices_death(&self) -> bool {
         true
+    }
+
+    fn codec(&self) -> Codec {
+        Codec::Fast
     }
 
     fn pauses(&self) -> (Duration, Duration) {
@@ -246,7 +266,7 @@ impl Unfinished {
     }
 
     /// Renames it into its place; `synced`, when it is on the disk.
-    fn place(mut self, synced: bool) -> io::Result<()> {
+    fn place(&mut self, synced: bool) -> io::Result<()> {
         if synced {
             self.file.sync_all()?;
         }
@@ -259,13 +279,79 @@ impl Unfinished {
     }
 }
 
-impl Upload for Unfinished {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.file.write_all(bytes)
+/// A large file, which goes to the disk while the rest of it is written.
+struct Uploading {
+    unfinished: Unfinished,
+    /// Bytes written since the disk was asked to take them.
+    pending: usize,
+    flusher: Option<Flusher>,
+}
+
+/// A thread that syncs a file each time it is told to.
+struct Flusher {
+    wake: SyncSender<()>,
+    thread: JoinHandle<io::Result<()>>,
+}
+
+impl Uploading {
+    /// How many bytes make a sync worth it.
+    const FLUSHED: usize = 64 << 20;
+
+    /// Has what was written so far go to the disk.
+    fn flush(&mut self) -> io::Result<()> {
+        let flusher = match &mut self.flusher {
+            Some(flusher) => flusher,
+            none => none.insert(Flusher::start(self.unfinished.file.try_clone()?)?),
+        };
+        // If the thread is still busy, it is asked again after the next bytes.
+        if flusher.wake.try_send(()).is_ok() {
+            self.pending = 0;
+        }
+        Ok(())
+    }
+}
+
+impl Flusher {
+    fn start(file: File) -> io::Result<Self> {
+        let (wake, woken) = mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new()
+            .name("weightsync-flush".into())
+            .spawn(move || woken.iter().try_for_each(|()| file.sync_data()))?;
+        Ok(Self { wake, thread })
     }
 
-    fn finish(self: Box<Self>) -> io::Result<()> {
-        self.place(true)
+    /// Ends the thread. Its error is the file's: the system tells each of them once.
+    fn end(self) -> io::Result<()> {
+        drop(self.wake);
+        let panicked = |_| Err(io::Error::other("the thread that syncs the file panicked"));
+        self.thread.join().unwrap_or_else(panicked)
+    }
+}
+
+impl Upload for Uploading {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.unfinished.file.write_all(bytes)?;
+        self.pending += bytes.len();
+        match self.pending < Self::FLUSHED {
+            true => Ok(()),
+            false => self.flush(),
+        }
+    }
+
+    fn finish(mut self: Box<Self>) -> io::Result<()> {
+        if let Some(flusher) = self.flusher.take() {
+            flusher.end()?;
+        }
+        self.unfinished.place(true)
+    }
+}
+
+impl Drop for Uploading {
+    fn drop(&mut self) {
+        if let Some(flusher) = self.flusher.take() {
+            // The file is removed, whatever became of it.
+            let _ = flusher.end();
+        }
     }
 }
 
@@ -289,9 +375,18 @@ impl Blob for OpenFile {
     }
 
     fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        // Several threads read pieces in turns, in which the system does not see one sequence. It is
+        // told what comes next; what it makes of that is its own business.
+        if let Some(len) = NonZero::new(place.len() as u64).filter(|len| len.get() >= AHEAD) {
+            let next = offset + 2 * len.get();
+            let _ = rustix::fs::fadvise(&self.file, next, Some(len), Advice::WillNeed);
+        }
         self.file.read_exact_at(place, offset)
     }
 }
+
+/// How many bytes are worth a word on what comes next.
+const AHEAD: u64 = 1 << 20;
 
 /// The last byte of the file of a process that left in order.
 const LEFT: u8 = b'\n';
@@ -335,12 +430,14 @@ impl Peer for Other {
 }
 
 /// Removes unfinished files that no living process writes.
-fn tidy(dir: &Path) -> io::Result<()> {
+fn tidy(dir: &Path, except: &Path) -> io::Result<()> {
     for entry in found(fs::read_dir(dir))?.into_iter().flatten() {
         let entry = entry?;
         let path = entry.path();
         if found(entry.file_type())?.is_some_and(|kind| kind.is_dir()) {
-            tidy(&path)?;
+            if path != except {
+                tidy(&path, except)?;
+            }
         } else if entry.file_name().to_string_lossy().starts_with(UNFINISHED)
             && let Some(file) = found(File::open(&path))?
             && file.try_lock().is_ok()
@@ -396,7 +493,10 @@ pub(crate) fn unique() -> String {
 }
 
 fn too_large() -> io::Error {
-    io::Error::other(format!("it is longer than {MAX_SMALL} bytes"))
+    io::Error::new(
+        ErrorKind::FileTooLarge,
+        format!("it is longer than {MAX_SMALL} bytes"),
+    )
 }
 
 fn no_locks(error: io::Error) -> io::Error {

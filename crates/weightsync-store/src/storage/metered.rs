@@ -82,6 +82,10 @@ impl Storage for Metered {
         self.storage.notices_death()
     }
 
+    fn codec(&self) -> weightsync_core::delta::Codec {
+        self.storage.codec()
+    }
+
     fn pauses(&self) -> (Duration, Duration) {
         self.storage.pauses()
     }

@@ -1,11 +1,17 @@
 //! Where a store keeps its files: one interface over directories and object stores.
 
 mod directory;
+#[cfg(test)]
+pub(crate) mod faulty;
 mod metered;
+#[cfg(feature = "objects")]
+pub(crate) mod objects;
 
 use std::fmt;
 use std::io;
 use std::time::Duration;
+
+use weightsync_core::delta::Codec;
 
 pub(crate) use self::directory::{Directory, unique};
 pub(crate) use self::metered::Metered;
@@ -62,6 +68,10 @@ pub(crate) trait Storage: fmt::Debug + Send + Sync {
 
     /// Whether the death of a process is noticed at once, and not by its silence.
     fn notices_death(&self) -> bool;
+
+    /// How changes are written: the fast codec reads and writes near the speed of a disk, the thin one
+    /// takes fewer bytes.
+    fn codec(&self) -> Codec;
 
     /// How long to wait before looking again: shortly after something changed, and in the end.
     fn pauses(&self) -> (Duration, Duration);

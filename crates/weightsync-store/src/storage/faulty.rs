@@ -1,0 +1,176 @@
+//! A directory that fails when a test says so.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use super::{Blob, Directory, Peer, Presence, Storage, Upload};
+
+/// How a call fails.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// It does nothing, and says so.
+    Refused,
+    /// It does what it is to do, and its answer gets lost.
+    Lost,
+    /// The same, and no later call does anything.
+    Outage,
+    /// It panics.
+    Panic,
+}
+
+/// A directory whose calls are counted, and whose n-th call fails.
+#[derive(Clone, Debug)]
+pub(crate) struct Faulty {
+    directory: Directory,
+    plan: Arc<Plan>,
+}
+
+#[derive(Debug)]
+struct Plan {
+    calls: AtomicU64,
+    /// The call that fails; none at `u64::MAX`.
+    at: AtomicU64,
+    fault: Fault,
+}
+
+impl Faulty {
+    pub(crate) fn new(directory: Directory, fault: Fault) -> Self {
+        let plan = Plan {
+            calls: AtomicU64::new(0),
+            at: AtomicU64::new(u64::MAX),
+            fault,
+        };
+        Self {
+            directory,
+            plan: Arc::new(plan),
+        }
+    }
+
+    /// Counts from 0 again, and fails at this call.
+    pub(crate) fn fail_at(&self, call: u64) {
+        self.plan.calls.store(0, Ordering::SeqCst);
+        self.plan.at.store(call, Ordering::SeqCst);
+    }
+
+    /// Fails no more. Returns how many calls there were.
+    pub(crate) fn mend(&self) -> u64 {
+        self.plan.at.store(u64::MAX, Ordering::SeqCst);
+        self.plan.calls.load(Ordering::SeqCst)
+    }
+}
+
+impl Plan {
+    fn call<T>(&self, run: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        let call = self.calls.fetch_add(1, Ordering::SeqCst);
+        let at = self.at.load(Ordering::SeqCst);
+        let failed = || Err(io::Error::other(format!("call {call} fails")));
+        match self.fault {
+            Fault::Outage if at != u64::MAX && call > at => failed(),
+            _ if call != at => run(),
+            Fault::Refused => failed(),
+            Fault::Panic => panic!("call {call} panics"),
+            Fault::Lost | Fault::Outage => run().and_then(|_| failed()),
+        }
+    }
+}
+
+impl Storage for Faulty {
+    fn name(&self, path: &str) -> String {
+        self.directory.name(path)
+    }
+
+    fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
+        self.plan.call(|| self.directory.read(path))
+    }
+
+    fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
+        self.plan.call(|| self.directory.swap(path, old, new))
+    }
+
+    fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()> {
+        self.plan.call(|| self.directory.put(path, bytes))
+    }
+
+    fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
+        let upload = self.plan.call(|| self.directory.upload(path))?;
+        let plan = self.plan.clone();
+        Ok(Box::new(FaultyUpload { upload, plan }))
+    }
+
+    fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
+        let blob = self.plan.call(|| self.directory.open(path))?;
+        Ok(blob.map(|blob| -> Box<dyn Blob> {
+            let plan = self.plan.clone();
+            Box::new(FaultyBlob { blob, plan })
+        }))
+    }
+
+    fn list(&self, dir: &str) -> io::Result<Vec<String>> {
+        self.plan.call(|| self.directory.list(dir))
+    }
+
+    fn remove(&self, path: &str) -> io::Result<()> {
+        self.plan.call(|| self.directory.remove(path))
+    }
+
+    fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
+        self.plan.call(|| self.directory.announce(path, about))
+    }
+
+    fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
+        self.plan.call(|| self.directory.peer(path))
+    }
+
+    fn tidy(&self) -> io::Result<()> {
+        self.plan.call(|| self.directory.tidy())
+    }
+
+    fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        self.plan.call(|| self.directory.vacate(empty))
+    }
+
+    fn notices_death(&self) -> bool {
+        self.directory.notices_death()
+    }
+
+    fn codec(&self) -> weightsync_core::delta::Codec {
+        self.directory.codec()
+    }
+
+    fn pauses(&self) -> (Duration, Duration) {
+        self.directory.pauses()
+    }
+}
+
+struct FaultyUpload {
+    upload: Box<dyn Upload>,
+    plan: Arc<Plan>,
+}
+
+impl Upload for FaultyUpload {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.plan.call(|| self.upload.write(bytes))
+    }
+
+    fn finish(self: Box<Self>) -> io::Result<()> {
+        let Self { upload, plan } = *self;
+        plan.call(|| upload.finish())
+    }
+}
+
+struct FaultyBlob {
+    blob: Box<dyn Blob>,
+    plan: Arc<Plan>,
+}
+
+impl Blob for FaultyBlob {
+    fn bytes(&self) -> u64 {
+        self.blob.bytes()
+    }
+
+    fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        self.plan.call(|| self.blob.read_at(offset, place))
+    }
+}

@@ -1,0 +1,371 @@
+//! A store in an object store.
+//!
+//! A small file is replaced by a request with a condition: that there is no object yet, or that it is
+//! still the one that was read. A large file is uploaded in parts and appears when the last request
+//! for it succeeds. There are no locks, so a process that is alive says so every [`Beats::every`]
+//! ([`presence`]).
+//!
+//! The answer to a request may get lost, and the client repeats a request whose answer it did not
+//! get. So a request that failed may have succeeded, and one that was refused because an object had
+//! changed may have been refused because of its own first try. Either way the object is read again.
+
+mod error;
+mod large;
+mod place;
+mod presence;
+mod runtime;
+
+use std::fmt;
+use std::io::{self, ErrorKind};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bytes::Bytes;
+use futures_util::{StreamExt, stream};
+use object_store::path::Path;
+use object_store::{
+    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
+};
+use weightsync_engine::Origin;
+
+pub(crate) use self::place::{EXPECTED, Place};
+use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
+use error::{found, io_error, is_refused};
+use presence::{Beats, Table};
+use runtime::Runtime;
+
+/// How often a replacement is tried again that was refused though nothing had changed.
+const TRIES: usize = 5;
+
+/// The presence of a process that removes everything.
+const VACATING: &str = "vacating";
+
+/// A store in an object store.
+#[derive(Clone)]
+pub(crate) struct Objects {
+    place: Place,
+    beats: Beats,
+    /// The client of this process, and after a fork those of the children.
+    clients: Arc<OnceLock<Link>>,
+    /// What was seen of others.
+    seen: Arc<Table>,
+}
+
+struct Link {
+    /// Never dropped in another process: its connections and its thread are not that one's.
+    client: Option<Client>,
+    owner: Origin,
+    next: OnceLock<Box<Link>>,
+}
+
+/// A way to make requests.
+#[derive(Clone)]
+struct Client {
+    store: Arc<dyn ObjectStore>,
+    runtime: Arc<Runtime>,
+}
+
+impl Objects {
+    /// A store at this place. No request is made yet, and no thread started.
+    pub(crate) fn new(place: Place) -> Self {
+        Self::with_beats(place, Beats::default())
+    }
+
+    fn with_beats(place: Place, beats: Beats) -> Self {
+        Self {
+            place,
+            beats,
+            clients: Arc::default(),
+            seen: Table::shared(),
+        }
+    }
+
+    /// The client of this process: a connection that a fork copied would mix answers up.
+    fn client(&self) -> io::Result<Client> {
+        let mut link = match self.clients.get() {
+            Some(link) => link,
+            None => {
+                let first = Link::new(&self.place)?;
+                self.clients.get_or_init(|| first)
+            }
+        };
+        while !link.owner.is_here() {
+            link = match link.next.get() {
+                Some(next) => next,
+                None => {
+                    let next = Box::new(Link::new(&self.place)?);
+                    link.next.get_or_init(|| next)
+                }
+            };
+        }
+        let client = link.client.clone();
+        client.ok_or_else(|| io::Error::other("the store's client is gone"))
+    }
+
+    /// The key of an object, which names no other.
+    fn key(&self, path: &str) -> io::Result<Path> {
+        let key = self.place.key(path);
+        let parsed = Path::parse(&key).ok();
+        let parsed = parsed.filter(|parsed| parsed.as_ref() == key);
+        parsed.ok_or_else(|| {
+            io::Error::new(
+                ErrorKind::InvalidInput,
+                format!("{key:?} is not the name of an object"),
+            )
+        })
+    }
+
+    fn peer_at(&self, path: &str) -> io::Result<Option<presence::Other>> {
+        presence::Other::look(self, path)
+    }
+
+    /// Removes an object and what is below it, but for one.
+    fn remove_but(&self, path: &str, kept: Option<Path>) -> io::Result<()> {
+        let key = self.key(path)?;
+        self.seen.forget(&self.name(path));
+        self.client()?.ask(move |store| async move {
+            let below = store.list(Some(&key)).map(|found| Ok(found?.location));
+            let own = (!key.is_root()).then_some(Ok(key));
+            let all = stream::iter(own).chain(below);
+            let all = all.filter(move |found| {
+                let is_kept = matches!((found, &kept), (Ok(found), Some(kept)) if found == kept);
+                std::future::ready(!is_kept)
+            });
+            let mut removed = store.delete_stream(all.boxed());
+            while let Some(removed) = removed.next().await {
+                found(removed)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Link {
+    fn new(place: &Place) -> io::Result<Self> {
+        let runtime = Runtime::shared()?;
+        let store = {
+            let _entered = runtime.handle().enter();
+            place.client()?
+        };
+        Ok(Self {
+            client: Some(Client { store, runtime }),
+            owner: Origin::here(),
+            next: OnceLock::new(),
+        })
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if !self.owner.is_here() {
+            std::mem::forget(self.client.take());
+        }
+    }
+}
+
+impl Client {
+    /// Makes requests and waits for them.
+    fn ask<T, F>(&self, request: impl FnOnce(Arc<dyn ObjectStore>) -> F) -> io::Result<T>
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, Error>> + Send + 'static,
+    {
+        let answer = self.runtime.run(request(self.store.clone()))?;
+        answer.map_err(io_error)
+    }
+}
+
+impl fmt::Debug for Objects {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Objects")
+            .field(&self.place.to_string())
+            .finish()
+    }
+}
+
+/// An object as it was read.
+type Read = (Bytes, UpdateVersion);
+
+/// Reads a small object; `None` if there is none.
+async fn fetch(store: &dyn ObjectStore, key: &Path) -> Result<Option<Read>, Error> {
+    let Some(got) = found(store.get_opts(key, GetOptions::default()).await)? else {
+        return Ok(None);
+    };
+    if got.meta.size > MAX_SMALL {
+        return Err(Error::Generic {
+            store: "object store",
+            source: format!("it is longer than {MAX_SMALL} bytes").into(),
+        });
+    }
+    let version = UpdateVersion {
+        e_tag: got.meta.e_tag.clone(),
+        version: got.meta.version.clone(),
+    };
+    Ok(Some((got.bytes().await?, version)))
+}
+
+/// How a write with a condition ended.
+enum Put {
+    Done(UpdateVersion),
+    /// The condition was not met. What is there instead.
+    Refused(Option<Read>),
+}
+
+/// Writes an object under a condition. `new` has to be unlike all that others write there.
+async fn put_if(
+    store: &dyn ObjectStore,
+    key: &Path,
+    mode: PutMode,
+    new: Bytes,
+) -> Result<Put, Error> {
+    let put = store.put_opts(key, new.clone().into(), PutOptions::from(mode));
+    let failed = match put.await {
+        Ok(result) => return Ok(Put::Done(result.into())),
+        Err(error) => error,
+    };
+    match fetch(store, key).await {
+        // The answer got lost, and perhaps the client asked again.
+        Ok(Some((there, version))) if there == new => Ok(Put::Done(version)),
+        Ok(there) if is_refused(&failed) => Ok(Put::Refused(there)),
+        _ => Err(failed),
+    }
+}
+
+impl Storage for Objects {
+    fn name(&self, path: &str) -> String {
+        self.place.below(path).to_string()
+    }
+
+    fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
+        let key = self.key(path)?;
+        let read = self
+            .client()?
+            .ask(move |store| async move { fetch(&*store, &key).await })?;
+        Ok(read.map(|(bytes, _)| bytes.into()))
+    }
+
+    fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
+        let key = self.key(path)?;
+        let (old, new) = (old.map(Bytes::copy_from_slice), Bytes::copy_from_slice(new));
+        let swapped = self.client()?.ask(move |store| async move {
+            for _ in 0..TRIES {
+                let mode = match &old {
+                    None => PutMode::Create,
+                    Some(old) => match fetch(&*store, &key).await? {
+                        Some((there, version)) if there == *old => PutMode::Update(version),
+                        _ => return Ok(Some(false)),
+                    },
+                };
+                match put_if(&*store, &key, mode, new.clone()).await? {
+                    Put::Done(_) => return Ok(Some(true)),
+                    // It holds what was expected, so it changed back, or the store was busy.
+                    Put::Refused(there)
+                        if there.as_ref().map(|(there, _)| there) == old.as_ref() => {}
+                    Put::Refused(_) => return Ok(Some(false)),
+                }
+            }
+            Ok(None)
+        })?;
+        swapped.ok_or_else(|| {
+            io::Error::new(
+                ErrorKind::ResourceBusy,
+                format!("it was refused {TRIES} times though nobody had changed it"),
+            )
+        })
+    }
+
+    fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()> {
+        let key = self.key(path)?;
+        let bytes = Bytes::copy_from_slice(bytes);
+        self.client()?
+            .ask(move |store| async move { store.put(&key, bytes.into()).await.map(drop) })
+    }
+
+    fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
+        let upload = large::Large::new(self.client()?, self.key(path)?);
+        Ok(Box::new(upload))
+    }
+
+    fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
+        let opened = large::Opened::new(self.client()?, self.key(path)?)?;
+        Ok(opened.map(|blob| Box::new(blob) as Box<dyn Blob>))
+    }
+
+    fn list(&self, dir: &str) -> io::Result<Vec<String>> {
+        let key = self.key(dir)?;
+        let listed = self.client()?.ask(move |store| async move {
+            let listed = found(store.list_with_delimiter(Some(&key)).await)?;
+            Ok((key, listed))
+        })?;
+        let (dir, Some(listed)) = listed else {
+            return Ok(Vec::new());
+        };
+        let objects = listed.objects.into_iter().map(|object| object.location);
+        let all = objects.chain(listed.common_prefixes);
+        // Some programs make an empty object for a directory.
+        let inside = all.filter(|path| *path != dir);
+        Ok(inside
+            .filter_map(|path| path.filename().map(str::to_owned))
+            .collect())
+    }
+
+    fn remove(&self, path: &str) -> io::Result<()> {
+        self.remove_but(path, None)
+    }
+
+    fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
+        let presence = presence::announce(self, path, about)?;
+        // After the announcement: a process that removes everything has seen it, or is seen here.
+        while let Some(vacating) = self.peer_at(VACATING)?
+            && vacating.life() == Life::Here
+        {
+            presence::pause(&self.beats)?;
+        }
+        Ok(Box::new(presence))
+    }
+
+    fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
+        let peer = self.peer_at(path)?;
+        Ok(peer.map(|peer| Box::new(peer) as Box<dyn Peer>))
+    }
+
+    fn tidy(&self) -> io::Result<()> {
+        // Parts of an upload are not listed as objects. What processes that died have uploaded is
+        // removed by a rule of the bucket: docs/store.md has it.
+        Ok(())
+    }
+
+    fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        // Nothing is written where somebody is.
+        if !empty() {
+            return Ok(false);
+        }
+        let mark = match presence::announce(self, VACATING, b"vacating") {
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => return Ok(false),
+            mark => mark?,
+        };
+        let is_empty = empty();
+        if is_empty {
+            self.remove_but("", Some(self.key(VACATING)?))?;
+        }
+        drop(mark);
+        self.remove(VACATING)?;
+        Ok(is_empty)
+    }
+
+    fn notices_death(&self) -> bool {
+        false
+    }
+
+    fn codec(&self) -> weightsync_core::delta::Codec {
+        weightsync_core::delta::Codec::Thin
+    }
+
+    fn pauses(&self) -> (Duration, Duration) {
+        // A request takes some 30 ms and costs money: a worker that waits for hours asks once a second.
+        (Duration::from_millis(100), Duration::from_secs(1))
+    }
+}
+
+#[cfg(test)]
+mod tests;

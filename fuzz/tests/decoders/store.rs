@@ -1,0 +1,34 @@
+//! What lies in a store: the head, manifests, and files with changes.
+
+use weightsync_fuzz::fuzz;
+use weightsync_store::fuzz;
+
+#[test]
+fn store_files() {
+    for valid in fuzz::valid() {
+        assert_eq!(fuzz::files(&valid), 1);
+    }
+    fuzz!("store_files", fuzz::valid(), |bytes: &[u8]| {
+        fuzz::files(bytes);
+    });
+}
+
+/// The checksum stops nearly every change; what it guards must bear anything, too.
+#[test]
+fn store_values() {
+    for valid in fuzz::valid_values() {
+        assert_eq!(fuzz::values(&valid), 1);
+    }
+    fuzz!("store_values", fuzz::valid_values(), |bytes: &[u8]| {
+        fuzz::values(bytes);
+    });
+}
+
+#[test]
+fn store_delta() {
+    let valid = fuzz::valid_deltas();
+    assert!(valid.iter().all(|valid| fuzz::delta(valid)));
+    fuzz!("store_delta", valid, |bytes: &[u8]| {
+        fuzz::delta(bytes);
+    });
+}

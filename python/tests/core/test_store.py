@@ -1,0 +1,303 @@
+"""Versions that last: saved, loaded, named, kept by a sender, and sent through a store."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy
+import pytest
+import torch
+import weightsync
+from ends import LONG, MODES, Net, all_ended, meet, pass_on
+from safetensors.torch import load_file
+
+
+def _store(path, *values, **settings):
+    """A store at this path, with a version of each value."""
+    store = weightsync.Store(path, **settings)
+    for value in values:
+        store.save(Net(value))
+    return store
+
+
+def test_versions_load_as_they_were_saved(tmp_path):
+    with _store(tmp_path, 1.0, 2.0, 3.0) as store:
+        assert store.load().version == 3
+        assert [one.version for one in store.versions()] == [1, 2, 3]
+        for version in [1, 2, 3]:
+            model = Net()
+            assert store.load_into(model, version) == version
+            assert model.value == float(version)
+            snapshot = store.load(version)
+            assert snapshot["small"].tolist() == [float(version)] * 3
+            assert snapshot.digest() == snapshot.published_digest
+
+
+def test_small_changes_are_saved_in_few_bytes(tmp_path):
+    model = Net(1.0, numel=1 << 20).to(torch.bfloat16)
+    with weightsync.Store(tmp_path) as store:
+        first = store.save(model)
+        with torch.no_grad():
+            model.large[::100] += 0.0078125
+        second = store.save(model)
+    assert first.stored_bytes >= first.bytes
+    assert second.stored_bytes < first.stored_bytes / 50
+    assert 0.009 < second.changes < 0.011
+    # Another process compares with what the store has.
+    with weightsync.Store(tmp_path) as store, torch.no_grad():
+        model.large[1] += 0.0078125
+        assert store.save(model).stored_bytes < 1000
+        loaded = Net(0.0, numel=1 << 20).to(torch.bfloat16)
+        assert store.load_into(loaded) == 3
+    assert torch.equal(loaded.large, model.large)
+
+
+def test_full_versions_are_checkpoint_directories(tmp_path):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "net"}))
+    with _store(tmp_path / "store", 4.0, files=[config]) as store:
+        [version] = store.versions()
+    [model] = version.models
+    assert load_file(os.path.join(model.directory, "model.safetensors"))["small"].tolist() == [4.0] * 3
+    with open(os.path.join(model.directory, "config.json")) as file:
+        assert json.load(file) == {"model_type": "net"}
+    with weightsync.Store(tmp_path / "parts", shard_bytes=1 << 16) as parts:
+        parts.save(Net(5.0))
+        directory = parts.versions()[0].models[0].directory
+        with open(os.path.join(directory, "model.safetensors.index.json")) as file:
+            index = json.load(file)
+        assert set(index["weight_map"]) == {"large", "small", "mean"}
+        assert parts.load()["mean"].tolist() == [5.0] * 5
+
+
+def test_everything_that_a_sender_takes_can_be_saved(tmp_path):
+    kinds = {
+        "module": Net(7.0),
+        "state_dict": Net(7.0).state_dict(),
+        "nested": {"a": {"b": torch.ones(3)}, "c": torch.zeros(2, dtype=torch.int64)},
+        "numpy": {"x": numpy.arange(6.0).reshape(2, 3)},
+        "view": {"x": torch.arange(6.0).reshape(2, 3).T},
+    }
+    for name, weights in kinds.items():
+        with weightsync.Store(tmp_path / name) as store:
+            store.save(weights)
+            assert len(store.load()) >= 1
+    assert weightsync.Store(tmp_path / "view").load()["x"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert weightsync.Store(tmp_path / "nested").load()["a.b"].tolist() == [1, 1, 1]
+
+
+def test_what_is_missing_is_said_to_be_so(tmp_path):
+    empty = weightsync.Store(tmp_path / "none")
+    with pytest.raises(weightsync.DeadlineError, match="did not have a first version"):
+        empty.load()
+    assert empty.versions() == []
+    assert not (tmp_path / "none").exists()
+    with _store(tmp_path, 1.0) as store:
+        with pytest.raises(weightsync.ModelError, match="no v9; it has v1"):
+            store.load(9)
+        with pytest.raises(weightsync.DeadlineError, match="v9 or a later"):
+            store.load(at_least=9, timeout=0.01)
+        with pytest.raises(weightsync.ModelError, match="'critic'"):
+            store.load(model="critic")
+        with pytest.raises(weightsync.ModelError, match="named .best."):
+            store.load(named="best")
+        with pytest.raises(weightsync.SettingError, match="give version, at_least or named"):
+            store.load(1, named="best")
+        with pytest.raises(weightsync.SendError, match="versions of a store only grow"):
+            store.save(Net(2.0), version=1)
+        with pytest.raises(weightsync.WrongWeightsError, match="large"):
+            store.load_into({"large": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("url", ["", "ftp://host/x", "a\0b"])
+def test_addresses_that_are_none_are_refused(url):
+    with pytest.raises(weightsync.SettingError, match="address of a store"):
+        weightsync.Store(url)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"keep": 0}, {"keep": "some"}, {"files": {"../x": b""}}, {"files": {"a.safetensors": b""}}]
+)
+def test_settings_that_cannot_be_are_refused(tmp_path, settings):
+    with pytest.raises(weightsync.SettingError):
+        weightsync.Store(tmp_path, **settings).save(Net())
+
+
+def test_named_versions_stay(tmp_path):
+    with _store(tmp_path, 1.0, 2.0, keep=1) as store:
+        assert [one.version for one in store.versions()] == [2]
+        store.name("best", 2)
+        for value in [3.0, 4.0]:
+            store.save(Net(value))
+        assert [one.version for one in store.versions()] == [2, 4]
+        assert store.names() == {"best": {"policy": 2}}
+        assert store.load(named="best")["small"].tolist() == [2.0] * 3
+        store.remove_name("best")
+        store.save(Net(5.0))
+        assert [one.version for one in store.versions()] == [5]
+        with pytest.raises(weightsync.SettingError, match="cannot be named"):
+            store.name("../best", 5)
+        with pytest.raises(weightsync.ModelError):
+            store.remove_name("best")
+
+
+def test_readers_with_a_bound_reload_when_they_lag(tmp_path):
+    with _store(tmp_path, 1.0, 2.0, 3.0) as store:
+        assert store.load_unless_within(3, 0) is None
+        assert store.load_unless_within(1, 2) is None
+        assert store.load_unless_within(1, 1).version == 3
+
+
+def test_damage_is_named_and_an_older_version_loads(tmp_path, caplog):
+    with _store(tmp_path, 1.0, 2.0, deltas=False) as store:
+        directory = store.versions()[1].models[0].directory
+        path = os.path.join(directory, "model.safetensors")
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        assert store.load().version == 1
+        assert path in caplog.text and "damaged" in caplog.text
+        with pytest.raises(weightsync.CorruptError, match="model.safetensors is damaged"):
+            store.load(2)
+
+
+def test_a_second_writer_fences_the_first_off(tmp_path):
+    with _store(tmp_path, 1.0) as first, _store(tmp_path, 2.0) as second:
+        with pytest.raises(weightsync.PeerError, match="was taken over"):
+            first.save(Net(3.0))
+        assert second.save(Net(4.0)).versions == {"policy": 3}
+        assert second.load(2)["small"].tolist() == [2.0] * 3
+
+
+def test_threads_save_and_load_at_once(tmp_path):
+    failed = []
+
+    def run(store, work):
+        try:
+            for turn in range(20):
+                work(store, turn)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    def load(store, _):
+        model = Net()
+        store.load_into(model)
+        assert model.value >= 1.0
+
+    with _store(tmp_path, 1.0, keep=2) as store:
+        save = lambda store, turn: store.save(Net(2.0 + turn))  # noqa: E731
+        works = [save, load, load]
+        threads = [threading.Thread(target=run, args=(store, work)) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_ctrl_c_ends_the_wait_for_a_version(tmp_path):
+    program = (
+        "import signal, sys, weightsync\n"
+        # A shell's background jobs ignore it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "print('waiting', flush=True)\n"
+        "weightsync.Store(sys.argv[1]).load(at_least=5, timeout=None)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout.readline() == b"waiting\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=LONG)
+    assert b"KeyboardInterrupt" in errors
+
+
+def test_forked_children_load(tmp_path):
+    with _store(tmp_path, 6.0) as store:
+        child = os.fork()
+        if child == 0:
+            model = Net()
+            store.load_into(model)
+            os._exit(0 if model.value == 6.0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_sender_keeps_its_versions(tmp_path):
+    trainer, model = Net(1.0), Net()
+    sender = weightsync.Sender(trainer, keep=tmp_path, every=2)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=model)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        for value in [2.0, 3.0, 4.0, 5.0]:
+            assert sender.saves[-1].wait(LONG) == "durable"
+            trainer.fill(value)
+            pass_on(sender, receiver)
+        assert [one.versions for one in sender.saves] == [{"policy": 1}, {"policy": 3}, {"policy": 5}]
+    assert [one.outcome for one in sender.saves] == ["durable"] * 3
+    store = weightsync.Store(tmp_path)
+    assert [one.version for one in store.versions()] == [1, 3, 5]
+    loaded = Net()
+    store.load_into(loaded, 3)
+    assert loaded.value == 3.0
+
+    # The next trainer goes on from there.
+    with weightsync.Sender(trainer, keep=store) as again:
+        again.connect(0)
+        assert again.version == 6
+
+
+def test_saves_that_fail_say_why(tmp_path):
+    trainer = Net(1.0)
+    with weightsync.Sender(trainer, keep=tmp_path) as sender:
+        sender.connect(0)
+        assert sender.saves[-1].wait(LONG) == "durable"
+        with _store(tmp_path, 9.0):
+            sender.send()
+            assert sender.saves[-1].wait(LONG) == "failed"
+            assert "was taken over" in sender.saves[-1].reason
+    with pytest.raises(weightsync.SettingError, match="every"):
+        weightsync.Sender(trainer, every=3)
+    with pytest.raises(weightsync.SettingError, match="every"):
+        weightsync.Sender(trainer, keep=tmp_path, every=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_go_through_a_store(tmp_path, mode):
+    trainer, models = Net(1.0), [Net(), Net()]
+    sender = weightsync.Sender(trainer, scheme=weightsync.StoreScheme(str(tmp_path)))
+    receivers = [
+        weightsync.ModelReceiver(sender.init_info, at, model=model, mode=mode)
+        for at, model in enumerate(models)
+    ]
+    with all_ended(sender, *receivers):
+        meet(sender, *receivers)
+        trainer.fill(2.0)
+        pass_on(sender, *receivers)
+        assert [model.value for model in models] == [2.0, 2.0]
+    # The versions outlive both, and the next trainer continues their numbers.
+    assert [one.version for one in weightsync.Store(tmp_path).versions()] == [1, 2]
+    with weightsync.Sender(trainer, scheme=f"store:{tmp_path}") as again:
+        again.connect(0)
+        assert again.version == 3
+
+
+def test_temporary_stores_leave_nothing(tmp_path):
+    sender = weightsync.Sender(Net(1.0), scheme=f"store:{tmp_path},temporary")
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=Net())
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_store_schemes_are_what_they_say():
+    assert str(weightsync.StoreScheme("/srv/x", keep=4)) == "store:/srv/x,keep=4"
+    assert str(weightsync.StoreScheme("/srv/x", temporary=True)) == "store:/srv/x,temporary"
+    with pytest.raises(weightsync.SettingError, match="commas"):
+        weightsync.StoreScheme("/srv/a,b")
+    with pytest.raises(weightsync.SettingError):
+        weightsync.StoreScheme("/srv/x", keep="some")

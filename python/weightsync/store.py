@@ -1,0 +1,354 @@
+"""Versions that last: saved in a directory, and loaded without a running trainer."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from weightsync._native import Store as NativeStore
+from weightsync._native import StoredModel, StoredVersion
+from weightsync._source import Source, Streamed
+from weightsync._targets import target_of
+from weightsync.errors import DeadlineError, LifecycleError, ModelError, SettingError
+from weightsync.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from weightsync._native import Saver as NativeSaver
+    from weightsync._native import Saving as NativeSaving
+    from weightsync._native import SetSnapshot, Writer, _Saved
+
+__all__ = ["Saved", "Saving", "Store", "StoredModel", "StoredVersion"]
+
+logger = logging.getLogger("weightsync")
+
+#: How many saves of a sender are remembered.
+_REMEMBERED = 256
+
+
+class Saved(NamedTuple):
+    """A version that is in the store, and stays there whatever dies."""
+
+    #: Its number among all versions of the store.
+    sequence: int
+    #: The bytes that were written for its weights.
+    stored_bytes: int
+    #: The bytes of its weights.
+    bytes: int
+    #: The version of each model.
+    versions: dict[str, int]
+    #: The share of the elements that changed, where that is known.
+    changes: float | None
+
+
+class Store:
+    """Versions of a model, or of several, in a directory.
+
+    Every version that is loaded is whole and has the digest that its writer made. A damaged file is
+    found before anything of it is used, and is named.
+
+    Args:
+        url: the path of a directory. Nothing is read or made yet.
+        keep: which versions stay: ``"all"``; a number, such as 8: the newest ones;
+            ``"8+every:100"``: of the older ones every 100th, too. Versions with a name stay, and
+            those that a process is reading.
+        shard_bytes: the most bytes of tensors in one safetensors file.
+        files: files to save with the weights, such as a model's ``config.json``: their paths, or a
+            dict of their bytes by name.
+        deltas: whether versions are saved as changes where that takes few bytes.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        keep: int | str = "all",
+        shard_bytes: int = 5 << 30,
+        files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes] = (),
+        deltas: bool = True,
+    ) -> None:
+        self._url = os.fspath(url)
+        self._native = NativeStore(self._url)
+        self._options = {
+            "keep": str(keep),
+            "shard_bytes": shard_bytes,
+            "files": _read(files),
+            "deltas": deltas,
+        }
+        self._writer: Writer | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the store is."""
+        return self._url
+
+    def versions(self) -> list[StoredVersion]:
+        """Every version that can be loaded, oldest first. What is damaged is logged as a warning."""
+        versions, damage = self._native.versions()
+        _warn(damage)
+        return versions
+
+    def damage(self) -> list[tuple[str, str]]:
+        """The damaged manifests and heads: each file, and what is wrong with it.
+
+        The weights are checked when a version is loaded.
+        """
+        return self._native.versions()[1]
+
+    def load(
+        self,
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        at_least: int | None = None,
+        named: str | None = None,
+        timeout: float | None = 0,
+    ) -> Snapshot:
+        """Loads a version of a model into memory of this process.
+
+        Args:
+            version: exactly this version; None: the newest that is whole.
+            model: which model, where the store has several.
+            at_least: the newest version, once it is this one or a later one.
+            named: the version of this name.
+            timeout: how long to wait for a version that may still come, in seconds; None: for ever.
+
+        Raises:
+            ModelError: if there is no such model, version or name.
+            CorruptError: naming the damaged file of a version that was asked for.
+            DeadlineError: if ``at_least`` has not come in time.
+        """
+        if model is not None and version is None and at_least is None and named is None:
+            return _only(self._load((None, None, None, None), timeout), model)
+        return _only(self._load((model, version, at_least, named), timeout), model)
+
+    def load_all(self, *, named: str | None = None, timeout: float | None = 0) -> dict[str, Snapshot]:
+        """Loads the newest version of the store, or a named one: every model, by its name."""
+        members = self._load((None, None, None, named), timeout).members()
+        return {one.model: Snapshot(one) for one, _ in members}
+
+    def load_into(
+        self,
+        target: Any,
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        at_least: int | None = None,
+        named: str | None = None,
+        timeout: float | None = 0,
+    ) -> int:
+        """Loads a version straight into a module, a TensorDict, or a dict of tensors or arrays.
+
+        Returns:
+            The version that was loaded.
+
+        Raises:
+            WrongWeightsError: naming each tensor that does not fit. No tensor was copied.
+        """
+        found = self.load(version, model=model, at_least=at_least, named=named, timeout=timeout)
+        found._native.load_into(target_of(target, "copy"))
+        return found.version
+
+    def load_unless_within(
+        self, held: int, lag: int, *, model: str | None = None
+    ) -> Snapshot | None:
+        """Loads the newest version, unless ``held`` is at most ``lag`` versions behind it."""
+        loaded = self._native.load_unless_within(model, held, lag)
+        return None if loaded is None else _only(loaded, model)
+
+    def save(self, weights: Any, *, name: str = "policy", version: int | None = None) -> Saved:
+        """Saves the next version of a model, and returns when it is durable.
+
+        The first save of this object takes the store over: another writer can save nothing more,
+        and is told so. The version is compared with the newest one of the store, and saved as
+        changes where that takes few bytes.
+
+        Args:
+            weights: a torch module, a state dict, a nested dict of tensors or numpy arrays, or a
+                TensorDict.
+            name: the model's name.
+            version: its number, such as a training step; the next one without it.
+
+        Raises:
+            SendError: if the number does not grow.
+            PeerError: if another writer has taken the store over.
+            OperatingSystemError: naming the file that could not be written.
+        """
+        # It keeps the copies and slices that it reads, so it stays until they were read.
+        source = Source("state_dict", None)
+        native = weights.native if isinstance(weights, Streamed) else source.place(weights)
+        if self._writer is None:
+            writer = self._native.writer(self._options)
+            writer.read_base()
+            self._writer = writer
+        return Saved(*self._writer.save([(name, native, version)]))
+
+    def name(self, name: str, version: int, *, model: str | None = None) -> None:
+        """Names a version, which is then kept; a name that another version has moves.
+
+        Raises:
+            SettingError: if it cannot be a name.
+            ModelError: if there is no such version.
+        """
+        self._native.set_name(name, model, version)
+
+    def remove_name(self, name: str) -> None:
+        """Takes a name back. The version is then kept or removed like any other."""
+        self._native.remove_name(name)
+
+    def names(self) -> dict[str, dict[str, int]]:
+        """The names, and the version of each model that they stand for."""
+        return self._native.names()
+
+    def close(self) -> None:
+        """Ends saving with this object. Any number of times."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Store {self._url}>"
+
+    def __getstate__(self) -> Any:
+        raise LifecycleError("a store is not pickled: pass its url, and open it where it is used")
+
+    def _load(
+        self,
+        asked: tuple[str | None, int | None, int | None, str | None],
+        timeout: float | None,
+    ) -> SetSnapshot:
+        loaded = self._native.load(asked, timeout)
+        if loaded is None:
+            what = "a first version" if asked[2] is None else f"v{asked[2]} or a later version"
+            raise DeadlineError(
+                f"{self._url} did not have {what} within {timeout} s: is its trainer running?"
+            )
+        found, damage = loaded
+        _warn(damage)
+        return found
+
+
+class Saving:
+    """The save of one version by a :class:`Sender` with ``keep``."""
+
+    def __init__(self, versions: dict[str, int], native: NativeSaving) -> None:
+        #: The versions of the models.
+        self.versions = versions
+        self._native = native
+        self._ended: tuple[str, _Saved | None, str | None] | None = None
+
+    @property
+    def outcome(self) -> Literal["saving", "durable", "failed", "superseded"]:
+        """How it ended. A save is superseded if a newer version came before its turn."""
+        ended = self._end(0)
+        return "saving" if ended is None else ended[0]  # type: ignore[return-value]
+
+    @property
+    def saved(self) -> Saved | None:
+        """What is durable, if it is."""
+        ended = self._end(0)
+        return None if ended is None or ended[1] is None else Saved(*ended[1])
+
+    @property
+    def reason(self) -> str | None:
+        """Why it failed, if it did."""
+        ended = self._end(0)
+        return None if ended is None else ended[2]
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Waits for the end, and returns the outcome; ``"saving"`` at the deadline."""
+        self._end(timeout)
+        return self.outcome
+
+    def _end(self, timeout: float | None) -> tuple[str, _Saved | None, str | None] | None:
+        if self._ended is None:
+            self._ended = self._native.wait(timeout)
+        return self._ended
+
+    def __repr__(self) -> str:
+        versions = ", ".join(f"{name} v{version}" for name, version in self.versions.items())
+        return f"<Saving {versions}: {self.outcome}>"
+
+
+class Keeper:
+    """Saves every so many versions of a sender, while training goes on."""
+
+    def __init__(self, store: Store, every: int, models: Iterable[str]) -> None:
+        if every < 1:
+            raise SettingError(f"every: expected 1 or more, got {every}")
+        self._store = store
+        self._every = every
+        self._models = list(models)
+        self._saver: NativeSaver | None = None
+        self._sent = 0
+        self.saves: deque[Saving] = deque(maxlen=_REMEMBERED)
+
+    def open(self) -> int:
+        """Takes the store over. The result is the newest version of any of the models there."""
+        if self._saver is None:
+            writer = self._store._native.writer(self._store._options)
+            writer.read_base()
+            newest = max(writer.version(model) for model in self._models)
+            self._saver = writer.saver()
+            return newest
+        return 0
+
+    def sent(self, session: Any) -> None:
+        """Saves what was sent last, if it is its turn."""
+        self._sent += 1
+        if self._saver is None or (self._sent - 1) % self._every:
+            return
+        snapshots = [session.sent(model, None) for model in self._models]
+        versions = {one.model: one.version for one in snapshots}
+        self.saves.append(Saving(versions, self._saver.save(snapshots)))
+
+    def close(self) -> None:
+        """Waits until the last save has ended."""
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+
+def keeper_of(keep: Any, every: int, models: Iterable[str]) -> Keeper | None:
+    """What saves a sender's versions; None if nothing does."""
+    if keep is None:
+        if every != 1:
+            raise SettingError("every is for keep: give the store with keep=")
+        return None
+    return Keeper(keep if isinstance(keep, Store) else Store(keep), every, models)
+
+
+def _only(found: SetSnapshot, model: str | None) -> Snapshot:
+    members = [one for one, _ in found.members()]
+    if model is not None:
+        members = [one for one in members if one.model == model]
+    if len(members) != 1:
+        known = ", ".join(one.model for one, _ in found.members())
+        what = "name one" if model is None else f"there is no model {model!r}"
+        raise ModelError(f"the store has the models {known}: {what}")
+    return Snapshot(members[0])
+
+
+def _read(files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    if isinstance(files, Mapping):
+        return [(name, bytes(data)) for name, data in files.items()]
+    if isinstance(files, (str, os.PathLike)):
+        raise SettingError(f"files: expected a list of paths or a dict of bytes, got {files!r}")
+    read = []
+    for path in files:
+        with open(path, "rb") as file:
+            read.append((os.path.basename(os.fspath(path)), file.read()))
+    return read
+
+
+def _warn(damage: Iterable[tuple[str, str]]) -> None:
+    for file, what in damage:
+        logger.warning("%s is damaged: %s", file, what)
