@@ -423,7 +423,44 @@ fn fenced_save_counts_if_it_was_published() {
     }
 }
 
-/// A replacement of the head that was begun and lands only after the writer has given up on it.
+/// The head is replaced long after the writer has heard that it cannot be: before any call of the next
+/// save.
+#[test]
+fn late_replacement_makes_no_second_newest() {
+    let mut late = 0;
+    for failing in 0..20 {
+        for landing in 0..20 {
+            let dir = memory();
+            let faulty = Faulty::new(Directory::new(dir.path()), Fault::Late);
+            let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
+            trainer.claim().unwrap();
+            trainer.save(&["policy", "critic"]).unwrap();
+            faulty.fail_at(failing);
+            let _ = trainer.save(&["policy", "critic"]);
+            if !faulty.land_at(landing) {
+                break;
+            }
+            trainer.save(&["policy"]).unwrap();
+            faulty.mend();
+            trainer.check();
+            if faulty.landed() {
+                // It was a version for a moment, so it stays one, and the next goes on from it.
+                late += 1;
+                let all = trainer.store.versions().unwrap().versions;
+                let critic = all.iter().map(|one| one.models[0].version);
+                assert_eq!(critic.collect::<Vec<_>>(), [Version(2), Version(2)]);
+            }
+            trainer.save(&["policy"]).unwrap();
+            trainer.check();
+            trainer.claim().unwrap();
+            trainer.save(&["critic"]).unwrap();
+            trainer.check();
+            trainer.check_tidy();
+        }
+    }
+    assert!(late > 0);
+}
+
 #[test]
 fn lost_answer_is_settled_before_the_next_save() {
     let dir = memory();
