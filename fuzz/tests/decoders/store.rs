@@ -2,7 +2,6 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use weightsync_core::delta::Scratch;
 use weightsync_fuzz::fuzz;
 use weightsync_store::fuzz;
 
@@ -30,8 +29,8 @@ fn store_values() {
 #[test]
 fn store_delta() {
     let valid = fuzz::valid_deltas();
-    // It grows to what a span needs, and no further: before anything is counted.
-    let scratch = Mutex::new(Scratch::new());
+    // Grown before anything is counted.
+    let scratch = Mutex::new(fuzz::scratch());
     let read = |bytes: &[u8]| {
         let mut scratch = scratch.lock().unwrap_or_else(PoisonError::into_inner);
         fuzz::delta(bytes, &mut scratch)
