@@ -486,3 +486,56 @@ fn lost_answer_is_settled_before_the_next_save() {
     }
     assert!(published > 0);
 }
+
+#[test]
+fn time_of_a_manifest_may_be_anything() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage.clone(), "2".parse().unwrap());
+    trainer.claim().unwrap();
+    for at in [u64::MAX, 0, 1, u64::MAX - 1] {
+        trainer.save(&["policy"]).unwrap();
+        let place = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+        let mut manifest = catalog::manifest(&*storage, place).unwrap().unwrap();
+        manifest.at = at;
+        storage.put(&place.manifest(), &seal(&manifest)).unwrap();
+        trainer.claim().unwrap();
+        trainer.check();
+        let newest = trainer.store.versions().unwrap().versions.pop().unwrap();
+        assert_eq!(newest.at.as_millis(), u128::from(at));
+    }
+    trainer.save(&["policy"]).unwrap();
+    trainer.check();
+    trainer.check_tidy();
+}
+
+#[test]
+fn saver_goes_on_after_a_panic() {
+    let dir = memory();
+    let storage = Faulty::new(Directory::new(dir.path()), Fault::Panic);
+    let store = Store::on(Arc::new(storage.clone()));
+    let writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    let run = writer.run();
+    let saver = crate::Saver::start(writer).unwrap();
+    let save = |number| {
+        let version = Version(number);
+        let snapshot = Snapshot::of("policy", &weights(number), run, version).unwrap();
+        let saving = saver.save(vec![snapshot]);
+        saving.wait(None).unwrap().unwrap()
+    };
+    for call in 0.. {
+        storage.fail_at(call);
+        let failed = save(2 * call + 1);
+        storage.mend();
+        let crate::SaveOutcome::Failed(error) = failed else {
+            assert!(call > 5, "{call} calls are too few for a save");
+            return;
+        };
+        let text = error.to_string();
+        assert!(text.contains(&format!("call {call} panics")), "{text}");
+        let saved = save(2 * call + 2);
+        assert!(matches!(saved, crate::SaveOutcome::Durable(_)), "{saved:?}");
+        let loaded = store.load(&Which::Newest).unwrap();
+        assert_eq!(number(loaded.set.only().unwrap()), 2 * call + 2);
+    }
+}
