@@ -1,6 +1,6 @@
 //! The decoders of a store's files, for the fuzz targets.
 
-use weightsync_core::delta::Scratch;
+use weightsync_core::delta::{Codec, Pattern, Scratch, apply, encode};
 use weightsync_core::{Dtype, Layout};
 
 use crate::delta_file::{self, Index};
@@ -71,8 +71,29 @@ pub fn valid_deltas() -> Vec<Vec<u8>> {
         .collect()
 }
 
+/// What reading needs, grown as far as it ever does: by deltas of both codecs.
+pub fn scratch() -> Scratch {
+    let mut scratch = Scratch::new();
+    for kind in 0..KINDS.len() {
+        let layout = layout(kind);
+        let pattern = Pattern::of_span(&layout, 0);
+        let old = older(&layout);
+        for codec in [Codec::Fast, Codec::Thin] {
+            let mut new = old.clone();
+            for byte in new.iter_mut().step_by(2) {
+                *byte = byte.wrapping_mul(5).wrapping_add(1);
+            }
+            let (mut delta, mut image) = (Vec::new(), old.clone());
+            let made = encode(pattern, codec, &old, &new, &mut delta, &mut scratch);
+            let put = apply(pattern, &delta, &mut image, None, &mut scratch);
+            assert!(made.is_ok() && put.is_ok() && image == new);
+        }
+    }
+    scratch
+}
+
 /// Reads a file with changes and applies them. Whether that is possible.
-pub fn delta(bytes: &[u8]) -> bool {
+pub fn delta(bytes: &[u8], scratch: &mut Scratch) -> bool {
     let Some((kind, file)) = bytes.split_first() else {
         return false;
     };
@@ -82,15 +103,11 @@ pub fn delta(bytes: &[u8]) -> bool {
         return false;
     };
     let mut image = older(&layout);
-    let mut scratch = Scratch::new();
     for span in 0..delta_file::spans(&layout) {
         let (at, len) = index.part(span);
         let part = &file[at as usize..][..len];
         let place = &mut image[delta_file::range_of(&layout, span)];
-        if index
-            .apply(&layout, span, part, place, &mut scratch)
-            .is_err()
-        {
+        if index.apply(&layout, span, part, place, scratch).is_err() {
             return false;
         }
     }

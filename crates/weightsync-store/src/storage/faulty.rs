@@ -1,9 +1,11 @@
 //! A directory that fails when a test says so.
 
 use std::io;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+use crate::format::HEAD;
 
 use super::{Blob, Directory, Peer, Presence, Storage, Upload};
 
@@ -18,6 +20,8 @@ pub(crate) enum Fault {
     Outage,
     /// It panics.
     Panic,
+    /// It fails and is done later, as a slow server does it: a replacement of a file.
+    Late,
 }
 
 /// A directory whose calls are counted, and whose n-th call fails.
@@ -33,7 +37,14 @@ struct Plan {
     /// The call that fails; none at `u64::MAX`.
     at: AtomicU64,
     fault: Fault,
+    /// The replacement that is still to be done, and the call before which it is.
+    late: Mutex<Option<(u64, Swap)>>,
+    /// Whether a late replacement has changed the head.
+    landed: AtomicBool,
 }
+
+/// A file, and its bytes before and after.
+type Swap = (String, Option<Vec<u8>>, Vec<u8>);
 
 impl Faulty {
     pub(crate) fn new(directory: Directory, fault: Fault) -> Self {
@@ -41,6 +52,8 @@ impl Faulty {
             calls: AtomicU64::new(0),
             at: AtomicU64::new(u64::MAX),
             fault,
+            late: Mutex::new(None),
+            landed: AtomicBool::new(false),
         };
         Self {
             directory,
@@ -52,6 +65,32 @@ impl Faulty {
     pub(crate) fn fail_at(&self, call: u64) {
         self.plan.calls.store(0, Ordering::SeqCst);
         self.plan.at.store(call, Ordering::SeqCst);
+    }
+
+    /// Counts from 0 again. What is late is done before this call. False if nothing is.
+    pub(crate) fn land_at(&self, call: u64) -> bool {
+        self.fail_at(u64::MAX);
+        let mut late = self.plan.late.lock().unwrap();
+        late.as_mut().map(|(at, _)| *at = call).is_some()
+    }
+
+    /// Whether a late replacement has changed the head.
+    pub(crate) fn landed(&self) -> bool {
+        self.plan.landed.load(Ordering::SeqCst)
+    }
+
+    fn land(&self) -> io::Result<()> {
+        let mut late = self.plan.late.lock().unwrap();
+        let calls = self.plan.calls.load(Ordering::SeqCst);
+        match late.take_if(|(at, _)| *at == calls) {
+            Some((_, (path, old, new))) => {
+                let swapped = self.directory.swap(&path, old.as_deref(), &new)?;
+                let published = swapped && path == HEAD;
+                self.plan.landed.fetch_or(published, Ordering::SeqCst);
+                Ok(())
+            }
+            None => Ok(()),
+        }
     }
 
     /// Fails no more. Returns how many calls there were.
@@ -69,7 +108,7 @@ impl Plan {
         match self.fault {
             Fault::Outage if at != u64::MAX && call > at => failed(),
             _ if call != at => run(),
-            Fault::Refused => failed(),
+            Fault::Refused | Fault::Late => failed(),
             Fault::Panic => panic!("call {call} panics"),
             Fault::Lost | Fault::Outage => run().and_then(|_| failed()),
         }
@@ -82,11 +121,18 @@ impl Storage for Faulty {
     }
 
     fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
+        self.land()?;
         self.plan.call(|| self.directory.read(path))
     }
 
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
-        self.plan.call(|| self.directory.swap(path, old, new))
+        self.land()?;
+        let swapped = self.plan.call(|| self.directory.swap(path, old, new));
+        if swapped.is_err() && self.plan.fault == Fault::Late {
+            let swap = (path.to_owned(), old.map(<[u8]>::to_vec), new.to_vec());
+            *self.plan.late.lock().unwrap() = Some((u64::MAX, swap));
+        }
+        swapped
     }
 
     fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()> {

@@ -33,6 +33,11 @@ fn number(snapshot: &Snapshot) -> u64 {
     (-values[changed] - 1.0) as u64
 }
 
+/// A directory in memory where there is one: thousands of files are synced here.
+fn memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
+}
+
 fn which(model: &str, version: Version) -> Which {
     Which::Exactly(ModelVersion {
         model: Some(ModelId::new(model).unwrap()),
@@ -224,7 +229,7 @@ fn unfinished(dir: &std::path::Path) -> usize {
 /// A life in which each call fails in turn; then all is well again.
 fn fail_everywhere(fault: Fault, keep: &str) {
     for call in 0.. {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = memory();
         let storage = Faulty::new(Directory::new(dir.path()), fault);
         let keep = keep.parse().unwrap();
         let mut trainer = Trainer::new(Arc::new(storage.clone()), keep);
@@ -278,7 +283,7 @@ fn writer_survives_panics() {
 
 /// What a claim, a save and a load ask of the storage, in a store of so many versions.
 fn calls(versions: u64) -> [u64; 4] {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
@@ -316,7 +321,7 @@ fn calls_are_as_many_in_a_store_of_any_size() {
 
 #[test]
 fn failed_saves_leave_nothing_in_the_head() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
@@ -340,7 +345,7 @@ fn failed_saves_leave_nothing_in_the_head() {
 
 #[test]
 fn leased_data_stay_until_the_lease_ends() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
     let mut trainer = Trainer::new(storage.clone(), "1".parse().unwrap());
     trainer.claim().unwrap();
@@ -370,7 +375,7 @@ fn leased_data_stay_until_the_lease_ends() {
 
 #[test]
 fn stale_writer_takes_no_damaged_head() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
     let mut old = Trainer::new(storage.clone(), Keep::All);
     old.claim().unwrap();
@@ -388,7 +393,7 @@ fn stale_writer_takes_no_damaged_head() {
 
 #[test]
 fn fenced_save_counts_if_it_was_published() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
     let mut old = Trainer::new(Arc::new(faulty.clone()), Keep::All);
     old.claim().unwrap();
@@ -418,10 +423,47 @@ fn fenced_save_counts_if_it_was_published() {
     }
 }
 
-/// A replacement of the head that was begun and lands only after the writer has given up on it.
+/// The head is replaced long after the writer has heard that it cannot be: before any call of the next
+/// save.
+#[test]
+fn late_replacement_makes_no_second_newest() {
+    let mut late = 0;
+    for failing in 0..20 {
+        for landing in 0..20 {
+            let dir = memory();
+            let faulty = Faulty::new(Directory::new(dir.path()), Fault::Late);
+            let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
+            trainer.claim().unwrap();
+            trainer.save(&["policy", "critic"]).unwrap();
+            faulty.fail_at(failing);
+            let _ = trainer.save(&["policy", "critic"]);
+            if !faulty.land_at(landing) {
+                break;
+            }
+            trainer.save(&["policy"]).unwrap();
+            faulty.mend();
+            trainer.check();
+            if faulty.landed() {
+                // It was a version for a moment, so it stays one, and the next goes on from it.
+                late += 1;
+                let all = trainer.store.versions().unwrap().versions;
+                let critic = all.iter().map(|one| one.models[0].version);
+                assert_eq!(critic.collect::<Vec<_>>(), [Version(2), Version(2)]);
+            }
+            trainer.save(&["policy"]).unwrap();
+            trainer.check();
+            trainer.claim().unwrap();
+            trainer.save(&["critic"]).unwrap();
+            trainer.check();
+            trainer.check_tidy();
+        }
+    }
+    assert!(late > 0);
+}
+
 #[test]
 fn lost_answer_is_settled_before_the_next_save() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
     let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
     trainer.claim().unwrap();
@@ -443,4 +485,57 @@ fn lost_answer_is_settled_before_the_next_save() {
         trainer.check();
     }
     assert!(published > 0);
+}
+
+#[test]
+fn time_of_a_manifest_may_be_anything() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage.clone(), "2".parse().unwrap());
+    trainer.claim().unwrap();
+    for at in [u64::MAX, 0, 1, u64::MAX - 1] {
+        trainer.save(&["policy"]).unwrap();
+        let place = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+        let mut manifest = catalog::manifest(&*storage, place).unwrap().unwrap();
+        manifest.at = at;
+        storage.put(&place.manifest(), &seal(&manifest)).unwrap();
+        trainer.claim().unwrap();
+        trainer.check();
+        let newest = trainer.store.versions().unwrap().versions.pop().unwrap();
+        assert_eq!(newest.at.as_millis(), u128::from(at));
+    }
+    trainer.save(&["policy"]).unwrap();
+    trainer.check();
+    trainer.check_tidy();
+}
+
+#[test]
+fn saver_goes_on_after_a_panic() {
+    let dir = memory();
+    let storage = Faulty::new(Directory::new(dir.path()), Fault::Panic);
+    let store = Store::on(Arc::new(storage.clone()));
+    let writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    let run = writer.run();
+    let saver = crate::Saver::start(writer).unwrap();
+    let save = |number| {
+        let version = Version(number);
+        let snapshot = Snapshot::of("policy", &weights(number), run, version).unwrap();
+        let saving = saver.save(vec![snapshot]);
+        saving.wait(None).unwrap().unwrap()
+    };
+    for call in 0.. {
+        storage.fail_at(call);
+        let failed = save(2 * call + 1);
+        storage.mend();
+        let crate::SaveOutcome::Failed(error) = failed else {
+            assert!(call > 5, "{call} calls are too few for a save");
+            return;
+        };
+        let text = error.to_string();
+        assert!(text.contains(&format!("call {call} panics")), "{text}");
+        let saved = save(2 * call + 2);
+        assert!(matches!(saved, crate::SaveOutcome::Durable(_)), "{saved:?}");
+        let loaded = store.load(&Which::Newest).unwrap();
+        assert_eq!(number(loaded.set.only().unwrap()), 2 * call + 2);
+    }
 }
