@@ -97,7 +97,9 @@ class Sender(_ends.AsyncWith):
         self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False
-        self._keeper = keeper_of(keep, every, self._models)
+        self._keeper = keeper_of(keep, every, self._models, str(scheme))
+        # The number of the first version, where the store has earlier ones.
+        self._first: int | None = None
         self._session = Session(str(scheme))
         self._setup: _Setup = {
             "scheme": str(scheme),
@@ -176,7 +178,7 @@ class Sender(_ends.AsyncWith):
             if self._keeper is not None and not self._connected:
                 newest = self._keeper.open()
                 if version is None and newest:
-                    version = newest + 1
+                    self._first = version = newest + 1
             # Workers may have joined even if this call fails.
             _ends.opened(self)
             self._session.connect_sender(given, workers, timeout, watch, version)
@@ -242,6 +244,7 @@ class Sender(_ends.AsyncWith):
                 report = self._session.send_again(weights._native, again)
             else:
                 given = self._given(weights, model, weights_dict, partial=partial)
+                version = self._number(version)
                 options = (model, workers, wait, timeout, partial, version, wait_late)
                 report = self._session.send(given, options)
             self._sent_to(worker_ids)
@@ -268,6 +271,7 @@ class Sender(_ends.AsyncWith):
         with self._sending:
             given = self._given(weights, model, weights_dict, partial=partial)
             workers = None if worker_ids is None else numbers(worker_ids)
+            version = self._number(version)
             options = (model, workers, wait, timeout, partial, version, wait_late)
             pending = self._session.send_async(given, options)
             self._sent_to(worker_ids)
@@ -355,9 +359,11 @@ class Sender(_ends.AsyncWith):
 
         With ``keep`` it returns when the last save has ended.
         """
-        self._session.shutdown()
-        if self._keeper is not None:
-            self._keeper.close()
+        try:
+            self._session.shutdown()
+        finally:
+            if self._keeper is not None:
+                self._keeper.close()
         _ends.closed(self)
 
     def __enter__(self) -> Sender:
@@ -417,6 +423,13 @@ class Sender(_ends.AsyncWith):
         if partial:
             self._sending.parts.append(source)
         return native
+
+    def _number(self, version: int | None) -> int | None:
+        """The number of a send. The first one goes on from the store's, if ``connect`` sent nothing."""
+        first, self._first = self._first, None
+        if version is None and first is not None and not any(self.versions.values()):
+            return first
+        return version
 
     def _sent_to(self, worker_ids: int | Iterable[int] | None) -> None:
         # What only some workers have is not the trainer's version.

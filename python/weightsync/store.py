@@ -1,9 +1,10 @@
-"""Versions that last: saved in a directory, and loaded without a running trainer."""
+"""Versions that last: saved in a directory or an object store, and loaded without a running trainer."""
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -44,13 +45,14 @@ class Saved(NamedTuple):
 
 
 class Store:
-    """Versions of a model, or of several, in a directory.
+    """Versions of a model, or of several, in a directory or an object store.
 
     Every version that is loaded is whole and has the digest that its writer made. A damaged file is
     found before anything of it is used, and is named.
 
     Args:
-        url: the path of a directory. Nothing is read or made yet.
+        url: the path of a directory, or ``s3://bucket/path``, ``gs://…`` or ``az://…``. Nothing is read
+            or made yet.
         keep: which versions stay: ``"all"``; a number, such as 8: the newest ones;
             ``"8+every:100"``: of the older ones every 100th, too. Versions with a name stay, and
             those that a process is reading.
@@ -78,6 +80,8 @@ class Store:
             "deltas": deltas,
         }
         self._writer: Writer | None = None
+        # Two first saves at once would claim the store twice.
+        self._claiming = threading.Lock()
 
     @property
     def url(self) -> str:
@@ -179,11 +183,13 @@ class Store:
         # It keeps the copies and slices that it reads, so it stays until they were read.
         source = Source("state_dict", None)
         native = weights.native if isinstance(weights, Streamed) else source.place(weights)
-        if self._writer is None:
-            writer = self._native.writer(self._options)
-            writer.read_base()
-            self._writer = writer
-        return Saved(*self._writer.save([(name, native, version)]))
+        with self._claiming:
+            if self._writer is None:
+                writer = self._native.writer(self._options)
+                writer.read_base()
+                self._writer = writer
+            writer = self._writer
+        return Saved(*writer.save([(name, native, version)]))
 
     def name(self, name: str, version: int, *, model: str | None = None) -> None:
         """Names a version, which is then kept; a name that another version has moves.
@@ -288,6 +294,7 @@ class Keeper:
         self._every = every
         self._models = list(models)
         self._saver: NativeSaver | None = None
+        self._newest = 0
         self._sent = 0
         self.saves: deque[Saving] = deque(maxlen=_REMEMBERED)
 
@@ -296,33 +303,47 @@ class Keeper:
         if self._saver is None:
             writer = self._store._native.writer(self._store._options)
             writer.read_base()
-            newest = max(writer.version(model) for model in self._models)
+            self._newest = max(writer.version(model) for model in self._models)
             self._saver = writer.saver()
-            return newest
-        return 0
+        return self._newest
 
     def sent(self, session: Any) -> None:
         """Saves what was sent last, if it is its turn."""
-        self._sent += 1
-        if self._saver is None or (self._sent - 1) % self._every:
+        sent = session.sent_versions()
+        models = [model for model in self._models if sent[model]]
+        if self._saver is None or not models:
             return
-        snapshots = [session.sent(model, None) for model in self._models]
+        self._sent += 1
+        if (self._sent - 1) % self._every:
+            return
+        snapshots = [session.sent(model, None) for model in models]
         versions = {one.model: one.version for one in snapshots}
         self.saves.append(Saving(versions, self._saver.save(snapshots)))
 
     def close(self) -> None:
-        """Waits until the last save has ended."""
+        """Waits until the last save has ended. Ctrl-C ends the wait; the save goes on."""
+        if self._saver is None:
+            return
+        for saving in list(self.saves)[-2:]:
+            saving.wait()
         saver, self._saver = self._saver, None
-        if saver is not None:
-            saver.close()
+        saver.close()
 
 
-def keeper_of(keep: Any, every: int, models: Iterable[str]) -> Keeper | None:
+def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keeper | None:
     """What saves a sender's versions; None if nothing does."""
     if keep is None:
         if every != 1:
             raise SettingError("every is for keep: give the store with keep=")
         return None
+    word = scheme.partition(":")[0]
+    if word == "none":
+        raise SettingError("the scheme none sends nothing, so there is nothing to keep")
+    if word == "store":
+        raise SettingError(
+            "the scheme store saves every version itself: give its keep setting, such as "
+            "StoreScheme(url, keep=8), and not keep= of the sender"
+        )
     return Keeper(keep if isinstance(keep, Store) else Store(keep), every, models)
 
 

@@ -148,10 +148,11 @@ pub(crate) fn read(
     spare: Option<Image>,
 ) -> Result<Image> {
     let layout = &spec.layout;
-    let spare = spare.filter(|image| image.layout() == layout);
-    let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
     let deltas = open_deltas(storage, stored, layout)?;
     let shards = open_shards(storage, stored, layout)?;
+    // The files are as long as the layout is, so it is no claim of a size that nothing has.
+    let spare = spare.filter(|image| image.layout() == layout);
+    let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
     let mut digester = read_shards(storage, &shards, &mut image, deltas.is_empty())?;
     if !deltas.is_empty() {
         digester = match fold(storage, &deltas, &mut image) {
@@ -193,8 +194,20 @@ fn open_shards(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Resul
     for file in files.filter(|file| file.name.ends_with(SAFETENSORS)) {
         let path = stored.anchor.at.file(&stored.model, &file.name);
         let blob = open(storage, &path, file.bytes)?;
-        let header = Header::read(file.bytes, &mut |at, place| blob.read_at(at, place));
-        let header = header.map_err(|error| Damage::new(storage.name(&path), error.to_string()))?;
+        let mut failed = None;
+        let header = Header::read(file.bytes, &mut |at, place| {
+            let read = blob.read_at(at, place);
+            read.map_err(|error| {
+                let kind = error.kind();
+                failed = Some(error);
+                kind.into()
+            })
+        });
+        let header = header.map_err(|error| match failed {
+            // What cannot be read is not damaged for that.
+            Some(error) => cut_short(storage, &path, error),
+            None => Damage::new(storage.name(&path), error.to_string()).into(),
+        })?;
         let mut tensors = Vec::with_capacity(header.tensors.len());
         for ((name, dtype, shape), offset) in header.tensors.into_iter().zip(header.offsets) {
             let index = layout.index_of(&name);

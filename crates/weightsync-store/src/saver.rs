@@ -6,8 +6,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use weightsync_engine::Snapshot;
 use weightsync_engine::transport::interrupt;
+use weightsync_engine::{Origin, Snapshot};
 
 use crate::error::{Result, StoreError};
 use crate::writer::{Saved, Writer};
@@ -21,6 +21,8 @@ use crate::writer::{Saved, Writer};
 pub struct Saver {
     inbox: Arc<Inbox>,
     thread: Option<JoinHandle<()>>,
+    /// The process that has the thread. In a forked child the inbox's lock may be held for ever.
+    owner: Origin,
 }
 
 /// The save of one version: how it ended, or that it goes on.
@@ -70,11 +72,13 @@ impl Saver {
             .name("weightsync-save".into())
             .spawn(move || {
                 while let Some((models, saving)) = theirs.take() {
-                    // Copied first: a snapshot in shared memory takes one of the sender's slots.
-                    let own: Vec<_> = models.iter().map(Snapshot::to_owned_copy).collect();
-                    drop(models);
                     // A panic ends this save, and nobody waits for ever.
-                    let saved = catch_unwind(AssertUnwindSafe(|| writer.save(&own)));
+                    let saved = catch_unwind(AssertUnwindSafe(|| {
+                        // Copied first: a snapshot in shared memory takes one of the sender's slots.
+                        let own: Vec<_> = models.iter().map(Snapshot::to_owned_copy).collect();
+                        drop(models);
+                        writer.save_new(own)
+                    }));
                     saving.end(match saved.unwrap_or_else(|panic| Err(panicked(&*panic))) {
                         Ok(saved) => SaveOutcome::Durable(saved),
                         Err(error) => {
@@ -91,12 +95,19 @@ impl Saver {
         Ok(Self {
             inbox,
             thread: Some(thread.map_err(failed)?),
+            owner: Origin::here(),
         })
     }
 
-    /// Saves versions of some models, after the one that is being saved.
+    /// Saves versions of some models, after the one that is being saved. A version that the store has
+    /// already is left out, and one that is lower than that fails.
     pub fn save(&self, models: Vec<Snapshot>) -> Saving {
         let saving = Saving(Arc::default());
+        if let Err(error) = self.owner.check() {
+            let error = weightsync_engine::Error::from(error);
+            saving.end(SaveOutcome::Failed(Arc::new(error.into())));
+            return saving;
+        }
         let before = self.inbox.lock().next.replace((models, saving.clone()));
         self.inbox.changed.notify_one();
         if let Some((_, before)) = before {
@@ -108,6 +119,11 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
+        if !self.owner.is_here() {
+            // The thread is the parent's.
+            self.thread.take().map(std::mem::forget);
+            return;
+        }
         self.inbox.lock().stop = true;
         self.inbox.changed.notify_one();
         if let Some(thread) = self.thread.take() {

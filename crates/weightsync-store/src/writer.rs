@@ -5,7 +5,7 @@ use std::io;
 
 use weightsync_core::{ModelId, Run, Version};
 use weightsync_engine::transport::{ModelSpec, random};
-use weightsync_engine::{Snapshot, WeightExtractor};
+use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
@@ -76,6 +76,8 @@ pub struct Writer {
     newest: HashMap<ModelId, Newest>,
     /// The highest number of each model that anybody has tried to save.
     tried: HashMap<ModelId, Version>,
+    /// The process that claimed the store: a forked child would save under the same numbers.
+    owner: Origin,
 }
 
 /// The places whose data a version needs.
@@ -162,6 +164,7 @@ impl Writer {
             next: 1,
             newest: HashMap::new(),
             tried: HashMap::new(),
+            owner: Origin::here(),
         };
         writer.look(&catalog)?;
         Ok(writer)
@@ -239,6 +242,30 @@ impl Writer {
         self.save(&[snapshot])
     }
 
+    /// Saves those versions of some models that the store does not have.
+    pub(crate) fn save_new(&mut self, mut models: Vec<Snapshot>) -> Result<Saved> {
+        let versions = models
+            .iter()
+            .map(|one| (one.model().clone(), one.version()));
+        let versions: Vec<_> = versions.collect();
+        models.retain(|one| {
+            let newest = self.newest.get(one.model()).map(|newest| &newest.stored);
+            !newest.is_some_and(|stored| {
+                stored.version == one.version() && stored.digest == one.digest()
+            })
+        });
+        if !models.is_empty() {
+            return self.save(&models);
+        }
+        Ok(Saved {
+            sequence: self.head.newest().map_or(0, |newest| newest.sequence),
+            stored_bytes: 0,
+            bytes: 0,
+            versions,
+            changes: None,
+        })
+    }
+
     /// Saves versions of some models; the others stay as they are. Returns when they are durable and
     /// published.
     ///
@@ -248,6 +275,8 @@ impl Writer {
     /// [`StoreError::File`] if storage fails: the store is then as it was, unless its answer got lost
     /// after it had published the version.
     pub fn save(&mut self, models: &[Snapshot]) -> Result<Saved> {
+        let owner = self.owner.check();
+        owner.map_err(weightsync_engine::Error::from)?;
         let ids: BTreeSet<_> = models.iter().map(Snapshot::model).collect();
         if ids.is_empty() || ids.len() != models.len() {
             let given = models.iter().map(|one| one.model().clone());

@@ -265,6 +265,60 @@ def test_saves_that_fail_say_why(tmp_path):
         weightsync.Sender(trainer, keep=tmp_path, every=0)
 
 
+def test_a_sender_of_several_models_keeps_what_changed(tmp_path):
+    models = {"actor": Net(1.0), "critic": Net(2.0)}
+    with weightsync.Sender(models=models, keep=tmp_path) as sender:
+        sender.connect(0)
+        assert sender.saves[-1].wait(LONG) == "durable"
+        models["actor"].fill(3.0)
+        sender.send(model="actor")
+        assert sender.saves[-1].wait(LONG) == "durable"
+        sender.send(model="critic")
+        assert sender.saves[-1].wait(LONG) == "durable"
+    found = weightsync.Store(tmp_path).load_all()
+    assert {name: one.version for name, one in found.items()} == {"actor": 2, "critic": 2}
+    assert found["actor"]["small"].tolist() == [3.0] * 3
+
+
+def test_a_sender_by_rpc_keeps_what_it_sends(tmp_path):
+    _store(tmp_path, 9.0, 9.0).close()
+    with weightsync.Sender(Net(1.0), scheme="rpc", keep=tmp_path) as sender:
+        sender.connect(0)
+        sender.send()
+        assert sender.version == 3
+        assert sender.saves[-1].wait(LONG) == "durable"
+
+
+def test_a_sender_that_fails_to_connect_keeps_its_numbers(tmp_path):
+    _store(tmp_path, 9.0).close()
+    with weightsync.Sender(Net(1.0), keep=tmp_path) as sender:
+        with pytest.raises(weightsync.WrongWeightsError):
+            sender.connect(0, weights={"other": torch.zeros(3)})
+        sender.connect(0)
+        assert sender.version == 2
+        assert sender.saves[-1].wait(LONG) == "durable"
+
+
+@pytest.mark.parametrize("scheme", ["none", "store:/tmp/somewhere"])
+def test_schemes_without_versions_to_keep_are_refused(tmp_path, scheme):
+    with pytest.raises(weightsync.SettingError, match="the scheme"):
+        weightsync.Sender(Net(), scheme=scheme, keep=tmp_path)
+
+
+def test_a_forked_child_saves_with_a_store_of_its_own(tmp_path):
+    with _store(tmp_path, 1.0) as store:
+        child = os.fork()
+        if child == 0:
+            try:
+                store.save(Net(2.0))
+            except weightsync.LifecycleError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        store.save(Net(3.0))
+        assert store.load(2)["small"].tolist() == [3.0] * 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_weights_go_through_a_store(tmp_path, mode):
     trainer, models = Net(1.0), [Net(), Net()]

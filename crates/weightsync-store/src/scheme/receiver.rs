@@ -8,7 +8,7 @@ use weightsync_core::{Run, Version};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
 };
-use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot};
+use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
 use super::{
     AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
@@ -50,6 +50,8 @@ pub(super) struct StoreReceiver {
     own: String,
     presence: Option<Box<dyn Presence>>,
     temporary: bool,
+    /// The process that joined.
+    owner: Origin,
 }
 
 impl StoreReceiver {
@@ -114,6 +116,7 @@ impl StoreReceiver {
             own,
             presence: Some(presence),
             temporary: scheme.temporary,
+            owner: Origin::here(),
             sender,
             peer,
         };
@@ -123,6 +126,7 @@ impl StoreReceiver {
 
     /// What is published, if this worker has not been handed it yet.
     fn newer(&mut self) -> Result<Option<SetSnapshot>> {
+        self.owner.check()?;
         let storage = self.store.storage();
         let bytes = storage.read(HEAD);
         let bytes = bytes.map_err(StoreError::file("reading", storage.name(HEAD)))?;
@@ -151,7 +155,12 @@ impl StoreReceiver {
                 self.head.clear();
                 Ok(None)
             }
-            Err(error) => self.give_up(newest, error.into()),
+            Err(error @ StoreError::Damaged(_)) => self.give_up(newest, error.into()),
+            // It may be read the next time.
+            Err(error) => {
+                self.head.clear();
+                Err(error.into())
+            }
         }
     }
 
@@ -163,8 +172,10 @@ impl StoreReceiver {
         let set = SetSnapshot::new(place.sequence, members);
         self.before = self.held.replace(set.clone());
         self.status.staged = place.sequence;
+        // It is handed over, also if it cannot be said now.
+        self.unasked = Some(set);
         self.say()?;
-        Ok(Some(set))
+        Ok(self.unasked.take())
     }
 
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
@@ -341,6 +352,9 @@ impl StoreReceiver {
 
 impl Drop for StoreReceiver {
     fn drop(&mut self) {
+        if !self.owner.is_here() {
+            return; // the parent's end goes on
+        }
         self.presence = None;
         // A sender that is there reads the last words of this worker, and removes them.
         let storage = self.store.storage();
@@ -389,8 +403,13 @@ impl ReceiverTransport for StoreReceiver {
             // Asked before the versions: what was sent last is not missed then.
             let life = self.peer.life();
             let unasked = self.unasked.take();
-            if let Some(set) = self.newer()?.or(unasked) {
-                return Ok(Some(set));
+            match self.newer() {
+                Ok(None) if unasked.is_none() => {}
+                Ok(newer) => return Ok(newer.or(unasked)),
+                Err(error) => {
+                    self.unasked = self.unasked.take().or(unasked);
+                    return Err(error);
+                }
             }
             self.check(life)?;
             if self.is_interrupted() || !pause.until(deadline)? {
@@ -400,8 +419,9 @@ impl ReceiverTransport for StoreReceiver {
     }
 
     fn latest(&mut self) -> Result<Option<SetSnapshot>> {
+        let newer = self.newer()?;
         self.unasked = None;
-        Ok(self.newer()?.or_else(|| self.held.clone()))
+        Ok(newer.or_else(|| self.held.clone()))
     }
 
     fn pull(

@@ -11,7 +11,9 @@ use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
     Outstanding, SenderTransport, Source, Staging, Targets,
 };
-use weightsync_engine::{Error, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus};
+use weightsync_engine::{
+    Error, Origin, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus,
+};
 
 use super::{
     AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, is_here,
@@ -44,6 +46,8 @@ pub(super) struct StoreSender {
     /// The newest publication that a worker refused.
     refused: u64,
     temporary: bool,
+    /// The process that opened it.
+    owner: Origin,
     /// What workers join.
     presence: Option<Box<dyn Presence>>,
     /// What keeps other senders out.
@@ -98,6 +102,7 @@ impl StoreSender {
                 rejected: Vec::new(),
             }),
             refused: 0,
+            owner: Origin::here(),
             temporary: scheme.temporary,
             writer,
             presence: Some(presence),
@@ -112,6 +117,9 @@ impl StoreSender {
 
 impl Drop for StoreSender {
     fn drop(&mut self) {
+        if !self.owner.is_here() {
+            return; // the parent's end goes on
+        }
         // Workers see that it left, and the last to leave tidies up.
         self.presence = None;
         self.registry().look_for_all();
@@ -146,6 +154,7 @@ fn announce(
 
 impl SenderTransport for StoreSender {
     fn stage(&mut self, models: &[usize], _: Deadline) -> Result<Box<dyn Staging + '_>> {
+        self.owner.check()?;
         let workers = self.registry().look_for_all();
         let mut members = Vec::new();
         for &model in models {

@@ -19,6 +19,7 @@ use crate::format::DATA;
 use rustix::fs::Advice;
 
 use weightsync_core::delta::Codec;
+use weightsync_engine::Origin;
 
 use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
 
@@ -54,7 +55,7 @@ impl Directory {
     }
 
     /// The store's lock, until it is dropped. Makes the store's directory.
-    fn lock(&self) -> io::Result<File> {
+    fn lock(&self) -> io::Result<Locked> {
         let until = Instant::now() + PATIENCE;
         loop {
             make_dirs(&self.root)?;
@@ -65,7 +66,7 @@ impl Directory {
                 Ok(file) => match file.try_lock() {
                     // The store may have been removed since the file was opened.
                     Ok(()) if inode(file.metadata()) == inode(fs::metadata(&path)) => {
-                        return Ok(file);
+                        return Ok(Locked::new(file));
                     }
                     Ok(()) | Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
@@ -115,11 +116,15 @@ impl Storage for Directory {
     }
 
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
+        // Written and synced before the lock is taken: others wait for it.
+        let mut file = Unfinished::new(self.path(path))?;
+        file.file.write_all(new)?;
+        file.file.sync_all()?;
         let _lock = self.lock()?;
         if self.read(path)?.as_deref() != old {
             return Ok(false);
         }
-        self.write_whole(path, new, true)?;
+        file.place(true)?;
         Ok(true)
     }
 
@@ -179,7 +184,7 @@ impl Storage for Directory {
         // The clone keeps the lock of the unfinished file.
         let file = unfinished.file.try_clone()?;
         unfinished.place(false)?;
-        Ok(Box::new(Here { file }))
+        Ok(Box::new(Here(Locked::new(file))))
     }
 
     fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
@@ -391,17 +396,40 @@ const AHEAD: u64 = 1 << 20;
 /// The last byte of the file of a process that left in order.
 const LEFT: u8 = b'\n';
 
+/// A file whose lock this process holds. A forked child has the same open file, and with it the lock:
+/// closing the file in one of the two would not release it, so its owner does, and only its owner.
 #[derive(Debug)]
-struct Here {
+struct Locked {
     file: File,
+    owner: Origin,
 }
+
+impl Locked {
+    fn new(file: File) -> Self {
+        let owner = Origin::here();
+        Self { file, owner }
+    }
+}
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        if self.owner.is_here() {
+            let _ = self.file.unlock();
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Here(Locked);
 
 impl Presence for Here {}
 
 impl Drop for Here {
     fn drop(&mut self) {
         // Before the lock is released: this is no death.
-        let _ = self.file.write_all(&[LEFT]);
+        if self.0.owner.is_here() {
+            let _ = self.0.file.write_all(&[LEFT]);
+        }
     }
 }
 
