@@ -72,7 +72,7 @@ pub fn valid_deltas() -> Vec<Vec<u8>> {
 }
 
 /// Reads a file with changes and applies them. Whether that is possible.
-pub fn delta(bytes: &[u8]) -> bool {
+pub fn delta(bytes: &[u8], scratch: &mut Scratch) -> bool {
     let Some((kind, file)) = bytes.split_first() else {
         return false;
     };
@@ -82,15 +82,11 @@ pub fn delta(bytes: &[u8]) -> bool {
         return false;
     };
     let mut image = older(&layout);
-    let mut scratch = Scratch::new();
     for span in 0..delta_file::spans(&layout) {
         let (at, len) = index.part(span);
         let part = &file[at as usize..][..len];
         let place = &mut image[delta_file::range_of(&layout, span)];
-        if index
-            .apply(&layout, span, part, place, &mut scratch)
-            .is_err()
-        {
+        if index.apply(&layout, span, part, place, scratch).is_err() {
             return false;
         }
     }

@@ -711,19 +711,24 @@ impl Writer {
             }
         }
         // With damage, what counts as a version may be a guess: nothing is removed on that ground.
-        if catalog.damage.is_empty() {
-            storage.tidy().map_err(failed("tidying up", ""))?;
-            for place in catalog
-                .listed
-                .iter()
-                .filter(|place| !self.head.has(**place))
-            {
-                let path = place.manifest();
-                storage.remove(&path).map_err(failed("removing", &path))?;
-            }
-            self.remove_data(&data)?;
+        if catalog.damage.is_empty()
+            && let Err(error) = self.tidy(&catalog.listed, &data)
+        {
+            tracing::warn!("what an earlier writer left is not removed yet: {error}");
         }
         Ok(())
+    }
+
+    /// Removes what was not published.
+    fn tidy(&mut self, listed: &[Place], data: &[Place]) -> Result<()> {
+        let storage = self.store.shared_storage();
+        let failed = |action, path: &str| StoreError::file(action, storage.name(path));
+        storage.tidy().map_err(failed("tidying up", ""))?;
+        for place in listed.iter().filter(|place| !self.head.has(**place)) {
+            let path = place.manifest();
+            storage.remove(&path).map_err(failed("removing", &path))?;
+        }
+        self.remove_data(data)
     }
 
     /// Removes the versions that are dropped, and the data that no version and no reader needs.

@@ -160,7 +160,7 @@ impl Storage for Directory {
     fn remove(&self, path: &str) -> io::Result<()> {
         let path = self.path(path);
         let removed = match fs::symlink_metadata(&path) {
-            Ok(found) if found.is_dir() => fs::remove_dir_all(&path),
+            Ok(found) if found.is_dir() => remove_dir(&path),
             Ok(_) => fs::remove_file(&path),
             Err(error) => Err(error),
         };
@@ -425,6 +425,19 @@ impl Peer for Other {
         match self.file.metadata() {
             Ok(file) if file.len() > self.about.len() as u64 => Life::Left,
             _ => Life::Dead,
+        }
+    }
+}
+
+/// Removes a directory with everything in it, also while a writer that was replaced writes there: it
+/// stops when it finds its directory gone.
+fn remove_dir(path: &Path) -> io::Result<()> {
+    let until = Instant::now() + PATIENCE;
+    loop {
+        match fs::remove_dir_all(path) {
+            Err(error)
+                if error.kind() == ErrorKind::DirectoryNotEmpty && Instant::now() < until => {}
+            removed => return removed,
         }
     }
 }

@@ -33,6 +33,11 @@ fn number(snapshot: &Snapshot) -> u64 {
     (-values[changed] - 1.0) as u64
 }
 
+/// A directory in memory where there is one: thousands of files are synced here.
+fn memory() -> tempfile::TempDir {
+    tempfile::tempdir_in("/dev/shm").unwrap_or_else(|_| tempfile::tempdir().unwrap())
+}
+
 fn which(model: &str, version: Version) -> Which {
     Which::Exactly(ModelVersion {
         model: Some(ModelId::new(model).unwrap()),
@@ -224,7 +229,7 @@ fn unfinished(dir: &std::path::Path) -> usize {
 /// A life in which each call fails in turn; then all is well again.
 fn fail_everywhere(fault: Fault, keep: &str) {
     for call in 0.. {
-        let dir = tempfile::tempdir().unwrap();
+        let dir = memory();
         let storage = Faulty::new(Directory::new(dir.path()), fault);
         let keep = keep.parse().unwrap();
         let mut trainer = Trainer::new(Arc::new(storage.clone()), keep);
@@ -278,7 +283,7 @@ fn writer_survives_panics() {
 
 /// What a claim, a save and a load ask of the storage, in a store of so many versions.
 fn calls(versions: u64) -> [u64; 4] {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
@@ -316,7 +321,7 @@ fn calls_are_as_many_in_a_store_of_any_size() {
 
 #[test]
 fn failed_saves_leave_nothing_in_the_head() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
     let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
     trainer.claim().unwrap();
@@ -340,7 +345,7 @@ fn failed_saves_leave_nothing_in_the_head() {
 
 #[test]
 fn leased_data_stay_until_the_lease_ends() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
     let mut trainer = Trainer::new(storage.clone(), "1".parse().unwrap());
     trainer.claim().unwrap();
@@ -370,7 +375,7 @@ fn leased_data_stay_until_the_lease_ends() {
 
 #[test]
 fn stale_writer_takes_no_damaged_head() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
     let mut old = Trainer::new(storage.clone(), Keep::All);
     old.claim().unwrap();
@@ -388,7 +393,7 @@ fn stale_writer_takes_no_damaged_head() {
 
 #[test]
 fn fenced_save_counts_if_it_was_published() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
     let mut old = Trainer::new(Arc::new(faulty.clone()), Keep::All);
     old.claim().unwrap();
@@ -421,7 +426,7 @@ fn fenced_save_counts_if_it_was_published() {
 /// A replacement of the head that was begun and lands only after the writer has given up on it.
 #[test]
 fn lost_answer_is_settled_before_the_next_save() {
-    let dir = tempfile::tempdir().unwrap();
+    let dir = memory();
     let faulty = Faulty::new(Directory::new(dir.path()), Fault::Outage);
     let mut trainer = Trainer::new(Arc::new(faulty.clone()), "2".parse().unwrap());
     trainer.claim().unwrap();
