@@ -1,9 +1,9 @@
 //! Which versions a store has: by its head, or by the manifests if the head is damaged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 
-use weightsync_core::{Epoch, Run};
+use weightsync_core::{Epoch, ModelId, Run, Version};
 
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{DATA, HEAD, Head, Manifest, Place, Published, VERSIONS, unseal};
@@ -105,12 +105,15 @@ impl Catalog {
     ) -> Result<Head> {
         let mut runs = Vec::new();
         let (mut names, mut dropped) = Default::default();
+        let versions;
         match &self.head {
             Some((_, head)) => {
                 runs = head.runs.clone();
                 (names, dropped) = (head.names.clone(), head.dropped.clone());
+                versions = head.versions.clone();
             }
             None => {
+                versions = self.versions(storage)?;
                 for place in &self.places {
                     if runs.last().map(|run: &Published| run.epoch) != Some(place.epoch) {
                         runs.push(Published::none(place.epoch));
@@ -152,7 +155,34 @@ impl Catalog {
             runs,
             names,
             dropped,
+            versions,
         })
+    }
+
+    /// The newest version of each model that any manifest here names.
+    fn versions(&self, storage: &dyn Storage) -> Result<BTreeMap<ModelId, Version>> {
+        let mut versions = BTreeMap::new();
+        for &place in &self.listed {
+            match manifest(storage, place) {
+                Ok(manifest) => {
+                    for stored in manifest.into_iter().flat_map(|manifest| manifest.models) {
+                        let newest = versions.entry(stored.model).or_insert(stored.version);
+                        *newest = stored.version.max(*newest);
+                    }
+                }
+                Err(StoreError::Damaged(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(versions)
+    }
+
+    /// The versions that are being removed and whose manifests are there still.
+    pub(crate) fn half_dropped(&self) -> BTreeSet<Place> {
+        let head = self.head.as_ref();
+        let dropped = head.map(|(_, head)| &head.dropped).into_iter().flatten();
+        let listed = dropped.filter(|place| self.listed.binary_search(place).is_ok());
+        listed.copied().collect()
     }
 }
 
@@ -192,13 +222,17 @@ pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Man
 }
 
 /// The published versions, without a head: from the newest manifest that is whole, each names the
-/// version before it. Where that ends, everything listed before counts.
+/// version before it. Where that ends, everything listed before counts that has a lower number.
 fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> Result<Vec<Place>> {
     let mut rest = listed;
     let mut places = Vec::new();
     let mut expected: Option<Place> = None;
     while let Some((&place, before)) = rest.split_last() {
-        if expected.is_some_and(|expected| place > expected) {
+        // A writer that was replaced may have left manifests with the numbers of later versions.
+        let newer: Option<&Place> = places.last();
+        if expected.is_some_and(|expected| place > expected)
+            || newer.is_some_and(|newer| place.sequence >= newer.sequence)
+        {
             rest = before;
             continue;
         }
@@ -229,3 +263,6 @@ fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> R
     places.reverse();
     Ok(places)
 }
+
+#[cfg(test)]
+mod tests;

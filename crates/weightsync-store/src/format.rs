@@ -115,6 +115,9 @@ pub(crate) struct Head {
     pub(crate) names: BTreeMap<String, Place>,
     /// Versions that are being removed.
     pub(crate) dropped: BTreeSet<Place>,
+    /// The newest version that was ever published of each model: its manifest may be damaged, and its
+    /// number is used up all the same.
+    pub(crate) versions: BTreeMap<ModelId, Version>,
 }
 
 /// What one run published.

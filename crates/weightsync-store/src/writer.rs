@@ -59,13 +59,17 @@ pub struct Writer {
     options: SaveOptions,
     by: By,
     head: Head,
-    /// The bytes of the head as they were last read or written.
-    raw_head: Vec<u8>,
+    /// The bytes of the head as they were last read or written; `None` if it is missing.
+    raw_head: Option<Vec<u8>>,
     /// Every manifest that is published, by place.
     known: BTreeMap<Place, Needs>,
     /// Places whose manifests are removed, or are to be, and whose data may be there still: what each
     /// needed.
     removed: BTreeMap<Place, Vec<Place>>,
+    /// Versions that an earlier writer dropped, and whose manifests are there still.
+    half_dropped: BTreeSet<Place>,
+    /// Data of earlier writers that may have to be removed still.
+    left_over: BTreeSet<Place>,
     /// The version of which nobody knows whether it was published.
     unsettled: Option<Unsettled>,
     /// The run that has taken the store over.
@@ -156,9 +160,11 @@ impl Writer {
             options,
             by: by(),
             head,
-            raw_head,
+            raw_head: Some(raw_head),
             known: BTreeMap::new(),
             removed: BTreeMap::new(),
+            half_dropped: catalog.half_dropped(),
+            left_over: BTreeSet::new(),
             unsettled: None,
             successor: None,
             next: 1,
@@ -511,6 +517,9 @@ impl Writer {
                 run.failed.extend(skipped.filter(|one| *one > run.last));
                 run.last = place.sequence;
             }
+            let saved = writer.unsettled.iter().flat_map(|one| &one.models);
+            let saved = saved.map(|(stored, _)| (stored.model.clone(), stored.version));
+            head.versions.extend(saved);
             let mut dropped = Vec::new();
             if writer.options.keep != Keep::All {
                 let mut published: Vec<_> = writer.known.keys().copied().collect();
@@ -519,12 +528,15 @@ impl Writer {
                 let used = leased.iter().chain(head.names.values()).copied();
                 dropped = writer.options.keep.dropped(&published, &used.collect());
             }
-            // Those dropped before are gone by now, or are removed with these.
-            head.dropped
-                .retain(|place| writer.known.contains_key(place));
+            // Those dropped before are gone by now, or are removed with these. One whose manifest is
+            // there would be a version again.
+            head.dropped.retain(|place| {
+                writer.known.contains_key(place) || writer.half_dropped.contains(place)
+            });
             head.dropped.extend(dropped);
             // Versions that are gone need no entry.
-            let oldest = writer.known.keys().next().unwrap_or(&place).epoch;
+            let there = writer.known.keys().chain(&writer.half_dropped);
+            let oldest = there.min().unwrap_or(&place).epoch;
             head.runs
                 .retain(|run| run.epoch >= oldest || run.epoch == place.epoch);
         })
@@ -557,10 +569,10 @@ impl Writer {
             let mut head = self.head.clone();
             change(self, &mut head);
             let new = seal(&head);
-            let swapped = storage.swap(HEAD, Some(&self.raw_head), &new);
+            let swapped = storage.swap(HEAD, self.raw_head.as_deref(), &new);
             let swapped = swapped.map_err(StoreError::file("writing", storage.name(HEAD)));
             if let Ok(true) = swapped {
-                (self.head, self.raw_head) = (head, new);
+                (self.head, self.raw_head) = (head, Some(new));
                 self.adopt();
                 return Ok(());
             }
@@ -587,13 +599,16 @@ impl Writer {
             return Err(self.fenced(by));
         }
         let storage = self.store.storage();
-        let Some(raw) = catalog::read(storage, HEAD)? else {
-            return Err(Damage::new(storage.name(HEAD), "it is missing").into());
-        };
+        let raw = catalog::read(storage, HEAD)?;
         if raw == self.raw_head {
             return Ok(());
         }
-        match unseal::<Head>(&storage.name(HEAD), &raw) {
+        let file = storage.name(HEAD);
+        let head = match &raw {
+            Some(raw) => unseal::<Head>(&file, raw),
+            None => Err(Damage::new(file, "it is missing").into()),
+        };
+        match head {
             Ok(head) if head.run == self.head.run => {
                 (self.head, self.raw_head) = (head, raw);
                 self.adopt();
@@ -601,7 +616,7 @@ impl Writer {
             }
             Ok(head) => Err(self.step_aside(&head)),
             Err(StoreError::Damaged(damage)) => {
-                // Its bytes are ours to replace, unless another writer has saved something.
+                // It is ours to replace, unless another writer has saved something.
                 if let Some(by) = self.later_run()? {
                     self.successor = Some(by);
                     return Err(self.fenced(by));
@@ -638,12 +653,16 @@ impl Writer {
         }
     }
 
-    /// The run of a later writer that has written a manifest.
+    /// The run of a later writer that has written a manifest, or weights.
     fn later_run(&self) -> Result<Option<Run>> {
         let storage = self.store.storage();
-        let names = storage.list(VERSIONS);
-        let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
-        let places = names.iter().filter_map(|name| Place::of_manifest(name));
+        let list = |dir| {
+            let names = storage.list(dir);
+            names.map_err(StoreError::file("listing", storage.name(dir)))
+        };
+        let (manifests, data) = (list(VERSIONS)?, list(DATA)?);
+        let places = manifests.iter().filter_map(|name| Place::of_manifest(name));
+        let places = places.chain(data.iter().filter_map(|name| name.parse().ok()));
         let own = self.head.run.epoch;
         let Some(latest) = places.max().filter(|place| place.epoch > own) else {
             return Ok(None);
@@ -706,6 +725,8 @@ impl Writer {
         let runs = self.head.runs.iter().map(|run| run.last);
         let highest = all.map(|place| place.sequence).chain(runs).max();
         self.next = highest.unwrap_or(0).saturating_add(1);
+        // The newest manifests may be damaged or missing: the head knows their versions.
+        self.tried.extend(self.head.versions.clone());
         for &place in &catalog.listed {
             if self.head.has(place) {
                 self.known.insert(place, Needs::Unread);
@@ -744,6 +765,8 @@ impl Writer {
             && let Err(error) = self.tidy(&catalog.listed, &data)
         {
             tracing::warn!("what an earlier writer left is not removed yet: {error}");
+            // After the next save.
+            self.left_over = data.into_iter().collect();
         }
         Ok(())
     }
@@ -752,10 +775,13 @@ impl Writer {
     fn tidy(&mut self, listed: &[Place], data: &[Place]) -> Result<()> {
         let storage = self.store.shared_storage();
         let failed = |action, path: &str| StoreError::file(action, storage.name(path));
-        storage.tidy().map_err(failed("tidying up", ""))?;
+        if let Err(error) = storage.tidy() {
+            tracing::warn!("unfinished files are not removed yet: {error}");
+        }
         for place in listed.iter().filter(|place| !self.head.has(**place)) {
             let path = place.manifest();
             storage.remove(&path).map_err(failed("removing", &path))?;
+            self.half_dropped.remove(place);
         }
         self.remove_data(data)
     }
@@ -772,13 +798,14 @@ impl Writer {
             let path = place.manifest();
             let removed = storage.remove(&path);
             removed.map_err(StoreError::file("removing", storage.name(&path)))?;
+            self.half_dropped.remove(&place);
             match self.known.remove(&place) {
                 Some(Needs::These(needs)) => drop(self.removed.insert(place, needs)),
                 Some(_) => drop(self.removed.insert(place, vec![place])),
                 None => {}
             }
         }
-        if self.removed.is_empty() {
+        if self.removed.is_empty() && self.left_over.is_empty() {
             return Ok(());
         }
         // Those of versions that failed, whose manifests may be there still.
@@ -788,7 +815,7 @@ impl Writer {
             removed.map_err(StoreError::file("removing", storage.name(&path)))?;
         }
         let mut candidates: BTreeSet<_> = self.removed.values().flatten().copied().collect();
-        candidates.extend(self.removed.keys());
+        candidates.extend(self.removed.keys().chain(&self.left_over));
         self.remove_data(&candidates.into_iter().collect::<Vec<_>>())
     }
 
@@ -813,6 +840,7 @@ impl Writer {
         }
         // What a version still needs is looked at again when that version is removed.
         self.removed.retain(|place, _| leased.contains(place));
+        self.left_over.clear();
         Ok(())
     }
 

@@ -61,6 +61,7 @@ fn head() -> Head {
         runs: vec![first, Published::none(run.epoch)],
         names: BTreeMap::new(),
         dropped: BTreeSet::new(),
+        versions: [(ModelId::new("policy").unwrap(), Version(9))].into(),
     };
     head.names.insert("best".into(), place(1, 2));
     head.dropped.insert(place(1, 1));

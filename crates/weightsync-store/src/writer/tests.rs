@@ -539,3 +539,114 @@ fn saver_goes_on_after_a_panic() {
         assert_eq!(number(loaded.set.only().unwrap()), 2 * call + 2);
     }
 }
+
+fn versions(store: &Store) -> Vec<u64> {
+    let all = store.versions().unwrap().versions;
+    all.iter().map(|one| one.models[0].version.0).collect()
+}
+
+#[test]
+fn number_of_a_damaged_version_is_used_up() {
+    for spoils in [true, false] {
+        let dir = memory();
+        let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+        let mut trainer = Trainer::new(storage, Keep::All);
+        trainer.claim().unwrap();
+        trainer.save(&["policy"]).unwrap();
+        trainer.save(&["policy"]).unwrap();
+        let newest = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+        let path = dir.path().join(newest.manifest());
+        match spoils {
+            true => std::fs::write(path, b"spoilt").unwrap(),
+            false => std::fs::remove_file(path).unwrap(),
+        }
+        for _ in 0..2 {
+            trainer.claim().unwrap();
+            trainer.save(&["policy"]).unwrap();
+        }
+        assert_eq!(versions(&trainer.store), [1, 3, 4]);
+    }
+}
+
+#[test]
+fn dropped_version_stays_dropped_after_damage() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage.clone(), "1".parse().unwrap());
+    trainer.claim().unwrap();
+    trainer.save(&["policy"]).unwrap();
+    let newest = |trainer: &Trainer| trainer.writer.as_ref().unwrap().head.newest().unwrap();
+    let first = dir.path().join(newest(&trainer).manifest());
+    let manifest = std::fs::read(&first).unwrap();
+    trainer.save(&["policy"]).unwrap();
+    // As if the writer had died before it removed the manifest.
+    std::fs::write(&first, manifest).unwrap();
+    std::fs::remove_file(dir.path().join(newest(&trainer).manifest())).unwrap();
+    trainer.claim().unwrap();
+    assert!(versions(&trainer.store).is_empty());
+    trainer.save(&["policy"]).unwrap();
+    assert_eq!(versions(&trainer.store), [3]);
+    assert!(!first.exists());
+    trainer.save(&["policy"]).unwrap();
+    assert_eq!(
+        trainer.writer.as_ref().unwrap().head.dropped.len(),
+        1,
+        "what is gone is listed no more"
+    );
+}
+
+#[test]
+fn missing_head_is_written_again() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut old = Trainer::new(storage.clone(), Keep::All);
+    old.claim().unwrap();
+    for count in 1..4 {
+        old.save(&["policy"]).unwrap();
+        std::fs::remove_file(dir.path().join(HEAD)).unwrap();
+        old.save(&["policy"]).unwrap();
+        assert_eq!(versions(&old.store).len(), 2 * count);
+    }
+    // Not by a writer that was replaced.
+    let mut new = Trainer::new(storage.clone(), Keep::All);
+    new.claim().unwrap();
+    std::fs::remove_file(dir.path().join(HEAD)).unwrap();
+    let begun = Place {
+        epoch: new.writer.as_ref().unwrap().run().epoch,
+        sequence: 7,
+    };
+    let model = ModelId::new("policy").unwrap();
+    storage.put(&begun.file(&model, DELTA), b"begun").unwrap();
+    let error = old.save(&["policy"]).unwrap_err();
+    assert!(matches!(error, StoreError::Fenced { .. }), "{error}");
+    new.save(&["policy"]).unwrap();
+    assert_eq!(versions(&new.store).len(), 7);
+}
+
+#[test]
+fn claim_leaves_to_a_save_what_it_cannot_remove() {
+    for call in 0.. {
+        let dir = memory();
+        let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+        let mut trainer = Trainer::new(Arc::new(storage.clone()), Keep::All);
+        trainer.claim().unwrap();
+        trainer.save(&["policy"]).unwrap();
+        let begun = Place {
+            epoch: trainer.writer.as_ref().unwrap().run().epoch,
+            sequence: 7,
+        };
+        let model = ModelId::new("policy").unwrap();
+        storage.put(&begun.file(&model, DELTA), b"begun").unwrap();
+        storage.fail_at(call);
+        let claimed = trainer.claim();
+        let calls = storage.mend();
+        if claimed.is_ok() {
+            trainer.save(&["policy"]).unwrap();
+            trainer.check_tidy();
+        }
+        if call >= calls {
+            assert!(call > 8, "{call} calls are too few for a claim");
+            return;
+        }
+    }
+}

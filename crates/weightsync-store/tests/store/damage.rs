@@ -193,7 +193,7 @@ pub fn writers_go_on_after_damage() {
                 assert_eq!(of(&loaded).map(|it| it.1), Ok(number), "{what}");
                 assert_eq!(loaded.damage, [], "{what}");
             }
-            // A version whose manifest is damaged is none any more, and its number is free.
+            // A version whose manifest is damaged is none any more; its number stays used.
             let after: Vec<_> = before
                 .iter()
                 .copied()
