@@ -291,10 +291,12 @@ fn value<T: for<'a> Deserialize<'a>>(storage: &dyn Storage, path: &str) -> Resul
     Ok(bytes.and_then(|bytes| serde_json::from_slice(bytes.trim_ascii_end()).ok()))
 }
 
-/// Whether a process is alive there.
+/// Whether a process is alive there. A store that cannot be read says nothing about it, so it may be.
 fn is_here(storage: &dyn Storage, path: &str) -> bool {
-    let peer = storage.peer(path);
-    matches!(peer, Ok(Some(peer)) if peer.life() == Life::Here)
+    match storage.peer(path) {
+        Ok(peer) => peer.is_some_and(|peer| peer.life() == Life::Here),
+        Err(_) => true,
+    }
 }
 
 impl Store {
@@ -316,7 +318,9 @@ impl Store {
 /// Removes a store, unless its sender or a worker is there.
 fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
     storage.vacate(&|| {
-        let workers = storage.list(WORKERS).unwrap_or_default();
+        let Ok(workers) = storage.list(WORKERS) else {
+            return false;
+        };
         let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/alive"));
         ![SENDER, SENDER_LOCK]
             .iter()

@@ -392,14 +392,21 @@ impl Heart {
             let leaves = tokio::time::timeout(every, &mut stopped).await.is_ok();
             self.beat.count += 1;
             self.beat.left = leaves;
-            match self.write().await {
-                Ok(true) if !leaves => {}
-                Err(error) if !leaves => {
+            if leaves {
+                let _ = self.write().await;
+                return;
+            }
+            // The client tries for longer than others wait, so a beat that takes too long is given up
+            // and written again.
+            match tokio::time::timeout(every, self.write()).await {
+                Ok(Ok(true)) => {}
+                // Its place was taken.
+                Ok(Ok(false)) => return,
+                Ok(Err(error)) => {
                     let error = io_error(error);
                     tracing::debug!("{} is not written, and is tried again: {error}", self.key);
                 }
-                // It has left, or its place was taken.
-                _ => return,
+                Err(_) => tracing::debug!("{} is not written in time", self.key),
             }
         }
     }
