@@ -96,7 +96,7 @@ def test_what_is_missing_is_said_to_be_so(tmp_path):
     assert empty.versions() == []
     assert not (tmp_path / "none").exists()
     with _store(tmp_path, 1.0) as store:
-        with pytest.raises(weightsync.ModelError, match="no v9; it has v1"):
+        with pytest.raises(weightsync.ModelError, match="no v9; .*v1"):
             store.load(9)
         with pytest.raises(weightsync.DeadlineError, match="v9 or a later"):
             store.load(at_least=9, timeout=0.01)
