@@ -398,19 +398,26 @@ fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError 
 
 /// Finds the file that is not what was written there.
 fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
-    let anchor = stored.anchor.files.iter();
-    let anchor = anchor.map(|file| {
-        let path = stored.anchor.at.file(&stored.model, &file.name);
-        (path, file.bytes, file.crc64)
-    });
-    let deltas = stored.deltas.iter();
-    let deltas = deltas.map(|file| (file.at.file(&stored.model, DELTA), file.bytes, file.crc64));
-    for (path, bytes, crc64) in anchor.chain(deltas) {
+    for (path, bytes, crc64) in stored.files() {
         if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
             return Ok(Some(damage));
         }
     }
     Ok(None)
+}
+
+/// Whether every file of a version is there and has its length.
+pub(crate) fn is_there(storage: &dyn Storage, stored: &Stored) -> Result<bool> {
+    for (path, bytes, _) in stored.files() {
+        match open(storage, &path, bytes) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}; the next version is saved whole");
+                return Ok(false);
+            }
+            opened => drop(opened?),
+        }
+    }
+    Ok(true)
 }
 
 /// Reads a file and compares its checksum; hands over every piece.

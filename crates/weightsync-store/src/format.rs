@@ -257,10 +257,35 @@ impl Stored {
         let weights = self.anchor.files.iter();
         let weights = weights.filter(|file| file.name.ends_with(SAFETENSORS));
         let deltas = self.deltas.iter().map(|delta| delta.bytes);
-        let bytes = weights.map(|file| file.bytes).chain(deltas);
-        // The numbers come from a file.
-        bytes.fold(0, u64::saturating_add)
+        total(weights.map(|file| file.bytes).chain(deltas))
     }
+
+    /// The bytes that were written for it; 0 if it did not change.
+    pub(crate) fn written_bytes(&self) -> u64 {
+        match (self.changed, self.deltas.last()) {
+            (false, _) => 0,
+            (true, Some(delta)) => delta.bytes,
+            (true, None) => total(self.anchor.files.iter().map(|file| file.bytes)),
+        }
+    }
+
+    /// Every file of it, in order: its path, its bytes, and their checksum.
+    pub(crate) fn files(&self) -> impl Iterator<Item = (String, u64, Crc)> + '_ {
+        let anchor = self.anchor.files.iter().map(|file| {
+            let path = self.anchor.at.file(&self.model, &file.name);
+            (path, file.bytes, file.crc64)
+        });
+        let deltas = self.deltas.iter().map(|file| {
+            let path = file.at.file(&self.model, DELTA);
+            (path, file.bytes, file.crc64)
+        });
+        anchor.chain(deltas)
+    }
+}
+
+/// All of them together. The numbers come from a file, so they may be any.
+pub(crate) fn total(bytes: impl Iterator<Item = u64>) -> u64 {
+    bytes.fold(0, u64::saturating_add)
 }
 
 impl Manifest {
@@ -450,6 +475,17 @@ pub(crate) fn sealed(text: &str) -> Option<Vec<u8>> {
 /// Reads a value; `file` is named in the error.
 pub(crate) fn unseal<T: Value>(file: &str, bytes: &[u8]) -> Result<T> {
     let damaged = |what: String| Damage::new(file, what);
+    // First of all: a later format may have other fields.
+    if let Ok(Format { format }) = serde_json::from_slice(bytes)
+        && format > FORMAT
+        && !is_sealed_as(FORMAT, bytes)
+    {
+        return Err(StoreError::Format {
+            file: file.into(),
+            got: format,
+            expected: FORMAT,
+        });
+    }
     let sealed: Sealed = serde_json::from_slice(bytes)
         .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
     let crc64 = seal_of(sealed.format, sealed.value.get());
@@ -457,17 +493,22 @@ pub(crate) fn unseal<T: Value>(file: &str, bytes: &[u8]) -> Result<T> {
         let expected = sealed.crc64;
         return Err(damaged(format!("its checksum is {crc64}, expected {expected}")).into());
     }
-    if sealed.format > FORMAT {
-        return Err(StoreError::Format {
-            file: file.into(),
-            got: sealed.format,
-            expected: FORMAT,
-        });
-    }
     let value: T = serde_json::from_str(sealed.value.get())
         .map_err(|error| damaged(format!("it is not what a store writes: {error}")))?;
     value.check().map_err(damaged)?;
     Ok(value)
+}
+
+/// What every format has.
+#[derive(Deserialize)]
+struct Format {
+    format: u32,
+}
+
+/// Whether the checksum is that of another format than the file names: the number is then damaged.
+fn is_sealed_as(format: u32, bytes: &[u8]) -> bool {
+    let sealed = serde_json::from_slice::<Sealed>(bytes);
+    sealed.is_ok_and(|sealed| sealed.crc64 == seal_of(format, sealed.value.get()))
 }
 
 fn seal_of(format: u32, value: &str) -> Crc {

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use crate::anchor::check_file;
 use crate::catalog::Catalog;
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{DELTA, Manifest};
+use crate::format::Manifest;
 use crate::progress::Work;
 use crate::store::Store;
 
@@ -66,16 +66,8 @@ impl Store {
         let mut read = Vec::new();
         let mut damage = Vec::new();
         for stored in &manifest.models {
-            let anchor = stored.anchor.files.iter().map(|file| {
-                let path = stored.anchor.at.file(&stored.model, &file.name);
-                (path, file.bytes, file.crc64)
-            });
-            let deltas = stored.deltas.iter().map(|file| {
-                let path = file.at.file(&stored.model, DELTA);
-                (path, file.bytes, file.crc64)
-            });
             let whole = damage.len();
-            for (path, bytes, crc64) in anchor.chain(deltas) {
+            for (path, bytes, crc64) in stored.files() {
                 if seen.contains(&path) {
                     continue;
                 }

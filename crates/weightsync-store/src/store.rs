@@ -14,7 +14,7 @@ use crate::address::Address;
 use crate::anchor;
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{Anchor, HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
+use crate::format::{HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
 use crate::lease::Lease;
 use crate::pause::Pause;
 use crate::progress::{Progress, Work};
@@ -270,19 +270,13 @@ impl Store {
         let names = names.iter().filter(|(_, named)| **named == manifest.place);
         let names = names.map(|(name, _)| name.clone()).collect();
         let models = manifest.models.iter().map(|stored| {
-            let Anchor { at, files } = &stored.anchor;
-            let stored_bytes = match (stored.changed, stored.deltas.last()) {
-                (false, _) => 0,
-                (true, Some(delta)) => delta.bytes,
-                (true, None) => files.iter().map(|file| file.bytes).sum(),
-            };
-            let directory = at.file(&stored.model, "");
+            let directory = stored.anchor.at.file(&stored.model, "");
             StoredModel {
                 model: stored.model.clone(),
                 version: stored.version,
                 digest: stored.digest,
                 changed: stored.changed,
-                stored_bytes,
+                stored_bytes: stored.written_bytes(),
                 deltas: stored.deltas.len(),
                 read_bytes: stored.read_bytes(),
                 changes: stored

@@ -11,7 +11,7 @@ use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{
     Anchor, By, DATA, DELTA, DeltaFile, HEAD, Hash, Head, Manifest, Place, Stored, VERSIONS,
-    is_file_name, seal, unseal,
+    is_file_name, seal, total, unseal,
 };
 use crate::lease;
 use crate::progress::Work;
@@ -155,6 +155,9 @@ impl Writer {
         for damage in &catalog.damage {
             tracing::warn!("{damage}");
         }
+        // An earlier writer may have died before it had synced the directories it made.
+        let settled = storage.settle(HEAD);
+        settled.map_err(StoreError::file("syncing", storage.name(HEAD)))?;
         let mut writer = Self {
             store: store.clone(),
             options,
@@ -356,10 +359,7 @@ impl Writer {
         };
         let mut changes = Some([0, 0]);
         for (stored, snapshot) in stored.iter().zip(models) {
-            saved.stored_bytes += match stored.deltas.last() {
-                Some(delta) => delta.bytes,
-                None => stored.anchor.files.iter().map(|file| file.bytes).sum(),
-            };
+            saved.stored_bytes += stored.written_bytes();
             saved.bytes += snapshot.layout().payload_bytes();
             saved.versions.push((stored.model.clone(), stored.version));
             changes = changes
@@ -410,6 +410,7 @@ impl Writer {
                 snapshot.bytes(),
                 limit,
             )
+            && anchor::is_there(storage, &newest.stored)?
         {
             self.store.begins(Work::Writes, made.bytes.len() as u64)?;
             let parts = [&made.bytes[..]].into_iter();
@@ -451,12 +452,19 @@ impl Writer {
         let path = hash.spec();
         let write = || -> io::Result<()> {
             let there = storage.read(&path)?;
+            if there.as_deref() == Some(&bytes) {
+                return match self.has_base(snapshot.model(), &hash) {
+                    true => Ok(()),
+                    // Another process wrote it, or a call that failed.
+                    false => storage.settle(&path),
+                };
+            }
             // A damaged one is written again.
-            if there.as_deref() == Some(&bytes) || storage.swap(&path, there.as_deref(), &bytes)? {
+            if storage.swap(&path, there.as_deref(), &bytes)? {
                 return Ok(());
             }
             match storage.read(&path)?.as_deref() == Some(&bytes) {
-                true => Ok(()),
+                true => storage.settle(&path),
                 false => Err(io::Error::other(
                     "another process writes it, and writes something else",
                 )),
@@ -464,6 +472,12 @@ impl Writer {
         };
         write().map_err(StoreError::file("writing", storage.name(&path)))?;
         Ok(hash)
+    }
+
+    /// Whether the bytes of a model's newest version are known here, and it has this layout.
+    fn has_base(&self, model: &ModelId, spec: &Hash) -> bool {
+        let newest = self.newest.get(model);
+        newest.is_some_and(|newest| newest.base.is_some() && newest.stored.spec == *spec)
     }
 
     /// The manifest: what was written now, and all other models as they were.
@@ -610,6 +624,11 @@ impl Writer {
         };
         match head {
             Ok(head) if head.run == self.head.run => {
+                if self.unsettled.is_some() {
+                    // The call that replaced it may have failed before that was durable.
+                    let settled = storage.settle(HEAD);
+                    settled.map_err(StoreError::file("syncing", storage.name(HEAD)))?;
+                }
                 (self.head, self.raw_head) = (head, raw);
                 self.adopt();
                 Ok(())
@@ -894,7 +913,7 @@ impl Writer {
 
 /// The most bytes that the changes of the next version may take; `None` if it is to be a full one.
 fn delta_limit(newest: &Stored, image_bytes: u64) -> Option<u64> {
-    let chain: u64 = newest.deltas.iter().map(|delta| delta.bytes).sum();
+    let chain = total(newest.deltas.iter().map(|delta| delta.bytes));
     // All changes together stay below half a full version: reading them costs less than that.
     let left = (image_bytes / 2).checked_sub(chain)?;
     (newest.deltas.len() < CHAIN).then_some(left.min(image_bytes / 4))

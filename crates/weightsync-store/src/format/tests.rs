@@ -113,16 +113,44 @@ fn flipped_bits_are_found_wherever_they_are() {
 
 #[test]
 fn newer_formats_are_named() {
-    let mut sealed: serde_json::Value = serde_json::from_slice(&seal(&head())).unwrap();
-    let text = sealed["value"].to_string();
-    sealed["format"] = 9.into();
-    // The value keeps the order of its fields in this form only.
-    let bytes = format!(
-        r#"{{"format":9,"crc64":"{}","value":{text}}}"#,
-        seal_of(9, &text)
+    let text = seal(&head());
+    let text = str::from_utf8(&text).unwrap();
+    let value = &text[text.find("\"value\":").unwrap() + 8..text.len() - 1];
+    let whole = format!(
+        r#"{{"format":9,"crc64":"{}","value":{value}}}"#,
+        seal_of(9, value)
     );
-    let error = unseal::<Head>("head.json", bytes.as_bytes()).unwrap_err();
-    assert!(error.to_string().contains("newer weightsync"), "{error}");
+    // Whatever it has in place of the fields of this one.
+    for newer in [
+        &whole,
+        r#"{"format":2,"blake3":"x","value":[]}"#,
+        r#"{"format":2}"#,
+    ] {
+        let error = unseal::<Head>("head.json", newer.as_bytes()).unwrap_err();
+        assert!(
+            matches!(error, StoreError::Format { .. }),
+            "{newer}: {error}"
+        );
+        assert!(error.to_string().contains("newer weightsync"), "{error}");
+    }
+    // This is a file of this format, whose number is damaged.
+    let spoilt = text.replacen("\"format\":1", "\"format\":12", 1);
+    let error = unseal::<Head>("head.json", spoilt.as_bytes()).unwrap_err();
+    assert!(matches!(error, StoreError::Damaged(_)), "{error}");
+}
+
+#[test]
+fn huge_lengths_in_a_manifest_are_added_up() {
+    let mut manifest = manifest();
+    let stored = &mut manifest.models[0];
+    let mut huge = stored.anchor.files[0].clone();
+    huge.bytes = u64::MAX;
+    huge.name = "model-2.safetensors".into();
+    stored.anchor.files.push(huge);
+    assert_eq!(stored.read_bytes(), u64::MAX);
+    assert_eq!(stored.written_bytes(), 40);
+    stored.deltas.clear();
+    assert_eq!(stored.written_bytes(), u64::MAX);
 }
 
 #[test]

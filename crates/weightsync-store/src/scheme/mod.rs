@@ -236,10 +236,12 @@ fn store_at(at: &Endpoint) -> Result<Store> {
 
 /// The living sender, as workers find it.
 const SENDER: &str = "ends/sender";
+/// The directory of the sender and the workers.
+pub(crate) const ENDS: &str = "ends";
 /// The living sender, as other senders find it, also while it starts.
 const SENDER_LOCK: &str = "ends/sender.lock";
 /// The directory of the workers.
-const WORKERS: &str = "ends/workers";
+pub(crate) const WORKERS: &str = "ends/workers";
 
 /// What a sender announces.
 #[derive(Debug, Serialize, Deserialize)]

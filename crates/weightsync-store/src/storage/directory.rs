@@ -14,7 +14,8 @@ use std::sync::mpsc::{self, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crate::format::DATA;
+use crate::format::{LEASES, SPECS, VERSIONS};
+use crate::scheme::{ENDS, WORKERS};
 
 use rustix::fs::Advice;
 
@@ -200,8 +201,40 @@ impl Storage for Directory {
     }
 
     fn tidy(&self) -> io::Result<()> {
-        // What is unfinished among the weights goes with the whole directory of its version.
-        tidy(&self.root, &self.path(DATA))
+        // What is unfinished among the weights goes with the whole directory of its version. What else
+        // lies at the root of a disk is not the store's.
+        tidy(&self.root, false)?;
+        for dir in [VERSIONS, SPECS, LEASES, ENDS] {
+            tidy(&self.path(dir), true)?;
+        }
+        // A worker that was killed in between has left a directory without a file. Nobody makes one
+        // under the lock.
+        let _lock = self.lock()?;
+        for dir in self.list(WORKERS)? {
+            // The others are not empty.
+            let _ = fs::remove_dir(self.path(WORKERS).join(dir));
+        }
+        Ok(())
+    }
+
+    fn settle(&self, path: &str) -> io::Result<()> {
+        let path = self.path(path);
+        if let Some(file) = found(File::open(&path))? {
+            file.sync_all()?;
+        }
+        let device = |dir: &Path| fs::metadata(dir).ok().map(|dir| dir.dev());
+        let own = device(&self.root);
+        for dir in path.ancestors().skip(1) {
+            if dir.starts_with(&self.root) {
+                sync_dir(dir)?;
+            } else if device(dir) == own {
+                // Others' directories may be closed to this user.
+                let _ = sync_dir(dir);
+            } else {
+                break;
+            }
+        }
+        Ok(())
     }
 
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
@@ -471,13 +504,13 @@ fn remove_dir(path: &Path) -> io::Result<()> {
 }
 
 /// Removes unfinished files that no living process writes.
-fn tidy(dir: &Path, except: &Path) -> io::Result<()> {
+fn tidy(dir: &Path, below: bool) -> io::Result<()> {
     for entry in found(fs::read_dir(dir))?.into_iter().flatten() {
         let entry = entry?;
         let path = entry.path();
         if found(entry.file_type())?.is_some_and(|kind| kind.is_dir()) {
-            if path != except {
-                tidy(&path, except)?;
+            if below {
+                tidy(&path, below)?;
             }
         } else if entry.file_name().to_string_lossy().starts_with(UNFINISHED)
             && let Some(file) = found(File::open(&path))?

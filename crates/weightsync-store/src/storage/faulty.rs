@@ -139,6 +139,10 @@ impl Storage for Faulty {
         self.plan.call(|| self.directory.put(path, bytes))
     }
 
+    fn settle(&self, path: &str) -> io::Result<()> {
+        self.plan.call(|| self.directory.settle(path))
+    }
+
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
         let upload = self.plan.call(|| self.directory.upload(path))?;
         let plan = self.plan.clone();

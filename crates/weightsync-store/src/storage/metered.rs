@@ -54,6 +54,10 @@ impl Storage for Metered {
         self.storage.put(path, bytes)
     }
 
+    fn settle(&self, path: &str) -> io::Result<()> {
+        self.storage.settle(path)
+    }
+
     fn list(&self, dir: &str) -> io::Result<Vec<String>> {
         self.storage.list(dir)
     }

@@ -37,6 +37,10 @@ pub(crate) trait Storage: fmt::Debug + Send + Sync {
     /// Writes a small file; the last writer wins. It need not be durable.
     fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()>;
 
+    /// Makes a small file durable that is there, and its name: the call that wrote it failed, or the
+    /// process died in between.
+    fn settle(&self, path: &str) -> io::Result<()>;
+
     /// Begins a large file, which nobody sees before it is finished.
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>>;
 

@@ -650,3 +650,58 @@ fn claim_leaves_to_a_save_what_it_cannot_remove() {
         }
     }
 }
+
+#[test]
+fn delta_is_not_put_onto_what_is_gone() {
+    for spoils in [0, 1, 2] {
+        let dir = memory();
+        let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+        let mut trainer = Trainer::new(storage.clone(), Keep::All);
+        trainer.claim().unwrap();
+        trainer.save(&["policy"]).unwrap();
+        trainer.save(&["policy"]).unwrap();
+        let place = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+        let manifest = catalog::manifest(&*storage, place).unwrap().unwrap();
+        let paths: Vec<_> = manifest.models[0].files().map(|file| file.0).collect();
+        assert_eq!(paths.len(), 2, "an anchor and a delta");
+        let path = |at: usize| dir.path().join(&paths[at]);
+        match spoils {
+            0 | 1 => std::fs::remove_file(path(spoils)).unwrap(),
+            _ => std::fs::write(path(0), b"cut").unwrap(),
+        }
+        trainer.save(&["policy"]).unwrap();
+        let loaded = trainer.store.load(&Which::Newest).unwrap();
+        assert_eq!(
+            (
+                number(&loaded.set.members()[0].snapshot),
+                loaded.damage.len()
+            ),
+            (3, 0)
+        );
+    }
+}
+
+#[test]
+fn claim_leaves_directories_of_others_alone() {
+    let dir = memory();
+    let store = Store::open(dir.path().to_str().unwrap()).unwrap();
+    let put = |path: &str| {
+        let path = dir.path().join(path);
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(&path, b"").unwrap();
+        path
+    };
+    let foreign = put("photos/.unfinished-album");
+    let own = [
+        put(".unfinished-1"),
+        put("versions/.unfinished-2"),
+        put("ends/workers/3.1/.unfinished-3"),
+    ];
+    Writer::claim(&store, SaveOptions::default()).unwrap();
+    assert!(foreign.exists());
+    for own in own {
+        assert!(!own.exists(), "{}", own.display());
+    }
+    // Nor does the directory of a worker that was killed stay, as there is no file in it.
+    assert!(!dir.path().join("ends/workers/3.1").exists());
+}

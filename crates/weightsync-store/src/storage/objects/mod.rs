@@ -281,6 +281,11 @@ impl Storage for Objects {
             .ask(move |store| async move { store.put(&key, bytes.into()).await.map(drop) })
     }
 
+    fn settle(&self, _: &str) -> io::Result<()> {
+        // What is there is durable.
+        Ok(())
+    }
+
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
         let upload = large::Large::new(self.client()?, self.key(path)?);
         Ok(Box::new(upload))
