@@ -304,6 +304,12 @@ impl Writer {
                 });
             }
         }
+        // If the answer of a failing store gets lost, nobody knows whether it published the version:
+        // its number is used up, however early the save fails.
+        let numbers = models
+            .iter()
+            .map(|one| (one.model().clone(), one.version()));
+        self.tried.extend(numbers);
         // Before gigabytes are written that nobody may publish.
         self.look_at_head()?;
         self.settle()?;
@@ -312,12 +318,6 @@ impl Writer {
             sequence: self.next,
         };
         self.next = self.next.saturating_add(1);
-        // If the answer of a failing store gets lost, nobody knows whether it published the version:
-        // its number is used up.
-        let numbers = models
-            .iter()
-            .map(|one| (one.model().clone(), one.version()));
-        self.tried.extend(numbers);
         // However this ends, what it leaves is found again.
         self.removed.insert(place, vec![place]);
         let saved = self.save_at(place, models);
