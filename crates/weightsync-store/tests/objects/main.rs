@@ -403,4 +403,4 @@ fn counts(proxy: &Proxy, fault: Fault) {
 
 /// Reads, writes, lists and deletes: of a save, of one that removes a version too, and of a load of an
 /// anchor and three deltas.
-const COUNTS: [[usize; 4]; 3] = [[2, 3, 1, 0], [2, 3, 4, 2], [8, 2, 2, 1]];
+const COUNTS: [[usize; 4]; 3] = [[4, 3, 1, 0], [6, 3, 4, 2], [8, 2, 1, 1]];
