@@ -13,7 +13,7 @@ pub type Result<T, E = StoreError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum StoreError {
     /// A file of the store is not what was written there. The other versions can be read.
-    #[error("{0}; load another version, and save this one again if its weights still exist")]
+    #[error("{0}; versions that do not need it can be loaded")]
     Damaged(Damage),
 
     /// A file could not be read or written.
@@ -66,7 +66,7 @@ pub enum StoreError {
     },
 
     /// The store has no whole version at all.
-    #[error("{store} has no version that can be read{}", damages(.damage))]
+    #[error("{store} has no version that can be read{}: save one, or look for a typo", damages(.damage))]
     Empty {
         /// The store.
         store: String,
@@ -75,7 +75,7 @@ pub enum StoreError {
     },
 
     /// The store has no such model.
-    #[error("{store} has no model {asked:?}; it has {}", list(.known))]
+    #[error("{store} has no model {asked:?}: name one that it has ({})", list(.known))]
     NoSuchModel {
         /// The store.
         store: String,
@@ -144,7 +144,7 @@ pub enum StoreError {
     },
 
     /// The store has no version of this name.
-    #[error("no version of {store} is named {name:?}; there is {}", list(.known))]
+    #[error("no version of {store} is named {name:?}: use a name that it has ({})", list(.known))]
     NoSuchName {
         /// The store.
         store: String,
@@ -155,14 +155,17 @@ pub enum StoreError {
     },
 
     /// What is to be saved has no model, or one twice.
-    #[error("a version of a store has each of its models once, and these were given: {}", list(.given))]
+    #[error("a version of a store has each of its models once, and {}", models_given(.given))]
     ModelsOnce {
         /// The models of the versions that were to be saved.
         given: Vec<ModelId>,
     },
 
     /// What is to be saved is not the next version.
-    #[error("{got} of {model} cannot follow {newest}: versions of a store only grow")]
+    #[error(
+        "{got} of {model} cannot follow {newest}, as versions of a store only grow: save it as {} or a \
+         later one", .newest.next()
+    )]
     VersionNotNewer {
         /// The model.
         model: ModelId,
@@ -309,8 +312,15 @@ impl From<StoreError> for Error {
 
 fn versions(known: &[Version]) -> String {
     match known {
-        [] => "it has no version at all".into(),
-        _ => format!("its newest: {}", list(known)),
+        [] => "it has no version at all: save one first".into(),
+        _ => format!("ask for one that it has, such as {}", list(known)),
+    }
+}
+
+fn models_given(models: &[ModelId]) -> String {
+    match models {
+        [] => "none was given: give one or more".into(),
+        _ => format!("these were given: {}", list(models)),
     }
 }
 

@@ -126,7 +126,8 @@ pub(crate) struct Published {
     pub(crate) epoch: Epoch,
     /// The newest; 0 if there is none.
     pub(crate) last: u64,
-    /// Numbers below it of versions that failed, and whose manifests may be there.
+    /// Numbers below it of versions that failed, and whose manifests may be there. They stay as long as
+    /// the run does: storage that is slow may write such a manifest after it was removed.
     pub(crate) failed: BTreeSet<u64>,
 }
 

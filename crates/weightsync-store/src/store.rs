@@ -314,17 +314,20 @@ impl Store {
         which: &Which,
         read: &dyn Fn(&Manifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
-        if *which == Which::Newest
-            && let Some(value) = self.read_by_head(read)?
-        {
-            return Ok((value, Vec::new()));
+        let mut damaged = None;
+        if *which == Which::Newest {
+            match self.read_by_head(read)? {
+                ByHead::Read(value) => return Ok((value, Vec::new())),
+                ByHead::Damaged(place, found) => damaged = Some((place, found)),
+                ByHead::Unknown => {}
+            }
         }
         let mut gone = None;
         loop {
             let catalog = Catalog::read(self.storage())?;
             let damage = catalog.damage.clone();
             let found = match which {
-                Which::Newest => return self.read_newest(catalog, damage, read),
+                Which::Newest => return self.read_newest(catalog, damage, damaged, read),
                 Which::Named(name) => match catalog.names.get(name) {
                     Some(place) => *place,
                     None => {
@@ -350,14 +353,19 @@ impl Store {
     }
 
     /// Reads the newest version, where nothing is damaged: without a look at how many others there are.
-    fn read_by_head<T>(&self, read: &dyn Fn(&Manifest) -> Result<T>) -> Result<Option<T>> {
-        let by_head = || match catalog::head(self.storage())?.and_then(|head| head.newest()) {
-            Some(place) => self.read_place(place, read),
-            None => Ok(None),
+    fn read_by_head<T>(&self, read: &dyn Fn(&Manifest) -> Result<T>) -> Result<ByHead<T>> {
+        let newest = match catalog::head(self.storage()) {
+            Err(StoreError::Damaged(_)) => None,
+            head => head?.and_then(|head| head.newest()),
         };
-        match by_head() {
-            Err(StoreError::Damaged(_)) => Ok(None),
-            read => read,
+        let Some(place) = newest else {
+            return Ok(ByHead::Unknown);
+        };
+        match self.read_place(place, read) {
+            Ok(Some(value)) => Ok(ByHead::Read(value)),
+            Ok(None) => Ok(ByHead::Unknown),
+            Err(StoreError::Damaged(found)) => Ok(ByHead::Damaged(place, found)),
+            Err(error) => Err(error),
         }
     }
 
@@ -489,8 +497,10 @@ impl Store {
             let catalog = Catalog::read(self.storage())?;
             let Some((old, mut head)) = catalog.head.clone() else {
                 return match catalog.damage.into_iter().next() {
-                    // The next writer mends it.
-                    Some(damage) => Err(damage.into()),
+                    Some(Damage { file, what }) => {
+                        let what = format!("{what}; the next save writes it again");
+                        Err(Damage { file, what }.into())
+                    }
                     None => Err(StoreError::Empty {
                         store: self.name(),
                         damage: Vec::new(),
@@ -511,6 +521,7 @@ impl Store {
         &self,
         mut catalog: Catalog,
         mut damage: Vec<Damage>,
+        mut damaged: Option<(Place, Damage)>,
         read: &dyn Fn(&Manifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
         loop {
@@ -520,7 +531,12 @@ impl Store {
                     damage,
                 });
             };
-            match self.read_place(place, read) {
+            // One that is known to be damaged is not read again.
+            let found = match damaged.take_if(|(at, _)| *at == place) {
+                Some((_, found)) => Err(found.into()),
+                None => self.read_place(place, read),
+            };
+            match found {
                 Ok(Some(value)) => return Ok((value, damage)),
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
@@ -735,6 +751,14 @@ impl Store {
             known,
         })
     }
+}
+
+/// What came of reading the version that the head names.
+enum ByHead<T> {
+    Read(T),
+    Damaged(Place, Damage),
+    /// It was removed meanwhile, or the head says nothing.
+    Unknown,
 }
 
 impl fmt::Debug for Store {

@@ -517,6 +517,8 @@ impl Writer {
     /// Replaces the head, which is the step that publishes a version.
     fn publish(&mut self, version: Unsettled) -> Result<()> {
         let leased = match self.options.keep {
+            // Leases of readers that were killed stay until the next claim: nothing is removed here that
+            // they could hold.
             Keep::All => Vec::new(),
             _ => lease::leased(self.store.storage())?,
         };

@@ -308,13 +308,23 @@ impl Store {
         if !is_here(storage, SENDER_LOCK) {
             return Ok(());
         }
-        let sender: Option<AboutSender> = value(storage, SENDER_LOCK)?;
-        let (pid, host) = sender.map_or((0, "an unknown host".into()), |sender| {
-            (sender.pid, sender.host)
-        });
-        let store = self.name();
-        Err(StoreError::InUse { store, pid, host })
+        Err(in_use(storage, SENDER_LOCK))
     }
+}
+
+/// The error that says which sender is alive there.
+fn in_use(storage: &dyn Storage, path: &str) -> StoreError {
+    let peer = match storage.peer(path) {
+        Ok(peer) => peer,
+        Err(error) => return StoreError::file("reading", storage.name(path))(error),
+    };
+    let sender = peer.and_then(|peer| serde_json::from_slice(peer.about()).ok());
+    let sender: Option<AboutSender> = sender;
+    let (pid, host) = sender.map_or((0, "an unknown host".into()), |sender| {
+        (sender.pid, sender.host)
+    });
+    let store = storage.name("");
+    StoreError::InUse { store, pid, host }
 }
 
 /// Removes a store, unless its sender or a worker is there.

@@ -16,8 +16,8 @@ use weightsync_engine::{
 };
 
 use super::{
-    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, is_here,
-    store_at, vacate, value,
+    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, in_use,
+    is_here, store_at, vacate, value,
 };
 use crate::error::StoreError;
 use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
@@ -137,17 +137,7 @@ fn announce(
     about: &AboutSender,
 ) -> Result<Box<dyn Presence>, StoreError> {
     match storage.announce(path, &encoded(about)) {
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            let peer = storage.peer(path);
-            let peer = peer.map_err(StoreError::file("reading", storage.name(path)))?;
-            let about = peer.and_then(|peer| serde_json::from_slice(peer.about()).ok());
-            let other: Option<AboutSender> = about;
-            let (pid, host) = other.map_or((0, "an unknown host".into()), |other| {
-                (other.pid, other.host)
-            });
-            let store = storage.name("");
-            Err(StoreError::InUse { store, pid, host })
-        }
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => Err(in_use(storage, path)),
         announced => announced.map_err(StoreError::file("writing", storage.name(path))),
     }
 }

@@ -705,3 +705,36 @@ fn claim_leaves_directories_of_others_alone() {
     // Nor does the directory of a worker that was killed stay, as there is no file in it.
     assert!(!dir.path().join("ends/workers/3.1").exists());
 }
+
+#[test]
+fn damaged_newest_version_is_read_once() {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage, Keep::All);
+    trainer.claim().unwrap();
+    trainer.save(&["policy"]).unwrap();
+    trainer.writer.as_mut().unwrap().save_whole_next();
+    trainer.save(&["policy"]).unwrap();
+    let newest = trainer.store.versions().unwrap().versions.remove(1);
+    let file = std::path::Path::new(&newest.models[0].directory).join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&file, bytes).unwrap();
+    let reads = Arc::new(AtomicUsize::new(0));
+    let counted = reads.clone();
+    let store = trainer.store.with_progress(move |work| {
+        let begins = matches!(work, Work::Reads(_));
+        counted.fetch_add(usize::from(begins), Ordering::SeqCst);
+        Ok(())
+    });
+    let loaded = store.load(&Which::Newest).unwrap();
+    assert_eq!(number(&loaded.set.members()[0].snapshot), 1);
+    assert_eq!(loaded.damage.len(), 1);
+    assert_eq!(
+        reads.load(Ordering::SeqCst),
+        2,
+        "the damaged one and the one before"
+    );
+}
