@@ -121,7 +121,7 @@ impl Drop for Saver {
     fn drop(&mut self) {
         if !self.owner.is_here() {
             // The thread is the parent's.
-            self.thread.take().map(std::mem::forget);
+            std::mem::forget(self.thread.take());
             return;
         }
         self.inbox.lock().stop = true;
