@@ -36,7 +36,7 @@ fn suite() -> ExitCode {
         }
     };
     let subjects = Subjects::new()
-        .with(&format!("store:{text},temporary"))
+        .with(&format!("store:{text},keep=1,temporary"))
         // A send is some hundred requests.
         .slow()
         .residue(move || {

@@ -76,16 +76,20 @@ pub fn saves_end_as_they_do() {
 pub fn saves_fail_with_the_reason() {
     let dir = tempfile::tempdir().expect("a directory");
     let (store, writer) = open(dir.path());
-    let snapshots: Vec<_> = (1..=3).map(|number| snapshot(&writer, number)).collect();
+    let snapshots: Vec<_> = (1..=4).map(|number| snapshot(&writer, number)).collect();
     let saver = Saver::start(writer).expect("a thread");
-    let [first, second, third] = &snapshots[..] else {
-        panic!("three")
+    let [first, second, third, fourth] = &snapshots[..] else {
+        panic!("four")
     };
-    assert!(matches!(
-        end(&saver.save(vec![first.clone()])),
-        SaveOutcome::Durable(_)
-    ));
-    // Saved already.
+    // The second time it is there already.
+    for written in [true, false] {
+        let saved = end(&saver.save(vec![second.clone()]));
+        let SaveOutcome::Durable(saved) = saved else {
+            panic!("{saved:?}")
+        };
+        assert_eq!(saved.stored_bytes > 0, written);
+    }
+    // It comes after a later one.
     let failed = end(&saver.save(vec![first.clone()]));
     let SaveOutcome::Failed(error) = failed else {
         panic!("{failed:?}")
@@ -96,7 +100,7 @@ pub fn saves_fail_with_the_reason() {
     );
     // Another writer.
     let rival = Writer::claim(&store, SaveOptions::default()).expect("a store");
-    let failed = end(&saver.save(vec![second.clone()]));
+    let failed = end(&saver.save(vec![third.clone()]));
     let SaveOutcome::Failed(error) = failed else {
         panic!("{failed:?}")
     };
@@ -105,7 +109,7 @@ pub fn saves_fail_with_the_reason() {
     // A store that was removed stays so.
     let saver = Saver::start(rival).expect("a thread");
     fs::remove_dir_all(dir.path()).expect("a directory");
-    let failed = end(&saver.save(vec![third.clone()]));
+    let failed = end(&saver.save(vec![fourth.clone()]));
     let SaveOutcome::Failed(error) = failed else {
         panic!("{failed:?}")
     };
