@@ -99,7 +99,7 @@ pub fn fill() -> Result<(), Failure> {
         fs::File::options()
             .write(true)
             .open(&filler)?
-            .set_len(((1 << 20) - (left << 12)) as u64)?;
+            .set_len((1 << 20) - (left << 12))?;
         let before = everything(&dir.path().join("store"))?;
         if let Err(error) = writer.save_weights(MODEL, &weights(1000 + left, 16)) {
             assert!(error.to_string().contains("No space left"), "{error}");

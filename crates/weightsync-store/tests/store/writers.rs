@@ -43,7 +43,7 @@ pub fn newest_claim_alone_saves() {
                                 let mut saved =
                                     saved.lock().unwrap_or_else(PoisonError::into_inner);
                                 saved.push((version, number));
-                                if number % 4 == 0 {
+                                if number.is_multiple_of(4) {
                                     break;
                                 }
                             }
