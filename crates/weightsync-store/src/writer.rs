@@ -642,6 +642,10 @@ impl Writer {
                     self.successor = Some(by);
                     return Err(self.fenced(by));
                 }
+                // A store that was removed stays so.
+                if raw.is_none() && !self.lists_known()? {
+                    return Err(damage.into());
+                }
                 tracing::warn!("{damage}; it is written again");
                 self.raw_head = raw;
                 Ok(())
@@ -672,6 +676,15 @@ impl Writer {
             own: self.head.run,
             by,
         }
+    }
+
+    /// Whether any version is there that this writer knows.
+    fn lists_known(&self) -> Result<bool> {
+        let storage = self.store.storage();
+        let names = storage.list(VERSIONS);
+        let names = names.map_err(StoreError::file("listing", storage.name(VERSIONS)))?;
+        let mut places = names.iter().filter_map(|name| Place::of_manifest(name));
+        Ok(places.any(|place| self.known.contains_key(&place)))
     }
 
     /// The run of a later writer that has written a manifest, or weights.
