@@ -91,8 +91,20 @@ impl Snapshot {
         run: Run,
         version: Version,
     ) -> Result<Self> {
-        let prepared = Prepared::new(ModelId::new(model)?, weights)?;
-        let mut image = Image::zeros(&prepared.layout);
+        Self::read(ModelId::new(model)?, weights, run, version, None)
+    }
+
+    /// The same, in the memory of `spare`, if that has its layout.
+    fn read(
+        model: ModelId,
+        weights: &dyn WeightExtractor,
+        run: Run,
+        version: Version,
+        spare: Option<Image>,
+    ) -> Result<Self> {
+        let prepared = Prepared::new(model, weights)?;
+        let spare = spare.filter(|image| *image.layout() == prepared.layout);
+        let mut image = spare.unwrap_or_else(|| Image::zeros(&prepared.layout));
         publish::whole(&prepared, weights, &mut |sources| image.write(sources))?;
         let spec = ModelSpec {
             id: prepared.id,
@@ -156,16 +168,7 @@ impl Snapshot {
     /// The same version in another form, which `seen` makes of it; in the memory of
     /// `spare`, if that has its layout.
     pub(crate) fn made_as(&self, seen: &dyn WeightExtractor, spare: Option<Image>) -> Result<Self> {
-        let prepared = Prepared::new(self.model.clone(), seen)?;
-        let spare = spare.filter(|image| *image.layout() == prepared.layout);
-        let mut image = spare.unwrap_or_else(|| Image::zeros(&prepared.layout));
-        publish::whole(&prepared, seen, &mut |sources| image.write(sources))?;
-        let spec = ModelSpec {
-            id: prepared.id,
-            layout: prepared.layout,
-            attributes: prepared.attributes,
-        };
-        Self::received(&spec, self.run(), self.version(), image)
+        Self::read(self.model.clone(), seen, self.run(), self.version(), spare)
     }
 
     /// Whether the bytes are in the memory of this process alone, as in a

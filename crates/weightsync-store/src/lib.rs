@@ -1,4 +1,5 @@
-//! Versions of a model's weights that last: in a directory.
+//! Versions of a model's weights that last: in a directory, or in an object store by the feature
+//! `objects`.
 //!
 //! | step of the journey | here |
 //! |---|---|
@@ -11,7 +12,7 @@
 //! [`StoreScheme`] is the scheme `store:PATH`, with no process between trainer and workers.
 //! `docs/store.md` specifies the files.
 //!
-//! Absent here: sockets, retries that hide an error, clocks that decide anything.
+//! Absent here: sockets of its own, retries that hide an error, wall clocks that decide anything.
 #![forbid(unsafe_code)]
 
 mod address;

@@ -73,8 +73,8 @@ pub(crate) trait Storage: fmt::Debug + Send + Sync {
     /// Whether the death of a process is noticed at once, and not by its silence.
     fn notices_death(&self) -> bool;
 
-    /// How changes are written: the fast codec reads and writes near the speed of a disk, the thin one
-    /// takes fewer bytes.
+    /// How changes are written: the fast codec is applied several times as fast, the thin one takes
+    /// fewer bytes.
     fn codec(&self) -> Codec;
 
     /// How long to wait before looking again: shortly after something changed, and in the end.
