@@ -33,6 +33,23 @@ impl Signals {
         Ok(Self { caught })
     }
 
+    /// The same, without an end at the second signal: the command looks for that with
+    /// [`again`](Self::again), and ends what it has started.
+    pub fn watch_each() -> io::Result<Self> {
+        let caught = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            flag::register_usize(signal, Arc::clone(&caught), signal as usize)?;
+        }
+        Ok(Self { caught })
+    }
+
+    /// Waits for another signal after the first one, for as long as `wait` says. It is asked often.
+    pub fn again(&self, mut wait: impl FnMut() -> bool) {
+        let first = self.caught.swap(0, Ordering::Relaxed);
+        while self.caught().is_none() && wait() {}
+        self.caught.store(first, Ordering::Relaxed);
+    }
+
     /// The signal that came, if one did.
     pub fn caught(&self) -> Option<u8> {
         match self.caught.load(Ordering::Relaxed) {

@@ -10,7 +10,7 @@ use weightsync_core::digest::Digester;
 use weightsync_engine::Snapshot;
 use weightsync_engine::safetensors_format::{Header, Shard};
 use weightsync_engine::transport::{Image, ModelSpec};
-use weightsync_simd::Crc64;
+use weightsync_simd::{Crc64, crc64};
 
 use crate::delta_file::{self, Index};
 use crate::error::{Damage, Result, StoreError};
@@ -137,6 +137,26 @@ fn append(upload: &mut dyn Upload, pending: &mut Vec<u8>, piece: &[u8]) -> io::R
         }
     }
     Ok(())
+}
+
+/// The names of files that one has and the other has not, or that differ.
+pub(crate) fn differing(files: &ExtraFiles, there: &[FileEntry]) -> Vec<String> {
+    let there = || there.iter().filter(|file| is_extra(file));
+    let changed = files.iter().filter(|(name, bytes)| {
+        !there().any(|file| {
+            file.name == *name
+                && file.bytes == bytes.len() as u64
+                && file.crc64 == Crc(crc64(bytes))
+        })
+    });
+    let changed = changed.map(|(name, _)| name.clone());
+    let gone = there().filter(|file| !files.iter().any(|(name, _)| *name == file.name));
+    changed.chain(gone.map(|file| file.name.clone())).collect()
+}
+
+/// Whether a file of an anchor is neither weights nor their index.
+pub(crate) fn is_extra(file: &FileEntry) -> bool {
+    !file.name.ends_with(SAFETENSORS) && file.name != INDEX
 }
 
 /// Reads one version of a model and checks it. `spare` is memory that may be used again.

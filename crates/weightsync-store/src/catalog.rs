@@ -20,7 +20,7 @@ pub(crate) struct Catalog {
     pub(crate) places: Vec<Place>,
     /// Every manifest there is, published or not, by place.
     pub(crate) listed: Vec<Place>,
-    /// The versions that have names.
+    /// The versions that have names. If the head is damaged, those of the newest version.
     pub(crate) names: BTreeMap<String, Place>,
     /// What is damaged.
     pub(crate) damage: Vec<Damage>,
@@ -31,18 +31,17 @@ impl Catalog {
     pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
         loop {
             let catalog = Self::look(storage)?;
-            // Between the two reads a writer may have published versions and removed the one that
-            // was the newest.
-            if !catalog.lacks_newest() || storage.read(HEAD).ok().flatten() == catalog.raw_head {
+            // Between the two reads a writer may have published versions and removed others.
+            if !catalog.lacks_any() || storage.read(HEAD).ok().flatten() == catalog.raw_head {
                 return Ok(catalog);
             }
         }
     }
 
-    /// Whether the version that the head names last is not there.
-    fn lacks_newest(&self) -> bool {
-        let newest = self.head.as_ref().and_then(|(_, head)| head.newest());
-        newest.is_some() && self.places.last() != newest.as_ref()
+    /// Whether versions that the head counts are not there.
+    fn lacks_any(&self) -> bool {
+        let head = self.head.as_ref().map(|(_, head)| head);
+        head.is_some_and(|head| head.count > self.places.len() as u64)
     }
 
     fn look(storage: &dyn Storage) -> Result<Self> {
@@ -78,19 +77,23 @@ impl Catalog {
                 let listed = catalog.listed.iter().copied();
                 catalog.places = listed.filter(|place| head.has(*place)).collect();
                 catalog.names = head.names.clone();
-                // What the head says last is there, or was removed by a damage.
+                let (count, got) = (head.count, catalog.places.len() as u64);
                 if let Some(newest) = head.newest()
                     && catalog.places.last() != Some(&newest)
                 {
                     let file = storage.name(&newest.manifest());
                     catalog.damage.push(Damage::new(file, "it is missing"));
+                } else if got < count {
+                    let what = format!("it has the manifests of {got} versions, expected {count}");
+                    catalog.damage.push(Damage::new(storage.name(VERSIONS), what));
                 }
             }
             // A store without versions has no head yet.
             None if catalog.raw_head.is_none() && catalog.listed.is_empty() => {}
             None => {
                 catalog.damage.extend(found);
-                catalog.places = chain(storage, &catalog.listed, &mut catalog.damage)?;
+                (catalog.places, catalog.names) =
+                    chain(storage, &catalog.listed, &mut catalog.damage)?;
             }
         }
         Ok(catalog)
@@ -104,12 +107,12 @@ impl Catalog {
         own: Option<Run>,
     ) -> Result<Head> {
         let mut runs = Vec::new();
-        let (mut names, mut dropped) = Default::default();
+        let mut dropped = BTreeSet::new();
         let versions;
         match &self.head {
             Some((_, head)) => {
                 runs = head.runs.clone();
-                (names, dropped) = (head.names.clone(), head.dropped.clone());
+                dropped.clone_from(&head.dropped);
                 versions = head.versions.clone();
             }
             None => {
@@ -153,7 +156,9 @@ impl Catalog {
         Ok(Head {
             run,
             runs,
-            names,
+            // The writer that claims the store names those that are missing, for the last time.
+            count: self.places.len() as u64,
+            names: self.names.clone(),
             dropped,
             versions,
         })
@@ -222,10 +227,16 @@ pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Man
 }
 
 /// The published versions, without a head: from the newest manifest that is whole, each names the
-/// version before it. Where that ends, everything listed before counts that has a lower number.
-fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> Result<Vec<Place>> {
+/// version before it. Where that ends, everything listed before counts that has a lower number. And the
+/// names that the newest one knows.
+fn chain(
+    storage: &dyn Storage,
+    listed: &[Place],
+    damage: &mut Vec<Damage>,
+) -> Result<(Vec<Place>, BTreeMap<String, Place>)> {
     let mut rest = listed;
     let mut places = Vec::new();
+    let mut names = None;
     let mut expected: Option<Place> = None;
     while let Some((&place, before)) = rest.split_last() {
         // A writer that was replaced may have left manifests with the numbers of later versions.
@@ -239,6 +250,7 @@ fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> R
         match manifest(storage, place) {
             Ok(Some(manifest)) => {
                 places.push(place);
+                names.get_or_insert(manifest.names);
                 if manifest.previous.is_none() {
                     break;
                 }
@@ -261,7 +273,7 @@ fn chain(storage: &dyn Storage, listed: &[Place], damage: &mut Vec<Damage>) -> R
         rest = before;
     }
     places.reverse();
-    Ok(places)
+    Ok((places, names.unwrap_or_default()))
 }
 
 #[cfg(test)]

@@ -111,6 +111,8 @@ pub(crate) struct Head {
     pub(crate) run: Run,
     /// What each run published, by epoch.
     pub(crate) runs: Vec<Published>,
+    /// How many versions there are: fewer manifests are damage.
+    pub(crate) count: u64,
     /// Versions that users named.
     pub(crate) names: BTreeMap<String, Place>,
     /// Versions that are being removed.
@@ -205,6 +207,8 @@ pub(crate) struct Manifest {
     pub(crate) by: By,
     /// When it was written, in milliseconds since 1970 by the writer's clock. For people alone.
     pub(crate) at: u64,
+    /// The names that the head had then. They count if the head is damaged.
+    pub(crate) names: BTreeMap<String, Place>,
     pub(crate) models: Vec<Stored>,
 }
 

@@ -96,6 +96,8 @@ pub struct Loaded {
 pub struct Versions {
     /// The versions that can be loaded unless their weights are damaged, oldest first.
     pub versions: Vec<StoredVersion>,
+    /// How many versions the store has, with those that were not asked for.
+    pub all: usize,
     /// What is damaged.
     pub damage: Vec<Damage>,
 }
@@ -209,22 +211,36 @@ impl Store {
     ///
     /// [`StoreError::File`], [`StoreError::Format`].
     pub fn versions(&self) -> Result<Versions> {
+        self.newest_versions(usize::MAX)
+    }
+
+    /// So many of the newest versions, oldest first, and what is damaged among them.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`versions`](Self::versions).
+    pub fn newest_versions(&self, count: usize) -> Result<Versions> {
         let catalog = Catalog::read(self.storage())?;
-        let mut all = Versions {
+        let mut found = Versions {
             versions: Vec::new(),
+            all: catalog.places.len(),
             damage: catalog.damage.clone(),
         };
-        for &place in &catalog.places {
+        for &place in catalog.places.iter().rev() {
+            if found.versions.len() == count {
+                break;
+            }
             match catalog::manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
-                    all.versions.push(self.describe(&manifest, &catalog.names));
+                    found.versions.push(self.describe(&manifest, &catalog.names));
                 }
                 Ok(None) => {}
-                Err(StoreError::Damaged(damage)) => all.damage.push(damage),
+                Err(StoreError::Damaged(damage)) => found.damage.push(damage),
                 Err(error) => return Err(error),
             }
         }
-        Ok(all)
+        found.versions.reverse();
+        Ok(found)
     }
 
     /// Waits until a version is published that comes after `than`, by its number in the store, and

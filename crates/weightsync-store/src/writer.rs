@@ -2,6 +2,7 @@
 
 mod cleaning;
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 
@@ -10,6 +11,7 @@ use weightsync_engine::transport::{ModelSpec, random};
 use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 
 use crate::catalog::{self, Catalog};
+use crate::anchor::ExtraFiles;
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{
     Anchor, By, DATA, DELTA, DeltaFile, HEAD, Hash, Head, Manifest, Place, Stored, VERSIONS,
@@ -33,6 +35,8 @@ pub struct SaveOptions {
     /// The most bytes of tensors in one safetensors file.
     pub shard_bytes: u64,
     /// Files to save next to the weights of each full version, by name: `config.json`, a tokenizer's.
+    /// If none are given, those of a model's newest version stay. If others are given than it has, the
+    /// next version is a full one.
     pub files: Vec<(String, Vec<u8>)>,
     /// Whether versions are saved as changes where that takes few bytes.
     pub deltas: bool,
@@ -401,9 +405,11 @@ impl Writer {
             },
             deltas: Vec::new(),
         };
-        if let Some(newest) = self.newest.get(model)
+        let newest = self.newest.get(model);
+        if let Some(newest) = newest
             && let Some(base) = &newest.base
             && newest.stored.spec == stored.spec
+            && self.has_files(&newest.stored)
             && let Some(limit) = delta_limit(&newest.stored, snapshot.layout().bytes())
             && let Some(made) = delta_file::make(
                 snapshot.layout(),
@@ -427,17 +433,34 @@ impl Writer {
             });
             return Ok(stored);
         }
-        let Self { options, .. } = self;
+        let files = match newest {
+            Some(newest) if self.options.files.is_empty() => self.carried_files(&newest.stored)?,
+            _ => Cow::Borrowed(&self.options.files[..]),
+        };
         let bytes = snapshot.layout().payload_bytes();
         self.store.begins(Work::Writes, bytes)?;
-        stored.anchor.files = anchor::write(
-            storage,
-            &place.file(model, ""),
-            snapshot,
-            &options.files,
-            options.shard_bytes,
-        )?;
+        let dir = place.file(model, "");
+        let budget = self.options.shard_bytes;
+        stored.anchor.files = anchor::write(storage, &dir, snapshot, &files, budget)?;
         Ok(stored)
+    }
+
+    /// Whether a version has the files that are to lie next to the weights.
+    fn has_files(&self, stored: &Stored) -> bool {
+        let files = &self.options.files;
+        files.is_empty() || anchor::differing(files, &stored.anchor.files).is_empty()
+    }
+
+    /// The files next to the weights of the version before.
+    fn carried_files(&self, before: &Stored) -> Result<Cow<'_, ExtraFiles>> {
+        match self.store.extra_files(before) {
+            Ok(files) => Ok(Cow::Owned(files)),
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}; the next version is saved without the files of this one");
+                Ok(Cow::Borrowed(&[]))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Writes a model's layout and attributes, if they are not there.
@@ -499,6 +522,7 @@ impl Writer {
             run: self.head.run,
             by: self.by.clone(),
             at: now(),
+            names: self.head.names.clone(),
             models,
         }
     }
@@ -586,6 +610,9 @@ impl Writer {
         loop {
             let mut head = self.head.clone();
             change(self, &mut head);
+            let unsettled = self.unsettled.iter().map(|version| &version.place);
+            let places = self.known.keys().chain(unsettled);
+            head.count = places.filter(|place| head.has(**place)).count() as u64;
             let new = seal(&head);
             let swapped = storage.swap(HEAD, self.raw_head.as_deref(), &new);
             let swapped = swapped.map_err(StoreError::file("writing", storage.name(HEAD)));

@@ -27,17 +27,18 @@ pub struct Args {
 
 /// Shows what is there, the newest first.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
+    let store = Store::open(&args.store)?;
+    let found = store.newest_versions(args.newest.unwrap_or(usize::MAX))?;
     let Versions {
         mut versions,
+        all,
         damage,
         ..
-    } = Store::open(&args.store)?.versions()?;
-    if versions.is_empty() && damage.is_empty() {
+    } = found;
+    if all == 0 && damage.is_empty() {
         return Err(format!("{} has no version: check its address", args.store).into());
     }
     versions.reverse();
-    let all = versions.len();
-    versions.truncate(args.newest.unwrap_or(all));
     print(&match args.json {
         true => json(&versions, &damage)?,
         false => text(&versions, all, &damage),

@@ -198,6 +198,11 @@ fn push_and_pull_refuse_what_they_cannot_do() {
     );
     let named = ["push", "a.safetensors", "--to", "store", "--name", "../x"];
     dir.fails(&named, &["cannot be named \"../x\""]);
+    dir.save("own/model.safetensors", &model());
+    for source in ["own", "own/model.safetensors"] {
+        dir.fails(&["push", source, "--to", "own"], &["directory of the store"]);
+    }
+    assert_eq!(dir.names("own"), ["model.safetensors"]);
     // Nothing of that has made a store.
     assert!(!dir.at("store").exists());
     dir.fails(&["pull", "store", "--out", "new"], &["no version"]);
@@ -361,7 +366,8 @@ fn watch_runs_for_each_version_and_keeps_two() {
         let kept = match step {
             1 => vec!["v1"],
             2 => vec!["v1", "v2"],
-            3 => vec!["v2", "v3"],
+            // It has been replaced.
+            3 => vec!["v1", "v3"],
             _ => vec!["v3", "v4"],
         };
         assert_eq!(dir.names(out), kept);
@@ -486,6 +492,38 @@ fn watch_leaves_no_process_and_no_directory() {
     // Its output ends when all that were started are gone.
     assert_eq!(watch.end(), (Some(130), String::new()));
     assert_eq!(dir.names("tmp"), [""; 0]);
+}
+
+#[test]
+fn watch_kills_its_command_at_a_second_signal() {
+    let dir = Dir::new();
+    dir.writer("store")
+        .save_weights("policy", &numbered(1.0))
+        .unwrap();
+    // It says when the first signal has come, and would run for as long as it is let.
+    let command = "trap 'echo stays' TERM; echo started; while :; do sleep 0.01; done";
+    let mut watch = dir.watch(&["store", "--exec", command]);
+    assert_eq!(watch.line(), "started");
+    watch.signal(Signal::INT);
+    assert_eq!(watch.line(), "stays");
+    watch.signal(Signal::TERM);
+    assert_eq!(watch.end(), (Some(130), String::new()));
+    assert_eq!(dir.names("tmp"), [""; 0]);
+}
+
+#[test]
+fn watch_leaves_the_directory_of_another_alone() {
+    let dir = Dir::new();
+    dir.writer("store")
+        .save_weights("policy", &numbered(1.0))
+        .unwrap();
+    let mut watch = dir.watch(&["store", "--out", "out", "--exec", "echo ran"]);
+    assert_eq!(watch.line(), "ran");
+    let words = ["watch", "store", "--out", "out", "--exec", "true"];
+    dir.fails(&words, &["out", "another watch", "--out"]);
+    watch.signal(Signal::INT);
+    assert_eq!(watch.end().0, Some(130));
+    assert_eq!(dir.names("out"), ["v1"]);
 }
 
 #[test]

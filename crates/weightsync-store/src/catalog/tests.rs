@@ -28,6 +28,7 @@ fn put(storage: &dyn Storage, place: Place, previous: Option<Place>) {
             pid: 1,
         },
         at: 0,
+        names: [("best".into(), place)].into(),
         models: vec![Stored {
             model: ModelId::new("policy").unwrap(),
             version: Version(place.sequence),

@@ -19,7 +19,7 @@ use weightsync_engine::{
 };
 
 use self::find::{Found, find};
-use crate::anchor::INDEX;
+use crate::anchor::is_extra;
 use crate::error::{Result, StoreError};
 use crate::progress::{Progress, Work};
 use crate::store::{Store, Which};
@@ -176,6 +176,10 @@ impl Checkpoint {
     /// its tokenizer. A bare file has none.
     pub fn files(&self) -> &[(String, Vec<u8>)] {
         &self.files
+    }
+
+    fn is_of_store(&self) -> bool {
+        matches!(self.weights, Weights::Stored(_))
     }
 
     /// The same weights as another version of the model that is described: its tensors in that order,
@@ -372,7 +376,7 @@ impl Store {
     }
 
     /// The files next to the weights of an anchor, checked. The caller has a lease.
-    fn extra_files(&self, stored: &crate::format::Stored) -> Result<Vec<(String, Vec<u8>)>> {
+    pub(crate) fn extra_files(&self, stored: &crate::format::Stored) -> Result<Vec<(String, Vec<u8>)>> {
         let files = stored.anchor.files.iter();
         let mut read = Vec::new();
         for file in files.filter(|file| is_extra(file)) {
@@ -395,11 +399,6 @@ impl Store {
         }
         Ok(read)
     }
-}
-
-/// Whether a file of an anchor is neither weights nor their index.
-fn is_extra(file: &crate::format::FileEntry) -> bool {
-    !file.name.ends_with(crate::anchor::SAFETENSORS) && file.name != INDEX
 }
 
 #[cfg(test)]

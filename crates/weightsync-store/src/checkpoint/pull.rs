@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::fs::{AtFlags, CWD, RenameFlags, StatxAttributes, StatxFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Digest, ModelId, Version};
@@ -147,6 +147,11 @@ impl Target {
             Err(error) => {
                 return Err(StoreError::file("opening", self.path.display().to_string())(error));
             }
+        }
+        let mount = rustix::fs::statx(CWD, &self.path, AtFlags::empty(), StatxFlags::TYPE);
+        if mount.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)) {
+            let what = "a file system is mounted there, so it cannot be replaced: name a directory in it";
+            return Err(occupied(what.into()));
         }
         let names = find::names(&self.path)?;
         if names.is_empty() {

@@ -3,11 +3,11 @@
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_engine::Snapshot;
 use weightsync_engine::transport::ModelSpec;
-use weightsync_simd::crc64;
 
-use super::{Checkpoint, is_extra};
+use super::{Checkpoint, unusable};
+use crate::anchor;
 use crate::error::{Result, StoreError};
-use crate::format::{Crc, FileEntry, Stored, is_version_name};
+use crate::format::{Stored, is_version_name};
 use crate::retention::Keep;
 use crate::store::{ModelVersion, Store, Which};
 use crate::writer::{SaveOptions, Saved, Writer};
@@ -53,8 +53,7 @@ pub struct Pushed {
 struct Newest {
     stored: Stored,
     spec: ModelSpec,
-    /// The files to save, and which of them differ from those that are there.
-    files: Vec<(String, Vec<u8>)>,
+    /// Which of the checkpoint's files differ from those that are there.
     other_files: Vec<String>,
 }
 
@@ -74,17 +73,16 @@ impl Store {
         if let Some(name) = options.name.as_ref().filter(|name| !is_version_name(name)) {
             return Err(StoreError::Name { name: name.clone() });
         }
+        self.refuse_own_directory(&checkpoint)?;
         let newest = self.newest_before(&checkpoint, options.model.as_ref())?;
         let model = match (&options.model, &newest) {
             (Some(model), _) => model.clone(),
             (None, Some(newest)) => newest.stored.model.clone(),
             (None, None) => ModelId::new(MODEL).map_err(weightsync_engine::Error::from)?,
         };
-        let mut files = checkpoint.files.clone();
         let (mut comparable, mut other_files) = (false, Vec::new());
         if let Some(newest) = &newest {
             comparable = checkpoint.arrange(&newest.spec.layout, &newest.spec.attributes);
-            files.clone_from(&newest.files);
             other_files.clone_from(&newest.other_files);
         }
         checkpoint.progress = self.progress().cloned();
@@ -127,7 +125,7 @@ impl Store {
         self.refuse_living_sender()?;
         let save = SaveOptions {
             keep: options.keep,
-            files,
+            files: checkpoint.files,
             ..SaveOptions::default()
         };
         let mut writer = Writer::claim(self, save)?;
@@ -140,6 +138,20 @@ impl Store {
             writer.save(&[renumbered(snapshot, writer.run(), version)?.with_digest(digest)])?;
         named(version)?;
         Ok(pushed(version, Some(saved)))
+    }
+
+    /// An error if the checkpoint lies where the store is to be.
+    fn refuse_own_directory(&self, checkpoint: &Checkpoint) -> Result<()> {
+        let (path, store) = (checkpoint.path(), self.name());
+        let dir = if path.is_dir() { Some(path) } else { path.parent() };
+        // A store that is no directory, or is not there yet, is no checkpoint.
+        match dir.map(std::fs::canonicalize).zip(std::fs::canonicalize(&store).ok()) {
+            Some((Ok(dir), store)) if dir == store && !checkpoint.is_of_store() => {
+                let what = "it lies in the directory of the store: name another one for the store";
+                Err(unusable(path, what))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn newest_before(
@@ -155,18 +167,13 @@ impl Store {
             let Some(stored) = stored else {
                 return Ok(None);
             };
-            let mut other_files = Vec::new();
-            let files = match checkpoint.files.is_empty() {
-                true => self.extra_files(stored)?,
-                false => {
-                    other_files = differing(&checkpoint.files, &stored.anchor.files);
-                    checkpoint.files.clone()
-                }
+            let other_files = match checkpoint.files.is_empty() {
+                true => Vec::new(),
+                false => anchor::differing(&checkpoint.files, &stored.anchor.files),
             };
             Ok(Some(Newest {
                 stored: stored.clone(),
                 spec: self.spec(&stored.model, &stored.spec)?,
-                files,
                 other_files,
             }))
         });
@@ -176,21 +183,6 @@ impl Store {
             Err(error) => Err(error),
         }
     }
-}
-
-/// The names of files that one has and the other has not, or that differ.
-fn differing(files: &[(String, Vec<u8>)], there: &[FileEntry]) -> Vec<String> {
-    let there = || there.iter().filter(|file| is_extra(file));
-    let changed = files.iter().filter(|(name, bytes)| {
-        !there().any(|file| {
-            file.name == *name
-                && file.bytes == bytes.len() as u64
-                && file.crc64 == Crc(crc64(bytes))
-        })
-    });
-    let changed = changed.map(|(name, _)| name.clone());
-    let gone = there().filter(|file| !files.iter().any(|(name, _)| *name == file.name));
-    changed.chain(gone.map(|file| file.name.clone())).collect()
 }
 
 /// The same weights as a version of a run.

@@ -9,6 +9,7 @@ use weightsync_engine::Tensors;
 use weightsync_engine::safetensors_format::Shard;
 
 use super::*;
+use crate::anchor::INDEX;
 use crate::SaveOptions;
 use crate::Writer;
 
@@ -318,6 +319,9 @@ fn pull_replaces_only_what_a_pull_wrote() {
         let error = pull("mine").unwrap_err();
         assert!(matches!(error, StoreError::Occupied { .. }), "{error}");
     }
+    let error = store.pull(&Which::Newest, None, Path::new("/proc"));
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("mounted there"), "{error}");
     let error = pull("mine/file").unwrap_err().to_string();
     assert!(error.contains("not a directory"), "{error}");
     let error = pull("store").unwrap_err();

@@ -22,6 +22,7 @@ fn manifest() -> Manifest {
             pid: 42,
         },
         at: 1_700_000_000_000,
+        names: [("best".into(), place(1, 2))].into(),
         models: vec![Stored {
             model: ModelId::new("policy").unwrap(),
             version: Version(9),
@@ -59,6 +60,7 @@ fn head() -> Head {
     let mut head = Head {
         run,
         runs: vec![first, Published::none(run.epoch)],
+        count: 5,
         names: BTreeMap::new(),
         dropped: BTreeSet::new(),
         versions: [(ModelId::new("policy").unwrap(), Version(9))].into(),

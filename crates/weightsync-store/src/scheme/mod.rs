@@ -26,6 +26,7 @@ use weightsync_engine::{AnyScheme, Error};
 
 use crate::address::Address;
 use crate::error::{Result, StoreError};
+use crate::pause::Pause;
 use crate::retention::Keep;
 use crate::storage::{Life, Storage};
 use crate::store::Store;
@@ -305,10 +306,21 @@ impl Store {
     /// An error if a sender uses the store: another writer would end it.
     pub(crate) fn refuse_living_sender(&self) -> Result<()> {
         let storage = self.storage();
-        if !is_here(storage, SENDER_LOCK) {
-            return Ok(());
+        let read = || {
+            let read = storage.read(SENDER_LOCK);
+            read.map_err(StoreError::file("reading", storage.name(SENDER_LOCK)))
+        };
+        let seen = read()?;
+        let mut pause = Pause::new(storage);
+        while is_here(storage, SENDER_LOCK) {
+            // Where death shows by silence alone, one that was killed seems to be there for a while. One
+            // that lives writes its file again.
+            if storage.notices_death() || read()? != seen {
+                return Err(in_use(storage, SENDER_LOCK));
+            }
+            pause.until(None)?;
         }
-        Err(in_use(storage, SENDER_LOCK))
+        Ok(())
     }
 }
 

@@ -6,7 +6,6 @@
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
-use std::num::NonZero;
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,8 +15,6 @@ use std::time::{Duration, Instant};
 
 use crate::format::{LEASES, SPECS, VERSIONS};
 use crate::scheme::{ENDS, WORKERS};
-
-use rustix::fs::Advice;
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::Origin;
@@ -413,18 +410,9 @@ impl Blob for OpenFile {
     }
 
     fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
-        // Several threads read pieces in turns, in which the system does not see one sequence. It is
-        // told what comes next; what it makes of that is its own business.
-        if let Some(len) = NonZero::new(place.len() as u64).filter(|len| len.get() >= AHEAD) {
-            let next = offset + 2 * len.get();
-            let _ = rustix::fs::fadvise(&self.file, next, Some(len), Advice::WillNeed);
-        }
         self.file.read_exact_at(place, offset)
     }
 }
-
-/// How many bytes are worth a word on what comes next.
-const AHEAD: u64 = 1 << 20;
 
 /// The last byte of the file of a process that left in order.
 const LEFT: u8 = b'\n';

@@ -569,6 +569,97 @@ fn number_of_a_damaged_version_is_used_up() {
 }
 
 #[test]
+fn missing_manifest_is_named_until_a_claim() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage, Keep::All);
+    trainer.claim().unwrap();
+    for _ in 0..3 {
+        trainer.save(&["policy"]).unwrap();
+    }
+    assert_eq!(trainer.store.versions().unwrap().damage, []);
+    let manifests = trainer.store.storage().list(VERSIONS).unwrap();
+    let first = manifests.iter().min().unwrap();
+    std::fs::remove_file(dir.path().join(VERSIONS).join(first)).unwrap();
+    for found in [2, 3] {
+        if found == 3 {
+            trainer.save(&["policy"]).unwrap();
+        }
+        let expected = format!("{found} versions, expected {}", found + 1);
+        let found = trainer.store.versions().unwrap();
+        let [Damage { file, what, .. }] = &found.damage[..] else {
+            panic!("{:?}", found.damage);
+        };
+        assert!(file.ends_with(VERSIONS), "{file}");
+        assert!(what.contains(&expected), "{what}");
+    }
+    trainer.claim().unwrap();
+    assert_eq!(trainer.store.versions().unwrap().damage, []);
+}
+
+#[test]
+fn names_stay_when_the_head_is_damaged() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage, "1".parse().unwrap());
+    trainer.claim().unwrap();
+    trainer.save(&["policy"]).unwrap();
+    let first = ModelVersion::from(Version(1));
+    trainer.store.set_name("best", &first).unwrap();
+    trainer.save(&["policy"]).unwrap();
+    std::fs::write(dir.path().join(HEAD), b"spoilt").unwrap();
+    let best = || trainer.store.load(&Which::Named("best".into())).unwrap();
+    assert_eq!(best().set.only().unwrap().version(), Version(1));
+    let mut writer = Writer::claim(&trainer.store, SaveOptions::default()).unwrap();
+    writer.save_weights("policy", &weights(7)).unwrap();
+    assert_eq!(best().set.only().unwrap().version(), Version(1));
+}
+
+#[test]
+fn files_of_the_newest_version_stay_or_are_replaced() {
+    let dir = memory();
+    let store = Store::open(dir.path().to_str().unwrap()).unwrap();
+    let claim = |config: Option<&[u8]>| {
+        let config = config.map(|bytes| ("config.json".to_owned(), bytes.to_vec()));
+        let options = SaveOptions {
+            files: config.into_iter().collect(),
+            ..SaveOptions::default()
+        };
+        let mut writer = Writer::claim(&store, options).unwrap();
+        writer.read_base().unwrap();
+        writer
+    };
+    let check = |expected: &[u8], deltas| {
+        let files = store.files(&Which::Newest, None).unwrap();
+        assert_eq!(files, [("config.json".to_owned(), expected.to_vec())]);
+        let newest = store.newest_versions(1).unwrap();
+        assert_eq!(newest.versions[0].models[0].deltas, deltas);
+    };
+    claim(Some(b"1")).save_weights("m", &weights(1)).unwrap();
+    check(b"1", 0);
+    // A writer that names none keeps them, also in a full version.
+    let mut writer = claim(None);
+    writer.save_weights("m", &weights(2)).unwrap();
+    check(b"1", 1);
+    writer.save_whole_next();
+    writer.save_weights("m", &weights(3)).unwrap();
+    check(b"1", 0);
+    claim(Some(b"1")).save_weights("m", &weights(4)).unwrap();
+    check(b"1", 1);
+    // Changes would be read with the files of before.
+    claim(Some(b"2")).save_weights("m", &weights(5)).unwrap();
+    check(b"2", 0);
+    // Those that are damaged stop no trainer.
+    let newest = store.newest_versions(1).unwrap().versions.remove(0);
+    let config = std::path::Path::new(&newest.models[0].directory).join("config.json");
+    std::fs::write(config, b"3").unwrap();
+    let mut writer = claim(None);
+    writer.save_whole_next();
+    writer.save_weights("m", &weights(6)).unwrap();
+    assert_eq!(store.files(&Which::Newest, None).unwrap(), []);
+}
+
+#[test]
 fn dropped_version_stays_dropped_after_damage() {
     let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));

@@ -39,23 +39,24 @@ pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Opti
             return Ok(Some(status));
         }
         if signals.caught().is_some() {
-            end(&mut child)?;
+            end(&mut child, signals)?;
             return Ok(None);
         }
         thread::sleep(LOOK);
     }
 }
 
-/// Ends a process group.
-fn end(child: &mut Child) -> io::Result<()> {
+/// Ends a process group: a second signal kills it at once.
+fn end(child: &mut Child, signals: &Signals) -> io::Result<()> {
     let group = Pid::from_child(child);
     let _ = kill_process_group(group, Signal::TERM);
     let until = Instant::now() + GRACE;
     // It is not reaped, so that its number is nobody else's.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-    while waitid(WaitId::Pid(group), options)?.is_none() && Instant::now() < until {
+    signals.again(|| {
         thread::sleep(LOOK);
-    }
+        matches!(waitid(WaitId::Pid(group), options), Ok(None)) && Instant::now() < until
+    });
     let _ = kill_process_group(group, Signal::KILL);
     child.wait().map(drop)
 }
@@ -64,27 +65,36 @@ fn end(child: &mut Child) -> io::Result<()> {
 /// place demands: no path can say anything to the shell.
 fn script(command: &str) -> String {
     let mut script = String::with_capacity(command.len() + 8);
-    // The quotation mark that is open.
-    let mut open = None;
+    // What is open: quotation marks, and parentheses and grave accents, within which quoting begins again.
+    let mut open = Vec::new();
     let mut rest = command.chars().peekable();
     while let Some(one) = rest.next() {
-        match (one, open) {
-            ('{', _) if rest.peek() == Some(&'}') => {
+        match (one, open.last()) {
+            ('{', within) if rest.peek() == Some(&'}') => {
                 rest.next();
-                script += match open {
-                    None => "\"$1\"",
+                script += match within {
                     Some('"') => "${1}",
-                    Some(_) => "'\"$1\"'",
+                    Some('\'') => "'\"$1\"'",
+                    _ => "\"$1\"",
                 };
                 continue;
             }
-            ('\\', None | Some('"')) => {
+            (mark, Some(opened)) if mark == *opened => drop(open.pop()),
+            (_, Some('\'')) => {}
+            ('\\', _) => {
                 script.push(one);
                 script.extend(rest.next());
                 continue;
             }
-            ('"' | '\'', None) => open = Some(one),
-            (mark, Some(opened)) if mark == opened => open = None,
+            ('$', _) if rest.peek() == Some(&'(') => {
+                script.push(one);
+                script.extend(rest.next());
+                open.push(')');
+                continue;
+            }
+            ('(', Some(')')) => open.push(')'),
+            ('`' | '"', _) => open.push(one),
+            ('\'', within) if within != Some(&'"') => open.push(one),
             _ => {}
         }
         script.push(one);
@@ -108,6 +118,10 @@ mod tests {
             ("printf %s \\'{}", format!("'{path}")),
             ("printf %s \"\\\"{}\"", format!("\"{path}")),
             ("printf %s {}{}", format!("{path}{path}")),
+            ("printf %s \"$(printf '%s/' {} | cat)x\"", format!("{path}/x")),
+            ("printf %s \"$( (printf '%s' \"{}\") )\"", path.to_owned()),
+            ("printf %s \"`printf %s {}`\"", path.to_owned()),
+            ("printf %s \"(\"{}\")\"", format!("({path})")),
             ("printf %s {", "{".into()),
             ("printf none", "none".into()),
         ] {

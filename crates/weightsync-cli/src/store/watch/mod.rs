@@ -3,7 +3,7 @@
 mod command;
 
 use std::error::Error;
-use std::fs;
+use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -58,7 +58,7 @@ The command finds in its environment:
 
 /// Watches until a signal comes.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let signals = Signals::watch()?;
+    let signals = Signals::watch_each()?;
     super::ended(watch(args, &signals), &signals)
 }
 
@@ -74,12 +74,14 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         (None, Some(temporary)) => temporary.path().into(),
         (None, None) => unreachable!("one of the two is there"),
     };
+    let _lock = lock(&out)?;
     let mut watched = Watched {
         store,
         model: args.model.clone(),
         out,
         seen: None,
         ran: None,
+        failed: None,
         pause: PAUSES[0],
     };
     if args.new_only {
@@ -109,16 +111,30 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
             // A signal ended it.
             return Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal));
         };
+        watched.remove_others(&pulled, status.success());
         match status.success() {
-            true => {
-                watched.remove_older(pulled.version);
-                eprintln!("weightsync: {name}: the command succeeded");
-            }
+            true => eprintln!("weightsync: {name}: the command succeeded"),
             false => eprintln!("weightsync: {name}: the command failed: {status}"),
         }
         if args.once {
             return Ok(if status.success() { SUCCESS } else { FAILURE });
         }
+    }
+}
+
+/// Makes a directory, and keeps other watches out of it: they would replace and remove its versions.
+fn lock(out: &Path) -> Result<File, Box<dyn Error>> {
+    let failed = |error: std::io::Error| format!("{}: {error}", out.display());
+    fs::create_dir_all(out).map_err(failed)?;
+    let dir = File::open(out).map_err(failed)?;
+    match dir.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(format!(
+            "{} is used by another watch: name another directory with --out",
+            out.display()
+        )
+        .into()),
+        // Not every file system has locks for directories.
+        _ => Ok(dir),
     }
 }
 
@@ -130,6 +146,8 @@ struct Watched {
     seen: Option<u64>,
     /// The version of the model for which the command ran last.
     ran: Option<Version>,
+    /// The directory for which the command failed last, to look at until the next version.
+    failed: Option<PathBuf>,
     pause: Duration,
 }
 
@@ -199,15 +217,24 @@ impl Watched {
         Ok(Some(pulled))
     }
 
-    /// Removes directories of older versions, but for the newest of them.
-    fn remove_older(&self, than: Version) {
-        let mut older: Vec<_> = versions_in(&self.out)
-            .into_iter()
-            .filter(|(version, _)| *version <= than.0)
-            .collect();
-        older.sort();
-        older.reverse();
-        for (_, path) in older.into_iter().skip(KEPT) {
+    /// Removes what is of no more use once the command has ended for this version: the directory for
+    /// which it failed before, and, if it succeeded, those of older versions but for the newest of them.
+    fn remove_others(&mut self, pulled: &Pulled, succeeded: bool) {
+        let failed = self.failed.take();
+        let mut others: Vec<_> = failed.filter(|path| *path != pulled.path).into_iter().collect();
+        match succeeded {
+            true => {
+                let mut older = versions_in(&self.out);
+                older.retain(|(version, path)| {
+                    *version <= pulled.version.0 && !others.contains(path)
+                });
+                older.sort();
+                older.reverse();
+                others.extend(older.into_iter().map(|(_, path)| path).skip(KEPT));
+            }
+            false => self.failed = Some(pulled.path.clone()),
+        }
+        for path in others {
             if let Err(error) = fs::remove_dir_all(&path) {
                 eprintln!("weightsync: {} is not removed: {error}", path.display());
             }

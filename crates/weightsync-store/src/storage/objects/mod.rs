@@ -17,6 +17,7 @@ mod runtime;
 
 use std::fmt;
 use std::io::{self, ErrorKind};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 use object_store::{
-    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
+    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutResult, UpdateVersion,
 };
 use weightsync_engine::Origin;
 
@@ -49,6 +50,8 @@ pub(crate) struct Objects {
     clients: Arc<OnceLock<Link>>,
     /// What was seen of others.
     seen: Arc<Table>,
+    /// Whether the service was seen to refuse a write whose condition was not met.
+    refuses: Arc<AtomicBool>,
 }
 
 struct Link {
@@ -77,6 +80,7 @@ impl Objects {
             beats,
             clients: Arc::default(),
             seen: Table::shared(),
+            refuses: Arc::default(),
         }
     }
 
@@ -231,6 +235,29 @@ async fn put_if(
     }
 }
 
+/// Whether the service refuses to create an object that is there. `false` if there is none to try it
+/// with. A service that ignores conditions would let two writers publish at once.
+async fn check_conditions(store: &dyn ObjectStore, key: &Path) -> Result<bool, Error> {
+    let Some((there, _)) = fetch(store, key).await? else {
+        return Ok(false);
+    };
+    let put = store.put_opts(key, there.into(), PutOptions::from(PutMode::Create));
+    refuses(put.await).map(|()| true)
+}
+
+/// Whether an object was refused that is there already.
+fn refuses(put: Result<PutResult, Error>) -> Result<(), Error> {
+    match put {
+        Ok(_) => Err(Error::NotSupported {
+            source: "this service ignores the conditions of writes (If-None-Match), without which \
+                     two writers would overwrite each other: use one that has them"
+                .into(),
+        }),
+        Err(error) if is_refused(&error) => Ok(()),
+        Err(error) => Err(error),
+    }
+}
+
 impl Storage for Objects {
     fn name(&self, path: &str) -> String {
         self.place.below(path).to_string()
@@ -247,7 +274,11 @@ impl Storage for Objects {
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
         let key = self.key(path)?;
         let (old, new) = (old.map(Bytes::copy_from_slice), Bytes::copy_from_slice(new));
+        let refuses = self.refuses.clone();
         let swapped = self.client()?.ask(move |store| async move {
+            if !refuses.load(Ordering::Relaxed) {
+                refuses.store(check_conditions(&*store, &key).await?, Ordering::Relaxed);
+            }
             for _ in 0..TRIES {
                 let mode = match &old {
                     None => PutMode::Create,

@@ -2,6 +2,8 @@ use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use object_store::PutResult;
+
 use super::*;
 
 /// A process that beats often, and one that is patient for longer than a test takes.
@@ -50,6 +52,37 @@ fn swap_succeeds_once_for_the_same_bytes() {
         assert_eq!(won.into_inner(), 1);
         storage.put("a", b"0").unwrap();
     }
+}
+
+#[test]
+fn service_that_ignores_conditions_is_refused() {
+    let storage = store("careful", Beats::default());
+    storage.put("a", b"0").unwrap();
+    assert!(storage.swap("a", Some(b"0"), b"1").unwrap());
+    assert!(storage.refuses.load(Ordering::Relaxed));
+    let written = PutResult {
+        e_tag: None,
+        version: None,
+        extensions: Default::default(),
+    };
+    let error = refuses(Ok(written)).unwrap_err().to_string();
+    assert!(error.contains("ignores the conditions"), "{error}");
+}
+
+#[test]
+fn push_waits_until_a_silent_sender_is_dead() {
+    let still = Beats {
+        every: Duration::from_secs(600),
+        ..LIVELY
+    };
+    let silent = store("pushed", still).announce("ends/sender.lock", b"");
+    let hasty = crate::Store::on(Arc::new(store("pushed", HASTY)));
+    hasty.refuse_living_sender().unwrap();
+    drop(silent);
+    let _lively = store("pushed", LIVELY).announce("ends/sender.lock", b"");
+    let patient = crate::Store::on(Arc::new(store("pushed", LIVELY)));
+    let error = patient.refuse_living_sender().unwrap_err();
+    assert!(matches!(error, crate::StoreError::InUse { .. }), "{error}");
 }
 
 #[test]
