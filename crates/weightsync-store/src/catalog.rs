@@ -85,7 +85,9 @@ impl Catalog {
                     catalog.damage.push(Damage::new(file, "it is missing"));
                 } else if got < count {
                     let what = format!("it has the manifests of {got} versions, expected {count}");
-                    catalog.damage.push(Damage::new(storage.name(VERSIONS), what));
+                    catalog
+                        .damage
+                        .push(Damage::new(storage.name(VERSIONS), what));
                 }
             }
             // A store without versions has no head yet.

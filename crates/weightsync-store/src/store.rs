@@ -1,10 +1,14 @@
 //! A store, as its readers see it.
 
+mod finding;
+mod names;
+mod waiting;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use weightsync_core::{Digest, ModelId, Run, Version};
 use weightsync_engine::transport::{Image, ModelSpec};
@@ -14,9 +18,8 @@ use crate::address::Address;
 use crate::anchor;
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, Result, StoreError};
-use crate::format::{HEAD, Hash, Manifest, Place, Stored, is_version_name, seal};
+use crate::format::{Hash, Manifest, Place, Stored};
 use crate::lease::Lease;
-use crate::pause::Pause;
 use crate::progress::{Progress, Work};
 use crate::storage::{Metered, Storage};
 
@@ -232,7 +235,9 @@ impl Store {
             }
             match catalog::manifest(self.storage(), place) {
                 Ok(Some(manifest)) => {
-                    found.versions.push(self.describe(&manifest, &catalog.names));
+                    found
+                        .versions
+                        .push(self.describe(&manifest, &catalog.names));
                 }
                 Ok(None) => {}
                 Err(StoreError::Damaged(damage)) => found.damage.push(damage),
@@ -241,45 +246,6 @@ impl Store {
         }
         found.versions.reverse();
         Ok(found)
-    }
-
-    /// Waits until a version is published that comes after `than`, by its number in the store, and
-    /// describes the newest one. `None` at the deadline. No weights are read.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::File`], [`StoreError::Format`], and an interruption.
-    pub fn wait_newer(
-        &self,
-        than: Option<u64>,
-        timeout: Option<Duration>,
-    ) -> Result<Option<StoredVersion>> {
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut pause = Pause::new(self.storage());
-        let mut seen = None;
-        loop {
-            let head = self.storage.read(HEAD);
-            let head = head.map_err(StoreError::file("reading", self.storage.name(HEAD)))?;
-            // Nothing is published without a new head.
-            if seen.as_ref() != Some(&head) {
-                seen = Some(head);
-                let catalog = Catalog::read(self.storage())?;
-                let newer = catalog.places.iter().rev();
-                for &place in newer.take_while(|place| Some(place.sequence) > than) {
-                    match catalog::manifest(self.storage(), place) {
-                        Ok(Some(manifest)) => {
-                            return Ok(Some(self.describe(&manifest, &catalog.names)));
-                        }
-                        Ok(None) => {}
-                        Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
-                        Err(error) => return Err(error),
-                    }
-                }
-            }
-            if !pause.until(deadline)? {
-                return Ok(None);
-            }
-        }
     }
 
     fn describe(&self, manifest: &Manifest, names: &BTreeMap<String, Place>) -> StoredVersion {
@@ -382,154 +348,6 @@ impl Store {
             Ok(None) => Ok(ByHead::Unknown),
             Err(StoreError::Damaged(found)) => Ok(ByHead::Damaged(place, found)),
             Err(error) => Err(error),
-        }
-    }
-
-    /// Loads a version, and waits for it until the deadline; `None` then. Only [`Which::AtLeast`] and
-    /// the first version of all are waited for.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`load`](Self::load), but for a version that may still come.
-    pub fn wait(&self, which: &Which, timeout: Option<Duration>) -> Result<Option<Loaded>> {
-        let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut pause = Pause::new(self.storage());
-        let mut seen = None;
-        loop {
-            // The same head has nothing new.
-            let head = catalog::read(self.storage(), HEAD).ok().flatten();
-            if head.is_none() || head != seen {
-                match self.load(which) {
-                    Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
-                    Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {
-                    }
-                    loaded => return loaded.map(Some),
-                }
-                seen = head;
-            }
-            if !pause.until(deadline)? {
-                return Ok(None);
-            }
-        }
-    }
-
-    /// Loads the newest version unless `held` is at most `lag` versions of the store behind it: a
-    /// reader with a bound on staleness calls this before each step.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`load`](Self::load).
-    pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<Loaded>> {
-        let newest = catalog::head(self.storage());
-        let newest = newest.ok().flatten().and_then(|head| head.newest());
-        if let Some(newest) = newest
-            && self.is_at(newest, held)? == Some(true)
-        {
-            return Ok(None);
-        }
-        let catalog = Catalog::read(self.storage())?;
-        let mut behind = 0;
-        for &place in catalog.places.iter().rev() {
-            match self.is_at(place, held)? {
-                Some(true) if behind <= lag => return Ok(None),
-                Some(true) => break,
-                Some(false) => behind += 1,
-                None => {}
-            }
-            if behind > lag {
-                break;
-            }
-        }
-        self.load(&Which::Newest).map(Some)
-    }
-
-    /// Whether the model has this version, or an older one, at a place; `None` where nothing can be
-    /// read.
-    fn is_at(&self, place: Place, held: &ModelVersion) -> Result<Option<bool>> {
-        match catalog::manifest(self.storage(), place) {
-            Ok(Some(manifest)) => Ok(Some(self.stored(&manifest, held)?.version <= held.version)),
-            Ok(None) | Err(StoreError::Damaged(_)) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Gives the newest version in which the model has this version a name. The store keeps a named
-    /// version until [`remove_name`](Self::remove_name). A name that another version has moves.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::Name`], [`StoreError::NoSuchVersion`], [`StoreError::Damaged`] if the head is,
-    /// [`StoreError::File`].
-    pub fn set_name(&self, name: &str, version: &ModelVersion) -> Result<()> {
-        if !is_version_name(name) {
-            return Err(StoreError::Name { name: name.into() });
-        }
-        self.change_names(|catalog, names| {
-            let place = self.find(catalog, version)?;
-            names.insert(name.into(), place);
-            Ok(())
-        })
-    }
-
-    /// Takes a name back. The version is then kept or removed like any other.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::NoSuchName`], and those of [`set_name`](Self::set_name).
-    pub fn remove_name(&self, name: &str) -> Result<()> {
-        self.change_names(|_, names| match names.remove(name) {
-            Some(_) => Ok(()),
-            None => Err(StoreError::NoSuchName {
-                store: self.name(),
-                name: name.into(),
-                known: names.keys().cloned().collect(),
-            }),
-        })
-    }
-
-    /// Every name, and the versions of the models it stands for.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::File`], [`StoreError::Format`], [`StoreError::Damaged`].
-    pub fn names(&self) -> Result<BTreeMap<String, Vec<(ModelId, Version)>>> {
-        let catalog = Catalog::read(self.storage())?;
-        let mut names = BTreeMap::new();
-        for (name, place) in &catalog.names {
-            if let Some(manifest) = catalog::manifest(self.storage(), *place)? {
-                let models = manifest.models.iter();
-                let versions = models.map(|stored| (stored.model.clone(), stored.version));
-                names.insert(name.clone(), versions.collect());
-            }
-        }
-        Ok(names)
-    }
-
-    fn change_names(
-        &self,
-        change: impl Fn(&Catalog, &mut BTreeMap<String, Place>) -> Result<()>,
-    ) -> Result<()> {
-        loop {
-            let catalog = Catalog::read(self.storage())?;
-            let Some((old, mut head)) = catalog.head.clone() else {
-                return match catalog.damage.into_iter().next() {
-                    Some(Damage { file, what }) => {
-                        let what = format!("{what}; the next save writes it again");
-                        Err(Damage { file, what }.into())
-                    }
-                    None => Err(StoreError::Empty {
-                        store: self.name(),
-                        damage: Vec::new(),
-                    }),
-                };
-            };
-            change(&catalog, &mut head.names)?;
-            let name = || self.storage.name(HEAD);
-            let swapped = self.storage.swap(HEAD, Some(&old), &seal(&head));
-            if swapped.map_err(StoreError::file("writing", name()))? {
-                return Ok(());
-            }
-            // A version was published meanwhile.
         }
     }
 
@@ -674,98 +492,6 @@ impl Store {
                 known: known(),
             }),
         }
-    }
-
-    /// The newest version of the store in which the model has the version asked for. Versions of a
-    /// model only grow, so half of those that are left are passed over at each step.
-    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
-        let places = &catalog.places;
-        // The store has the model, or says what it has.
-        self.newest(catalog, asked)?;
-        let mut found = None;
-        let (mut low, mut high) = (0, places.len());
-        while low < high {
-            let middle = low + (high - low) / 2;
-            let mut readable = None;
-            for (at, &place) in places.iter().enumerate().take(high).skip(middle) {
-                // The version asked for may be another one.
-                if let Some(manifest) = self.readable(place)? {
-                    readable = Some((at, manifest));
-                    break;
-                }
-            }
-            match readable {
-                Some((at, manifest)) if self.version_in(&manifest, asked) <= asked.version => {
-                    found = Some((places[at], self.version_in(&manifest, asked)));
-                    low = at + 1;
-                }
-                _ => high = middle,
-            }
-        }
-        if let Some((place, got)) = found
-            && got == asked.version
-        {
-            return Ok(place);
-        }
-        // One that cannot be read, between those before it and those after it, may be the one.
-        for &place in &places[low..] {
-            if catalog::manifest(self.storage(), place)?.is_some() {
-                break;
-            }
-        }
-        Err(self.no_such_version(catalog, asked)?)
-    }
-
-    /// The newest version of the store, if the model has the version asked for in it or a later one.
-    fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
-        match self.newest(catalog, asked)? {
-            Some((place, got)) if got >= asked.version => Ok(place),
-            _ => Err(self.no_such_version(catalog, asked)?),
-        }
-    }
-
-    /// The newest place with a whole manifest, and the version that the model has there.
-    fn newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Option<(Place, Version)>> {
-        for &place in catalog.places.iter().rev() {
-            if let Some(manifest) = self.readable(place)? {
-                return Ok(Some((place, self.stored(&manifest, asked)?.version)));
-            }
-        }
-        Ok(None)
-    }
-
-    /// The manifest of a place, if it is there and whole.
-    fn readable(&self, place: Place) -> Result<Option<Manifest>> {
-        match catalog::manifest(self.storage(), place) {
-            Err(StoreError::Damaged(damage)) => {
-                tracing::warn!("{damage}");
-                Ok(None)
-            }
-            manifest => manifest,
-        }
-    }
-
-    /// The version of the model there; none, if the model came later.
-    fn version_in(&self, manifest: &Manifest, asked: &ModelVersion) -> Version {
-        let stored = self.stored(manifest, asked);
-        stored.map_or(Version::NONE, |stored| stored.version)
-    }
-
-    fn no_such_version(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<StoreError> {
-        /// As many as the message names.
-        const MOST: usize = 8;
-        let mut known = Vec::new();
-        for &place in catalog.places.iter().rev().take(MOST) {
-            let manifest = self.readable(place)?;
-            let version = manifest.map(|manifest| self.version_in(&manifest, asked));
-            known.extend(version.filter(|version| !version.is_none()));
-        }
-        known.dedup();
-        Ok(StoreError::NoSuchVersion {
-            store: self.name(),
-            asked: asked.version.to_string(),
-            known,
-        })
     }
 }
 

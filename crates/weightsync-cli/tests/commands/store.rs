@@ -200,7 +200,10 @@ fn push_and_pull_refuse_what_they_cannot_do() {
     dir.fails(&named, &["cannot be named \"../x\""]);
     dir.save("own/model.safetensors", &model());
     for source in ["own", "own/model.safetensors"] {
-        dir.fails(&["push", source, "--to", "own"], &["directory of the store"]);
+        dir.fails(
+            &["push", source, "--to", "own"],
+            &["directory of the store"],
+        );
     }
     assert_eq!(dir.names("own"), ["model.safetensors"]);
     // Nothing of that has made a store.

@@ -376,7 +376,10 @@ impl Store {
     }
 
     /// The files next to the weights of an anchor, checked. The caller has a lease.
-    pub(crate) fn extra_files(&self, stored: &crate::format::Stored) -> Result<Vec<(String, Vec<u8>)>> {
+    pub(crate) fn extra_files(
+        &self,
+        stored: &crate::format::Stored,
+    ) -> Result<Vec<(String, Vec<u8>)>> {
         let files = stored.anchor.files.iter();
         let mut read = Vec::new();
         for file in files.filter(|file| is_extra(file)) {

@@ -143,9 +143,16 @@ impl Store {
     /// An error if the checkpoint lies where the store is to be.
     fn refuse_own_directory(&self, checkpoint: &Checkpoint) -> Result<()> {
         let (path, store) = (checkpoint.path(), self.name());
-        let dir = if path.is_dir() { Some(path) } else { path.parent() };
+        let dir = if path.is_dir() {
+            Some(path)
+        } else {
+            path.parent()
+        };
         // A store that is no directory, or is not there yet, is no checkpoint.
-        match dir.map(std::fs::canonicalize).zip(std::fs::canonicalize(&store).ok()) {
+        match dir
+            .map(std::fs::canonicalize)
+            .zip(std::fs::canonicalize(&store).ok())
+        {
             Some((Ok(dir), store)) if dir == store && !checkpoint.is_of_store() => {
                 let what = "it lies in the directory of the store: name another one for the store";
                 Err(unusable(path, what))

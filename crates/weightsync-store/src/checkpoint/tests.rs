@@ -9,9 +9,9 @@ use weightsync_engine::Tensors;
 use weightsync_engine::safetensors_format::Shard;
 
 use super::*;
-use crate::anchor::INDEX;
 use crate::SaveOptions;
 use crate::Writer;
+use crate::anchor::INDEX;
 
 fn weights(names: &[&str]) -> Tensors {
     let mut weights = Tensors::new();

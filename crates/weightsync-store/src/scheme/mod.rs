@@ -11,6 +11,7 @@
 //! and load that as [`Store::load`] does. What they say about it is in their status.
 
 mod receiver;
+mod registry;
 mod sender;
 
 use std::collections::BTreeMap;

@@ -1,6 +1,6 @@
 //! The trainer's end.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::num::NonZero;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,22 +8,23 @@ use std::time::Instant;
 
 use weightsync_core::{ModelId, Run, Version, WorkerId};
 use weightsync_engine::transport::{
-    Attendance, CopyOptions, Deadline, GoneWorker, Image, Lateness, Level, ModelSpec, Opening,
-    Outstanding, SenderTransport, Source, Staging, Targets,
+    Attendance, CopyOptions, Deadline, Image, Level, ModelSpec, Opening, Outstanding,
+    SenderTransport, Source, Staging, Targets,
 };
 use weightsync_engine::{
     Error, Origin, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus,
 };
 
+use super::registry::{Registry, Worker, lost};
 use super::{
-    AboutSender, AboutWorker, SENDER, SENDER_LOCK, Status, StoreScheme, WORKERS, encoded, in_use,
-    is_here, store_at, vacate, value,
+    AboutSender, SENDER, SENDER_LOCK, Status, StoreScheme, encoded, in_use, is_here, store_at,
+    vacate,
 };
 use crate::error::StoreError;
 use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
 use crate::pause::Pause;
 use crate::retention::Keep;
-use crate::storage::{Life, Peer, Presence, Storage};
+use crate::storage::{Life, Presence, Storage};
 use crate::store::{ModelVersion, Which};
 use crate::writer::{SaveOptions, Writer, host};
 
@@ -92,15 +93,7 @@ impl StoreSender {
             spare: vec![None; about.models.len()],
             models: about.models,
             history: usize::from(opening.options.history),
-            registry: Mutex::new(Registry {
-                storage,
-                run: writer.run(),
-                known: BTreeMap::new(),
-                joined: 0,
-                gone: BTreeMap::new(),
-                missing: BTreeMap::new(),
-                rejected: Vec::new(),
-            }),
+            registry: Mutex::new(Registry::new(storage, writer.run())),
             refused: 0,
             owner: Origin::here(),
             temporary: scheme.temporary,
@@ -480,174 +473,5 @@ fn wait_of(level: Level) -> WaitFor {
     match level {
         Level::Staged => WaitFor::Staged,
         Level::Applied => WaitFor::Applied,
-    }
-}
-
-/// The workers that are known.
-#[derive(Debug)]
-struct Registry {
-    storage: Arc<dyn Storage>,
-    run: Run,
-    /// By the names of their directories.
-    known: BTreeMap<String, Arc<Worker>>,
-    /// How many have joined so far.
-    joined: u64,
-    /// The last of each number that went.
-    gone: BTreeMap<WorkerId, GoneWorker>,
-    /// Of these the ones that did not leave in order and are not back: each has a line
-    /// of every send.
-    missing: BTreeMap<WorkerId, Arc<Worker>>,
-    rejected: Vec<(WorkerId, String)>,
-}
-
-impl Registry {
-    /// Looks who is there. Those that are not any more are forgotten, and what they left is removed.
-    fn look(&mut self) -> Vec<Arc<Worker>> {
-        self.look_for_all();
-        let there = self.known.values().filter(|worker| {
-            let (_, status) = worker.look();
-            status.rejected.is_none()
-        });
-        there.cloned().collect()
-    }
-
-    /// The same, with those that can use nothing, and those that are missing.
-    fn look_for_all(&mut self) -> Vec<Arc<Worker>> {
-        for name in self.storage.list(WORKERS).unwrap_or_default() {
-            if !self.known.contains_key(&name) {
-                self.meet(&name);
-            }
-        }
-        let mut went = Vec::new();
-        self.known.retain(|_, worker| {
-            let (life, status) = worker.look();
-            let number = worker.about.worker;
-            if let Some(reason) = status.rejected.clone() {
-                let rejected = (number, reason);
-                if !self.rejected.contains(&rejected) {
-                    self.rejected.push(rejected);
-                }
-            }
-            if life != Life::Here {
-                let _ = self.storage.remove(&worker.dir);
-                went.push((worker.clone(), life, status));
-            }
-            life == Life::Here
-        });
-        for (worker, life, status) in went {
-            self.note_gone(&worker, life, status);
-        }
-        let there = self.known.values().chain(self.missing.values());
-        there.cloned().collect()
-    }
-
-    /// Looks at a directory of a worker that is not known yet.
-    fn meet(&mut self, name: &str) {
-        let dir = format!("{WORKERS}/{name}");
-        let alive = format!("{dir}/alive");
-        let peer = match self.storage.peer(&alive) {
-            Ok(Some(peer)) => peer,
-            // One that is still making its files comes next time, and one that left removes them.
-            _ => return,
-        };
-        let about: Option<AboutWorker> = serde_json::from_slice(peer.about()).ok();
-        let about = about.filter(|about| about.run == self.run);
-        let Some(about) = about else {
-            // It joined an earlier sender. While it lives, it removes its files itself.
-            if peer.life() != Life::Here {
-                let _ = self.storage.remove(&dir);
-            }
-            return;
-        };
-        self.joined += 1;
-        self.missing.remove(&about.worker);
-        let worker = Worker {
-            storage: self.storage.clone(),
-            status: Mutex::default(),
-            late: Mutex::default(),
-            dir,
-            joined: self.joined,
-            about,
-            peer,
-        };
-        self.known.insert(name.into(), Arc::new(worker));
-    }
-
-    fn note_gone(&mut self, worker: &Arc<Worker>, life: Life, status: Status) {
-        let number = worker.about.worker;
-        let how = match (status.rejected, life) {
-            (Some(reason), _) => Outcome::Failed { reason },
-            (None, Life::Left) => Outcome::Left,
-            (None, _) => self.lost(),
-        };
-        let mut others = self.known.values().map(|other| other.about.worker);
-        let had_something = status.versions.iter().any(|version| !version.is_none());
-        if how != Outcome::Left && had_something && !others.any(|other| other == number) {
-            self.missing.insert(number, worker.clone());
-        }
-        let last = worker.about.wanted.iter().max();
-        let gone = GoneWorker {
-            status: worker.status(last.map_or(0, |last| last + 1)),
-            how,
-            joined: worker.joined,
-        };
-        self.gone.insert(number, gone);
-    }
-
-    fn lost(&self) -> Outcome {
-        lost(&*self.storage)
-    }
-}
-
-/// What became of a worker that did not leave in order.
-fn lost(storage: &dyn Storage) -> Outcome {
-    match storage.notices_death() {
-        true => Outcome::Died,
-        false => Outcome::Lost,
-    }
-}
-
-#[derive(Debug)]
-struct Worker {
-    storage: Arc<dyn Storage>,
-    dir: String,
-    /// Of all that joined it was this one.
-    joined: u64,
-    about: AboutWorker,
-    peer: Box<dyn Peer>,
-    /// What it said last.
-    status: Mutex<Status>,
-    /// What it had said when it was late for a publication.
-    late: Mutex<Lateness<Status>>,
-}
-
-impl Worker {
-    fn look(&self) -> (Life, Status) {
-        // Before its words: its last ones are then not missed.
-        let life = self.peer.life();
-        let mut last = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(Some(status)) = value(&*self.storage, &format!("{}/status", self.dir)) {
-            *last = status;
-        }
-        (life, last.clone())
-    }
-
-    fn status(&self, models: usize) -> WorkerStatus {
-        let about = &self.about;
-        let (_, reported) = self.look();
-        let mut status = WorkerStatus::new(about.worker, about.pid, models);
-        status.device = about.device.clone();
-        let all = 0..models;
-        status.versions = all.map(|model| about.version(&reported, model)).collect();
-        status
-    }
-}
-
-impl AboutWorker {
-    /// The version it has loaded of one of the sender's models.
-    fn version(&self, status: &Status, model: usize) -> Version {
-        let at = self.wanted.iter().position(|wanted| *wanted == model);
-        let found = at.and_then(|at| status.versions.get(at));
-        found.copied().unwrap_or(Version::NONE)
     }
 }

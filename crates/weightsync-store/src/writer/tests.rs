@@ -5,6 +5,9 @@ use std::sync::Arc;
 use weightsync_engine::Tensors;
 
 use super::*;
+use crate::error::Damage;
+use crate::format::{DATA, VERSIONS};
+use crate::lease;
 use crate::storage::faulty::{Fault, Faulty};
 use crate::storage::{Directory, Storage};
 use crate::store::{ModelVersion, Which};

@@ -118,7 +118,10 @@ mod tests {
             ("printf %s \\'{}", format!("'{path}")),
             ("printf %s \"\\\"{}\"", format!("\"{path}")),
             ("printf %s {}{}", format!("{path}{path}")),
-            ("printf %s \"$(printf '%s/' {} | cat)x\"", format!("{path}/x")),
+            (
+                "printf %s \"$(printf '%s/' {} | cat)x\"",
+                format!("{path}/x"),
+            ),
             ("printf %s \"$( (printf '%s' \"{}\") )\"", path.to_owned()),
             ("printf %s \"`printf %s {}`\"", path.to_owned()),
             ("printf %s \"(\"{}\")\"", format!("({path})")),

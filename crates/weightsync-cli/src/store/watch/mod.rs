@@ -111,7 +111,7 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
             // A signal ended it.
             return Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal));
         };
-        watched.remove_others(&pulled, status.success());
+        watched.remove_others(pulled.version, status.success());
         match status.success() {
             true => eprintln!("weightsync: {name}: the command succeeded"),
             false => eprintln!("weightsync: {name}: the command failed: {status}"),
@@ -146,8 +146,8 @@ struct Watched {
     seen: Option<u64>,
     /// The version of the model for which the command ran last.
     ran: Option<Version>,
-    /// The directory for which the command failed last, to look at until the next version.
-    failed: Option<PathBuf>,
+    /// The version for which the command failed last: its directory is there to look at until the next.
+    failed: Option<Version>,
     pause: Duration,
 }
 
@@ -219,22 +219,18 @@ impl Watched {
 
     /// Removes what is of no more use once the command has ended for this version: the directory for
     /// which it failed before, and, if it succeeded, those of older versions but for the newest of them.
-    fn remove_others(&mut self, pulled: &Pulled, succeeded: bool) {
-        let failed = self.failed.take();
-        let mut others: Vec<_> = failed.filter(|path| *path != pulled.path).into_iter().collect();
-        match succeeded {
-            true => {
-                let mut older = versions_in(&self.out);
-                older.retain(|(version, path)| {
-                    *version <= pulled.version.0 && !others.contains(path)
-                });
-                older.sort();
-                older.reverse();
-                others.extend(older.into_iter().map(|(_, path)| path).skip(KEPT));
+    fn remove_others(&mut self, than: Version, succeeded: bool) {
+        let failed = match succeeded {
+            true => self.failed.take(),
+            false => self.failed.replace(than),
+        };
+        let mut kept = 0;
+        for (version, path) in versions_in(&self.out) {
+            let is_older = succeeded && version <= than;
+            if failed != Some(version) && (!is_older || kept < KEPT) {
+                kept += usize::from(is_older);
+                continue;
             }
-            false => self.failed = Some(pulled.path.clone()),
-        }
-        for path in others {
             if let Err(error) = fs::remove_dir_all(&path) {
                 eprintln!("weightsync: {} is not removed: {error}", path.display());
             }
@@ -242,8 +238,8 @@ impl Watched {
     }
 }
 
-/// The directories that watching has made.
-fn versions_in(out: &Path) -> Vec<(u64, PathBuf)> {
+/// The directories that watching has made, the newest first.
+fn versions_in(out: &Path) -> Vec<(Version, PathBuf)> {
     let entries = fs::read_dir(out).into_iter().flatten().flatten();
     let versions = entries.filter_map(|entry| {
         let name = entry.file_name();
@@ -251,7 +247,10 @@ fn versions_in(out: &Path) -> Vec<(u64, PathBuf)> {
         let path = entry.path();
         path.join(weightsync_store::PULL_MARK)
             .is_file()
-            .then_some((version, path))
+            .then_some((Version(version), path))
     });
-    versions.collect()
+    let mut versions: Vec<_> = versions.collect();
+    versions.sort();
+    versions.reverse();
+    versions
 }

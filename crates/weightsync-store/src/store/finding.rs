@@ -1,0 +1,102 @@
+//! Which version of the store has a version of a model.
+
+use weightsync_core::Version;
+
+use super::{ModelVersion, Store};
+use crate::catalog::{self, Catalog};
+use crate::error::{Result, StoreError};
+use crate::format::{Manifest, Place};
+
+impl Store {
+    /// The newest version of the store in which the model has the version asked for. Versions of a
+    /// model only grow, so half of those that are left are passed over at each step.
+    pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        let places = &catalog.places;
+        // The store has the model, or says what it has.
+        self.newest(catalog, asked)?;
+        let mut found = None;
+        let (mut low, mut high) = (0, places.len());
+        while low < high {
+            let middle = low + (high - low) / 2;
+            let mut readable = None;
+            for (at, &place) in places.iter().enumerate().take(high).skip(middle) {
+                // The version asked for may be another one.
+                if let Some(manifest) = self.readable(place)? {
+                    readable = Some((at, manifest));
+                    break;
+                }
+            }
+            match readable {
+                Some((at, manifest)) if self.version_in(&manifest, asked) <= asked.version => {
+                    found = Some((places[at], self.version_in(&manifest, asked)));
+                    low = at + 1;
+                }
+                _ => high = middle,
+            }
+        }
+        if let Some((place, got)) = found
+            && got == asked.version
+        {
+            return Ok(place);
+        }
+        // One that cannot be read, between those before it and those after it, may be the one.
+        for &place in &places[low..] {
+            if catalog::manifest(self.storage(), place)?.is_some() {
+                break;
+            }
+        }
+        Err(self.no_such_version(catalog, asked)?)
+    }
+
+    /// The newest version of the store, if the model has the version asked for in it or a later one.
+    pub(super) fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
+        match self.newest(catalog, asked)? {
+            Some((place, got)) if got >= asked.version => Ok(place),
+            _ => Err(self.no_such_version(catalog, asked)?),
+        }
+    }
+
+    /// The newest place with a whole manifest, and the version that the model has there.
+    fn newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Option<(Place, Version)>> {
+        for &place in catalog.places.iter().rev() {
+            if let Some(manifest) = self.readable(place)? {
+                return Ok(Some((place, self.stored(&manifest, asked)?.version)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The manifest of a place, if it is there and whole.
+    pub(super) fn readable(&self, place: Place) -> Result<Option<Manifest>> {
+        match catalog::manifest(self.storage(), place) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}");
+                Ok(None)
+            }
+            manifest => manifest,
+        }
+    }
+
+    /// The version of the model there; none, if the model came later.
+    fn version_in(&self, manifest: &Manifest, asked: &ModelVersion) -> Version {
+        let stored = self.stored(manifest, asked);
+        stored.map_or(Version::NONE, |stored| stored.version)
+    }
+
+    fn no_such_version(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<StoreError> {
+        /// As many as the message names.
+        const MOST: usize = 8;
+        let mut known = Vec::new();
+        for &place in catalog.places.iter().rev().take(MOST) {
+            let manifest = self.readable(place)?;
+            let version = manifest.map(|manifest| self.version_in(&manifest, asked));
+            known.extend(version.filter(|version| !version.is_none()));
+        }
+        known.dedup();
+        Ok(StoreError::NoSuchVersion {
+            store: self.name(),
+            asked: asked.version.to_string(),
+            known,
+        })
+    }
+}
