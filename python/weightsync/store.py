@@ -58,7 +58,7 @@ class Store:
             those that a process is reading.
         shard_bytes: the most bytes of tensors in one safetensors file.
         files: files to save with the weights, such as a model's ``config.json``: their paths, or a
-            dict of their bytes by name.
+            dict of their bytes by name. Without any, those of the newest version stay.
         deltas: whether versions are saved as changes where that takes few bytes.
     """
 
@@ -154,6 +154,69 @@ class Store:
         found = self.load(version, model=model, at_least=at_least, named=named, timeout=timeout)
         found._native.load_into(target_of(target, "copy"))
         return found.version
+
+    def files(
+        self, version: int | None = None, *, model: str | None = None, named: str | None = None
+    ) -> dict[str, bytes]:
+        """The files that were saved with a version's weights, such as ``config.json``, by name."""
+        return dict(self._native.files(_asked(version, model, named), model))
+
+    def pull(
+        self,
+        out: str | os.PathLike[str],
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        named: str | None = None,
+    ) -> int:
+        """Writes a version to a directory, as a checkpoint that transformers and vLLM load as it is.
+
+        The directory has its name only when all of it is on the disk. One that an earlier call wrote
+        is replaced; any other that is not empty is refused.
+
+        Returns:
+            The version that was written.
+        """
+        pulled, damage = self._native.pull(_asked(version, model, named), model, out)
+        _warn(damage)
+        return pulled
+
+    def from_pretrained(
+        self,
+        cls: type[Any],
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        named: str | None = None,
+        **settings: Any,
+    ) -> Any:
+        """Makes a model of a class of transformers from a version, as its ``from_pretrained`` does.
+
+        The configuration is the ``config.json`` that was saved with the version: by
+        ``files=`` of this class, or by ``weightsync push`` of a checkpoint. Tied and renamed weights
+        are treated as that class treats those of a checkpoint. The weights are in memory twice while
+        the model is made.
+
+        Args:
+            cls: such as ``AutoModelForCausalLM`` or ``LlamaForCausalLM``.
+            version: exactly this version; None: the newest that is whole.
+            model: which model, where the store has several.
+            named: the version of this name.
+            settings: for the ``from_pretrained`` of that class, such as ``dtype``.
+
+        Raises:
+            ModelError: if there is no such version, or it has no ``config.json``.
+        """
+        from weightsync._pretrained import made
+
+        found = self.load(version, model=model, named=named)
+        files = self.files(found.version, model=found.model)
+        if "config.json" not in files:
+            raise ModelError(
+                f"v{found.version} of {found.model} in {self._url} has no config.json: save it with "
+                "Store(url, files=[...]), or with weightsync push of a checkpoint directory"
+            )
+        return made(cls, files, found, settings)
 
     def load_unless_within(
         self, held: int, lag: int, *, model: str | None = None
@@ -356,6 +419,12 @@ def _only(found: SetSnapshot, model: str | None) -> Snapshot:
         what = "name one" if model is None else f"there is no model {model!r}"
         raise ModelError(f"the store has the models {known}: {what}")
     return Snapshot(members[0])
+
+
+def _asked(
+    version: int | None, model: str | None, named: str | None
+) -> tuple[str | None, int | None, int | None, str | None]:
+    return (model, version, None, named)
 
 
 def _read(files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes]) -> list[tuple[str, bytes]]:

@@ -1,6 +1,8 @@
 //! Stores, bound to Python.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
@@ -56,6 +58,33 @@ impl Store {
             let damage = loaded.damage.into_iter().map(parts);
             (SetSnapshot(loaded.set), damage.collect())
         }))
+    }
+
+    /// The files that were saved with the weights of a version: their names and bytes.
+    fn files(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        model: Option<String>,
+    ) -> PyResult<Vec<(String, Cow<'static, [u8]>)>> {
+        let (which, model) = (which(asked)?, model_of(model)?);
+        let files = released(py, || Ok(self.0.files(&which, model.as_ref())?))?;
+        let files = files.into_iter();
+        Ok(files.map(|(name, bytes)| (name, bytes.into())).collect())
+    }
+
+    /// Writes a version out as a checkpoint directory: its number, and what was found to be damaged.
+    fn pull(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        model: Option<String>,
+        out: PathBuf,
+    ) -> PyResult<(u64, Vec<Damaged>)> {
+        let (which, model) = (which(asked)?, model_of(model)?);
+        let pulled = released(py, || Ok(self.0.pull(&which, model.as_ref(), &out)?))?;
+        let damage = pulled.damage.into_iter().map(parts);
+        Ok((pulled.version.0, damage.collect()))
     }
 
     /// Loads the newest version, unless the one that is held is at most `lag` versions behind.
@@ -346,10 +375,13 @@ fn parts(damage: Damage) -> Damaged {
 }
 
 fn version_of(model: Option<String>, version: Number) -> PyResult<ModelVersion> {
-    let model = model.map(ModelId::new).transpose();
-    let model = model.map_err(|error| SettingError::new_err(error.to_string()))?;
-    let version = Version(version.0);
+    let (model, version) = (model_of(model)?, Version(version.0));
     Ok(ModelVersion { model, version })
+}
+
+fn model_of(model: Option<String>) -> PyResult<Option<ModelId>> {
+    let model = model.map(ModelId::new).transpose();
+    model.map_err(|error| SettingError::new_err(error.to_string()))
 }
 
 fn which((model, exactly, at_least, name): Asked) -> PyResult<Which> {

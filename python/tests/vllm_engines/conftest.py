@@ -21,14 +21,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    """Makes an ``LLM`` of a model's checkpoint."""
+    """Makes an ``LLM`` of a model's checkpoint, or of a directory with one."""
     from vllm import LLM
 
     engines: list[Any] = []
 
     def make(model: Any, **settings: Any) -> Any:
-        folder = tmp_path_factory.mktemp("model")
-        model.save_pretrained(folder)
+        folder = model
+        if not isinstance(model, Path):
+            folder = tmp_path_factory.mktemp("model")
+            model.save_pretrained(folder)
         engines.append(LLM(**{**tiny.engine_settings(folder), **settings}))
         return engines[-1]
 

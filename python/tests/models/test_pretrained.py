@@ -1,0 +1,110 @@
+"""Models of transformers, from a store: their logits are those of the model that was saved."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import weightsync
+
+
+def llama(tied):
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(int(tied))
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = LlamaConfig(**sizes, tie_word_embeddings=tied)
+    # Its rotary frequencies stay in float32, as they do in a model that is loaded.
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def step(model):
+    """Changes few elements, so that a version is saved as changes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1)[::50] += 0.25
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(torch.tensor([[1, 5, 9, 2]])).logits
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def stored(request, tmp_path):
+    """A model, and a store with two versions of it, whose checkpoint a command has saved."""
+    model = llama(request.param)
+    for version in [1, 2]:
+        model.generation_config.max_length = 10 + version
+        model.save_pretrained(tmp_path / "checkpoint")
+        push = ["push", tmp_path / "checkpoint", "--to", tmp_path / "store"]
+        subprocess.run([sys.executable, "-P", "-m", "weightsync", *push], check=True)
+        if version == 1:
+            step(model)
+    return model, weightsync.Store(tmp_path / "store")
+
+
+def test_pulled_directory_gives_the_same_logits(stored, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model, store = stored
+    assert store.pull(tmp_path / "out") == 2
+    pulled = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert pulled.dtype == torch.bfloat16
+    assert torch.equal(logits(pulled), logits(model))
+    assert store.pull(tmp_path / "out", 1) == 1
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert not torch.equal(logits(first), logits(model))
+
+
+def test_model_is_made_from_a_version(stored):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    model, store = stored
+    for cls in [AutoModelForCausalLM, LlamaForCausalLM]:
+        made = store.from_pretrained(cls).eval()
+        assert type(made) is LlamaForCausalLM
+        assert torch.equal(logits(made), logits(model))
+        assert made.generation_config.max_length == 12
+        # It is a model like any other: it trains, and what it is made from stays as it was.
+        made.train()
+        made(torch.tensor([[1, 2]])).logits.sum().backward()
+        step(made)
+        assert torch.equal(logits(store.from_pretrained(cls).eval()), logits(model))
+    first = store.from_pretrained(AutoModelForCausalLM, 1, dtype=torch.float32).eval()
+    assert first.dtype == torch.float32
+    assert not torch.equal(logits(first).bfloat16(), logits(model))
+
+
+def test_model_without_a_configuration_is_refused(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    with weightsync.Store(tmp_path) as store:
+        store.save(llama(False))
+        assert store.files() == {}
+        with pytest.raises(weightsync.ModelError, match="config.json"):
+            store.from_pretrained(AutoModelForCausalLM)
+
+
+def test_files_of_a_store_stay_with_its_versions(tmp_path):
+    model = llama(False)
+    config = {"config.json": model.config.to_json_string().encode()}
+    with weightsync.Store(tmp_path / "store", files=config) as store:
+        store.save(model)
+    # A trainer that names no files keeps them.
+    step(model)
+    with weightsync.Sender(model, keep=tmp_path / "store") as sender:
+        sender.connect(0)
+    store = weightsync.Store(tmp_path / "store")
+    assert store.load().version == 2
+    assert store.files() == store.files(1) == config
+    from transformers import LlamaForCausalLM
+
+    assert torch.equal(logits(store.from_pretrained(LlamaForCausalLM).eval()), logits(model))
