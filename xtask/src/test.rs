@@ -22,7 +22,7 @@ use crate::tools;
 const SOAK: &str = "WEIGHTSYNC_SOAK";
 
 /// The variable that says which Python has what [`python::OBJECTS`] has.
-const OBJECTS_PYTHON: &str = "WEIGHTSYNC_OBJECTS_PYTHON";
+pub const OBJECTS_PYTHON: &str = "WEIGHTSYNC_OBJECTS_PYTHON";
 
 /// The crate whose protocol is modelled in loom.
 const LOOM_PACKAGE: &str = "weightsync-mem";
