@@ -58,27 +58,31 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         .tempdir_in(&args.dir)?;
     group::head(args.json);
     let show = |row: Row| group::print(args.json, &row);
-    saved_and_loaded(args, place.path(), &show)?;
+    let dir = place.path().join("store");
+    saved(args, &dir, &show)?;
+    loaded(args, &dir, &show)?;
+    std::fs::remove_dir_all(&dir)?;
     folded(args, place.path(), &show)
 }
 
-fn saved_and_loaded(
-    args: &Args,
-    place: &Path,
-    show: &dyn Fn(Row) -> Result<(), Box<dyn Error>>,
-) -> Result<(), Box<dyn Error>> {
+type Show<'a> = dyn Fn(Row) -> Result<(), Box<dyn Error>> + 'a;
+
+/// Saves a version and one after it in each round, into a new store. The last store stays, for the loads.
+fn saved(args: &Args, dir: &Path, show: &Show) -> Result<(), Box<dyn Error>> {
     let model = Model::new(args.size.0)?;
     let first = model.version(1, &[])?;
     let second = model.version(2, &[2])?;
     let size = first.layout().bytes();
     let (mut stall, mut durable, mut step) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut warm, mut cold) = (Vec::new(), Vec::new());
-    let (mut mapped, mut copied_by_torch) = (Vec::new(), Vec::new());
-    let (mut share, mut copy_to) = (0.0, vec![0_u8; size as usize]);
+    let mut share = 0.0;
     for _ in 0..args.rounds {
-        let copied = timed(|| copy_to.copy_from_slice(first.bytes()));
-        let dd = dd_write(&place.join("dd"), size)?;
-        let dir = place.join("store");
+        let mut copy = vec![0_u8; size as usize];
+        let copied = timed(|| copy.copy_from_slice(first.bytes()));
+        drop(copy);
+        let dd = dd_write(&dir.with_extension("dd"), size)?;
+        if dir.exists() {
+            std::fs::remove_dir_all(dir)?;
+        }
         let store = Store::open(&dir.display().to_string())?;
         let saver = Saver::start(Writer::claim(&store, SaveOptions::default())?)?;
         let begun = Instant::now();
@@ -90,42 +94,10 @@ fn saved_and_loaded(
         let (stored, _) = end(&saver.save(vec![second.clone()]))?;
         step.push((begun.elapsed(), whole.1));
         share = stored as f64 / whole.0.0 as f64;
-        drop(saver);
-
-        let load = || store.load(&Which::Exactly(Version(1).into()));
-        let file = PathBuf::from(&store.versions()?.versions[0].models[0].directory);
-        let file = file.join("model.safetensors");
-        let dd = dd_read(&file)?;
-        let loaded = load()?; // the first takes new memory from the system
-        drop(loaded);
-        let took = timed(|| load().map(drop).is_ok());
-        warm.push((took, dd));
-        if let Some(interpreter) = &args.python {
-            let [passed, copied] = load_file(interpreter, &file)?;
-            mapped.push((took, passed));
-            copied_by_torch.push((took, copied));
-        }
-        forget(&file)?;
-        let dd = dd_read(&file)?;
-        forget(&file)?;
-        cold.push((timed(|| load().map(drop).is_ok()), dd));
-        std::fs::remove_dir_all(&dir)?;
     }
     let label = |what: &str| format!("{} bf16: {what}", args.size);
     show(row(label("save, the trainer's call"), &stall, Some(1.0)))?;
     show(row(label("save, until durable"), &durable, Some(1.0 / 0.9)))?;
-    show(row(
-        label("load, in the page cache"),
-        &warm,
-        Some(1.0 / 0.9),
-    ))?;
-    show(row(label("load, cold"), &cold, Some(1.0 / 0.9)))?;
-    if !mapped.is_empty() {
-        let what = label("load, and load_file with a pass over it");
-        show(row(what, &mapped, Some(1.0)))?;
-        let what = label("load, and load_file with a copy of it");
-        show(row(what, &copied_by_torch, None))?;
-    }
     show(Row {
         case: label("one step, 1.1 % changed: bytes stored"),
         value: share * 100.0,
@@ -135,18 +107,46 @@ fn saved_and_loaded(
         target: Some(0.01),
         met: Some(share <= 0.01),
     })?;
-    show(row(
-        label("one step, 1.1 % changed: until durable"),
-        &step,
-        Some(0.6),
-    ))
+    let what = label("one step, 1.1 % changed: until durable");
+    show(row(what, &step, Some(0.6)))
 }
 
-fn folded(
-    args: &Args,
-    place: &Path,
-    show: &dyn Fn(Row) -> Result<(), Box<dyn Error>>,
-) -> Result<(), Box<dyn Error>> {
+/// Loads a full version, in a process that holds no other weights.
+fn loaded(args: &Args, dir: &Path, show: &Show) -> Result<(), Box<dyn Error>> {
+    let store = Store::open(&dir.display().to_string())?;
+    let load = || store.load(&Which::Exactly(Version(1).into()));
+    let file = PathBuf::from(&store.versions()?.versions[0].models[0].directory);
+    let file = file.join("model.safetensors");
+    let (mut warm, mut cold) = (Vec::new(), Vec::new());
+    let (mut mapped, mut copied) = (Vec::new(), Vec::new());
+    for _ in 0..args.rounds {
+        forget(&file)?;
+        let dd = dd_read(&file)?;
+        forget(&file)?;
+        cold.push((timed(|| load().map(drop).is_ok()), dd));
+        let dd = dd_read(&file)?;
+        let took = timed(|| load().map(drop).is_ok());
+        warm.push((took, dd));
+        if let Some(interpreter) = &args.python {
+            let [passed, cloned] = load_file(interpreter, &file)?;
+            mapped.push((took, passed));
+            copied.push((took, cloned));
+        }
+    }
+    let label = |what: &str| format!("{} bf16: {what}", args.size);
+    let target = Some(1.0 / 0.9);
+    show(row(label("load, in the page cache"), &warm, target))?;
+    show(row(label("load, cold"), &cold, target))?;
+    if !mapped.is_empty() {
+        let what = label("load, and load_file with a pass over it");
+        show(row(what, &mapped, Some(1.0)))?;
+        let what = label("load, and load_file with a copy of it");
+        show(row(what, &copied, None))?;
+    }
+    Ok(())
+}
+
+fn folded(args: &Args, place: &Path, show: &Show) -> Result<(), Box<dyn Error>> {
     let model = Model::new(args.folded.0)?;
     let store = Store::open(&place.join("folded").display().to_string())?;
     let mut writer = Writer::claim(&store, SaveOptions::default())?;
