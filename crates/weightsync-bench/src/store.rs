@@ -76,13 +76,14 @@ fn saved(args: &Args, dir: &Path, show: &Show) -> Result<(), Box<dyn Error>> {
     let (mut stall, mut durable, mut step) = (Vec::new(), Vec::new(), Vec::new());
     let mut share = 0.0;
     for _ in 0..args.rounds {
-        let mut copy = vec![0_u8; size as usize];
-        let copied = timed(|| copy.copy_from_slice(first.bytes()));
-        drop(copy);
-        let dd = dd_write(&dir.with_extension("dd"), size)?;
+        // The store of the round before takes no memory from dd.
         if dir.exists() {
             std::fs::remove_dir_all(dir)?;
         }
+        let mut copy = vec![1_u8; size as usize];
+        let copied = timed(|| copy.copy_from_slice(first.bytes()));
+        drop(copy);
+        let dd = dd_write(&dir.with_extension("dd"), size)?;
         let store = Store::open(&dir.display().to_string())?;
         let saver = Saver::start(Writer::claim(&store, SaveOptions::default())?)?;
         let begun = Instant::now();
