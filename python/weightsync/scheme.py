@@ -6,6 +6,7 @@ A value and its text mean the same: ``str(MultiProcess(every=4))`` is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
@@ -147,7 +148,7 @@ class StoreScheme(Scheme):
     """Versions are saved in a store, and workers load them, with no process in between.
 
     Args:
-        url: the path of the store's directory.
+        url: the path of the store's directory, or an address such as ``s3://bucket/path``.
         keep: which versions stay, as for :class:`weightsync.Store`; 8 by default.
         temporary: a store of this sender alone below the path, which is removed when the sender
             and its workers have left.
@@ -155,14 +156,15 @@ class StoreScheme(Scheme):
 
     _name: ClassVar[str] = "store"
 
-    url: str
+    url: str | os.PathLike[str]
     keep: int | str | None = None
     temporary: bool = False
 
     def _settings(self) -> Iterator[str]:
-        if "," in self.url or "=" in self.url:
-            raise SettingError(f'"url": expected a path without commas and equals signs, got "{self.url}"')
-        yield self.url
+        url = os.fspath(self.url)
+        if "," in url or "=" in url:
+            raise SettingError(f'"url": expected a path without commas and equals signs, got "{url}"')
+        yield url
         if self.keep is not None:
             yield f"keep={self.keep}"
         if self.temporary:

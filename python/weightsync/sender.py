@@ -62,7 +62,8 @@ class Sender(_ends.AsyncWith):
         async_send_limit: how many asynchronous sends may be on their way; None refuses a second.
         timeout: how long a send waits at most, in seconds, unless it says otherwise.
         keep: a :class:`Store`, or its url: versions that are sent to all workers are saved there
-            while training goes on. The numbers of versions then go on from the store's.
+            while training goes on. The numbers of versions then go on from the store's. Give
+            ``Store(url, files=[…])`` for a model's ``config.json`` and tokenizer to be saved with it.
             :attr:`saves` says what became of each save, and :meth:`shutdown` waits for the last.
         every: with ``keep``, saves the first of every so many versions.
     """
@@ -179,6 +180,11 @@ class Sender(_ends.AsyncWith):
                 newest = self._keeper.open()
                 if version is None and newest:
                     self._first = version = newest + 1
+                elif version is not None and version <= newest:
+                    raise SendError(
+                        f"version={version}: the store that keeps the versions has v{newest} already, so "
+                        f"expected {newest + 1} or more, or none to go on from there"
+                    )
             # Workers may have joined even if this call fails.
             _ends.opened(self)
             self._session.connect_sender(given, workers, timeout, watch, version)

@@ -7,7 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from weightsync._native import Store as NativeStore
 from weightsync._native import StoredModel, StoredVersion
@@ -19,11 +19,13 @@ from weightsync.snapshot import Snapshot
 if TYPE_CHECKING:
     from weightsync._native import Saver as NativeSaver
     from weightsync._native import Saving as NativeSaving
-    from weightsync._native import SetSnapshot, Writer, _Saved
+    from weightsync._native import Writer, _Saved
 
 __all__ = ["Saved", "Saving", "Store", "StoredModel", "StoredVersion"]
 
 logger = logging.getLogger("weightsync")
+
+_T = TypeVar("_T")
 
 #: How many saves of a sender are remembered.
 _REMEMBERED = 256
@@ -51,8 +53,8 @@ class Store:
     found before anything of it is used, and is named.
 
     Args:
-        url: the path of a directory, or ``s3://bucket/path``, ``gs://…`` or ``az://…``. Nothing is read
-            or made yet.
+        url: the path of a directory, or ``s3://bucket/path``, ``gs://…`` or ``az://…`` as a string.
+            Nothing is read or made yet.
         keep: which versions stay: ``"all"``; a number, such as 8: the newest ones;
             ``"8+every:100"``: of the older ones every 100th, too. Versions with a name stay, and
             those that a process is reading.
@@ -71,22 +73,27 @@ class Store:
         files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes] = (),
         deltas: bool = True,
     ) -> None:
-        self._url = os.fspath(url)
-        self._native = NativeStore(self._url)
+        self._native = NativeStore(os.fspath(url))
+        if not isinstance(shard_bytes, int) or shard_bytes < 1:
+            raise SettingError(f"shard_bytes: expected a number of bytes, got {shard_bytes!r}")
         self._options = {
             "keep": str(keep),
             "shard_bytes": shard_bytes,
             "files": _read(files),
             "deltas": deltas,
         }
+        NativeStore.check(self._options)
         self._writer: Writer | None = None
-        # Two first saves at once would claim the store twice.
-        self._claiming = threading.Lock()
+        # Two first saves at once would claim the store twice. A signal's handler may save, too.
+        self._claiming = threading.RLock()
+        self._claims = False
+        # The sender that keeps its versions here.
+        self._keeper: Keeper | None = None
 
     @property
     def url(self) -> str:
-        """Where the store is."""
-        return self._url
+        """Where the store is: an absolute path, or an address. Other processes open it by this."""
+        return self._native.address()
 
     def versions(self) -> list[StoredVersion]:
         """Every version that can be loaded, oldest first. What is damaged is logged as a warning."""
@@ -124,14 +131,18 @@ class Store:
             CorruptError: naming the damaged file of a version that was asked for.
             DeadlineError: if ``at_least`` has not come in time.
         """
-        if model is not None and version is None and at_least is None and named is None:
-            return _only(self._load((None, None, None, None), timeout), model)
-        return _only(self._load((model, version, at_least, named), timeout), model)
+        asked = (model, version, at_least, named)
+        loaded = self._native.load_one(asked, model, timeout)
+        found, damage = self._in_time(loaded, at_least, timeout)
+        _warn(damage)
+        return Snapshot(found)
 
     def load_all(self, *, named: str | None = None, timeout: float | None = 0) -> dict[str, Snapshot]:
         """Loads the newest version of the store, or a named one: every model, by its name."""
-        members = self._load((None, None, None, named), timeout).members()
-        return {one.model: Snapshot(one) for one, _ in members}
+        loaded = self._native.load((None, None, None, named), timeout)
+        found, damage = self._in_time(loaded, None, timeout)
+        _warn(damage)
+        return {one.model: Snapshot(one) for one, _ in found.members()}
 
     def load_into(
         self,
@@ -202,28 +213,35 @@ class Store:
             version: exactly this version; None: the newest that is whole.
             model: which model, where the store has several.
             named: the version of this name.
-            settings: for the ``from_pretrained`` of that class, such as ``dtype``.
+            settings: for the ``from_pretrained`` of that class: ``dtype``, ``trust_remote_code``,
+                ``config``, or values of the configuration.
 
         Raises:
             ModelError: if there is no such version, or it has no ``config.json``.
+            WrongWeightsError: naming weights that the model has and the version has not.
         """
         from weightsync._pretrained import made
 
-        found = self.load(version, model=model, named=named)
-        files = self.files(found.version, model=found.model)
-        if "config.json" not in files:
+        asked = _asked(version, model, named)
+        found, damage, files = self._native.load_with_files(asked, model)
+        _warn(damage)
+        if "config.json" not in dict(files) and "config" not in settings:
             raise ModelError(
-                f"v{found.version} of {found.model} in {self._url} has no config.json: save it with "
-                "Store(url, files=[...]), or with weightsync push of a checkpoint directory"
+                f"v{found.version} of {found.model} in {self.url} has no config.json: save it with "
+                "Store(url, files=[...]) or with weightsync push of a checkpoint directory, or pass config="
             )
-        return made(cls, files, found, settings)
+        return made(cls, dict(files), Snapshot(found), settings)
 
     def load_unless_within(
         self, held: int, lag: int, *, model: str | None = None
     ) -> Snapshot | None:
         """Loads the newest version, unless ``held`` is at most ``lag`` versions behind it."""
         loaded = self._native.load_unless_within(model, held, lag)
-        return None if loaded is None else _only(loaded, model)
+        if loaded is None:
+            return None
+        found, damage = loaded
+        _warn(damage)
+        return Snapshot(found)
 
     def save(self, weights: Any, *, name: str = "policy", version: int | None = None) -> Saved:
         """Saves the next version of a model, and returns when it is durable.
@@ -233,26 +251,24 @@ class Store:
         changes where that takes few bytes.
 
         Args:
-            weights: a torch module, a state dict, a nested dict of tensors or numpy arrays, or a
-                TensorDict.
+            weights: a torch module, a state dict, a nested dict of tensors or numpy arrays, a
+                TensorDict, or a :class:`Snapshot` of another store or a receiver.
             name: the model's name.
             version: its number, such as a training step; the next one without it.
 
         Raises:
             SendError: if the number does not grow.
-            PeerError: if another writer has taken the store over.
+            PeerError: if another writer has taken the store over. :meth:`close` ends this one, and the
+                next save takes the store back.
+            LifecycleError: while a sender keeps its versions with this object.
             OperatingSystemError: naming the file that could not be written.
         """
+        if isinstance(weights, Snapshot):
+            return Saved(*self._claimed().save_snapshot(name, weights._native, version))
         # It keeps the copies and slices that it reads, so it stays until they were read.
         source = Source("state_dict", None)
         native = weights.native if isinstance(weights, Streamed) else source.place(weights)
-        with self._claiming:
-            if self._writer is None:
-                writer = self._native.writer(self._options)
-                writer.read_base()
-                self._writer = writer
-            writer = self._writer
-        return Saved(*writer.save([(name, native, version)]))
+        return Saved(*self._claimed().save([(name, native, version)]))
 
     def name(self, name: str, version: int, *, model: str | None = None) -> None:
         """Names a version, which is then kept; a name that another version has moves.
@@ -284,25 +300,39 @@ class Store:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Store {self._url}>"
+        return f"<Store {self.url}>"
 
     def __getstate__(self) -> Any:
         raise LifecycleError("a store is not pickled: pass its url, and open it where it is used")
 
-    def _load(
-        self,
-        asked: tuple[str | None, int | None, int | None, str | None],
-        timeout: float | None,
-    ) -> SetSnapshot:
-        loaded = self._native.load(asked, timeout)
+    def _in_time(self, loaded: _T | None, at_least: int | None, timeout: float | None) -> _T:
         if loaded is None:
-            what = "a first version" if asked[2] is None else f"v{asked[2]} or a later version"
+            what = "a first version" if at_least is None else f"v{at_least} or a later version"
             raise DeadlineError(
-                f"{self._url} did not have {what} within {timeout} s: is its trainer running?"
+                f"{self.url} did not have {what} within {timeout} s: is its trainer running?"
             )
-        found, damage = loaded
-        _warn(damage)
-        return found
+        return loaded
+
+    def _claimed(self) -> Writer:
+        """The writer; the first call takes the store over."""
+        with self._claiming:
+            if self._keeper is not None:
+                raise LifecycleError(
+                    f"a sender keeps its versions in this store ({self.url}): save with the sender, "
+                    "or shut it down first"
+                )
+            if self._writer is None:
+                if self._claims:
+                    raise LifecycleError("the store is being taken over by a call of this thread")
+                self._claims = True
+                try:
+                    writer = self._native.writer(self._options)
+                    _warn(writer.damage())
+                    writer.read_base()
+                    self._writer = writer
+                finally:
+                    self._claims = False
+            return self._writer
 
 
 class Saving:
@@ -364,8 +394,10 @@ class Keeper:
     def open(self) -> int:
         """Takes the store over. The result is the newest version of any of the models there."""
         if self._saver is None:
-            writer = self._store._native.writer(self._store._options)
-            writer.read_base()
+            # The store's own writer would be fenced off.
+            self._store.close()
+            writer = self._store._claimed()
+            self._store._writer, self._store._keeper = None, self
             self._newest = max(writer.version(model) for model in self._models)
             self._saver = writer.saver()
         return self._newest
@@ -390,6 +422,7 @@ class Keeper:
         for saving in list(self.saves)[-2:]:
             saving.wait()
         saver, self._saver = self._saver, None
+        self._store._keeper = None
         saver.close()
 
 
@@ -408,17 +441,6 @@ def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keep
             "StoreScheme(url, keep=8), and not keep= of the sender"
         )
     return Keeper(keep if isinstance(keep, Store) else Store(keep), every, models)
-
-
-def _only(found: SetSnapshot, model: str | None) -> Snapshot:
-    members = [one for one, _ in found.members()]
-    if model is not None:
-        members = [one for one in members if one.model == model]
-    if len(members) != 1:
-        known = ", ".join(one.model for one, _ in found.members())
-        what = "name one" if model is None else f"there is no model {model!r}"
-        raise ModelError(f"the store has the models {known}: {what}")
-    return Snapshot(members[0])
 
 
 def _asked(

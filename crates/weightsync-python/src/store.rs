@@ -7,7 +7,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::prelude::*;
 use weightsync_engine::{Error, ModelId, Version};
-use weightsync_store::{Damage, ModelVersion, SaveOptions, SaveOutcome, Saved, StoreError, Which};
+use weightsync_store::{
+    Damage, LoadedModel, ModelVersion, SaveOptions, SaveOutcome, Saved, StoreError, Which,
+};
 
 use crate::errors::{LifecycleError, SettingError, ended};
 use crate::options::{Number, Seconds, timeout_of};
@@ -44,6 +46,35 @@ impl Store {
         Ok((versions.collect::<PyResult<_>>()?, damage.collect()))
     }
 
+    /// Loads a version of one model, and waits for it; None at the deadline. And what was found to be
+    /// damaged.
+    fn load_one(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        model: Option<String>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<Option<(Snapshot, Vec<Damaged>)>> {
+        let (timeout, which, model) = (timeout_of(timeout), which(asked)?, model_of(model)?);
+        let loaded = released(py, || {
+            Ok(self.0.wait_one(&which, model.as_ref(), timeout)?)
+        })?;
+        Ok(loaded.map(one))
+    }
+
+    /// The same at once, with the files that were saved with the weights: their names and bytes.
+    fn load_with_files(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        model: Option<String>,
+    ) -> PyResult<(Snapshot, Vec<Damaged>, Vec<NamedFile>)> {
+        let (which, model) = (which(asked)?, model_of(model)?);
+        let loaded = released(py, || Ok(self.0.load_with_files(&which, model.as_ref())?))?;
+        let (snapshot, damage) = one(loaded.0);
+        Ok((snapshot, damage, named(loaded.1)))
+    }
+
     /// Loads a version, and waits for it; None at the deadline. And what was found to be damaged.
     fn load(
         &self,
@@ -66,11 +97,10 @@ impl Store {
         py: Python<'_>,
         asked: Asked,
         model: Option<String>,
-    ) -> PyResult<Vec<(String, Cow<'static, [u8]>)>> {
+    ) -> PyResult<Vec<NamedFile>> {
         let (which, model) = (which(asked)?, model_of(model)?);
         let files = released(py, || Ok(self.0.files(&which, model.as_ref())?))?;
-        let files = files.into_iter();
-        Ok(files.map(|(name, bytes)| (name, bytes.into())).collect())
+        Ok(named(files))
     }
 
     /// Writes a version out as a checkpoint directory: its number, and what was found to be damaged.
@@ -94,10 +124,10 @@ impl Store {
         model: Option<String>,
         held: Number,
         lag: u64,
-    ) -> PyResult<Option<SetSnapshot>> {
+    ) -> PyResult<Option<(Snapshot, Vec<Damaged>)>> {
         let held = version_of(model, held)?;
         let loaded = released(py, || Ok(self.0.load_unless_within(&held, lag)?))?;
-        Ok(loaded.map(|loaded| SetSnapshot(loaded.set)))
+        Ok(loaded.map(one))
     }
 
     /// The names, and the versions of the models that each stands for.
@@ -122,6 +152,18 @@ impl Store {
 
     fn remove_name(&self, py: Python<'_>, name: &str) -> PyResult<()> {
         released(py, || Ok(self.0.remove_name(name)?))
+    }
+
+    /// Where it is.
+    fn address(&self) -> String {
+        self.0.address()
+    }
+
+    /// Whether a writer takes these options.
+    #[staticmethod]
+    fn check(py: Python<'_>, options: Options) -> PyResult<()> {
+        let options = options.chosen(py)?;
+        released(py, || Ok(options.check()?))
     }
 
     /// Takes the store over as its writer.
@@ -176,6 +218,12 @@ impl Writer {
         self.with(py, |writer| Ok(writer.read_base()?))
     }
 
+    /// What was damaged when it took the store over.
+    fn damage(&self, py: Python<'_>) -> PyResult<Vec<Damaged>> {
+        let damage = self.with(py, |writer| Ok(writer.damage().to_vec()))?;
+        Ok(damage.into_iter().map(parts).collect())
+    }
+
     /// The newest version of a model that the store has.
     fn version(&self, py: Python<'_>, model: &str) -> PyResult<u64> {
         let id = ModelId::new(model);
@@ -202,6 +250,25 @@ impl Writer {
             });
             let models = models.collect::<Result<Vec<_>, Error>>()?;
             Ok(saved(&writer.save(&models)?))
+        })
+    }
+
+    /// Saves a version of another sender, or of another store, as the next one of a model.
+    fn save_snapshot(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        snapshot: PyRef<'_, Snapshot>,
+        number: Option<Number>,
+    ) -> PyResult<SavedVersion> {
+        let held = snapshot.held().clone();
+        self.with(py, |writer| {
+            let version = match number {
+                Some(number) => Version(number.0),
+                None => writer.version(&ModelId::new(name)?).next(),
+            };
+            let copy = weightsync_engine::Snapshot::of(name, &held, writer.run(), version)?;
+            Ok(saved(&writer.save(&[copy])?))
         })
     }
 
@@ -259,6 +326,16 @@ impl Saver {
     }
 }
 
+impl Drop for Saver {
+    fn drop(&mut self) {
+        let saver = self.0.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(saver) = saver.take() {
+            // It saves what waits, which takes long: other threads of Python go on meanwhile.
+            Python::try_attach(|py| py.detach(|| drop(saver)));
+        }
+    }
+}
+
 /// The save of one version.
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct Saving(weightsync_store::Saving);
@@ -276,6 +353,19 @@ impl Saving {
             _ => ("superseded", None, None),
         }))
     }
+}
+
+/// A file next to the weights: its name and bytes.
+type NamedFile = (String, Cow<'static, [u8]>);
+
+fn named(files: Vec<(String, Vec<u8>)>) -> Vec<NamedFile> {
+    let files = files.into_iter();
+    files.map(|(name, bytes)| (name, bytes.into())).collect()
+}
+
+fn one(loaded: LoadedModel) -> (Snapshot, Vec<Damaged>) {
+    let damage = loaded.damage.into_iter().map(parts).collect();
+    (Snapshot::new(Arc::new(loaded.snapshot)), damage)
 }
 
 /// A damaged file, and what is wrong with it.

@@ -84,6 +84,15 @@ impl FromStr for Address {
             Some(_) => return Err(unusable("the path of a directory")),
             None => text,
         };
+        let begins = path.split('/').next().unwrap_or_default();
+        if begins == "~" || (begins.len() > 2 && begins.ends_with(':')) {
+            // Paths of Python turn `s3://bucket` into `s3:/bucket`.
+            return Err(unusable(
+                "a path as the system has it: ~ is for a shell to replace, and a URL has two slashes \
+                 after its colon, which a path object takes for one; put ./ in front if it is a \
+                 directory's name",
+            ));
+        }
         if path.is_empty() || path.chars().any(char::is_control) {
             return Err(unusable(
                 "the path of a directory, without control characters",

@@ -314,7 +314,7 @@ fn read_shards(
             let mut digester = Digester::new(layout.bytes());
             loop {
                 let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some(job) = job else {
+                let Some(job) = job.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
                 let read = job.shard.blob.read_at(job.offset, job.place);
@@ -341,6 +341,11 @@ fn merge(all: &Mutex<Result<Digester>>, done: Result<Digester>) {
         (Ok(_), Err(error)) => *all = Err(error),
         (Err(_), _) => {}
     }
+}
+
+/// Whether another thread has failed, or was interrupted: what this one does is of no more use.
+fn has_failed(all: &Mutex<Result<Digester>>) -> bool {
+    all.lock().unwrap_or_else(PoisonError::into_inner).is_err()
 }
 
 struct OpenDelta {
@@ -381,7 +386,7 @@ fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Resul
             let mut part = Vec::new();
             loop {
                 let span = spans.lock().unwrap_or_else(PoisonError::into_inner).next();
-                let Some((span, place)) = span else {
+                let Some((span, place)) = span.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
                 for delta in deltas {

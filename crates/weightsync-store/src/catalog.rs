@@ -29,19 +29,28 @@ pub(crate) struct Catalog {
 impl Catalog {
     /// Reads the head and the names of the manifests.
     pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
+        let mut before = 0;
         loop {
             let catalog = Self::look(storage)?;
-            // Between the two reads a writer may have published versions and removed others.
-            if !catalog.lacks_any() || storage.read(HEAD).ok().flatten() == catalog.raw_head {
+            let lacks = catalog.lacks();
+            // Between the two reads a writer may have published versions and removed others. What is
+            // still missing at a second look is damage, however often the head changes.
+            if lacks == 0
+                || lacks == before
+                || storage.read(HEAD).ok().flatten() == catalog.raw_head
+            {
                 return Ok(catalog);
             }
+            before = lacks;
         }
     }
 
-    /// Whether versions that the head counts are not there.
-    fn lacks_any(&self) -> bool {
-        let head = self.head.as_ref().map(|(_, head)| head);
-        head.is_some_and(|head| head.count > self.places.len() as u64)
+    /// How many of the versions that the head counts are not there; 1 if the head is not.
+    fn lacks(&self) -> u64 {
+        match &self.head {
+            Some((_, head)) => head.count.saturating_sub(self.places.len() as u64),
+            None => u64::from(!self.listed.is_empty()),
+        }
     }
 
     fn look(storage: &dyn Storage) -> Result<Self> {

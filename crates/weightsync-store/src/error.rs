@@ -124,6 +124,16 @@ pub enum StoreError {
         name: String,
     },
 
+    /// Two files that are to lie next to the weights have one name.
+    #[error(
+        "two files named {name:?} cannot be saved with the weights: they lie in one directory, so give \
+         each another name"
+    )]
+    ExtraFileTwice {
+        /// Their name.
+        name: String,
+    },
+
     /// The text does not say which versions to keep.
     #[error(
         "keep={text:?}: expected keep=all, or a number of versions such as keep=8 or keep=8+every:100"
@@ -268,6 +278,7 @@ impl StoreError {
             Self::InUse { .. }
             | Self::Address { .. }
             | Self::ExtraFile { .. }
+            | Self::ExtraFileTwice { .. }
             | Self::Occupied { .. }
             | Self::Keep { .. }
             | Self::Name { .. } => ErrorKind::Setting,

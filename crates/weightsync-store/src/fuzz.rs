@@ -47,6 +47,26 @@ fn reads<T: Value + PartialEq>(bytes: &[u8]) -> bool {
     true
 }
 
+/// What processes say of themselves, and what `pull` says of a directory: a text for each decoder.
+#[cfg(feature = "objects")]
+pub fn valid_words() -> [&'static [u8]; 5] {
+    [
+        br#"{"pid":1,"host":"a","run":{"epoch":1,"id":"00000000000000000000000000000000"},"secret":[0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0],"models":[]}"#,
+        br#"{"worker":1,"pid":1,"device":"cpu","run":{"epoch":1,"id":"00000000000000000000000000000000"},"wanted":[0]}"#,
+        br#"{"staged":1,"applied":1,"versions":[1],"refused":[1,"why"],"asks":["policy",2],"rejected":null}"#,
+        br#"{"store":"/s","model":"policy","version":1,"digest":"00000000000000000000000000000000","files":["a"]}"#,
+        b"{\"id\":\"0\",\"count\":1,\"left\":false,\"before\":[\"1\",true]}\nabout",
+    ]
+}
+
+/// Reads bytes with each of these decoders, and with that of presences in object stores: how many read
+/// them.
+#[cfg(feature = "objects")]
+pub fn words(bytes: &[u8]) -> usize {
+    let presence = crate::storage::objects::is_presence(bytes);
+    crate::scheme::reads(bytes) + usize::from(crate::checkpoint::is_mark(bytes) || presence)
+}
+
 /// A file with changes for each kind of element, after a byte that says which.
 pub fn valid_deltas() -> Vec<Vec<u8>> {
     (0..KINDS.len())

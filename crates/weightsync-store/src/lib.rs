@@ -45,5 +45,7 @@ pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};
 pub use self::scheme::StoreScheme;
 pub use self::scrub::Scrubbed;
-pub use self::store::{Loaded, ModelVersion, Store, StoredModel, StoredVersion, Versions, Which};
+pub use self::store::{
+    Loaded, LoadedModel, ModelVersion, Store, StoredModel, StoredVersion, Versions, Which,
+};
 pub use self::writer::{SaveOptions, Saved, Writer};

@@ -93,6 +93,18 @@ pub struct Loaded {
     pub damage: Vec<Damage>,
 }
 
+/// One model that was loaded.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LoadedModel {
+    /// Its version.
+    pub snapshot: Snapshot,
+    /// The number of the version of the store.
+    pub sequence: u64,
+    /// What was found to be damaged on the way, the newest first.
+    pub damage: Vec<Damage>,
+}
+
 /// What a store has.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
@@ -146,6 +158,9 @@ pub struct StoredModel {
     /// The directory of its anchor, which other programs can load if there are no deltas.
     pub directory: String,
 }
+
+/// Files next to the weights: their names and bytes.
+type Files = Vec<(String, Vec<u8>)>;
 
 impl Store {
     /// A store at an address: a directory, or, with the feature `objects`, `s3://bucket/path` and what
@@ -202,6 +217,11 @@ impl Store {
 
     pub(crate) fn shared_storage(&self) -> Arc<dyn Storage> {
         self.storage.clone()
+    }
+
+    /// Where it is: an absolute path, or an address that other processes open.
+    pub fn address(&self) -> String {
+        self.name()
     }
 
     pub(crate) fn name(&self) -> String {
@@ -288,6 +308,50 @@ impl Store {
     pub fn load(&self, which: &Which) -> Result<Loaded> {
         let (set, damage) = self.read(which, &|manifest| self.load_set(manifest))?;
         Ok(Loaded { set, damage })
+    }
+
+    /// The same for one model: the others are neither read nor checked. `model` is not needed in a
+    /// store of one model.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load`](Self::load), and [`StoreError::SeveralModels`].
+    pub fn load_one(&self, which: &Which, model: Option<&ModelId>) -> Result<LoadedModel> {
+        let (loaded, ()) = self.read_one(which, model, &|_| Ok(()))?;
+        Ok(loaded)
+    }
+
+    /// The same with the files that were saved with the weights: `config.json`, a tokenizer's.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load_one`](Self::load_one).
+    pub fn load_with_files(
+        &self,
+        which: &Which,
+        model: Option<&ModelId>,
+    ) -> Result<(LoadedModel, Files)> {
+        self.read_one(which, model, &|stored| self.extra_files(stored))
+    }
+
+    fn read_one<T>(
+        &self,
+        which: &Which,
+        model: Option<&ModelId>,
+        more: &dyn Fn(&Stored) -> Result<T>,
+    ) -> Result<(LoadedModel, T)> {
+        let ((snapshot, sequence, more), damage) = self.read(which, &|manifest| {
+            let stored = self.stored_model(manifest, model)?;
+            let more = more(stored)?;
+            let snapshot = self.load_model(manifest, stored, None)?;
+            Ok((snapshot, manifest.place.sequence, more))
+        })?;
+        let loaded = LoadedModel {
+            snapshot,
+            sequence,
+            damage,
+        };
+        Ok((loaded, more))
     }
 
     /// Finds a version and reads something of it, under a lease. Also says what is damaged.

@@ -13,7 +13,7 @@ use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 
 use crate::anchor::ExtraFiles;
 use crate::catalog::{self, Catalog};
-use crate::error::{Result, StoreError};
+use crate::error::{Damage, Result, StoreError};
 use crate::format::{
     Anchor, By, DELTA, DeltaFile, HEAD, Hash, Head, Manifest, Place, Stored, is_file_name, seal,
     total,
@@ -53,6 +53,27 @@ impl Default for SaveOptions {
     }
 }
 
+impl SaveOptions {
+    /// Whether a writer takes them.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::ExtraFile`], [`StoreError::ExtraFileTwice`].
+    pub fn check(&self) -> Result<()> {
+        let mut names = BTreeSet::new();
+        for (name, _) in &self.files {
+            let name = name.clone();
+            if !is_extra_file(&name) {
+                return Err(StoreError::ExtraFile { name });
+            }
+            if !names.insert(name.clone()) {
+                return Err(StoreError::ExtraFileTwice { name });
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The process that may save versions in a store.
 ///
 /// **Guarantee.** A version is published by one step, after all of it is durable: a reader sees the
@@ -86,6 +107,8 @@ pub struct Writer {
     newest: HashMap<ModelId, Newest>,
     /// The highest number of each model that anybody has tried to save.
     tried: HashMap<ModelId, Version>,
+    /// What was damaged when it was claimed.
+    damage: Vec<Damage>,
     /// The process that claimed the store: a forked child would save under the same numbers.
     owner: Origin,
 }
@@ -143,10 +166,7 @@ impl Writer {
 
     /// The same as a run whose epoch somebody else counts, in a store that is only this run's.
     pub(crate) fn claim_as(store: &Store, options: SaveOptions, run: Option<Run>) -> Result<Self> {
-        if let Some((name, _)) = options.files.iter().find(|(name, _)| !is_extra_file(name)) {
-            let name = name.clone();
-            return Err(StoreError::ExtraFile { name });
-        }
+        options.check()?;
         let storage = store.storage();
         let id = random()?;
         let (catalog, head, raw_head) = loop {
@@ -179,6 +199,7 @@ impl Writer {
             next: 1,
             newest: HashMap::new(),
             tried: HashMap::new(),
+            damage: catalog.damage.clone(),
             owner: Origin::here(),
         };
         writer.look(&catalog)?;
@@ -193,6 +214,12 @@ impl Writer {
     /// The store.
     pub fn store(&self) -> &Store {
         &self.store
+    }
+
+    /// What was damaged when the store was claimed. A manifest that was missing is named for the last
+    /// time.
+    pub fn damage(&self) -> &[Damage] {
+        &self.damage
     }
 
     /// The newest version of a model that the store has, or that this writer tried to save.
@@ -451,15 +478,29 @@ impl Writer {
         files.is_empty() || anchor::differing(files, &stored.anchor.files).is_empty()
     }
 
-    /// The files next to the weights of the version before.
+    /// The files next to the weights of the newest version of a model that has them whole.
     fn carried_files(&self, before: &Stored) -> Result<Cow<'_, ExtraFiles>> {
-        match self.store.extra_files(before) {
-            Ok(files) => Ok(Cow::Owned(files)),
-            Err(StoreError::Damaged(damage)) => {
-                tracing::warn!("{damage}; the next version is saved without the files of this one");
-                Ok(Cow::Borrowed(&[]))
+        let mut stored = before.clone();
+        let mut older = self.known.keys().rev();
+        loop {
+            match self.store.extra_files(&stored) {
+                Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
+                files => return Ok(Cow::Owned(files?)),
             }
-            Err(error) => Err(error),
+            // Those of an older full version are the same files, or what they were before.
+            let anchor = stored.anchor.at;
+            let next = older.find_map(|&place| {
+                let manifest = catalog::manifest(self.store.storage(), place).ok()??;
+                let older = manifest.model(&stored.model)?.clone();
+                (older.anchor.at < anchor).then_some(older)
+            });
+            match next {
+                Some(next) => stored = next,
+                None => {
+                    tracing::warn!("no version has them: the next one is saved without");
+                    return Ok(Cow::Borrowed(&[]));
+                }
+            }
         }
     }
 

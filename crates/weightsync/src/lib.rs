@@ -142,8 +142,8 @@ pub mod sender {
 #[cfg(feature = "store")]
 pub mod store {
     pub use weightsync_store::{
-        Address, Damage, Keep, Loaded, ModelVersion, SaveOptions, SaveOutcome, Saved, Saver,
-        Saving, Store, StoreError, StoredModel, StoredVersion, Versions, Which, Writer,
+        Address, Damage, Keep, Loaded, LoadedModel, ModelVersion, SaveOptions, SaveOutcome, Saved,
+        Saver, Saving, Store, StoreError, StoredModel, StoredVersion, Versions, Which, Writer,
     };
 }
 

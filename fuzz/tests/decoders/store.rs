@@ -27,6 +27,17 @@ fn store_values() {
 }
 
 #[test]
+fn store_words() {
+    let valid = fuzz::valid_words().map(<[u8]>::to_vec);
+    for valid in &valid {
+        assert!(fuzz::words(valid) > 0, "{}", String::from_utf8_lossy(valid));
+    }
+    fuzz!("store_words", valid, |bytes: &[u8]| {
+        fuzz::words(bytes);
+    });
+}
+
+#[test]
 fn store_delta() {
     let valid = fuzz::valid_deltas();
     // Grown before anything is counted.

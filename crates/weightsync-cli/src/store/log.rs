@@ -41,7 +41,11 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     versions.reverse();
     print(&match args.json {
         true => json(&versions, &damage)?,
-        false => text(&versions, all, &damage),
+        false => text(
+            &versions,
+            args.newest.filter(|newest| *newest < all).map(|_| all),
+            &damage,
+        ),
     })?;
     Ok(SUCCESS)
 }
@@ -50,7 +54,8 @@ const HEADINGS: [&str; 7] = [
     "version", "stored", "to read", "changed", "at", "by", "names",
 ];
 
-fn text(versions: &[StoredVersion], all: usize, damage: &[Damage]) -> String {
+/// `all` is how many there are, if not all are shown.
+fn text(versions: &[StoredVersion], all: Option<usize>, damage: &[Damage]) -> String {
     let mut rows = vec![HEADINGS.map(String::from)];
     for version in versions {
         let changed = version.models.iter().filter(|model| model.changed);
@@ -71,7 +76,7 @@ fn text(versions: &[StoredVersion], all: usize, damage: &[Damage]) -> String {
         text += line.trim_end();
         text.push('\n');
     }
-    if versions.len() < all {
+    if let Some(all) = all {
         let _ = writeln!(text, "{} in all", counted(all, "version"));
     }
     for damage in damage {

@@ -7,11 +7,11 @@ mod push;
 mod scrub;
 mod watch;
 
-use std::io;
 use std::sync::Mutex;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use weightsync_core::ModelId;
+use weightsync_engine::interruptible;
 use weightsync_store::{Damage, Store, Work};
 
 use crate::signals::Signals;
@@ -23,14 +23,10 @@ pub use self::push::{Args as PushArgs, run as push};
 pub use self::scrub::{Args as ScrubArgs, TROUBLE, run as scrub};
 pub use self::watch::{Args as WatchArgs, run as watch};
 
-/// A store whose calls show how far they are, and end when a signal comes.
-fn open(address: &str, signals: &Signals) -> Result<Store, weightsync_store::StoreError> {
+/// A store whose calls show how far they are.
+fn open(address: &str) -> Result<Store, weightsync_store::StoreError> {
     let bar = Mutex::new(None);
-    let signals = signals.clone();
     Ok(Store::open(address)?.with_progress(move |work| {
-        if signals.caught().is_some() {
-            return Err(io::ErrorKind::Interrupted.into());
-        }
         let mut bar = bar
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -73,12 +69,16 @@ impl Drop for Shown {
     }
 }
 
-/// Turns what a call came to into an exit code: what a signal ended has nothing to say.
+/// Makes a call that a signal ends, and turns what it came to into an exit code: what a signal ended has
+/// nothing to say.
 fn ended<E: Into<Box<dyn std::error::Error>>>(
-    done: Result<u8, E>,
     signals: &Signals,
+    call: impl FnOnce() -> Result<u8, E>,
 ) -> Result<u8, Box<dyn std::error::Error>> {
-    match (done, signals.caught()) {
+    match (
+        interruptible(|| signals.caught().is_some(), call),
+        signals.caught(),
+    ) {
         (Err(_), Some(signal)) => Ok(128 + signal),
         (done, _) => done.map_err(Into::into),
     }

@@ -37,10 +37,10 @@ pub struct Args {
 /// Loads, and writes.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
-    super::ended(pull(args, &signals), &signals)
+    super::ended(&signals, || pull(args))
 }
 
-fn pull(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
+fn pull(args: &Args) -> Result<u8, Box<dyn Error>> {
     let which = match (args.version, &args.name) {
         (Some(version), _) => Which::Exactly(ModelVersion {
             model: args.model.clone(),
@@ -49,7 +49,7 @@ fn pull(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         (None, Some(name)) => Which::Named(name.clone()),
         (None, None) => Which::Newest,
     };
-    let store = super::open(&args.store, signals)?;
+    let store = super::open(&args.store)?;
     let pulled = store.pull(&which, args.model.as_ref(), &args.out)?;
     super::warn(&pulled.damage);
     let path = pulled.path.display().to_string();

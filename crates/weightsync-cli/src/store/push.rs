@@ -41,11 +41,11 @@ pub struct Args {
 /// Saves, and says what that took.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     let signals = Signals::watch()?;
-    super::ended(push(args, &signals), &signals)
+    super::ended(&signals, || push(args))
 }
 
-fn push(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
-    let store: Store = super::open(&args.to, signals)?;
+fn push(args: &Args) -> Result<u8, Box<dyn Error>> {
+    let store: Store = super::open(&args.to)?;
     let checkpoint = Checkpoint::open(&args.source)?;
     let mut options = PushOptions::default();
     options.model.clone_from(&args.model);
@@ -53,6 +53,7 @@ fn push(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
     options.keep = args.keep;
     options.whole = args.full;
     let pushed = store.push(checkpoint, &options)?;
+    super::warn(&pushed.damage);
     print(&match args.json {
         true => json(&pushed, args.name.as_deref())?,
         false => text(&pushed, args.name.as_deref()),

@@ -37,7 +37,7 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     match &args.store {
         Some(store) => {
             let signals = Signals::watch()?;
-            super::ended(scrub(store, json, &signals), &signals)
+            super::ended(&signals, || scrub(store, json))
         }
         #[cfg(feature = "net")]
         None => crate::net::scrub(&args.asked),
@@ -46,8 +46,8 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     }
 }
 
-fn scrub(address: &str, json: bool, signals: &Signals) -> Result<u8, Box<dyn Error>> {
-    let found = super::open(address, signals)?.scrub()?;
+fn scrub(address: &str, json: bool) -> Result<u8, Box<dyn Error>> {
+    let found = super::open(address)?.scrub()?;
     if found.versions == 0 && found.damage.is_empty() {
         return Err(format!("{address} has no version: check its address").into());
     }

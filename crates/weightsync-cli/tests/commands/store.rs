@@ -205,7 +205,17 @@ fn push_and_pull_refuse_what_they_cannot_do() {
             &["directory of the store"],
         );
     }
+    // By a relative path, and where the steps of a trainer lie.
+    let mut push = dir.command(&["push", "model.safetensors", "--to", "."]);
+    let output = push.current_dir(dir.at("own")).output().unwrap();
+    assert!(text(&output.stderr).contains("directory of the store"));
     assert_eq!(dir.names("own"), ["model.safetensors"]);
+    dir.save("runs/global_step_1/model.safetensors", &model());
+    dir.fails(
+        &["push", "runs", "--to", "runs"],
+        &["directory of the store"],
+    );
+    assert_eq!(dir.names("runs"), ["global_step_1"]);
     // Nothing of that has made a store.
     assert!(!dir.at("store").exists());
     dir.fails(&["pull", "store", "--out", "new"], &["no version"]);
@@ -316,6 +326,7 @@ fn log_shows_what_changed_and_what_is_damaged() {
         log.contains(&format!("{} is damaged", path.display())),
         "{log}"
     );
+    assert!(!log.contains("in all"), "{log}");
     let log = dir.ok(&["log", "store", "--json"]);
     let damage: Value = serde_json::from_str(log.lines().last().unwrap()).unwrap();
     assert_eq!(damage["damage"]["file"], path.to_str().unwrap());

@@ -24,6 +24,8 @@ use crate::error::{Result, StoreError};
 use crate::progress::{Progress, Work};
 use crate::store::{Store, Which};
 
+#[cfg(feature = "fuzz")]
+pub(crate) use self::pull::is_mark;
 pub use self::pull::{PULL_MARK, Pulled};
 pub use self::push::{PushOptions, Pushed};
 
@@ -58,6 +60,8 @@ const PIECE: usize = 4 << 20;
 /// ```
 #[derive(Debug)]
 pub struct Checkpoint {
+    /// What was asked for, and where the weights were found.
+    source: PathBuf,
     path: PathBuf,
     weights: Weights,
     layout: Layout,
@@ -85,7 +89,13 @@ impl Checkpoint {
         let path = path.as_ref();
         match find(path)? {
             Found::Store => Self::of_store(path),
-            Found::Files { at, files, index } => Self::of_files(at, &files, index.as_deref()),
+            Found::Files { at, files, index } => {
+                let found = Self::of_files(at, &files, index.as_deref())?;
+                Ok(Self {
+                    source: path.into(),
+                    ..found
+                })
+            }
         }
     }
 
@@ -94,15 +104,13 @@ impl Checkpoint {
             .to_str()
             .ok_or_else(|| unusable(path, "its path is not UTF-8"))?;
         let store = Store::open(text)?;
-        let ((snapshot, files), damage) = store.read(&Which::Newest, &|manifest| {
-            let stored = store.stored_model(manifest, None)?;
-            let snapshot = store.load_model(manifest, stored, None)?;
-            Ok((snapshot, store.extra_files(stored)?))
-        })?;
-        for damage in damage {
+        let (loaded, files) = store.load_with_files(&Which::Newest, None)?;
+        let snapshot = loaded.snapshot;
+        for damage in loaded.damage {
             tracing::warn!("{damage}; an older version is read");
         }
         Ok(Self {
+            source: path.into(),
             path: path.into(),
             layout: snapshot.layout().clone(),
             places: (0..snapshot.layout().len()).map(|at| (0, at)).collect(),
@@ -158,6 +166,7 @@ impl Checkpoint {
         let layout = Layout::new(tensors).map_err(weightsync_engine::Error::from)?;
         Ok(Self {
             files: extra_files(&at)?,
+            source: at.clone(),
             path: at,
             weights: Weights::Files(files),
             layout,

@@ -16,7 +16,7 @@ use crate::anchor;
 use crate::error::{Damage, Result, StoreError};
 use crate::progress::Work;
 use crate::storage::{Directory, Metered, Storage, unique};
-use crate::store::{Store, Which};
+use crate::store::{LoadedModel, Store, Which};
 use crate::writer::SaveOptions;
 
 /// The file by which a directory is known to be one that [`Store::pull`] wrote.
@@ -52,6 +52,12 @@ struct Mark {
     files: BTreeSet<String>,
 }
 
+/// Whether bytes say what a directory holds.
+#[cfg(feature = "fuzz")]
+pub(crate) fn is_mark(bytes: &[u8]) -> bool {
+    serde_json::from_slice::<Mark>(bytes).is_ok()
+}
+
 impl Store {
     /// Writes a version of a model to a directory, as a checkpoint that transformers and vLLM load as it
     /// is. `model` is not needed in a store of one model.
@@ -67,12 +73,14 @@ impl Store {
     pub fn pull(&self, which: &Which, model: Option<&ModelId>, out: &Path) -> Result<Pulled> {
         // Before anything large is read.
         let target = Target::new(out)?;
-        let ((snapshot, digest, sequence, mut files), damage) = self.read(which, &|manifest| {
-            let stored = self.stored_model(manifest, model)?;
-            let snapshot = self.load_model(manifest, stored, None)?;
-            let files = self.extra_files(stored)?;
-            Ok((snapshot, stored.digest, manifest.place.sequence, files))
-        })?;
+        let (loaded, mut files) = self.load_with_files(which, model)?;
+        let LoadedModel {
+            snapshot,
+            sequence,
+            damage,
+        } = loaded;
+        let digest = snapshot.published_digest();
+        let digest = digest.unwrap_or_else(|| snapshot.digest());
         files.retain(|(name, _)| name != PULL_MARK);
         let unfinished = Unfinished::new(&target)?;
         let mut storage: Arc<dyn Storage> = Arc::new(Directory::new(&unfinished.path));

@@ -1,12 +1,14 @@
 //! Saving a checkpoint as the next version.
 
+use std::path::Path;
+
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_engine::Snapshot;
 use weightsync_engine::transport::ModelSpec;
 
 use super::{Checkpoint, unusable};
 use crate::anchor;
-use crate::error::{Result, StoreError};
+use crate::error::{Damage, Result, StoreError};
 use crate::format::{Stored, is_version_name};
 use crate::retention::Keep;
 use crate::store::{ModelVersion, Store, Which};
@@ -47,6 +49,8 @@ pub struct Pushed {
     pub saved: Option<Saved>,
     /// Files next to the weights that are others than before: the version was saved whole for them.
     pub other_files: Vec<String>,
+    /// What is damaged. Manifests that are missing are named for the last time, if something was saved.
+    pub damage: Vec<Damage>,
 }
 
 /// The newest version of the model, before.
@@ -74,7 +78,7 @@ impl Store {
             return Err(StoreError::Name { name: name.clone() });
         }
         self.refuse_own_directory(&checkpoint)?;
-        let newest = self.newest_before(&checkpoint, options.model.as_ref())?;
+        let (newest, damage) = self.newest_before(&checkpoint, options.model.as_ref())?;
         let model = match (&options.model, &newest) {
             (Some(model), _) => model.clone(),
             (None, Some(newest)) => newest.stored.model.clone(),
@@ -96,7 +100,7 @@ impl Store {
         };
         let digest = snapshot.digest();
         let bytes = snapshot.layout().payload_bytes();
-        let pushed = |version, saved| Pushed {
+        let pushed = |version, saved, damage| Pushed {
             model: model.clone(),
             version,
             digest,
@@ -104,6 +108,7 @@ impl Store {
             before,
             saved,
             other_files: other_files.clone(),
+            damage,
         };
         let named = |version| {
             let name = options.name.as_ref();
@@ -120,7 +125,7 @@ impl Store {
             && !options.whole
         {
             named(newest.stored.version)?;
-            return Ok(pushed(newest.stored.version, None));
+            return Ok(pushed(newest.stored.version, None, damage));
         }
         self.refuse_living_sender()?;
         let save = SaveOptions {
@@ -137,35 +142,48 @@ impl Store {
         let saved =
             writer.save(&[renumbered(snapshot, writer.run(), version)?.with_digest(digest)])?;
         named(version)?;
-        Ok(pushed(version, Some(saved)))
+        let mut all = writer.damage().to_vec();
+        all.extend(
+            damage
+                .into_iter()
+                .filter(|one| !writer.damage().contains(one)),
+        );
+        Ok(pushed(version, Some(saved), all))
     }
 
-    /// An error if the checkpoint lies where the store is to be.
+    /// An error if the store would lie in the directory of the checkpoint. It would then be read in the
+    /// checkpoint's place.
     fn refuse_own_directory(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let (path, store) = (checkpoint.path(), self.name());
-        let dir = if path.is_dir() {
-            Some(path)
-        } else {
-            path.parent()
-        };
-        // A store that is no directory, or is not there yet, is no checkpoint.
-        match dir
-            .map(std::fs::canonicalize)
-            .zip(std::fs::canonicalize(&store).ok())
-        {
-            Some((Ok(dir), store)) if dir == store && !checkpoint.is_of_store() => {
-                let what = "it lies in the directory of the store: name another one for the store";
-                Err(unusable(path, what))
-            }
-            _ => Ok(()),
+        if checkpoint.is_of_store() {
+            return Ok(());
         }
+        let resolved = |path: &Path| {
+            let path = std::path::absolute(path).ok()?;
+            std::fs::canonicalize(path).ok()
+        };
+        // A store that is no directory, or is not there yet, is nobody's.
+        let Some(store) = resolved(Path::new(&self.name())) else {
+            return Ok(());
+        };
+        for path in [&checkpoint.source, &checkpoint.path] {
+            let dir = resolved(path);
+            let dir = dir.and_then(|dir| match dir.is_dir() {
+                true => Some(dir),
+                false => Some(dir.parent()?.to_owned()),
+            });
+            if dir.as_deref() == Some(&store) {
+                let what = "it lies in the directory of the store: name another one for the store";
+                return Err(unusable(path, what));
+            }
+        }
+        Ok(())
     }
 
     fn newest_before(
         &self,
         checkpoint: &Checkpoint,
         model: Option<&ModelId>,
-    ) -> Result<Option<Newest>> {
+    ) -> Result<(Option<Newest>, Vec<Damage>)> {
         let read = self.read(&Which::Newest, &|manifest| {
             let stored = match model {
                 Some(id) => manifest.model(id),
@@ -185,9 +203,8 @@ impl Store {
             }))
         });
         match read {
-            Ok((newest, _)) => Ok(newest),
-            Err(StoreError::Empty { .. }) => Ok(None),
-            Err(error) => Err(error),
+            Err(StoreError::Empty { damage, .. }) => Ok((None, damage)),
+            read => read,
         }
     }
 }

@@ -283,6 +283,17 @@ struct Status {
     rejected: Option<String>,
 }
 
+/// How many of what processes announce and say these bytes are.
+#[cfg(feature = "fuzz")]
+pub(crate) fn reads(bytes: &[u8]) -> usize {
+    let reads = [
+        serde_json::from_slice::<AboutSender>(bytes).is_ok(),
+        serde_json::from_slice::<AboutWorker>(bytes).is_ok(),
+        serde_json::from_slice::<Status>(bytes).is_ok(),
+    ];
+    reads.iter().filter(|reads| **reads).count()
+}
+
 fn encoded(value: &impl Serialize) -> Vec<u8> {
     let bytes = serde_json::to_vec(value);
     bytes.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"))

@@ -18,6 +18,7 @@ use crate::scheme::{ENDS, WORKERS};
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::Origin;
+use weightsync_engine::transport::interrupt;
 
 use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
 
@@ -365,6 +366,7 @@ impl Flusher {
 
 impl Upload for Uploading {
     fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        look_for_interruption()?;
         self.unfinished.file.write_all(bytes)?;
         self.pending += bytes.len();
         match self.pending < Self::FLUSHED {
@@ -410,7 +412,16 @@ impl Blob for OpenFile {
     }
 
     fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
+        look_for_interruption()?;
         self.file.read_exact_at(place, offset)
+    }
+}
+
+/// A large file is read and written in pieces. Between two of them a signal can end the call.
+fn look_for_interruption() -> io::Result<()> {
+    match interrupt::at_most(None) {
+        Ok(_) => Ok(()),
+        Err(error) => Err(io::Error::new(ErrorKind::Interrupted, error)),
     }
 }
 

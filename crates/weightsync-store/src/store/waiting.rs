@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Loaded, ModelVersion, Store, StoredVersion, Which};
+use weightsync_core::ModelId;
+
+use super::{Loaded, LoadedModel, ModelVersion, Store, StoredVersion, Which};
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
 use crate::format::{HEAD, Place};
@@ -55,6 +57,29 @@ impl Store {
     ///
     /// Those of [`load`](Self::load), but for a version that may still come.
     pub fn wait(&self, which: &Which, timeout: Option<Duration>) -> Result<Option<Loaded>> {
+        self.wait_for(which, timeout, &|| self.load(which))
+    }
+
+    /// The same for one model, as by [`load_one`](Self::load_one).
+    ///
+    /// # Errors
+    ///
+    /// Those of [`load_one`](Self::load_one), but for a version that may still come.
+    pub fn wait_one(
+        &self,
+        which: &Which,
+        model: Option<&ModelId>,
+        timeout: Option<Duration>,
+    ) -> Result<Option<LoadedModel>> {
+        self.wait_for(which, timeout, &|| self.load_one(which, model))
+    }
+
+    fn wait_for<T>(
+        &self,
+        which: &Which,
+        timeout: Option<Duration>,
+        load: &dyn Fn() -> Result<T>,
+    ) -> Result<Option<T>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut pause = Pause::new(self.storage());
         let mut seen = None;
@@ -62,7 +87,7 @@ impl Store {
             // The same head has nothing new.
             let head = catalog::read(self.storage(), HEAD).ok().flatten();
             if head.is_none() || head != seen {
-                match self.load(which) {
+                match load() {
                     Err(StoreError::Empty { damage, .. }) if damage.is_empty() => {}
                     Err(StoreError::NoSuchVersion { .. }) if matches!(which, Which::AtLeast(_)) => {
                     }
@@ -81,8 +106,8 @@ impl Store {
     ///
     /// # Errors
     ///
-    /// Those of [`load`](Self::load).
-    pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<Loaded>> {
+    /// Those of [`load_one`](Self::load_one).
+    pub fn load_unless_within(&self, held: &ModelVersion, lag: u64) -> Result<Option<LoadedModel>> {
         let newest = catalog::head(self.storage());
         let newest = newest.ok().flatten().and_then(|head| head.newest());
         if let Some(newest) = newest
@@ -103,7 +128,7 @@ impl Store {
                 break;
             }
         }
-        self.load(&Which::Newest).map(Some)
+        self.load_one(&Which::Newest, held.model.as_ref()).map(Some)
     }
 
     /// Whether the model has this version, or an older one, at a place; `None` where nothing can be

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use weightsync_engine::Tensors;
 
 use super::*;
-use crate::error::Damage;
 use crate::format::{DATA, VERSIONS};
 use crate::lease;
 use crate::storage::faulty::{Fault, Faulty};

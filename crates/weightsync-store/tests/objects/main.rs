@@ -60,6 +60,21 @@ fn main() -> ExitCode {
     );
     test("racing_writers_never_both_win".into(), race, Fault::Error);
     test(
+        "service_without_conditions_is_refused".into(),
+        careless,
+        Fault::Error,
+    );
+    test(
+        "claim_is_whole_or_fails_when_denied".into(),
+        claims,
+        Fault::Denied,
+    );
+    test(
+        "claim_is_whole_or_fails_when_answer_got_lost".into(),
+        claims,
+        Fault::Unanswered,
+    );
+    test(
         "requests_are_as_many_as_documented".into(),
         counts,
         Fault::Error,
@@ -353,6 +368,58 @@ fn race(_: &Proxy, _: Fault) {
     );
     for (version, number) in reported {
         assert_eq!(exactly(&store, version), number, "{version}");
+    }
+}
+
+/// A service that ignores a condition publishes nothing.
+fn careless(proxy: &Proxy, fault: Fault) {
+    for (header, name) in [("if-none-match", "If-None-Match"), ("if-match", "If-Match")] {
+        let store = store(header);
+        proxy.arm(u64::MAX, fault);
+        proxy.strip(header);
+        let error = Writer::claim(&store, options()).expect_err("no writer");
+        assert!(error.to_string().contains(name), "{error}");
+        proxy.arm(u64::MAX, fault);
+        let found = store.versions().expect("an empty store");
+        assert!(found.versions.is_empty() && found.damage.is_empty());
+        Writer::claim(&store, options()).expect("a writer, with conditions");
+    }
+}
+
+/// Spoils every request of a claim and the first save after it.
+fn claims(proxy: &Proxy, fault: Fault) {
+    let name = "claims";
+    let mut ledger = Ledger::default();
+    let mut failed = 0;
+    let mut number = 1;
+    for at in 1.. {
+        // A store that has asked for nothing yet.
+        let store = store(name);
+        proxy.arm(at, fault);
+        let saved = match Writer::claim(&store, options()) {
+            Ok(mut writer) => ledger.save(&mut writer, number, 1 << 12).map(drop),
+            Err(error) => Err(error),
+        };
+        let spoiled = proxy.disarm();
+        number += 1;
+        if let Err(error) = &saved {
+            assert!(matches!(error, StoreError::File { .. }), "{error}");
+            failed += 1;
+        }
+        let mut writer = Writer::claim(&store, options()).expect("another writer");
+        for _ in 0..2 {
+            let saved = ledger.save(&mut writer, number, 1 << 12);
+            saved.unwrap_or_else(|error| panic!("{spoiled:?}: {error}"));
+            number += 1;
+        }
+        ledger.saved.retain(|_, saved| *saved + 2 >= number);
+        ledger.check(&store);
+        if spoiled.is_none() {
+            saved.expect("nothing was spoiled");
+            println!("{} requests, {failed} of these claims failed", at - 1);
+            assert!(at > 10, "{at}");
+            break;
+        }
     }
 }
 

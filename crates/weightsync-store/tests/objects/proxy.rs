@@ -32,6 +32,8 @@ struct Plan {
     fault: Option<(u64, Fault)>,
     /// What was spoiled.
     spoiled: Option<String>,
+    /// A header that no request keeps.
+    stripped: Option<&'static str>,
     log: Vec<String>,
 }
 
@@ -69,6 +71,11 @@ impl Proxy {
         plan.spoiled.take()
     }
 
+    /// Takes this header, in lower case, out of every request until it is armed.
+    pub fn strip(&self, header: &'static str) {
+        lock(&self.0).stripped = Some(header);
+    }
+
     /// The requests since it was armed.
     pub fn requests(&self) -> Vec<String> {
         lock(&self.0).log.clone()
@@ -81,12 +88,17 @@ fn lock(plan: &Mutex<Plan>) -> std::sync::MutexGuard<'_, Plan> {
 
 /// Serves the one request of a connection.
 fn pass(mut client: TcpStream, server: SocketAddr, plan: &Mutex<Plan>) -> io::Result<()> {
-    let Some((head, body)) = request(&mut client)? else {
+    let Some((mut head, body)) = request(&mut client)? else {
         return Ok(());
     };
     let line = head.lines().next().unwrap_or_default().to_owned();
     let fault = {
         let mut plan = lock(plan);
+        if let Some(header) = plan.stripped {
+            let mut lines: Vec<_> = head.split("\r\n").collect();
+            lines.retain(|line| !line.to_ascii_lowercase().starts_with(&format!("{header}:")));
+            head = lines.join("\r\n");
+        }
         plan.count += 1;
         plan.log.push(line.clone());
         let number = plan.count;

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use weightsync_core::{ModelId, Remedy, Version};
-use weightsync_engine::interruptible;
 use weightsync_engine::transport::interrupt;
 use weightsync_store::{
     ModelVersion, Pulled, Store, StoreError, StoredModel, StoredVersion, Which,
@@ -58,12 +57,12 @@ The command finds in its environment:
 
 /// Watches until a signal comes.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let signals = Signals::watch_each()?;
-    super::ended(watch(args, &signals), &signals)
+    let signals = Signals::watch()?;
+    super::ended(&signals, || watch(args, &signals))
 }
 
 fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
-    let store = super::open(&args.store, signals)?;
+    let store = super::open(&args.store)?;
     // Removed when it is dropped, however watching ends.
     let temporary = match &args.out {
         Some(_) => None,
@@ -90,15 +89,14 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         watched.ran = stored.map(|stored| stored.version);
         watched.seen = newest.map(|newest| newest.sequence);
     }
-    let check = || signals.caught().is_some();
     loop {
-        let pulled = match interruptible(check, || watched.next()) {
+        let pulled = match watched.next() {
             Ok(Some(pulled)) => pulled,
             Ok(None) => continue,
-            Err(error) if check() => return Err(error.into()),
+            Err(error) if signals.caught().is_some() => return Err(error.into()),
             Err(error) if error.remedy() == Remedy::Retry => {
                 eprintln!("weightsync: {}", shown(&error.to_string()));
-                interruptible(check, || interrupt::sleep(watched.pause))?;
+                interrupt::sleep(watched.pause)?;
                 watched.pause = PAUSES[1].min(watched.pause * 2);
                 continue;
             }

@@ -25,12 +25,13 @@ use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use object_store::path::Path;
 use object_store::{
-    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, PutResult, UpdateVersion,
+    Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
 };
 use weightsync_engine::Origin;
 
 pub(crate) use self::place::{EXPECTED, Place};
-use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
+use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, unique};
+use crate::format::LEASES;
 use error::{found, io_error, is_refused};
 use presence::{Beats, Table};
 use runtime::Runtime;
@@ -41,6 +42,9 @@ const TRIES: usize = 5;
 /// The presence of a process that removes everything.
 const VACATING: &str = "vacating";
 
+#[cfg(feature = "fuzz")]
+pub(crate) use self::presence::is_presence;
+
 /// A store in an object store.
 #[derive(Clone)]
 pub(crate) struct Objects {
@@ -50,8 +54,8 @@ pub(crate) struct Objects {
     clients: Arc<OnceLock<Link>>,
     /// What was seen of others.
     seen: Arc<Table>,
-    /// Whether the service was seen to refuse a write whose condition was not met.
-    refuses: Arc<AtomicBool>,
+    /// Whether the service was seen to refuse writes whose conditions were not met.
+    has_conditions: Arc<AtomicBool>,
 }
 
 struct Link {
@@ -80,7 +84,7 @@ impl Objects {
             beats,
             clients: Arc::default(),
             seen: Table::shared(),
-            refuses: Arc::default(),
+            has_conditions: Arc::default(),
         }
     }
 
@@ -235,27 +239,35 @@ async fn put_if(
     }
 }
 
-/// Whether the service refuses to create an object that is there. `false` if there is none to try it
-/// with. A service that ignores conditions would let two writers publish at once.
-async fn check_conditions(store: &dyn ObjectStore, key: &Path) -> Result<bool, Error> {
-    let Some((there, _)) = fetch(store, key).await? else {
-        return Ok(false);
+/// An error unless the service refuses writes whose conditions are not met. One that ignores them would
+/// let two writers publish at once. `key` is nobody else's.
+async fn check_conditions(store: &dyn ObjectStore, key: &Path) -> Result<(), Error> {
+    let put = |mode| store.put_opts(key, "conditions".into(), PutOptions::from(mode));
+    put(PutMode::Overwrite).await?;
+    // No object has these.
+    let other = UpdateVersion {
+        e_tag: Some("\"0\"".into()),
+        version: Some("1".into()),
     };
-    let put = store.put_opts(key, there.into(), PutOptions::from(PutMode::Create));
-    refuses(put.await).map(|()| true)
-}
-
-/// Whether an object was refused that is there already.
-fn refuses(put: Result<PutResult, Error>) -> Result<(), Error> {
-    match put {
-        Ok(_) => Err(Error::NotSupported {
-            source: "this service ignores the conditions of writes (If-None-Match), without which \
-                     two writers would overwrite each other: use one that has them"
-                .into(),
-        }),
-        Err(error) if is_refused(&error) => Ok(()),
-        Err(error) => Err(error),
+    for (condition, mode) in [
+        ("If-None-Match", PutMode::Create),
+        ("If-Match", PutMode::Update(other)),
+    ] {
+        match put(mode).await {
+            Err(error) if is_refused(&error) => {}
+            Err(error) => return Err(error),
+            Ok(_) => {
+                let what = format!(
+                    "this service ignores {condition}, without which two writers would overwrite \
+                     each other: use one that has conditional writes"
+                );
+                return Err(Error::NotSupported {
+                    source: what.into(),
+                });
+            }
+        }
     }
+    found(store.delete(key).await).map(drop)
 }
 
 impl Storage for Objects {
@@ -274,11 +286,15 @@ impl Storage for Objects {
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
         let key = self.key(path)?;
         let (old, new) = (old.map(Bytes::copy_from_slice), Bytes::copy_from_slice(new));
-        let refuses = self.refuses.clone();
+        if !self.has_conditions.load(Ordering::Relaxed) {
+            // What a process that dies leaves of it goes as the lease of a dead reader does.
+            let own = self.key(&format!("{LEASES}/conditions-{}", unique()))?;
+            let check =
+                |store: Arc<dyn ObjectStore>| async move { check_conditions(&*store, &own).await };
+            self.client()?.ask(check)?;
+            self.has_conditions.store(true, Ordering::Relaxed);
+        }
         let swapped = self.client()?.ask(move |store| async move {
-            if !refuses.load(Ordering::Relaxed) {
-                refuses.store(check_conditions(&*store, &key).await?, Ordering::Relaxed);
-            }
             for _ in 0..TRIES {
                 let mode = match &old {
                     None => PutMode::Create,

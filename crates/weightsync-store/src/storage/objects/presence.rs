@@ -87,6 +87,12 @@ impl Beat {
     }
 }
 
+/// Whether bytes are a presence.
+#[cfg(feature = "fuzz")]
+pub(crate) fn is_presence(bytes: &[u8]) -> bool {
+    Beat::decode(&Bytes::copy_from_slice(bytes)).is_some()
+}
+
 /// What was seen of others, and since when. Shared by all stores of this process: who looks twice, by
 /// whatever store, need not watch twice.
 #[derive(Debug, Default)]

@@ -2,8 +2,6 @@ use std::cell::Cell;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use object_store::PutResult;
-
 use super::*;
 
 /// A process that beats often, and one that is patient for longer than a test takes.
@@ -52,21 +50,6 @@ fn swap_succeeds_once_for_the_same_bytes() {
         assert_eq!(won.into_inner(), 1);
         storage.put("a", b"0").unwrap();
     }
-}
-
-#[test]
-fn service_that_ignores_conditions_is_refused() {
-    let storage = store("careful", Beats::default());
-    storage.put("a", b"0").unwrap();
-    assert!(storage.swap("a", Some(b"0"), b"1").unwrap());
-    assert!(storage.refuses.load(Ordering::Relaxed));
-    let written = PutResult {
-        e_tag: None,
-        version: None,
-        extensions: Default::default(),
-    };
-    let error = refuses(Ok(written)).unwrap_err().to_string();
-    assert!(error.contains("ignores the conditions"), "{error}");
 }
 
 #[test]
