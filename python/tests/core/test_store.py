@@ -1,11 +1,13 @@
 """Versions that last: saved, loaded, named, kept by a sender, and sent through a store."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy
 import pytest
@@ -100,7 +102,7 @@ def test_what_is_missing_is_said_to_be_so(tmp_path):
             store.load(9)
         with pytest.raises(weightsync.DeadlineError, match="v9 or a later"):
             store.load(at_least=9, timeout=0.01)
-        with pytest.raises(weightsync.ModelError, match="'critic'"):
+        with pytest.raises(weightsync.ModelError, match='"critic"'):
             store.load(model="critic")
         with pytest.raises(weightsync.ModelError, match="named .best."):
             store.load(named="best")
@@ -355,3 +357,172 @@ def test_store_schemes_are_what_they_say():
         weightsync.StoreScheme("/srv/a,b")
     with pytest.raises(weightsync.SettingError):
         weightsync.StoreScheme("/srv/x", keep="some")
+
+
+def test_files_of_one_name_are_refused(tmp_path):
+    for name in ["a", "b"]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    files = [tmp_path / "a" / "config.json", tmp_path / "b" / "config.json"]
+    with pytest.raises(weightsync.SettingError, match="two files named"):
+        weightsync.Store(tmp_path / "store", files=files)
+    for settings in [{"keep": "some"}, {"shard_bytes": -1}, {"files": {"x.safetensors": b""}}]:
+        with pytest.raises(weightsync.SettingError):
+            weightsync.Store(tmp_path / "store", **settings)
+
+
+@pytest.mark.parametrize("url", ["~/store", "~", Path("s3://bucket/policy"), "gs:/bucket"])
+def test_paths_that_mean_something_else_are_refused(url):
+    with pytest.raises(weightsync.SettingError, match="as the system has it"):
+        weightsync.Store(url)
+
+
+def test_url_of_a_store_opens_it_from_anywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with _store("store", 1.0) as store:
+        assert store.url == str(tmp_path / "store")
+    monkeypatch.chdir("/")
+    assert weightsync.Store(store.url).load().version == 1
+    scheme = weightsync.StoreScheme(tmp_path / "other")
+    with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
+        sender.connect(0)
+    assert weightsync.Store(tmp_path / "other").load().version == 1
+
+
+def test_one_model_of_several_needs_no_other(tmp_path):
+    with weightsync.Store(tmp_path) as store:
+        store.save({"w": torch.zeros(1000)}, name="critic")
+        store.save({"w": torch.zeros(3)}, name="actor")
+        store.save({"w": torch.ones(3)}, name="actor")
+    critic = next(one for one in store.versions()[-1].models if one.model == "critic")
+    weights = Path(critic.directory, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    store = weightsync.Store(tmp_path)
+    assert store.load(model="actor").version == 2
+    assert store.load(2, model="actor")["w"].tolist() == [1.0] * 3
+    assert store.load_unless_within(1, 0, model="actor").version == 2
+    with pytest.raises(weightsync.CorruptError, match="critic"):
+        store.load(1, model="critic")
+    with pytest.raises(weightsync.ModelError, match="several models"):
+        store.load()
+
+
+def test_snapshots_are_saved_as_they_are(tmp_path):
+    class Counted(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"steps": 7}
+
+        def set_extra_state(self, state):
+            self.steps = state["steps"]
+
+    with weightsync.Store(tmp_path / "one") as one, weightsync.Store(tmp_path / "other") as other:
+        one.save(Counted(2, 2))
+        first = one.load()
+        assert other.save(first, version=5).versions == {"policy": 5}
+        loaded = Counted(2, 2)
+        assert other.load_into(loaded) == 5
+        assert loaded.steps == 7
+        assert other.load().digest() == first.digest()
+
+
+def test_signal_handlers_may_save(tmp_path):
+    with _store(tmp_path, 1.0):
+        pass
+    store, outcomes = weightsync.Store(tmp_path), []
+
+    def handler(*_):
+        try:
+            outcomes.append(store.save(Net(9.0)))
+        except weightsync.LifecycleError as error:
+            outcomes.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        native, sent = store._native, []
+
+        class Interrupted:
+            """The store in the middle of its claim, when a signal comes."""
+
+            def writer(self, options):
+                if not sent:
+                    sent.append(True)
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                return native.writer(options)
+
+        store._native = Interrupted()
+        saved = store.save(Net(2.0))
+        store._native = native
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert saved.versions == {"policy": 2}
+    assert isinstance(outcomes[0], weightsync.LifecycleError)
+    assert outcomes[1].versions == {"policy": 3}
+    store.close()
+
+
+def test_a_store_that_a_sender_keeps_in_saves_nothing_else(tmp_path):
+    store, trainer = _store(tmp_path, 1.0), Net(2.0)
+    with weightsync.Sender(trainer, keep=store) as sender:
+        sender.connect(0)
+        assert sender.saves[-1].wait(LONG) == "durable"
+        with pytest.raises(weightsync.LifecycleError, match="a sender keeps"):
+            store.save(Net(3.0))
+    # Afterwards it is a store like any other.
+    assert store.save(Net(3.0)).versions == {"policy": 3}
+    store.close()
+    with weightsync.Sender(trainer, keep=store) as sender:
+        with pytest.raises(weightsync.SendError, match="has v3 already"):
+            sender.connect(0, version=2)
+
+
+def test_dropped_senders_let_other_threads_run(tmp_path):
+    trainer = {"w": torch.zeros(1 << 25)}
+    sender = weightsync.Sender(trainer, keep=tmp_path)
+    sender.connect(0)
+    ran, stop = [], threading.Event()
+
+    def run():
+        while not stop.wait(0.001):
+            ran.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    before = len(ran)
+    del sender
+    gc.collect()
+    during = len(ran) - before
+    stop.set()
+    thread.join()
+    assert weightsync.Store(tmp_path).load().version == 1
+    # The save of 128 MiB takes many times as long as a turn of the thread.
+    assert during > 1
+
+
+@pytest.mark.parametrize("call", ["save", "load", "pull"])
+def test_ctrl_c_ends_a_call_between_two_pieces(tmp_path, call):
+    with weightsync.Store(tmp_path / "store", deltas=False) as store:
+        weights = {"w": torch.arange(1 << 25, dtype=torch.float32)}
+        store.save(weights)
+    program = (
+        "import signal, sys, torch, weightsync\n"
+        "from pathlib import Path\n"
+        "root = Path(sys.argv[1])\n"
+        "store = weightsync.Store(root / 'store', deltas=False)\n"
+        "weights = {'w': torch.zeros(1 << 25)}\n"
+        "calls = {'save': lambda: store.save(weights), 'load': store.load,\n"
+        "         'pull': lambda: store.pull(root / 'out')}\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.02)\n"
+        "while True:\n"
+        "    calls[sys.argv[2]]()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), call], stderr=subprocess.PIPE, timeout=LONG
+    )
+    assert b"KeyboardInterrupt" in ran.stderr, ran.stderr
+    # What was not finished is not there.
+    store = weightsync.Store(tmp_path / "store")
+    assert store.damage() == []
+    assert store.load()["w"][0] == 0
+    assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]

@@ -157,3 +157,26 @@ def test_ctrl_c_ends_a_request_without_an_answer(tmp_path):
 def test_buckets_that_are_not_there_are_named(bucket):
     with pytest.raises(weightsync.errors.WeightsyncError, match="NoSuchBucket"):
         weightsync.Store("s3://no-such-bucket/policy").versions()
+
+
+def test_commands_move_checkpoints_in_objects(url, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    def run(*words):
+        command = [sys.executable, "-P", "-m", "weightsync", *map(str, words)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LONG)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    weights = {"w": torch.zeros(1 << 18)}
+    for value in range(3):
+        weights["w"][value] = 1
+        save_file(weights, tmp_path / "model.safetensors")
+        said = run("push", tmp_path / "model.safetensors", "--to", url)
+        assert said.startswith(f"policy v{value + 1}: "), said
+    assert "% of the elements changed since v2" in said
+    assert run("log", url, "-n", 1).endswith("3 versions in all\n")
+    assert run("pull", url, "--version", 2, "--out", tmp_path / "out").startswith("policy v2: ")
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].sum() == 2
+    assert run("watch", url, "--once", "--exec", "echo $WEIGHTSYNC_VERSION") == "3\n"
+    assert run("scrub", "--store", url) == "all of 3 versions can be loaded\n"

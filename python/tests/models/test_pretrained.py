@@ -108,3 +108,45 @@ def test_files_of_a_store_stay_with_its_versions(tmp_path):
     from transformers import LlamaForCausalLM
 
     assert torch.equal(logits(store.from_pretrained(LlamaForCausalLM).eval()), logits(model))
+
+
+def test_settings_go_where_from_pretrained_takes_them(stored, tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    model, store = stored
+
+    class Own(LlamaForCausalLM):
+        pass
+
+    made = store.from_pretrained(Own, use_cache=False, dtype=torch.float32)
+    assert type(made) is Own
+    assert (made.config.use_cache, made.dtype) == (False, torch.float32)
+    made, info = store.from_pretrained(
+        AutoModelForCausalLM, output_loading_info=True, trust_remote_code=False
+    )
+    assert not info["missing_keys"]
+    with weightsync.Store(tmp_path / "bare") as bare:
+        bare.save(model)
+        made = bare.from_pretrained(AutoModelForCausalLM, config=model.config)
+    assert torch.equal(logits(made.eval()), logits(model))
+
+
+def test_weights_that_do_not_fit_make_no_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = llama(False)
+    wrapped = torch.nn.ModuleDict({"module": model})
+    config = {"config.json": model.config.to_json_string().encode()}
+    with weightsync.Store(tmp_path, files=config) as store:
+        store.save(wrapped)
+        with pytest.raises(weightsync.WrongWeightsError, match="does not fit LlamaForCausalLM"):
+            store.from_pretrained(AutoModelForCausalLM)
+
+
+def test_pushed_tied_checkpoints_load_into_modules(stored):
+    model, store = stored
+    loaded = llama(model.config.tie_word_embeddings)
+    step(loaded)
+    step(loaded)
+    assert store.load_into(loaded) == 2
+    assert torch.equal(logits(loaded), logits(model))

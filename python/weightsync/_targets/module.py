@@ -120,19 +120,26 @@ class ModuleTarget(Target):
 
     def _look(self) -> None:
         """Finds the module's tensors, and guards parts that are new."""
-        module, sent = self._live_module(), self._sent
+        module, known = self._live_module(), self._sent or {}
         parts = list(module.named_modules(remove_duplicate=False))
         self._entries = []
         specs: list[tuple[str, str, tuple[int, ...]]] = []
-        for prefix, owner, inside, key, tensor, is_buffer in module_tensors(module, "tensordict"):
+        found = list(module_tensors(module, "tensordict"))
+        arrive = {
+            id(tensor) for prefix, _, _, key, tensor, _ in found if _extra.joined(prefix, key) in known
+        }
+        for prefix, owner, inside, key, tensor, is_buffer in found:
             name = _extra.joined(prefix, key)
-            is_sent = sent is not None and name in sent
+            is_sent = name in known
+            if not is_sent and id(tensor) in arrive:
+                # A tied tensor that arrives under another of its names, as in a checkpoint of transformers.
+                continue
             if is_buffer and not is_sent and key in owner._non_persistent_buffers_set:
                 continue
             self._entries.append(_Entry(name, inside, key, tensor, is_buffer))
             specs.append((name, *_dtypes.of_tensor(name, tensor)))
         self._stateful = {prefix: part for prefix, part in parts if has_extra_state(part)}
-        for name, spec in (sent or {}).items():
+        for name, spec in known.items():
             if _extra.is_extra(name) and _extra.prefix_of(name) in self._stateful:
                 specs.append((name, *spec))
         self._kinds = self._kinds_now()

@@ -246,7 +246,7 @@ async fn check_conditions(store: &dyn ObjectStore, key: &Path) -> Result<(), Err
     put(PutMode::Overwrite).await?;
     // No object has these.
     let other = UpdateVersion {
-        e_tag: Some("\"0\"".into()),
+        e_tag: Some("\"weightsync\"".into()),
         version: Some("1".into()),
     };
     for (condition, mode) in [
