@@ -12,6 +12,9 @@ from weightsync.snapshot import Snapshot
 
 GENERATION = "generation_config.json"
 
+#: Settings of a model that a configuration has, too.
+_MODELS = ("dtype", "torch_dtype", "quantization_config")
+
 #: As many names as a message has.
 _SHOWN = 5
 
@@ -38,12 +41,14 @@ def made(
             with torch.device("meta"):
                 cls = type(cls.from_config(config, **code))  # type: ignore[attr-defined]
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=found.tensors(), output_loading_info=True, **left
+            None, config=config, state_dict=_weights(found), output_loading_info=True, **left
         )
         if GENERATION in files and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
     wrong = [*info["missing_keys"], *(one[0] for one in info["mismatched_keys"])]
-    if wrong and not settings.get("ignore_mismatched_sizes"):
+    if settings.get("ignore_mismatched_sizes"):
+        wrong = info["missing_keys"]
+    if wrong:
         named = ", ".join(sorted(wrong)[:_SHOWN]) + (", …" if len(wrong) > _SHOWN else "")
         unknown = ", ".join(sorted(info["unexpected_keys"])[:_SHOWN]) or "none"
         raise WrongWeightsError(
@@ -58,7 +63,19 @@ def _config(cls: type[Any], directory: str, settings: dict[str, Any]) -> tuple[A
     """The configuration, and the settings that are not of it."""
     from transformers import AutoConfig
 
+    # These are for the model: a configuration would take them as they stand.
+    own = {name: settings.pop(name) for name in _MODELS if name in settings}
     # A class of the user's own names the class of its configuration.
     of = getattr(cls, "config_class", None) or AutoConfig
     config, left = of.from_pretrained(directory, return_unused_kwargs=True, **settings)
-    return config, left
+    return config, {**left, **own}
+
+
+def _weights(found: Snapshot) -> dict[str, Any]:
+    """The tensors by name, each with memory of its own: a model may untie what was tied."""
+    weights: dict[str, Any] = {}
+    seen: set[int] = set()
+    for name, tensor in found.tensors().items():
+        weights[name] = tensor.clone() if id(tensor) in seen else tensor
+        seen.add(id(tensor))
+    return weights

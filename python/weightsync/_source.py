@@ -249,6 +249,10 @@ class Places:
         else:
             self._others.append((inside, key))
 
+    def also(self, place: dict[str, Any], key: str) -> None:
+        """Adds a place that must not change."""
+        self._others.append((place, key))
+
     def tensors(self) -> Tensors | None:
         """All tensors as one native value; None if each send must search for them."""
         torch = sys.modules.get("torch")

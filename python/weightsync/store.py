@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -87,8 +88,8 @@ class Store:
         # Two first saves at once would claim the store twice. A signal's handler may save, too.
         self._claiming = threading.RLock()
         self._claims = False
-        # The sender that keeps its versions here.
-        self._keeper: Keeper | None = None
+        # What keeps a sender's versions here, while that lives.
+        self._keeper: weakref.ref[Keeper] | None = None
 
     @property
     def url(self) -> str:
@@ -316,7 +317,7 @@ class Store:
     def _claimed(self) -> Writer:
         """The writer; the first call takes the store over."""
         with self._claiming:
-            if self._keeper is not None:
+            if self._keeper is not None and self._keeper() is not None:
                 raise LifecycleError(
                     f"a sender keeps its versions in this store ({self.url}): save with the sender, "
                     "or shut it down first"
@@ -393,13 +394,15 @@ class Keeper:
 
     def open(self) -> int:
         """Takes the store over. The result is the newest version of any of the models there."""
-        if self._saver is None:
-            # The store's own writer would be fenced off.
-            self._store.close()
-            writer = self._store._claimed()
-            self._store._writer, self._store._keeper = None, self
-            self._newest = max(writer.version(model) for model in self._models)
-            self._saver = writer.saver()
+        store = self._store
+        with store._claiming:
+            if self._saver is None:
+                # The store's own writer would be fenced off.
+                store.close()
+                writer = store._claimed()
+                self._newest = max(writer.version(model) for model in self._models)
+                self._saver = writer.saver()
+                store._writer, store._keeper = None, weakref.ref(self)
         return self._newest
 
     def sent(self, session: Any) -> None:
@@ -421,9 +424,11 @@ class Keeper:
             return
         for saving in list(self.saves)[-2:]:
             saving.wait()
+        # A signal's handler, or another thread, may close it in the meantime.
         saver, self._saver = self._saver, None
-        self._store._keeper = None
-        saver.close()
+        if saver is not None:
+            saver.close()
+            self._store._keeper = None
 
 
 def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keeper | None:

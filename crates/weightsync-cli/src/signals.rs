@@ -18,27 +18,33 @@ use signal_hook::{
 #[derive(Clone)]
 pub struct Signals {
     caught: Arc<AtomicUsize>,
-    /// Whether the next one ends the process.
-    ends: Arc<AtomicBool>,
 }
 
 impl Signals {
     pub fn watch() -> io::Result<Self> {
         let caught = Arc::new(AtomicUsize::new(0));
-        let ends = Arc::new(AtomicBool::new(false));
+        let again = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {
             // In this order: the first signal arms the shutdown for the second.
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&ends))?;
-            flag::register(signal, Arc::clone(&ends))?;
+            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))?;
+            flag::register(signal, Arc::clone(&again))?;
             flag::register_usize(signal, Arc::clone(&caught), signal as usize)?;
         }
-        Ok(Self { caught, ends })
+        Ok(Self { caught })
     }
 
-    /// Waits for another signal after the first one, for as long as `wait` says, which is asked often. The
-    /// next signal then does not end this process: it ends the wait.
+    /// The same, without an end at the second signal, for a command that ends what it has started: it
+    /// looks [`again`](Self::again) then.
+    pub fn watch_each() -> io::Result<Self> {
+        let caught = Arc::new(AtomicUsize::new(0));
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            flag::register_usize(signal, Arc::clone(&caught), signal as usize)?;
+        }
+        Ok(Self { caught })
+    }
+
+    /// Waits for another signal after the first one, for as long as `wait` says, which is asked often.
     pub fn again(&self, mut wait: impl FnMut() -> bool) {
-        self.ends.store(false, Ordering::Relaxed);
         let first = self.caught.swap(0, Ordering::Relaxed);
         while self.caught().is_none() && wait() {}
         self.caught.store(first, Ordering::Relaxed);

@@ -16,6 +16,7 @@
 //! | describe a version and who writes it | [`manifest`] |
 //! | mark a version in shared memory as whole | [`record`] |
 //! | decide each step of an engine's update | [`engine_update`] |
+//! | decide when a trainer and its explorers synchronise | [`synchronizer`] |
 #![forbid(unsafe_code)]
 
 pub mod chunk;
@@ -32,6 +33,7 @@ pub mod layout;
 pub mod manifest;
 pub mod names;
 pub mod record;
+pub mod synchronizer;
 pub mod version;
 
 pub use chunk::{Chunking, Chunks, Placement, WeightChunk};

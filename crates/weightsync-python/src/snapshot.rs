@@ -35,8 +35,14 @@ impl Snapshot {
         py: Python<'_>,
         call: impl FnOnce(&weightsync_engine::Snapshot) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
+        let held = self.readable()?;
+        released(py, || call(held))
+    }
+
+    /// The version, if this process can read its bytes.
+    pub fn readable(&self) -> PyResult<&weightsync_engine::Snapshot> {
         match self.held.is_owned() || self.origin.is_here() {
-            true => released(py, || call(&self.held)),
+            true => Ok(&self.held),
             false => Err(forked()),
         }
     }

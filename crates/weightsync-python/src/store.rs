@@ -261,13 +261,13 @@ impl Writer {
         snapshot: PyRef<'_, Snapshot>,
         number: Option<Number>,
     ) -> PyResult<SavedVersion> {
-        let held = snapshot.held().clone();
+        let held = snapshot.readable()?;
         self.with(py, |writer| {
             let version = match number {
                 Some(number) => Version(number.0),
                 None => writer.version(&ModelId::new(name)?).next(),
             };
-            let copy = weightsync_engine::Snapshot::of(name, &held, writer.run(), version)?;
+            let copy = weightsync_engine::Snapshot::of(name, held, writer.run(), version)?;
             Ok(saved(&writer.save(&[copy])?))
         })
     }

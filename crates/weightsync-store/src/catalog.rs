@@ -7,6 +7,7 @@ use weightsync_core::{Epoch, ModelId, Run, Version};
 
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{DATA, HEAD, Head, Manifest, Place, Published, VERSIONS, unseal};
+use crate::pause::Pause;
 use crate::storage::Storage;
 
 /// What a store has, as of one moment.
@@ -29,27 +30,25 @@ pub(crate) struct Catalog {
 impl Catalog {
     /// Reads the head and the names of the manifests.
     pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
-        let mut before = 0;
-        loop {
+        /// What is missing at so many looks is damage, however often the head changes.
+        const LOOKS: usize = 16;
+        let mut pause = Pause::new(storage);
+        for _ in 1..LOOKS {
             let catalog = Self::look(storage)?;
-            let lacks = catalog.lacks();
-            // Between the two reads a writer may have published versions and removed others. What is
-            // still missing at a second look is damage, however often the head changes.
-            if lacks == 0
-                || lacks == before
-                || storage.read(HEAD).ok().flatten() == catalog.raw_head
-            {
+            // Between the two reads a writer may have published versions and removed others.
+            if !catalog.lacks_any() || storage.read(HEAD).ok().flatten() == catalog.raw_head {
                 return Ok(catalog);
             }
-            before = lacks;
+            pause.until(None)?;
         }
+        Self::look(storage)
     }
 
-    /// How many of the versions that the head counts are not there; 1 if the head is not.
-    fn lacks(&self) -> u64 {
+    /// Whether versions that the head counts are not there, or the head is not.
+    fn lacks_any(&self) -> bool {
         match &self.head {
-            Some((_, head)) => head.count.saturating_sub(self.places.len() as u64),
-            None => u64::from(!self.listed.is_empty()),
+            Some((_, head)) => head.count > self.places.len() as u64,
+            None => !self.listed.is_empty(),
         }
     }
 

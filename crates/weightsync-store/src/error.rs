@@ -246,10 +246,14 @@ impl StoreError {
         file: impl Into<String>,
     ) -> impl FnOnce(io::Error) -> Self {
         let file = file.into();
-        move |source| Self::File {
-            action,
-            file,
-            source,
+        move |source| match source.kind() {
+            // The caller's thread was to end the call: no file is at fault.
+            io::ErrorKind::Interrupted if source.get_ref().is_some() => Error::Interrupted.into(),
+            _ => Self::File {
+                action,
+                file,
+                source,
+            },
         }
     }
 

@@ -453,6 +453,10 @@ impl Store {
                     damage.push(found);
                     catalog.places.pop();
                 }
+                // The model came with a version that is damaged.
+                Err(StoreError::NoSuchModel { .. }) if !damage.is_empty() => {
+                    return Err(damage.swap_remove(0).into());
+                }
                 Err(error) => return Err(error),
             }
         }

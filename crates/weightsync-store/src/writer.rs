@@ -480,28 +480,33 @@ impl Writer {
 
     /// The files next to the weights of the newest version of a model that has them whole.
     fn carried_files(&self, before: &Stored) -> Result<Cow<'_, ExtraFiles>> {
-        let mut stored = before.clone();
-        let mut older = self.known.keys().rev();
-        loop {
-            match self.store.extra_files(&stored) {
-                Err(StoreError::Damaged(damage)) => tracing::warn!("{damage}"),
-                files => return Ok(Cow::Owned(files?)),
+        let whole = |stored: &Stored| match self.store.extra_files(stored) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}; the files of an older version are taken");
+                Ok(None)
             }
-            // Those of an older full version are the same files, or what they were before.
-            let anchor = stored.anchor.at;
-            let next = older.find_map(|&place| {
-                let manifest = catalog::manifest(self.store.storage(), place).ok()??;
-                let older = manifest.model(&stored.model)?.clone();
-                (older.anchor.at < anchor).then_some(older)
-            });
-            match next {
-                Some(next) => stored = next,
-                None => {
-                    tracing::warn!("no version has them: the next one is saved without");
-                    return Ok(Cow::Borrowed(&[]));
+            files => files.map(Some),
+        };
+        if let Some(files) = whole(before)? {
+            return Ok(Cow::Owned(files));
+        }
+        let mut seen = before.anchor.at;
+        for &place in self.known.keys().rev() {
+            let manifest = match catalog::manifest(self.store.storage(), place) {
+                Err(StoreError::Damaged(_)) => continue,
+                manifest => manifest?,
+            };
+            let older = manifest.as_ref().and_then(|one| one.model(&before.model));
+            if let Some(older) = older.filter(|older| older.anchor.at < seen) {
+                seen = older.anchor.at;
+                // One without files had none yet, or was saved without them for a damage.
+                if let Some(files) = whole(older)?.filter(|files| !files.is_empty()) {
+                    return Ok(Cow::Owned(files));
                 }
             }
         }
+        tracing::warn!("no version has the files whole: the next one is saved without");
+        Ok(Cow::Borrowed(&[]))
     }
 
     /// Writes a model's layout and attributes, if they are not there.

@@ -1,6 +1,5 @@
 """Versions that last: saved, loaded, named, kept by a sender, and sent through a store."""
 
-import gc
 import json
 import os
 import signal
@@ -490,7 +489,6 @@ def test_dropped_senders_let_other_threads_run(tmp_path):
     thread.start()
     before = len(ran)
     del sender
-    gc.collect()
     during = len(ran) - before
     stop.set()
     thread.join()
@@ -526,3 +524,47 @@ def test_ctrl_c_ends_a_call_between_two_pieces(tmp_path, call):
     assert store.damage() == []
     assert store.load()["w"][0] == 0
     assert not [path for path in tmp_path.iterdir() if "unfinished" in path.name]
+
+
+class Tied(torch.nn.Module):
+    """A model with one tensor under two names."""
+
+    def __init__(self, value=0.0, device=None):
+        super().__init__()
+        self.embed = torch.nn.Linear(3, 3, bias=False, device=device)
+        self.head = torch.nn.Linear(3, 3, bias=False, device=device)
+        self.head.weight = self.embed.weight
+        if device is None:
+            torch.nn.init.constant_(self.embed.weight, value)
+
+
+def _checkpoint(value):
+    """As transformers writes one: the tensor under one of its names."""
+    return {"embed.weight": torch.full((3, 3), value)}
+
+
+def test_tied_names_that_are_not_sent_follow(tmp_path):
+    with weightsync.Store(tmp_path) as store:
+        store.save(_checkpoint(1.0))
+        for model in [Tied(), Tied(device="meta")]:
+            store.load_into(model)
+            assert model.head.weight is model.embed.weight
+            assert model.head.weight.tolist() == [[1.0] * 3] * 3
+        with pytest.raises(weightsync.WrongWeightsError, match=r"other\.weight"):
+            store.load_into(torch.nn.ModuleDict({"other": torch.nn.Linear(3, 3, bias=False)}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_names_that_are_untied_are_noticed(mode):
+    weights, model = _checkpoint(1.0), Tied()
+    sender = weightsync.Sender(weights)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=model, mode=mode)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        assert model.head.weight.tolist() == [[1.0] * 3] * 3
+        weights["embed.weight"].fill_(2.0)
+        pass_on(sender, receiver)
+        assert model.head.weight.tolist() == [[2.0] * 3] * 3
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+        with pytest.raises(weightsync.WrongWeightsError, match=r"head\.weight"):
+            pass_on(sender, receiver)

@@ -131,6 +131,31 @@ def test_settings_go_where_from_pretrained_takes_them(stored, tmp_path):
     assert torch.equal(logits(made.eval()), logits(model))
 
 
+@pytest.mark.parametrize("dtype", ["auto", torch.float32, torch.float16, None])
+def test_dtype_is_that_of_from_pretrained(stored, tmp_path, dtype):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    _, store = stored
+    store.pull(tmp_path / "out")
+    settings = {} if dtype is None else {"dtype": dtype}
+    for cls in [AutoModelForCausalLM, LlamaForCausalLM]:
+        expected = cls.from_pretrained(tmp_path / "out", **settings)
+        assert store.from_pretrained(cls, **settings).dtype == expected.dtype
+
+
+def test_tied_weights_can_be_untied(stored):
+    from transformers import LlamaForCausalLM
+
+    model, store = stored
+    with weightsync.Store(store.url + "-own", files=store.files()) as own:
+        # A module names both of its tied weights, and a checkpoint one.
+        own.save(model)
+        made = own.from_pretrained(LlamaForCausalLM, tie_word_embeddings=False)
+    assert torch.equal(logits(made.eval()), logits(model))
+    embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings().weight
+    assert embedding.data_ptr() != head.data_ptr()
+
+
 def test_weights_that_do_not_fit_make_no_model(tmp_path):
     from transformers import AutoModelForCausalLM
 

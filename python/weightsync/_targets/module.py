@@ -33,6 +33,8 @@ class ModuleTarget(Target):
         # received only if it is sent, and extra state gets the room that the sender gave it.
         self._sent: dict[str, tuple[str, tuple[int, ...]]] | None = None
         self._entries: list[_Entry] = []
+        # Other names of tied tensors, which do not arrive.
+        self._left_out: list[_Entry] = []
         self._stateful: dict[str, Any] = {}
         self._layout: Layout | None = None
         self._tensors: Tensors | None = None
@@ -122,7 +124,7 @@ class ModuleTarget(Target):
         """Finds the module's tensors, and guards parts that are new."""
         module, known = self._live_module(), self._sent or {}
         parts = list(module.named_modules(remove_duplicate=False))
-        self._entries = []
+        self._entries, self._left_out = [], []
         specs: list[tuple[str, str, tuple[int, ...]]] = []
         found = list(module_tensors(module, "tensordict"))
         arrive = {
@@ -133,6 +135,7 @@ class ModuleTarget(Target):
             is_sent = name in known
             if not is_sent and id(tensor) in arrive:
                 # A tied tensor that arrives under another of its names, as in a checkpoint of transformers.
+                self._left_out.append(_Entry(name, inside, key, tensor, is_buffer))
                 continue
             if is_buffer and not is_sent and key in owner._non_persistent_buffers_set:
                 continue
@@ -152,6 +155,8 @@ class ModuleTarget(Target):
         places = Places()
         for entry in self._entries:
             places.tensor(entry.inside, entry.key)
+        for entry in self._left_out:
+            places.also(entry.inside, entry.key)
         for _, part in parts:
             places.all_of(part)
         self._tensors = places.tensors()
@@ -169,7 +174,7 @@ class ModuleTarget(Target):
         # A scripted module's are no dicts, and have no `get`.
         if not all([
             entry.key in entry.inside and entry.inside[entry.key] is entry.tensor
-            for entry in self._entries
+            for entry in (*self._entries, *self._left_out)
         ]):
             return False
         return self._kinds_now() == self._kinds
@@ -190,6 +195,7 @@ class ModuleTarget(Target):
 
         module, sent, took = self._live_module(), self._sent or {}, False
         made: dict[int, Any] = {}
+        tied: list[tuple[dict[str, Any], str, Any]] = []
         with torch.no_grad():
             for prefix, _, inside, key, tensor, is_buffer in list(
                 module_tensors(module, "tensordict")
@@ -205,6 +211,7 @@ class ModuleTarget(Target):
                         'dict does not have it: send with strategy="tensordict"'
                     )
                 if known is None:
+                    tied.append((inside, key, tensor))
                     continue
                 if lazy:
                     shape = _dtypes.torch_shape(*known)
@@ -215,6 +222,10 @@ class ModuleTarget(Target):
                     room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
                     made[id(tensor)] = _alike(tensor, room)
                 inside[key] = made[id(tensor)]
+            for inside, key, tensor in tied:
+                # Another name of a tensor that arrives.
+                if id(tensor) in made:
+                    inside[key] = made[id(tensor)]
         return took
 
     def _live_module(self) -> Any:

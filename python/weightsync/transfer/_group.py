@@ -48,7 +48,10 @@ def join_store(info: TorchDistributedWeightSyncInitInfo, timeout: float) -> dist
     """The store of rank 0."""
     limit = timedelta(seconds=timeout)
     try:
-        return dist.TCPStore(info.master_addr, info.master_port, None, False, limit)
+        store = dist.TCPStore(info.master_addr, info.master_port, None, False, limit)
+        # One that is just being closed takes the connection, and answers nothing.
+        store.check(["formed"])
+        return store
     except (RuntimeError, dist.DistError) as error:
         raise PeerError(
             f"the trainer's store at {info.master_addr}:{info.master_port} cannot be reached: "

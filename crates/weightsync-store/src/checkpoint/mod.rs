@@ -22,6 +22,7 @@ use self::find::{Found, find};
 use crate::anchor::is_extra;
 use crate::error::{Result, StoreError};
 use crate::progress::{Progress, Work};
+use crate::storage::look_for_interruption;
 use crate::store::{Store, Which};
 
 #[cfg(feature = "fuzz")]
@@ -210,6 +211,7 @@ impl Checkpoint {
     }
 
     fn read_at(&self, place: (usize, usize), start: usize, piece: &mut [u8]) -> io::Result<()> {
+        look_for_interruption()?;
         match &self.weights {
             Weights::Files(files) => files[place.0]
                 .read_at(place.1, start as u64, piece)

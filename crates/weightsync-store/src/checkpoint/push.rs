@@ -157,26 +157,33 @@ impl Store {
         if checkpoint.is_of_store() {
             return Ok(());
         }
-        let resolved = |path: &Path| {
-            let path = std::path::absolute(path).ok()?;
-            std::fs::canonicalize(path).ok()
-        };
         // A store that is no directory, or is not there yet, is nobody's.
-        let Some(store) = resolved(Path::new(&self.name())) else {
+        let Ok(store) = std::fs::canonicalize(self.name()) else {
             return Ok(());
         };
-        for path in [&checkpoint.source, &checkpoint.path] {
-            let dir = resolved(path);
-            let dir = dir.and_then(|dir| match dir.is_dir() {
-                true => Some(dir),
-                false => Some(dir.parent()?.to_owned()),
-            });
-            if dir.as_deref() == Some(&store) {
+        let directory = |path: &Path| {
+            // A file may be a link: its directory is where the link lies.
+            let named = std::path::absolute(path).ok()?;
+            let dir = if named.is_dir() {
+                &*named
+            } else {
+                named.parent()?
+            };
+            std::fs::canonicalize(dir).ok()
+        };
+        let (source, found) = (directory(&checkpoint.source), directory(&checkpoint.path));
+        // What was named, where the weights lie, and what is between the two.
+        let between = found.iter().flat_map(|found| found.ancestors());
+        let between =
+            between.take_while(|dir| source.as_ref().is_some_and(|it| dir.starts_with(it)));
+        let mut all = between.chain(source.as_deref()).chain(found.as_deref());
+        match all.any(|dir| dir == store) {
+            true => {
                 let what = "it lies in the directory of the store: name another one for the store";
-                return Err(unusable(path, what));
+                Err(unusable(&checkpoint.path, what))
             }
+            false => Ok(()),
         }
-        Ok(())
     }
 
     fn newest_before(

@@ -418,7 +418,7 @@ impl Blob for OpenFile {
 }
 
 /// A large file is read and written in pieces. Between two of them a signal can end the call.
-fn look_for_interruption() -> io::Result<()> {
+pub(crate) fn look_for_interruption() -> io::Result<()> {
     match interrupt::at_most(None) {
         Ok(_) => Ok(()),
         Err(error) => Err(io::Error::new(ErrorKind::Interrupted, error)),

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use weightsync_core::delta::Codec;
 
-pub(crate) use self::directory::{Directory, unique};
+pub(crate) use self::directory::{Directory, look_for_interruption, unique};
 pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.

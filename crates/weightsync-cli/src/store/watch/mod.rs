@@ -57,7 +57,7 @@ The command finds in its environment:
 
 /// Watches until a signal comes.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let signals = Signals::watch()?;
+    let signals = Signals::watch_each()?;
     super::ended(&signals, || watch(args, &signals))
 }
 

@@ -93,6 +93,11 @@ pub(crate) fn is_presence(bytes: &[u8]) -> bool {
     Beat::decode(&Bytes::copy_from_slice(bytes)).is_some()
 }
 
+/// What a process that is alive writes.
+pub(super) fn beat() -> io::Result<Bytes> {
+    Ok(Beat::new(None)?.encode(b""))
+}
+
 /// What was seen of others, and since when. Shared by all stores of this process: who looks twice, by
 /// whatever store, need not watch twice.
 #[derive(Debug, Default)]
