@@ -92,7 +92,7 @@ impl Catalog {
                     let file = storage.name(&newest.manifest());
                     catalog.damage.push(Damage::new(file, "it is missing"));
                 } else if got < count {
-                    let what = format!("it has the manifests of {got} versions, expected {count}");
+                    let what = format!("{got} of {count} manifests are there");
                     catalog
                         .damage
                         .push(Damage::new(storage.name(VERSIONS), what));

@@ -158,9 +158,7 @@ impl Target {
         }
         let mount = rustix::fs::statx(CWD, &self.path, AtFlags::empty(), StatxFlags::TYPE);
         if mount.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)) {
-            let what =
-                "a file system is mounted there, so it cannot be replaced: name a directory in it";
-            return Err(occupied(what.into()));
+            return Err(occupied("a file system is mounted there".into()));
         }
         let names = find::names(&self.path)?;
         if names.is_empty() {

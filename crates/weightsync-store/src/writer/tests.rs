@@ -587,7 +587,7 @@ fn missing_manifest_is_named_until_a_claim() {
         if found == 3 {
             trainer.save(&["policy"]).unwrap();
         }
-        let expected = format!("{found} versions, expected {}", found + 1);
+        let expected = format!("{found} of {} manifests", found + 1);
         let found = trainer.store.versions().unwrap();
         let [Damage { file, what, .. }] = &found.damage[..] else {
             panic!("{:?}", found.damage);
