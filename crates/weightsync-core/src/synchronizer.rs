@@ -3,7 +3,7 @@
 //! [`Synchronizer::step`] takes an event and says what to do. It has no clock and no connections: the
 //! caller tells it the time, gives every party that joins a number which nobody else ever has, and does
 //! what the effects say. A party that comes back joins again, under another number, so that what its
-//! past life still says is refused.
+//! past life still says is refused. The caller says first that the past life has left.
 //!
 //! | style | a trainer synchronises | an explorer synchronises |
 //! |---|---|---|
@@ -18,13 +18,16 @@
 //! | [`Direct`](Method::Direct) | RUNNING → WAITING_SYNC → RUNNING | RUNNING → REQUIRE_SYNC → WAITING_SYNC → RUNNING |
 //! | [`Memory`](Method::Memory), [`Checkpoint`](Method::Checkpoint) | RUNNING | RUNNING → REQUIRE_SYNC → RUNNING |
 //!
-//! A sync that fails, or comes to its deadline, changes no version: the explorer is RUNNING again, and
-//! is told at its next step that it needs one.
+//! A sync that fails, or comes to its deadline, changes no version, and the party needs one at its next
+//! step again: its state is then REQUIRE_SYNC. A version counts from the moment at which it can be had:
+//! with [`Direct`](Method::Direct), when the first explorer has loaded it.
+//!
+//! The unit is a set of models that change together; a [`Version`] here is that of the set.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::num::NonZero;
 
-use crate::version::Version;
+use crate::version::{Epoch, Version};
 
 #[cfg(test)]
 mod tests;
@@ -108,31 +111,47 @@ pub enum Need {
     Must,
 }
 
-/// Something that happened.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// Why a party is not there any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Departure {
+    /// It has stopped in order, and does not come back.
+    Stopped,
+    /// It died, and may be started again.
+    Died,
+}
+
+/// Something that happened. Steps are those of the party, and count from 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A trainer is there, and takes the place of one before it.
-    TrainerJoined(Party),
+    /// A trainer is there, of a run with this epoch, and has made so many steps. It takes the place of
+    /// one with the same or a lower epoch.
+    TrainerJoined(Party, Epoch, u64),
     /// A trainer has made its `step`th step.
     TrainerStepped(Party, u64),
-    /// A trainer has published a version, made at a step. It can be fetched.
+    /// A trainer has published a version, made of the weights after a step. It can be fetched.
     TrainerPublished(Party, Version, u64),
-    /// A trainer waits for explorers, to send them a version. Its step is the one it said last.
-    TrainerMeets(Party, Version, Option<Moment>),
-    /// A trainer has stopped, or died.
-    TrainerLeft(Party),
-    /// An explorer is there, and runs a version.
-    ExplorerJoined(Party, Version),
+    /// A trainer waits for explorers, to send them a version of the weights after a step.
+    TrainerMeets(Party, Version, u64, Option<Moment>),
+    /// A trainer could not publish, or send, and waits no longer.
+    TrainerFailed(Party),
+    /// A trainer is not there any more.
+    TrainerLeft(Party, Departure),
+    /// An explorer is there, runs a version, and has made so many steps.
+    ExplorerJoined(Party, Version, u64),
     /// An explorer has made its `step`th step.
     ExplorerStepped(Party, u64),
-    /// An explorer waits for a version, until a moment.
+    /// An explorer waits for a version. If it waits already, this is its deadline now.
     ExplorerSyncs(Party, Option<Moment>),
+    /// An explorer waits no longer.
+    ExplorerCancelled(Party),
     /// An explorer has verified and loaded a version.
     ExplorerLoaded(Party, Version),
-    /// An explorer could not load the version it was to fetch, or to receive.
-    ExplorerFailed(Party),
-    /// An explorer has stopped, or died.
-    ExplorerLeft(Party),
+    /// An explorer could not load the version that it was told of.
+    ExplorerFailed(Party, Version),
+    /// An explorer evaluates, and needs nothing meanwhile; or does so no longer.
+    ExplorerPaused(Party, bool),
+    /// An explorer is not there any more.
+    ExplorerLeft(Party, Departure),
     /// Time has passed.
     Ticked,
 }
@@ -140,29 +159,41 @@ pub enum Event {
 /// Something to do.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
-    /// Tell the trainer that it needs a sync, in case that it waits for one.
+    /// Tell the trainer that it needs a sync, in case that it waits to know.
     Wake(Party),
+    /// Tell all explorers that there may be something for them, in case that they wait to know.
+    Offered,
     /// Tell an explorer to fetch a version.
     Fetch(Party, Version),
     /// Tell the trainer to send a version to these explorers, and the explorers to receive it.
     Meet(Party, Version, Vec<Party>),
-    /// Answer a party that waits.
-    Ended(Party, Outcome),
-    /// Tell a party that it is nobody: another one has its place, or it was taken for dead.
+    /// Answer an explorer that waits.
+    Synced(Party, Outcome),
+    /// Answer a trainer that waits: who has loaded the version, and who has not.
+    Met(Party, Version, BTreeMap<Party, Outcome>),
+    /// Tell a party that nothing it says counts: another one has its place, or it is not known.
     Refused(Party),
 }
 
-/// How a sync ended.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// How the sync of an explorer ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// The explorer runs this version. For a trainer: those that it met with run it, but for these.
-    Synced(Version, Vec<Party>),
-    /// There is no newer version, and no trainer that would make one.
+    /// It has verified and loaded this version.
+    Synced(Version),
+    /// It has the newest version, and the trainer has stopped.
     NothingNewer,
-    /// The version could not be loaded, or the other side left.
+    /// The trainer has stopped, and nobody can send the newest version.
+    OutOfReach,
+    /// It could not load the version.
     Failed,
-    /// It was too late.
+    /// It waits no longer.
+    Cancelled,
+    /// It came to its deadline.
     TimedOut,
+    /// It left, or died.
+    Left,
+    /// The trainer failed, left, or died.
+    TrainerLeft,
 }
 
 /// The state of all parties.
@@ -171,19 +202,25 @@ pub struct Synchronizer {
     method: Method,
     style: Style,
     trainer: Option<Trainer>,
+    /// The highest epoch of a trainer.
+    epoch: Epoch,
+    /// The trainer has stopped in order.
+    stopped: bool,
     explorers: BTreeMap<Party, Explorer>,
-    /// The newest version that can be fetched.
-    newest: Version,
-    /// A trainer was there, and has left.
-    left: bool,
+    /// The newest version that can be had, and the step of which it was made.
+    newest: (Version, u64),
+    /// The highest number that a trainer gave a version, whatever became of that.
+    highest: Version,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Trainer {
     party: Party,
     step: u64,
-    /// The step of its last sync that succeeded.
-    synced: Option<u64>,
+    /// The step of the weights that were synchronised last.
+    synced: u64,
+    /// Its last sync failed.
+    failed: bool,
     meeting: Option<Meeting>,
 }
 
@@ -191,22 +228,20 @@ struct Trainer {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Meeting {
     version: Version,
+    step: u64,
     until: Option<Moment>,
-    /// Those to whom it sends, and which have not loaded yet; `None` until it begins.
-    pending: Option<BTreeSet<Party>>,
-    failed: BTreeSet<Party>,
+    /// Those to whom it sends, and what came of it; `None` until it begins.
+    invited: Option<BTreeMap<Party, Option<Outcome>>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Explorer {
-    state: State,
     step: u64,
-    /// The step of its last sync that succeeded; where it joined, 0.
+    /// The step of its last sync.
     synced: u64,
     /// The version that it has verified and loaded.
     version: Version,
-    /// Its last sync failed: the next step tries again.
-    retries: bool,
+    paused: bool,
     /// Set while it waits.
     wait: Option<Wait>,
 }
@@ -215,135 +250,39 @@ struct Explorer {
 struct Wait {
     until: Option<Moment>,
     /// What it was told to fetch, or receives.
-    version: Option<Version>,
+    told: Option<Version>,
 }
 
 impl Synchronizer {
-    /// Nobody is there yet. `newest` is the version that a store has, if any.
-    pub fn new(method: Method, style: Style, newest: Version) -> Self {
+    /// Nobody is there yet. A store may have a version, and the step of which it was made.
+    pub fn new(method: Method, style: Style, newest: Option<(Version, u64)>) -> Self {
+        let newest = newest.unwrap_or((Version::NONE, 0));
         Self {
             method,
             style,
             trainer: None,
+            epoch: Epoch(0),
+            stopped: false,
             explorers: BTreeMap::new(),
             newest,
-            left: false,
+            highest: newest.0,
         }
     }
 
     /// Takes an event in. The effects are in the order in which they are to be done.
     pub fn step(&mut self, event: Event, now: Moment) -> Vec<Effect> {
         let mut effects = Vec::new();
-        if let Some(refused) = self.stranger(&event) {
-            return vec![Effect::Refused(refused)];
+        let before = (self.trainer_need(), self.newest.0, self.is_awaited());
+        if let Err(party) = self.take(event, now, &mut effects) {
+            return vec![Effect::Refused(party)];
         }
-        let needed = self.trainer_need() != Need::No;
-        match event {
-            Event::TrainerJoined(party) => {
-                if let Some(old) = self.trainer.take() {
-                    self.end_meeting(&old, &mut effects);
-                    effects.push(Effect::Refused(old.party));
-                }
-                self.left = false;
-                self.trainer = Some(Trainer {
-                    party,
-                    step: 0,
-                    synced: None,
-                    meeting: None,
-                });
-            }
-            Event::TrainerStepped(_, step) => {
-                if let Some(trainer) = &mut self.trainer {
-                    trainer.step = step;
-                }
-            }
-            Event::TrainerPublished(_, version, step) => {
-                self.newest = self.newest.max(version);
-                if let Some(trainer) = &mut self.trainer {
-                    trainer.step = step;
-                    trainer.synced = Some(step);
-                }
-                self.hand_out(&mut effects);
-            }
-            Event::TrainerMeets(_, version, until) => {
-                if let Some(trainer) = &mut self.trainer {
-                    trainer.meeting = Some(Meeting {
-                        version,
-                        until,
-                        pending: None,
-                        failed: BTreeSet::new(),
-                    });
-                }
-            }
-            Event::TrainerLeft(_) => {
-                if let Some(old) = self.trainer.take() {
-                    self.end_meeting(&old, &mut effects);
-                }
-                self.left = true;
-                self.end_hopeless(&mut effects);
-            }
-            Event::ExplorerJoined(party, version) => {
-                let explorer = Explorer {
-                    state: State::Running,
-                    step: 0,
-                    synced: 0,
-                    version,
-                    // It may have been away for long.
-                    retries: version < self.newest,
-                    wait: None,
-                };
-                self.explorers.insert(party, explorer);
-            }
-            Event::ExplorerStepped(party, step) => {
-                if let Some(explorer) = self.explorers.get_mut(&party) {
-                    explorer.step = step;
-                }
-                if self.explorer_need(party) != Need::No
-                    && let Some(explorer) = self.explorers.get_mut(&party)
-                    && explorer.state == State::Running
-                {
-                    explorer.state = State::RequireSync;
-                }
-            }
-            Event::ExplorerSyncs(party, until) => {
-                let state = match self.method {
-                    Method::Direct => State::WaitingSync,
-                    Method::Memory | Method::Checkpoint => State::RequireSync,
-                };
-                if let Some(explorer) = self.explorers.get_mut(&party) {
-                    explorer.state = state;
-                    let version = None;
-                    explorer.wait = Some(Wait { until, version });
-                }
-                self.hand_out(&mut effects);
-                if self.left {
-                    self.end_hopeless(&mut effects);
-                }
-            }
-            Event::ExplorerLoaded(party, version) => {
-                if let Some(explorer) = self.explorers.get_mut(&party) {
-                    // Whatever it was asked to do: this is what it runs.
-                    explorer.version = version;
-                    explorer.retries &= version < self.newest;
-                    let awaited = explorer.wait.as_ref().and_then(|wait| wait.version);
-                    if awaited == Some(version) {
-                        explorer.end(true);
-                        let outcome = Outcome::Synced(version, Vec::new());
-                        effects.push(Effect::Ended(party, outcome));
-                        self.met(party, true);
-                    }
-                }
-            }
-            Event::ExplorerFailed(party) => self.fail(party, Outcome::Failed, &mut effects),
-            Event::ExplorerLeft(party) => {
-                self.explorers.remove(&party);
-                self.met(party, false);
-            }
-            Event::Ticked => self.end_late(now, &mut effects),
-        }
+        self.hand_out(&mut effects);
         self.begin_meeting(&mut effects);
-        self.end_met(&mut effects);
-        if !needed && self.trainer_need() != Need::No {
+        self.end_meeting(&mut effects);
+        if self.newest.0 > before.1 || self.is_awaited() && !before.2 {
+            effects.push(Effect::Offered);
+        }
+        if before.0 == Need::No && self.trainer_need() != Need::No {
             effects.extend(
                 self.trainer
                     .iter()
@@ -353,15 +292,12 @@ impl Synchronizer {
         effects
     }
 
-    /// The moment at which time has to be told: some party waits no longer than that.
+    /// The moment at which the caller has to say that time has passed.
     pub fn deadline(&self) -> Option<Moment> {
         let waits = self.explorers.values().filter_map(|one| one.wait.as_ref());
-        let meeting = self.trainer.as_ref().and_then(|one| one.meeting.as_ref());
         let untils = waits.map(|wait| wait.until);
-        untils
-            .chain(meeting.map(|meeting| meeting.until))
-            .flatten()
-            .min()
+        let meeting = self.meeting().map(|meeting| meeting.until);
+        untils.chain(meeting).flatten().min()
     }
 
     /// Whether the trainer is to synchronise.
@@ -369,76 +305,77 @@ impl Synchronizer {
         let Some(trainer) = &self.trainer else {
             return Need::No;
         };
-        let is_due = |interval: NonZero<u64>| {
-            trainer.step > 0
-                && trainer.step.is_multiple_of(interval.get())
-                && trainer.synced != Some(trainer.step)
-        };
-        let needed = match self.style {
+        if self.method == Method::Direct && self.explorers.values().all(|one| one.paused) {
+            return Need::No; // nobody to meet
+        }
+        let is_due = |interval: NonZero<u64>| trainer.step / interval > trainer.synced / interval;
+        let due = match self.style {
             Style::Fixed { interval, .. }
             | Style::ByTrainer { interval }
             | Style::Bounded { interval, .. } => is_due(interval),
             Style::FullyAsync { trainer, .. } => is_due(trainer),
             Style::ByExplorer { .. } => !self.asking().is_empty(),
         };
-        if needed { Need::Yes } else { Need::No }
+        // One that was left out of a meeting would wait for the next one that is due.
+        let behind = self.asking().iter().any(|party| self.is_behind(*party));
+        match due || behind {
+            true => Need::Yes,
+            false => Need::No,
+        }
     }
 
-    /// The explorers that wait for a version which is not there yet.
+    /// The explorers that wait and have not been told of a version.
     pub fn asking(&self) -> Vec<Party> {
-        let asking = self
-            .explorers
-            .iter()
-            .filter(|(_, one)| one.wait.as_ref().is_some_and(|wait| wait.version.is_none()));
+        let asking = self.explorers.iter().filter(|(_, one)| one.is_asking());
         asking.map(|(party, _)| *party).collect()
     }
 
     /// Whether an explorer is to synchronise before its next step.
     pub fn explorer_need(&self, party: Party) -> Need {
-        let Some(explorer) = self.explorers.get(&party) else {
+        let Some(explorer) = self.explorers.get(&party).filter(|one| !one.paused) else {
             return Need::No;
         };
-        // What it could have now.
-        let is_offered = match self.method {
-            Method::Direct => self.is_awaited(),
-            Method::Memory | Method::Checkpoint => self.newest > explorer.version,
-        };
-        let is_after = |interval: NonZero<u64>| explorer.step - explorer.synced >= interval.get();
+        let newest = self.newest.0;
+        // It has never had a version, and there is one.
+        if explorer.version.is_none() && !newest.is_none() {
+            return Need::Must;
+        }
+        let is_offered = self.is_behind(party) || self.is_awaited();
+        let since = explorer.step.saturating_sub(explorer.synced);
         let needed = match self.style {
             Style::Bounded { lag, .. } => {
-                if self.newest.0.saturating_sub(explorer.version.0) > lag {
+                if newest.0.saturating_sub(explorer.version.0) > lag {
                     return Need::Must;
                 }
-                self.method == Method::Direct && is_offered
+                self.is_awaited()
             }
             Style::Fixed { interval, offset } => {
-                explorer.step > offset
-                    && (explorer.step - offset).is_multiple_of(interval.get())
-                    && explorer.synced != explorer.step
+                let count = |step: u64| step.saturating_sub(offset) / interval;
+                count(explorer.step) > count(explorer.synced)
             }
-            Style::ByExplorer { interval } => is_after(interval),
+            Style::ByExplorer { interval } => since >= interval.get(),
             Style::ByTrainer { .. } => is_offered,
-            Style::FullyAsync {
-                explorer: interval, ..
-            } => is_after(interval) && is_offered,
+            Style::FullyAsync { explorer, .. } => since >= explorer.get() && is_offered,
         };
-        if needed || explorer.retries {
-            Need::Yes
-        } else {
-            Need::No
-        }
+        if needed { Need::Yes } else { Need::No }
     }
 
     /// What a party does; [`Stopped`](State::Stopped) for one that is not there.
     pub fn state(&self, party: Party) -> State {
         if let Some(trainer) = self.trainer.as_ref().filter(|one| one.party == party) {
-            return match trainer.meeting {
-                Some(_) => State::WaitingSync,
-                None => State::Running,
+            return match (&trainer.meeting, trainer.failed) {
+                (Some(_), _) => State::WaitingSync,
+                (None, true) => State::RequireSync,
+                (None, false) => State::Running,
             };
         }
-        let explorer = self.explorers.get(&party);
-        explorer.map_or(State::Stopped, |explorer| explorer.state)
+        match (self.explorers.get(&party), self.method) {
+            (None, _) => State::Stopped,
+            (Some(Explorer { wait: Some(_), .. }), Method::Direct) => State::WaitingSync,
+            (Some(Explorer { wait: Some(_), .. }), _) => State::RequireSync,
+            _ if self.explorer_need(party) != Need::No => State::RequireSync,
+            _ => State::Running,
+        }
     }
 
     /// The version that an explorer has verified and loaded.
@@ -446,175 +383,306 @@ impl Synchronizer {
         self.explorers.get(&party).map(|explorer| explorer.version)
     }
 
-    /// The newest version that can be fetched.
-    pub fn newest(&self) -> Version {
+    /// The newest version that can be had, and the trainer's step of which it was made.
+    pub fn newest(&self) -> (Version, u64) {
         self.newest
     }
 
-    /// The party of an event that nobody knows.
-    fn stranger(&self, event: &Event) -> Option<Party> {
-        let (party, known) = match event {
-            Event::TrainerJoined(_) | Event::ExplorerJoined(..) | Event::Ticked => return None,
-            Event::TrainerStepped(party, _)
-            | Event::TrainerPublished(party, ..)
-            | Event::TrainerMeets(party, ..)
-            | Event::TrainerLeft(party) => {
-                let own = self.trainer.as_ref().map(|trainer| trainer.party);
-                (*party, own == Some(*party))
-            }
-            Event::ExplorerStepped(party, _)
-            | Event::ExplorerSyncs(party, _)
-            | Event::ExplorerLoaded(party, _)
-            | Event::ExplorerFailed(party)
-            | Event::ExplorerLeft(party) => (*party, self.explorers.contains_key(party)),
-        };
-        (!known).then_some(party)
+    /// The highest number that a version has: the next one has a higher one.
+    pub fn highest(&self) -> Version {
+        self.highest
+    }
+
+    fn meeting(&self) -> Option<&Meeting> {
+        self.trainer.as_ref()?.meeting.as_ref()
     }
 
     /// Whether the trainer waits for explorers that have not come yet.
     fn is_awaited(&self) -> bool {
-        let meeting = self.trainer.as_ref().and_then(|one| one.meeting.as_ref());
-        meeting.is_some_and(|meeting| meeting.pending.is_none())
+        self.meeting()
+            .is_some_and(|meeting| meeting.invited.is_none())
     }
 
-    /// Tells explorers that wait what there is to fetch.
-    fn hand_out(&mut self, effects: &mut Vec<Effect>) {
-        if self.method == Method::Direct {
-            return;
+    fn is_behind(&self, party: Party) -> bool {
+        self.version(party)
+            .is_some_and(|version| version < self.newest.0)
+    }
+
+    /// Notes what happened. The party is one that is not known, or may not say this.
+    fn take(&mut self, event: Event, now: Moment, effects: &mut Vec<Effect>) -> Result<(), Party> {
+        match event {
+            Event::TrainerJoined(party, epoch, step) => {
+                if epoch < self.epoch {
+                    return Err(party);
+                }
+                if let Some(old) = self.leave(effects) {
+                    effects.push(Effect::Refused(old));
+                }
+                (self.epoch, self.stopped) = (epoch, false);
+                self.trainer = Some(Trainer {
+                    party,
+                    step,
+                    synced: self.newest.1,
+                    failed: false,
+                    meeting: None,
+                });
+            }
+            Event::TrainerStepped(party, step) => {
+                let trainer = self.known(party)?;
+                trainer.step = trainer.step.max(step);
+            }
+            Event::TrainerPublished(party, version, step) => {
+                let new = version > self.highest && self.method != Method::Direct;
+                let trainer = self.known(party)?;
+                if !new {
+                    return Err(party);
+                }
+                (trainer.synced, trainer.failed) = (step, false);
+                (self.newest, self.highest) = ((version, step), version);
+            }
+            Event::TrainerMeets(party, version, step, until) => {
+                let new = version > self.highest && self.method == Method::Direct;
+                let trainer = self.known(party)?;
+                if !new || trainer.meeting.is_some() {
+                    return Err(party);
+                }
+                trainer.meeting = Some(Meeting {
+                    version,
+                    step,
+                    until,
+                    invited: None,
+                });
+                self.highest = version;
+            }
+            Event::TrainerFailed(party) => {
+                self.known(party)?.failed = true;
+                self.abandon(Outcome::TrainerLeft, effects);
+            }
+            Event::TrainerLeft(party, how) => {
+                self.known(party)?;
+                self.leave(effects);
+                self.stopped = how == Departure::Stopped;
+            }
+            Event::ExplorerJoined(party, version, step) => {
+                let explorer = Explorer {
+                    step,
+                    synced: step,
+                    version,
+                    paused: false,
+                    wait: None,
+                };
+                self.explorers.insert(party, explorer);
+            }
+            Event::ExplorerStepped(party, step) => {
+                let explorer = self.explorers.get_mut(&party).ok_or(party)?;
+                explorer.step = explorer.step.max(step);
+            }
+            Event::ExplorerSyncs(party, until) => {
+                let explorer = self.explorers.get_mut(&party).ok_or(party)?;
+                let told = explorer.wait.take().and_then(|wait| wait.told);
+                explorer.wait = Some(Wait { until, told });
+            }
+            Event::ExplorerCancelled(party) => {
+                self.explorers.get(&party).ok_or(party)?;
+                self.end(party, Outcome::Cancelled, effects);
+            }
+            Event::ExplorerLoaded(party, version) => {
+                let explorer = self.explorers.get_mut(&party).ok_or(party)?;
+                // Whatever it was told: this is what it runs.
+                explorer.version = version;
+                let told = explorer.wait.as_ref().and_then(|wait| wait.told);
+                if let Some(meeting) = self.meeting()
+                    && meeting.version == version
+                    && meeting
+                        .invited
+                        .as_ref()
+                        .is_some_and(|all| all.contains_key(&party))
+                {
+                    self.newest = (version, meeting.step);
+                }
+                // Also if it was too late for its wait: it would ask for what nobody is about to make.
+                if version >= self.newest.0
+                    && let Some(explorer) = self.explorers.get_mut(&party)
+                {
+                    explorer.synced = explorer.step;
+                }
+                if told.is_some_and(|told| version >= told) {
+                    self.end(party, Outcome::Synced(version), effects);
+                }
+            }
+            Event::ExplorerFailed(party, version) => {
+                let explorer = self.explorers.get(&party).ok_or(party)?;
+                if explorer.wait.as_ref().and_then(|wait| wait.told) == Some(version) {
+                    self.end(party, Outcome::Failed, effects);
+                }
+            }
+            Event::ExplorerPaused(party, paused) => {
+                self.explorers.get_mut(&party).ok_or(party)?.paused = paused;
+            }
+            Event::ExplorerLeft(party, _) => {
+                self.explorers.remove(&party).ok_or(party)?;
+                self.note(party, Outcome::Left);
+            }
+            Event::Ticked => {
+                let is_late = |until: Option<Moment>| until.is_some_and(|until| until <= now);
+                let late = self
+                    .explorers
+                    .iter()
+                    .filter(|(_, one)| one.wait.as_ref().is_some_and(|wait| is_late(wait.until)));
+                for party in late.map(|(party, _)| *party).collect::<Vec<_>>() {
+                    self.end(party, Outcome::TimedOut, effects);
+                }
+                if self.meeting().is_some_and(|meeting| is_late(meeting.until)) {
+                    self.abandon(Outcome::TimedOut, effects);
+                }
+            }
         }
-        for (party, explorer) in &mut self.explorers {
-            if explorer.version < self.newest
-                && let Some(wait) = &mut explorer.wait
-                && wait.version.is_none()
-            {
-                wait.version = Some(self.newest);
-                effects.push(Effect::Fetch(*party, self.newest));
+        Ok(())
+    }
+
+    /// The trainer, if this is its party.
+    fn known(&mut self, party: Party) -> Result<&mut Trainer, Party> {
+        let trainer = self.trainer.as_mut();
+        trainer
+            .filter(|trainer| trainer.party == party)
+            .ok_or(party)
+    }
+
+    /// Takes the trainer away, and ends what it sends.
+    fn leave(&mut self, effects: &mut Vec<Effect>) -> Option<Party> {
+        if let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) {
+            self.end_all(&meeting, effects);
+        }
+        self.trainer.take().map(|trainer| trainer.party)
+    }
+
+    /// Ends the meeting as it stands, and answers the trainer.
+    fn abandon(&mut self, outcome: Outcome, effects: &mut Vec<Effect>) {
+        let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) else {
+            return;
+        };
+        self.end_all(&meeting, effects);
+        self.answer(meeting, outcome, effects);
+    }
+
+    /// Ends the waits of those that have not loaded what a meeting sends them.
+    fn end_all(&mut self, meeting: &Meeting, effects: &mut Vec<Effect>) {
+        for (party, outcome) in meeting.invited.iter().flatten() {
+            if outcome.is_none() {
+                self.end(*party, Outcome::TrainerLeft, effects);
             }
         }
     }
 
-    /// Begins the meeting that the trainer waits for, if all are there: in the fixed style every
-    /// explorer, else those that ask, one at least.
-    fn begin_meeting(&mut self, effects: &mut Vec<Effect>) {
+    /// Answers the trainer. Those without an outcome have this one.
+    fn answer(&mut self, meeting: Meeting, outcome: Outcome, effects: &mut Vec<Effect>) {
         let Some(trainer) = &mut self.trainer else {
             return;
         };
-        let party = trainer.party;
-        let Some(meeting) = trainer.meeting.as_mut().filter(|one| one.pending.is_none()) else {
-            return;
-        };
-        let waits = |one: &Explorer| one.wait.as_ref().is_some_and(|wait| wait.version.is_none());
-        let all = self.explorers.values().all(waits);
-        let ready = match self.style {
-            Style::Fixed { .. } => all,
-            _ => self.explorers.values().any(waits) || self.explorers.is_empty(),
-        };
-        if !ready {
-            return;
+        let all = meeting.invited.into_iter().flatten();
+        let all: BTreeMap<_, _> = all
+            .map(|(party, own)| (party, own.unwrap_or(outcome)))
+            .collect();
+        let loaded = all.values().any(|one| matches!(one, Outcome::Synced(_)));
+        if loaded {
+            trainer.synced = meeting.step;
         }
-        let mut invited = BTreeSet::new();
-        for (party, explorer) in &mut self.explorers {
-            if let Some(wait) = explorer.wait.as_mut().filter(|wait| wait.version.is_none()) {
-                wait.version = Some(meeting.version);
-                invited.insert(*party);
-            }
-        }
-        if !invited.is_empty() {
-            let invited = invited.iter().copied().collect();
-            effects.push(Effect::Meet(party, meeting.version, invited));
-        }
-        meeting.pending = Some(invited);
+        trainer.failed = !loaded;
+        effects.push(Effect::Met(trainer.party, meeting.version, all));
     }
 
-    /// Notes that an explorer has loaded what the trainer sends, or never will.
-    fn met(&mut self, party: Party, loaded: bool) {
-        let trainer = self.trainer.as_mut();
-        if let Some(meeting) = trainer.and_then(|trainer| trainer.meeting.as_mut())
-            && let Some(pending) = &mut meeting.pending
-            && pending.remove(&party)
-            && !loaded
+    /// Ends the wait of an explorer.
+    fn end(&mut self, party: Party, outcome: Outcome, effects: &mut Vec<Effect>) {
+        if let Some(explorer) = self.explorers.get_mut(&party)
+            && explorer.wait.take().is_some()
         {
-            meeting.failed.insert(party);
+            if matches!(outcome, Outcome::Synced(_) | Outcome::NothingNewer) {
+                explorer.synced = explorer.step;
+            }
+            effects.push(Effect::Synced(party, outcome));
+        }
+        self.note(party, outcome);
+    }
+
+    /// Notes what became of an explorer that the trainer sends to.
+    fn note(&mut self, party: Party, outcome: Outcome) {
+        let meeting = self.trainer.as_mut().and_then(|one| one.meeting.as_mut());
+        let invited = meeting.and_then(|meeting| meeting.invited.as_mut());
+        if let Some(own) = invited.and_then(|invited| invited.get_mut(&party)) {
+            own.get_or_insert(outcome);
+        }
+    }
+
+    /// Tells explorers that ask what there is to fetch, or that nothing will come.
+    fn hand_out(&mut self, effects: &mut Vec<Effect>) {
+        for party in self.asking() {
+            let behind = self.is_behind(party);
+            if behind && self.method != Method::Direct {
+                let newest = self.newest.0;
+                let explorer = self.explorers.get_mut(&party);
+                if let Some(wait) = explorer.and_then(|explorer| explorer.wait.as_mut()) {
+                    wait.told = Some(newest);
+                    effects.push(Effect::Fetch(party, newest));
+                }
+            } else if self.stopped {
+                let outcome = match behind {
+                    true => Outcome::OutOfReach,
+                    false => Outcome::NothingNewer,
+                };
+                self.end(party, outcome, effects);
+            }
+        }
+    }
+
+    /// Begins the meeting that the trainer waits for. In the fixed style all come, unless one that was
+    /// left out of an earlier one asks. In the style driven by explorers those that ask come, if any
+    /// does still; in the others, the first.
+    fn begin_meeting(&mut self, effects: &mut Vec<Effect>) {
+        if !self.is_awaited() {
+            return;
+        }
+        let asking = self.asking();
+        let left_out = asking.iter().any(|party| self.is_behind(*party));
+        let mut there = self.explorers.values().filter(|one| !one.paused);
+        let ready = match self.style {
+            Style::Fixed { .. } => left_out || there.all(Explorer::is_asking),
+            Style::ByExplorer { .. } => true,
+            _ => !asking.is_empty() || there.next().is_none(),
+        };
+        let Some(trainer) = self.trainer.as_mut().filter(|_| ready) else {
+            return;
+        };
+        let party = trainer.party;
+        let Some(meeting) = &mut trainer.meeting else {
+            return;
+        };
+        for party in &asking {
+            let explorer = self.explorers.get_mut(party);
+            if let Some(wait) = explorer.and_then(|explorer| explorer.wait.as_mut()) {
+                wait.told = Some(meeting.version);
+            }
+        }
+        meeting.invited = Some(asking.iter().map(|party| (*party, None)).collect());
+        if !asking.is_empty() {
+            effects.push(Effect::Meet(party, meeting.version, asking));
         }
     }
 
     /// Ends the meeting of which all have loaded, or failed.
-    fn end_met(&mut self, effects: &mut Vec<Effect>) {
-        let Some(trainer) = &mut self.trainer else {
-            return;
-        };
+    fn end_meeting(&mut self, effects: &mut Vec<Effect>) {
         let over = |meeting: &mut Meeting| {
-            let pending = meeting.pending.as_ref();
-            pending.is_some_and(BTreeSet::is_empty)
+            let invited = meeting.invited.as_ref();
+            invited.is_some_and(|all| all.values().all(Option::is_some))
         };
-        if let Some(meeting) = trainer.meeting.take_if(over) {
-            trainer.synced = Some(trainer.step);
-            self.newest = self.newest.max(meeting.version);
-            let failed = meeting.failed.into_iter().collect();
-            let outcome = Outcome::Synced(meeting.version, failed);
-            effects.push(Effect::Ended(trainer.party, outcome));
+        let trainer = self.trainer.as_mut();
+        if let Some(meeting) = trainer.and_then(|trainer| trainer.meeting.take_if(over)) {
+            self.answer(meeting, Outcome::TrainerLeft, effects);
         }
-    }
-
-    /// Ends the meeting of a trainer that goes: those that it sent to have nothing to wait for.
-    fn end_meeting(&mut self, old: &Trainer, effects: &mut Vec<Effect>) {
-        let pending = old.meeting.as_ref().and_then(|one| one.pending.clone());
-        for party in pending.into_iter().flatten() {
-            self.fail(party, Outcome::Failed, effects);
-        }
-    }
-
-    /// Ends the waits of explorers that nobody would ever answer.
-    fn end_hopeless(&mut self, effects: &mut Vec<Effect>) {
-        for party in self.asking() {
-            if let Some(explorer) = self.explorers.get_mut(&party) {
-                explorer.end(false);
-                // It is not the explorer's fault, and another try would come to the same.
-                explorer.retries = false;
-                effects.push(Effect::Ended(party, Outcome::NothingNewer));
-            }
-        }
-    }
-
-    /// Ends the waits whose time has come.
-    fn end_late(&mut self, now: Moment, effects: &mut Vec<Effect>) {
-        let is_late = |until: Option<Moment>| until.is_some_and(|until| until <= now);
-        let late = self
-            .explorers
-            .iter()
-            .filter(|(_, one)| one.wait.as_ref().is_some_and(|wait| is_late(wait.until)));
-        for party in late.map(|(party, _)| *party).collect::<Vec<_>>() {
-            self.fail(party, Outcome::TimedOut, effects);
-        }
-        if let Some(trainer) = &mut self.trainer
-            && let Some(meeting) = trainer.meeting.take_if(|one| is_late(one.until))
-        {
-            let party = trainer.party;
-            effects.push(Effect::Ended(party, Outcome::TimedOut));
-            for explorer in meeting.pending.into_iter().flatten() {
-                self.fail(explorer, Outcome::Failed, effects);
-            }
-        }
-    }
-
-    fn fail(&mut self, party: Party, outcome: Outcome, effects: &mut Vec<Effect>) {
-        if let Some(explorer) = self.explorers.get_mut(&party)
-            && explorer.wait.is_some()
-        {
-            explorer.end(false);
-            effects.push(Effect::Ended(party, outcome));
-        }
-        self.met(party, false);
     }
 }
 
 impl Explorer {
-    fn end(&mut self, synced: bool) {
-        self.wait = None;
-        self.state = State::Running;
-        self.retries = !synced;
-        if synced {
-            self.synced = self.step;
-        }
+    fn is_asking(&self) -> bool {
+        self.wait.as_ref().is_some_and(|wait| wait.told.is_none())
     }
 }
