@@ -226,12 +226,13 @@ class Store:
         asked = _asked(version, model, named)
         found, damage, files = self._native.load_with_files(asked, model)
         _warn(damage)
-        if "config.json" not in dict(files) and "config" not in settings:
+        named_files = dict(files)
+        if "config.json" not in named_files and "config" not in settings:
             raise ModelError(
                 f"v{found.version} of {found.model} in {self.url} has no config.json: save it with "
                 "Store(url, files=[...]) or with weightsync push of a checkpoint directory, or pass config="
             )
-        return made(cls, dict(files), Snapshot(found), settings)
+        return made(cls, named_files, Snapshot(found), settings)
 
     def load_unless_within(
         self, held: int, lag: int, *, model: str | None = None

@@ -1,11 +1,13 @@
 """Versions that last: saved, loaded, named, kept by a sender, and sent through a store."""
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy
@@ -476,25 +478,28 @@ def test_a_store_that_a_sender_keeps_in_saves_nothing_else(tmp_path):
 
 
 def test_dropped_senders_let_other_threads_run(tmp_path):
-    trainer = {"w": torch.zeros(1 << 25)}
-    sender = weightsync.Sender(trainer, keep=tmp_path)
+    sender = weightsync.Sender(Net(1.0), keep=tmp_path)
     sender.connect(0)
-    ran, stop = [], threading.Event()
+    assert sender.saves[-1].wait(LONG) == "durable"
+    locked, drops = threading.Event(), threading.Event()
 
-    def run():
-        while not stop.wait(0.001):
-            ran.append(True)
+    def hold():
+        """Holds the store's lock until the sender is being dropped, so that its save has to wait."""
+        with open(tmp_path / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            locked.set()
+            drops.wait()
+            # If dropping held the interpreter, this would not go on, and the save would give up.
+            time.sleep(0.2)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=hold)
     thread.start()
-    before = len(ran)
+    locked.wait()
+    sender.send()
+    drops.set()
     del sender
-    during = len(ran) - before
-    stop.set()
     thread.join()
-    assert weightsync.Store(tmp_path).load().version == 1
-    # The save of 128 MiB takes many times as long as a turn of the thread.
-    assert during > 1
+    assert weightsync.Store(tmp_path).load().version == 2
 
 
 @pytest.mark.parametrize("call", ["save", "load", "pull"])

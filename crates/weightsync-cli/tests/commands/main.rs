@@ -4,3 +4,4 @@ mod bench;
 mod demo;
 mod diff;
 mod store;
+mod watch;

@@ -1,15 +1,13 @@
-//! `weightsync push`, `pull`, `log`, `watch` and `scrub --store` as a user meets them: the real binary
+//! `weightsync push`, `pull`, `log` and `scrub --store` as a user meets them: the real binary
 //! over real stores.
 
 use std::{
     collections::BTreeMap,
     fs,
-    io::{BufRead, BufReader, Read},
     path::{Path, PathBuf},
-    process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio},
+    process::{Command, Output, Stdio},
 };
 
-use rustix::process::{Pid, Signal, kill_process};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use tempfile::TempDir;
@@ -17,7 +15,7 @@ use weightsync_engine::{AnyScheme, Expect, SenderSetup, Tensors};
 use weightsync_store::{SaveOptions, Store, StoreScheme, Writer};
 
 /// Each tensor of a checkpoint: its dtype, shape and bytes.
-type Bytes = BTreeMap<String, (String, Vec<usize>, Vec<u8>)>;
+pub type Bytes = BTreeMap<String, (String, Vec<usize>, Vec<u8>)>;
 
 #[test]
 fn pushed_weights_are_pulled_byte_by_byte() {
@@ -342,205 +340,6 @@ fn log_shows_what_changed_and_what_is_damaged() {
 }
 
 #[test]
-fn watch_runs_for_each_version_and_keeps_two() {
-    let dir = Dir::new();
-    let mut writer = dir.writer("store");
-    // {} in each kind of quotation, in a directory whose name is several words for a shell.
-    let out = "it's $(touch x) \"out\"";
-    let command = "printf '%s\\n' \"ran $WEIGHTSYNC_VERSION $WEIGHTSYNC_MODEL $WEIGHTSYNC_DIGEST\"; \
-                   printf '%s\\n' {} \"{}\" '{}' \"$WEIGHTSYNC_CHECKPOINT\"; \
-                   test $WEIGHTSYNC_VERSION != 2";
-    let mut watch = dir.watch(&["store", "--out", out, "--exec", command]);
-    for step in 1..=4_u64 {
-        let saved = writer
-            .save_weights("policy", &numbered(step as f32))
-            .unwrap();
-        let digest = Store::open(dir.at("store").to_str().unwrap()).unwrap();
-        let digest = digest.versions().unwrap().versions.pop().unwrap().models[0].digest;
-        assert_eq!(saved.versions[0].1.0, step);
-        assert_eq!(watch.line(), format!("ran {step} policy {digest}"));
-        let path = dir.at(out).join(format!("v{step}"));
-        for _ in 0..4 {
-            assert_eq!(watch.line(), path.display().to_string());
-        }
-        let said = watch.said();
-        match step {
-            2 => assert!(
-                said.contains("policy v2: the command failed: exit status: 1"),
-                "{said}"
-            ),
-            _ => assert_eq!(
-                said,
-                format!("weightsync: policy v{step}: the command succeeded")
-            ),
-        }
-        let bytes = &dir.checkpoint(path.to_str().unwrap())["norm"].2;
-        assert_eq!(bytes[..4], (step as f32).to_le_bytes());
-        // A command that failed leaves the ones before it alone.
-        let kept = match step {
-            1 => vec!["v1"],
-            2 => vec!["v1", "v2"],
-            // It has been replaced.
-            3 => vec!["v1", "v3"],
-            _ => vec!["v3", "v4"],
-        };
-        assert_eq!(dir.names(out), kept);
-    }
-    watch.signal(Signal::TERM);
-    assert_eq!(watch.end(), (Some(128 + 15), String::new()));
-    assert_eq!(dir.names(out), ["v3", "v4"]);
-    assert!(!dir.at("x").exists());
-}
-
-#[test]
-fn watch_takes_the_newest_of_several() {
-    let dir = Dir::new();
-    let mut writer = dir.writer("store");
-    let mut save = |value: f32| writer.save_weights("policy", &numbered(value)).unwrap();
-    save(1.0);
-    let fifo = dir.at("fifo");
-    let made = Command::new("mkfifo").arg(&fifo).status().unwrap();
-    assert!(made.success());
-    let command = "echo ran $WEIGHTSYNC_VERSION; cat fifo";
-    let mut watch = dir.watch(&["store", "--exec", command]);
-    assert_eq!(watch.line(), "ran 1");
-    save(2.0);
-    save(3.0);
-    fs::write(&fifo, "").unwrap();
-    assert_eq!(watch.line(), "ran 3");
-    watch.signal(Signal::INT);
-    assert_eq!(watch.end().0, Some(130));
-}
-
-#[test]
-fn watch_passes_over_damage_and_names_it() {
-    let dir = Dir::new();
-    let mut writer = dir.writer("store");
-    writer.save_weights("policy", &numbered(1.0)).unwrap();
-    writer.save_whole_next();
-    writer.save_weights("policy", &numbered(2.0)).unwrap();
-    let store = Store::open(dir.at("store").to_str().unwrap()).unwrap();
-    let newest = store.versions().unwrap().versions.pop().unwrap();
-    let weights = Path::new(&newest.models[0].directory).join("model.safetensors");
-    let mut bytes = fs::read(&weights).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
-    fs::write(&weights, bytes).unwrap();
-    let mut watch = dir.watch(&["store", "--exec", "echo ran $WEIGHTSYNC_VERSION"]);
-    let said = watch.said();
-    assert!(
-        said.contains(&format!("{} is damaged", weights.display())),
-        "{said}"
-    );
-    assert_eq!(watch.line(), "ran 1");
-    writer.save_whole_next();
-    writer.save_weights("policy", &numbered(3.0)).unwrap();
-    assert_eq!(watch.line(), "ran 3");
-    watch.signal(Signal::INT);
-    assert_eq!(watch.end().0, Some(130));
-}
-
-#[test]
-fn watch_once_ends_as_its_command_does() {
-    let dir = Dir::new();
-    let mut writer = dir.writer("store");
-    for (command, code) in [("true", 0), ("exit 7", 1), ("kill -9 $$", 1)] {
-        // Those that come meanwhile are left out, and no version is waited for in vain.
-        let mut watch = dir.watch(&["store", "--once", "--exec", command]);
-        writer.save_weights("policy", &numbered(1.0)).unwrap();
-        assert_eq!(watch.end().0, Some(code), "{command}");
-    }
-    let command = "echo ran $WEIGHTSYNC_VERSION";
-    let newest = writer.version(&"policy".parse().unwrap());
-    let once = dir.run(&["watch", "store", "--once", "--exec", command]);
-    assert_eq!(text(&once.stdout), format!("ran {}\n", newest.0));
-    assert_eq!(dir.names("tmp"), [""; 0]);
-}
-
-#[test]
-fn watch_new_only_leaves_out_what_is_there() {
-    let dir = Dir::new();
-    let mut writer = dir.writer("store");
-    writer.save_weights("policy", &numbered(1.0)).unwrap();
-    let words = [
-        "store",
-        "--new-only",
-        "--once",
-        "--exec",
-        "echo ran $WEIGHTSYNC_VERSION",
-    ];
-    let mut watch = dir.watch(&words);
-    // Whenever it has looked at the store first, one of these comes later.
-    let mut version = 1;
-    while watch.child.try_wait().unwrap().is_none() {
-        version += 1;
-        writer
-            .save_weights("policy", &numbered(version as f32))
-            .unwrap();
-    }
-    let line = watch.line();
-    let ran: u64 = line.strip_prefix("ran ").unwrap().parse().unwrap();
-    assert!((2..=version).contains(&ran), "{line}");
-}
-
-#[test]
-fn watch_leaves_no_process_and_no_directory() {
-    let dir = Dir::new();
-    // Before there is a store at all.
-    let mut watch = dir.watch(&["store", "--exec", "echo ran"]);
-    while dir.names("tmp").is_empty() {
-        assert!(watch.child.try_wait().unwrap().is_none());
-    }
-    watch.signal(Signal::INT);
-    assert_eq!(watch.end().0, Some(130));
-    assert_eq!(dir.names("tmp"), [""; 0]);
-
-    // The shell ends by the signal; what it has started does not, and has to be killed.
-    dir.writer("store")
-        .save_weights("policy", &numbered(1.0))
-        .unwrap();
-    let command = "(trap '' TERM; echo started; sleep 1000) & wait";
-    let mut watch = dir.watch(&["store", "--exec", command]);
-    assert_eq!(watch.line(), "started");
-    assert_eq!(dir.names("tmp").len(), 1);
-    watch.signal(Signal::INT);
-    // Its output ends when all that were started are gone.
-    assert_eq!(watch.end(), (Some(130), String::new()));
-    assert_eq!(dir.names("tmp"), [""; 0]);
-}
-
-#[test]
-fn watch_kills_its_command_at_a_second_signal() {
-    let dir = Dir::new();
-    dir.writer("store")
-        .save_weights("policy", &numbered(1.0))
-        .unwrap();
-    // It says when the first signal has come, and would run for as long as it is let.
-    let command = "trap 'echo stays' TERM; echo started; while :; do sleep 0.01; done";
-    let mut watch = dir.watch(&["store", "--exec", command]);
-    assert_eq!(watch.line(), "started");
-    watch.signal(Signal::INT);
-    assert_eq!(watch.line(), "stays");
-    watch.signal(Signal::TERM);
-    assert_eq!(watch.end(), (Some(130), String::new()));
-    assert_eq!(dir.names("tmp"), [""; 0]);
-}
-
-#[test]
-fn watch_leaves_the_directory_of_another_alone() {
-    let dir = Dir::new();
-    dir.writer("store")
-        .save_weights("policy", &numbered(1.0))
-        .unwrap();
-    let mut watch = dir.watch(&["store", "--out", "out", "--exec", "echo ran"]);
-    assert_eq!(watch.line(), "ran");
-    let words = ["watch", "store", "--out", "out", "--exec", "true"];
-    dir.fails(&words, &["out", "another watch", "--out"]);
-    watch.signal(Signal::INT);
-    assert_eq!(watch.end().0, Some(130));
-    assert_eq!(dir.names("out"), ["v1"]);
-}
-
-#[test]
 fn help_says_what_the_commands_of_a_store_do() {
     let dir = Dir::new();
     for (command, words) in [
@@ -576,20 +375,20 @@ fn help_says_what_the_commands_of_a_store_do() {
 }
 
 /// A directory in which the command runs.
-struct Dir(TempDir);
+pub struct Dir(TempDir);
 
 impl Dir {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let dir = Self(TempDir::new().unwrap());
         fs::create_dir(dir.at("tmp")).unwrap();
         dir
     }
 
-    fn at(&self, path: &str) -> PathBuf {
+    pub fn at(&self, path: &str) -> PathBuf {
         self.0.path().join(path)
     }
 
-    fn names(&self, path: &str) -> Vec<String> {
+    pub fn names(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.at(path)).unwrap();
         let mut names: Vec<_> = entries
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
@@ -651,7 +450,7 @@ impl Dir {
     }
 
     /// Reads a file, or all of a directory, as other programs do.
-    fn checkpoint(&self, path: &str) -> Bytes {
+    pub fn checkpoint(&self, path: &str) -> Bytes {
         let path = self.at(path);
         let paths = match path.is_dir() {
             true => {
@@ -678,12 +477,12 @@ impl Dir {
         tensors
     }
 
-    fn writer(&self, store: &str) -> Writer {
+    pub fn writer(&self, store: &str) -> Writer {
         let store = Store::open(self.at(store).to_str().unwrap()).unwrap();
         Writer::claim(&store, SaveOptions::default()).unwrap()
     }
 
-    fn command(&self, words: &[&str]) -> Command {
+    pub fn command(&self, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_weightsync"));
         command
             .args(words)
@@ -693,7 +492,7 @@ impl Dir {
         command
     }
 
-    fn run(&self, words: &[&str]) -> Output {
+    pub fn run(&self, words: &[&str]) -> Output {
         self.command(words).output().unwrap()
     }
 
@@ -714,7 +513,7 @@ impl Dir {
     }
 
     #[track_caller]
-    fn fails(&self, words: &[&str], expected: &[&str]) {
+    pub fn fails(&self, words: &[&str], expected: &[&str]) {
         let output = self.run(words);
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{words:?}: {said}");
@@ -726,63 +525,6 @@ impl Dir {
             assert!(said.contains(word), "no {word:?} in: {said}");
         }
     }
-
-    fn watch(&self, words: &[&str]) -> Watch {
-        let mut child = self
-            .command(&[&["watch"], words].concat())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        Watch {
-            stdout: BufReader::new(child.stdout.take().unwrap()),
-            stderr: BufReader::new(child.stderr.take().unwrap()),
-            child,
-        }
-    }
-}
-
-/// A running `watch`.
-struct Watch {
-    child: Child,
-    stdout: BufReader<ChildStdout>,
-    stderr: BufReader<ChildStderr>,
-}
-
-impl Watch {
-    /// The next line that the commands wrote.
-    fn line(&mut self) -> String {
-        read_line(&mut self.stdout)
-    }
-
-    /// The next line that `watch` itself wrote.
-    fn said(&mut self) -> String {
-        read_line(&mut self.stderr)
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
-    }
-
-    /// Its exit code, and what else it and the commands wrote to standard output.
-    fn end(&mut self) -> (Option<i32>, String) {
-        let mut rest = String::new();
-        self.stdout.read_to_string(&mut rest).unwrap();
-        (self.child.wait().unwrap().code(), rest)
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-fn read_line(from: &mut impl BufRead) -> String {
-    let mut line = String::new();
-    from.read_line(&mut line).unwrap();
-    line.trim_end().into()
 }
 
 /// Somewhat more than a MiB of weights.
@@ -799,7 +541,7 @@ fn model() -> Tensors {
     model
 }
 
-fn numbered(value: f32) -> Tensors {
+pub fn numbered(value: f32) -> Tensors {
     let mut model = Tensors::new();
     model.insert("norm", [64], [value; 64]).unwrap();
     model
@@ -815,6 +557,6 @@ fn versions(log: &str) -> Vec<u64> {
         .collect()
 }
 
-fn text(bytes: &[u8]) -> String {
+pub fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }

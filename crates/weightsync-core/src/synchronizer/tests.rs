@@ -16,8 +16,6 @@ struct TrainerRun {
     /// A sync was tried and failed: the next step comes first, if it can.
     tried: bool,
     meets: bool,
-    /// It sends, and the explorers are told.
-    sends: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -125,7 +123,6 @@ impl World {
             step,
             tried: false,
             meets: false,
-            sends: false,
         });
         self.tell(Event::TrainerJoined(party, epoch, step));
     }
@@ -182,9 +179,8 @@ impl World {
                     for party in parties {
                         self.told(party, version);
                     }
-                    let run = self.trainer.running_mut().expect("it waits");
-                    assert_eq!(run.party, trainer);
-                    run.sends = true;
+                    let run = self.trainer.running().expect("it waits");
+                    assert!(run.party == trainer && run.meets);
                 }
                 Effect::Synced(party, outcome) => self.end(party, outcome),
                 Effect::Met(party, version, all) => {
@@ -198,7 +194,7 @@ impl World {
                     let loaded = all.values().any(|one| matches!(one, Outcome::Synced(_)));
                     let run = self.trainer.running_mut().expect("it waits");
                     assert!(run.party == party && run.meets);
-                    (run.meets, run.sends, run.tried) = (false, false, !loaded);
+                    (run.meets, run.tried) = (false, !loaded);
                 }
                 Effect::Refused(party) => {
                     let own = self.trainer.running().map(|one| one.party);
@@ -247,7 +243,7 @@ impl World {
                 };
             }
         }
-        self.tell(Event::ExplorerLeft(party, how));
+        self.tell(Event::ExplorerLeft(party));
     }
 
     /// Every world that may come next.

@@ -7,6 +7,7 @@ use tempfile::TempDir;
 use weightsync_core::{Epoch, Layout, Run, Version};
 use weightsync_engine::Tensors;
 use weightsync_engine::safetensors_format::Shard;
+use weightsync_engine::transport::interrupt::SLICE;
 
 use super::*;
 use crate::SaveOptions;
@@ -376,6 +377,45 @@ fn calls_that_are_ended_leave_nothing() {
 }
 
 /// One that died while it wrote, and one that writes now.
+#[test]
+fn calls_end_when_their_thread_is_interrupted() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let store = Store::open(at("store").to_str().unwrap()).unwrap();
+    let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    writer.save_whole_next();
+    file(&at("model.safetensors"), &["a", "b"]);
+    let mut calls: [(&str, &mut dyn FnMut() -> Result<()>); 4] = [
+        ("load", &mut || store.load(&Which::Newest).map(drop)),
+        ("pull", &mut || {
+            store.pull(&Which::Newest, None, &at("out")).map(drop)
+        }),
+        ("save", &mut || {
+            writer.save_weights("m", &weights(&["a"])).map(drop)
+        }),
+        ("push", &mut || {
+            let checkpoint = Checkpoint::open(at("model.safetensors"))?;
+            store.push(checkpoint, &PushOptions::default()).map(drop)
+        }),
+    ];
+    for (name, call) in &mut calls {
+        let ended = weightsync_engine::interruptible(
+            || true,
+            || {
+                // Its first look is due then.
+                std::thread::sleep(SLICE);
+                call()
+            },
+        );
+        let error = ended.unwrap_err().to_string();
+        assert!(error.contains("interrupted"), "{name}: {error}");
+    }
+    assert_eq!(store.versions().unwrap().versions.len(), 1);
+    assert!(!at("out").exists());
+    store.load(&Which::Newest).unwrap();
+}
+
 #[test]
 fn pull_removes_what_killed_pulls_left() {
     let dir = TempDir::new().unwrap();

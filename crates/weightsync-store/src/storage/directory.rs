@@ -18,9 +18,8 @@ use crate::scheme::{ENDS, WORKERS};
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::Origin;
-use weightsync_engine::transport::interrupt;
 
-use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload};
+use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, look_for_interruption};
 
 /// How long a lock is tried that others hold for moments.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -414,14 +413,6 @@ impl Blob for OpenFile {
     fn read_at(&self, offset: u64, place: &mut [u8]) -> io::Result<()> {
         look_for_interruption()?;
         self.file.read_exact_at(place, offset)
-    }
-}
-
-/// A large file is read and written in pieces. Between two of them a signal can end the call.
-pub(crate) fn look_for_interruption() -> io::Result<()> {
-    match interrupt::at_most(None) {
-        Ok(_) => Ok(()),
-        Err(error) => Err(io::Error::new(ErrorKind::Interrupted, error)),
     }
 }
 

@@ -12,8 +12,9 @@ use std::io;
 use std::time::Duration;
 
 use weightsync_core::delta::Codec;
+use weightsync_engine::transport::interrupt;
 
-pub(crate) use self::directory::{Directory, look_for_interruption, unique};
+pub(crate) use self::directory::{Directory, unique};
 pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.
@@ -120,4 +121,14 @@ pub(crate) enum Life {
     Left,
     /// It died, or is silent.
     Dead,
+}
+
+/// An interruption of the calling thread, as this interface has it.
+fn interrupted<E: std::error::Error + Send + Sync + 'static>(error: E) -> io::Error {
+    io::Error::new(io::ErrorKind::Interrupted, error)
+}
+
+/// A large file is read and written in pieces. Between two of them a signal can end the call.
+pub(crate) fn look_for_interruption() -> io::Result<()> {
+    interrupt::at_most(None).map(drop).map_err(interrupted)
 }

@@ -19,8 +19,9 @@ use weightsync_engine::Origin;
 use weightsync_engine::transport::{interrupt, random};
 
 use super::error::io_error;
-use super::runtime::{Pending, interrupted};
+use super::runtime::Pending;
 use super::{Client, Life, Objects, Peer, Presence, Put, Storage, fetch, put_if};
+use crate::storage::interrupted;
 
 /// How often a process says that it is alive, and when silence counts as death.
 #[derive(Clone, Copy, Debug)]

@@ -12,6 +12,8 @@ use tokio::task::AbortHandle;
 use weightsync_engine::Origin;
 use weightsync_engine::transport::interrupt;
 
+use crate::storage::interrupted;
+
 /// How long the end of the thread waits for a name that the system is still looking up.
 const LOOK_UP: Duration = Duration::from_secs(1);
 
@@ -147,9 +149,4 @@ pub(super) fn next<T>(answers: &Receiver<T>) -> io::Result<Option<T>> {
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
-}
-
-/// An interruption, as this interface has it.
-pub(super) fn interrupted<E: std::error::Error + Send + Sync + 'static>(error: E) -> io::Error {
-    io::Error::new(io::ErrorKind::Interrupted, error)
 }

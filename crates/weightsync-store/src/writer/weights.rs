@@ -1,0 +1,168 @@
+//! Writing the weights of one model, whole or as changes.
+
+use std::borrow::Cow;
+use std::io;
+
+use weightsync_core::ModelId;
+use weightsync_engine::Snapshot;
+use weightsync_engine::transport::ModelSpec;
+
+use super::Writer;
+use crate::anchor::{self, ExtraFiles};
+use crate::catalog;
+use crate::delta_file;
+use crate::error::{Result, StoreError};
+use crate::format::{Anchor, DELTA, DeltaFile, Hash, Place, Stored, total};
+use crate::progress::Work;
+
+/// The most deltas in a row.
+const CHAIN: usize = 32;
+
+impl Writer {
+    /// Writes the weights of one model, as changes if that is worth it.
+    pub(super) fn write_model(&self, place: Place, snapshot: &Snapshot) -> Result<Stored> {
+        let storage = self.store.storage();
+        let model = snapshot.model();
+        let spec = self.write_spec(snapshot)?;
+        let mut stored = Stored {
+            model: model.clone(),
+            version: snapshot.version(),
+            digest: snapshot
+                .published_digest()
+                .unwrap_or_else(|| snapshot.digest()),
+            spec,
+            changed: true,
+            changes: None,
+            anchor: Anchor {
+                at: place,
+                files: Vec::new(),
+            },
+            deltas: Vec::new(),
+        };
+        let newest = self.newest.get(model);
+        if let Some(newest) = newest
+            && let Some(base) = &newest.base
+            && newest.stored.spec == stored.spec
+            && self.has_files(&newest.stored)
+            && let Some(limit) = delta_limit(&newest.stored, snapshot.layout().bytes())
+            && let Some(made) = delta_file::make(
+                snapshot.layout(),
+                storage.codec(),
+                base.bytes(),
+                snapshot.bytes(),
+                limit,
+            )
+            && anchor::is_there(storage, &newest.stored)?
+        {
+            self.store.begins(Work::Writes, made.bytes.len() as u64)?;
+            let parts = [&made.bytes[..]].into_iter();
+            let file = anchor::write_file(storage, &place.file(model, ""), DELTA, parts)?;
+            stored.changes = Some([made.elements, made.changed]);
+            stored.anchor = newest.stored.anchor.clone();
+            stored.deltas = newest.stored.deltas.clone();
+            stored.deltas.push(DeltaFile {
+                at: place,
+                bytes: file.bytes,
+                crc64: file.crc64,
+            });
+            return Ok(stored);
+        }
+        let files = match newest {
+            Some(newest) if self.options.files.is_empty() => self.carried_files(&newest.stored)?,
+            _ => Cow::Borrowed(&self.options.files[..]),
+        };
+        let bytes = snapshot.layout().payload_bytes();
+        self.store.begins(Work::Writes, bytes)?;
+        let dir = place.file(model, "");
+        let budget = self.options.shard_bytes;
+        stored.anchor.files = anchor::write(storage, &dir, snapshot, &files, budget)?;
+        Ok(stored)
+    }
+
+    /// Whether a version has the files that are to lie next to the weights.
+    fn has_files(&self, stored: &Stored) -> bool {
+        let files = &self.options.files;
+        files.is_empty() || anchor::differing(files, &stored.anchor.files).is_empty()
+    }
+
+    /// The files next to the weights of the newest version of a model that has them whole.
+    fn carried_files(&self, before: &Stored) -> Result<Cow<'_, ExtraFiles>> {
+        let whole = |stored: &Stored| match self.store.extra_files(stored) {
+            Err(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}; the files of an older version are taken");
+                Ok(None)
+            }
+            files => files.map(Some),
+        };
+        if let Some(files) = whole(before)? {
+            return Ok(Cow::Owned(files));
+        }
+        let mut seen = before.anchor.at;
+        for &place in self.known.keys().rev() {
+            let manifest = match catalog::manifest(self.store.storage(), place) {
+                Err(StoreError::Damaged(_)) => continue,
+                manifest => manifest?,
+            };
+            let older = manifest.as_ref().and_then(|one| one.model(&before.model));
+            if let Some(older) = older.filter(|older| older.anchor.at < seen) {
+                seen = older.anchor.at;
+                // One without files had none yet, or was saved without them for a damage.
+                if let Some(files) = whole(older)?.filter(|files| !files.is_empty()) {
+                    return Ok(Cow::Owned(files));
+                }
+            }
+        }
+        tracing::warn!("no version has the files whole: the next one is saved without");
+        Ok(Cow::Borrowed(&[]))
+    }
+
+    /// Writes a model's layout and attributes, if they are not there.
+    fn write_spec(&self, snapshot: &Snapshot) -> Result<Hash> {
+        let storage = self.store.storage();
+        let spec = ModelSpec {
+            id: snapshot.model().clone(),
+            layout: snapshot.layout().clone(),
+            attributes: snapshot.attributes().clone(),
+        };
+        let bytes = serde_json::to_vec(&spec);
+        let bytes = bytes.unwrap_or_else(|error| unreachable!("a model's spec is JSON: {error}"));
+        let hash = Hash::of(&bytes);
+        let path = hash.spec();
+        let write = || -> io::Result<()> {
+            let there = storage.read(&path)?;
+            if there.as_deref() == Some(&bytes) {
+                return match self.has_base(snapshot.model(), &hash) {
+                    true => Ok(()),
+                    // Another process wrote it, or a call that failed.
+                    false => storage.settle(&path),
+                };
+            }
+            // A damaged one is written again.
+            if storage.swap(&path, there.as_deref(), &bytes)? {
+                return Ok(());
+            }
+            match storage.read(&path)?.as_deref() == Some(&bytes) {
+                true => storage.settle(&path),
+                false => Err(io::Error::other(
+                    "another process writes it, and writes something else",
+                )),
+            }
+        };
+        write().map_err(StoreError::file("writing", storage.name(&path)))?;
+        Ok(hash)
+    }
+
+    /// Whether the bytes of a model's newest version are known here, and it has this layout.
+    fn has_base(&self, model: &ModelId, spec: &Hash) -> bool {
+        let newest = self.newest.get(model);
+        newest.is_some_and(|newest| newest.base.is_some() && newest.stored.spec == *spec)
+    }
+}
+
+/// The most bytes that the changes of the next version may take; `None` if it is to be a full one.
+fn delta_limit(newest: &Stored, image_bytes: u64) -> Option<u64> {
+    let chain = total(newest.deltas.iter().map(|delta| delta.bytes));
+    // All changes together stay below half a full version: reading them costs less than that.
+    let left = (image_bytes / 2).checked_sub(chain)?;
+    (newest.deltas.len() < CHAIN).then_some(left.min(image_bytes / 4))
+}
