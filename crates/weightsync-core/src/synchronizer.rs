@@ -22,6 +22,9 @@
 //! step again: its state is then REQUIRE_SYNC. A version counts from the moment at which it can be had:
 //! with [`Direct`](Method::Direct), when the first explorer has loaded it.
 //!
+//! Each party has its own style: a trainer may publish at fixed steps for explorers that decide for
+//! themselves.
+//!
 //! The unit is a set of models that change together; a [`Version`] here is that of the set.
 
 use std::collections::BTreeMap;
@@ -41,7 +44,6 @@ pub use self::event::{
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Synchronizer {
     method: Method,
-    style: Style,
     trainer: Option<Trainer>,
     /// The highest epoch of a trainer.
     epoch: Epoch,
@@ -57,6 +59,7 @@ pub struct Synchronizer {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Trainer {
     party: Party,
+    style: Style,
     step: u64,
     /// The step of the weights that were synchronised last.
     synced: u64,
@@ -77,6 +80,7 @@ struct Meeting {
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Explorer {
+    style: Style,
     step: u64,
     /// The step of its last sync.
     synced: u64,
@@ -96,11 +100,10 @@ struct Wait {
 
 impl Synchronizer {
     /// Nobody is there yet. A store may have a version, and the step of which it was made.
-    pub fn new(method: Method, style: Style, newest: Option<(Version, u64)>) -> Self {
+    pub fn new(method: Method, newest: Option<(Version, u64)>) -> Self {
         let newest = newest.unwrap_or((Version::NONE, 0));
         Self {
             method,
-            style,
             trainer: None,
             epoch: Epoch(0),
             stopped: false,
@@ -108,6 +111,21 @@ impl Synchronizer {
             newest,
             highest: newest.0,
         }
+    }
+
+    /// How versions travel.
+    pub fn method(&self) -> Method {
+        self.method
+    }
+
+    /// Sets how versions travel, until a trainer has been there or there is a version. False if it is
+    /// too late for another method.
+    pub fn choose(&mut self, method: Method) -> bool {
+        let is_free = self.epoch == Epoch(0) && self.highest.is_none();
+        if is_free {
+            self.method = method;
+        }
+        self.method == method
     }
 
     /// Takes an event in. The effects are in the order in which they are to be done.
@@ -150,7 +168,7 @@ impl Synchronizer {
             return Need::No; // nobody to meet
         }
         let is_due = |interval: NonZero<u64>| trainer.step / interval > trainer.synced / interval;
-        let due = match self.style {
+        let due = match trainer.style {
             Style::Fixed { interval, .. }
             | Style::ByTrainer { interval }
             | Style::Bounded { interval, .. } => is_due(interval),
@@ -183,7 +201,7 @@ impl Synchronizer {
         }
         let is_offered = self.is_behind(party) || self.is_awaited();
         let since = explorer.step.saturating_sub(explorer.synced);
-        let needed = match self.style {
+        let needed = match explorer.style {
             Style::Bounded { lag, .. } => {
                 if newest.0.saturating_sub(explorer.version.0) > lag {
                     return Need::Must;
@@ -252,7 +270,7 @@ impl Synchronizer {
     /// Notes what happened. The party is one that is not known, or may not say this.
     fn take(&mut self, event: Event, now: Moment, effects: &mut Vec<Effect>) -> Result<(), Party> {
         match event {
-            Event::TrainerJoined(party, epoch, step) => {
+            Event::TrainerJoined(party, epoch, step, style) => {
                 if epoch < self.epoch {
                     return Err(party);
                 }
@@ -262,6 +280,7 @@ impl Synchronizer {
                 (self.epoch, self.stopped) = (epoch, false);
                 self.trainer = Some(Trainer {
                     party,
+                    style,
                     step,
                     synced: self.newest.1,
                     failed: false,
@@ -304,8 +323,9 @@ impl Synchronizer {
                 self.leave(effects);
                 self.stopped = how == Departure::Stopped;
             }
-            Event::ExplorerJoined(party, version, step) => {
+            Event::ExplorerJoined(party, version, step, style) => {
                 let explorer = Explorer {
+                    style,
                     step,
                     synced: step,
                     version,
@@ -475,22 +495,28 @@ impl Synchronizer {
         }
     }
 
-    /// Begins the meeting that the trainer waits for. In the fixed style all come, unless one that was
-    /// left out of an earlier one asks. In the style driven by explorers those that ask come, if any
-    /// does still; in the others, the first.
+    /// Begins the meeting that the trainer waits for. If its style is fixed, all explorers of that style
+    /// come, unless one that was left out of an earlier one asks. In the style driven by explorers those
+    /// that ask come, if any does still; in the others, the first.
     fn begin_meeting(&mut self, effects: &mut Vec<Effect>) {
         if !self.is_awaited() {
             return;
         }
         let asking = self.asking();
         let left_out = asking.iter().any(|party| self.is_behind(*party));
-        let mut there = self.explorers.values().filter(|one| !one.paused);
-        let ready = match self.style {
-            Style::Fixed { .. } => left_out || there.all(Explorer::is_asking),
+        let there = || self.explorers.values().filter(|one| !one.paused);
+        let is_fixed = |style: Style| matches!(style, Style::Fixed { .. });
+        let some = !asking.is_empty() || there().next().is_none();
+        let ready = |style| match style {
+            Style::Fixed { .. } => {
+                let mut fixed = there().filter(|one| is_fixed(one.style));
+                left_out || some && fixed.all(Explorer::is_asking)
+            }
             Style::ByExplorer { .. } => true,
-            _ => !asking.is_empty() || there.next().is_none(),
+            _ => some,
         };
-        let Some(trainer) = self.trainer.as_mut().filter(|_| ready) else {
+        let is_ready = self.trainer.as_ref().is_some_and(|one| ready(one.style));
+        let Some(trainer) = self.trainer.as_mut().filter(|_| is_ready) else {
             return;
         };
         let party = trainer.party;

@@ -98,7 +98,7 @@ pub enum Departure {
 pub enum Event {
     /// A trainer is there, of a run with this epoch, and has made so many steps. It takes the place of
     /// one with the same or a lower epoch.
-    TrainerJoined(Party, Epoch, u64),
+    TrainerJoined(Party, Epoch, u64, Style),
     /// A trainer has made its `step`th step.
     TrainerStepped(Party, u64),
     /// A trainer has published a version, made of the weights after a step. It can be fetched.
@@ -110,7 +110,7 @@ pub enum Event {
     /// A trainer is not there any more.
     TrainerLeft(Party, Departure),
     /// An explorer is there, runs a version, and has made so many steps.
-    ExplorerJoined(Party, Version, u64),
+    ExplorerJoined(Party, Version, u64, Style),
     /// An explorer has made its `step`th step.
     ExplorerStepped(Party, u64),
     /// An explorer waits for a version. If it waits already, this is its deadline now.

@@ -68,6 +68,8 @@ struct World {
     ticks: u8,
     next: u64,
     synced: bool,
+    /// Of the trainer, and of the first explorer.
+    styles: [Style; 2],
 }
 
 /// What is explored.
@@ -75,6 +77,8 @@ struct World {
 struct Limits {
     method: Method,
     style: Style,
+    /// Of the first explorer; the others have the trainer's.
+    own_style: Style,
     explorers: usize,
     trained: u64,
     explored: u64,
@@ -92,7 +96,7 @@ enum Kind {
 impl World {
     fn new(limits: &Limits) -> Self {
         let mut world = Self {
-            sync: Synchronizer::new(limits.method, limits.style, None),
+            sync: Synchronizer::new(limits.method, None),
             trainer: Life::Ended,
             explorers: Vec::new(),
             samples: 0,
@@ -100,6 +104,7 @@ impl World {
             ticks: 1,
             next: 0,
             synced: false,
+            styles: [limits.style, limits.own_style],
         };
         world.join_trainer(0, Epoch(1));
         for _ in 0..limits.explorers {
@@ -124,7 +129,7 @@ impl World {
             tried: false,
             meets: false,
         });
-        self.tell(Event::TrainerJoined(party, epoch, step));
+        self.tell(Event::TrainerJoined(party, epoch, step, self.styles[0]));
     }
 
     fn join_explorer(&mut self, at: usize, step: u64) {
@@ -137,7 +142,8 @@ impl World {
             waits: false,
             told: None,
         });
-        self.tell(Event::ExplorerJoined(party, Version::NONE, step));
+        let style = self.styles[usize::from(at == 0)];
+        self.tell(Event::ExplorerJoined(party, Version::NONE, step, style));
     }
 
     fn explorer(&mut self, party: Party) -> Option<&mut ExplorerRun> {
@@ -320,7 +326,8 @@ impl World {
                         world.trainer = Life::Ended;
                         world.join_trainer(run.step, Epoch(run.epoch.0 + 1));
                         let again = world.party();
-                        world.tell(Event::TrainerJoined(again, run.epoch, run.step));
+                        let style = world.styles[0];
+                        world.tell(Event::TrainerJoined(again, run.epoch, run.step, style));
                         world.tell(Event::TrainerPublished(party, Version(99), 99));
                         assert_eq!(world.sync.state(again), State::Stopped);
                     });
@@ -487,42 +494,45 @@ fn explore(limits: &Limits) -> usize {
     numbers.len()
 }
 
-/// Each style, and how many steps it takes to see one of its syncs.
-fn styles() -> [(Style, u64); 7] {
-    [
-        (
-            Style::Fixed {
-                interval: every(1),
-                offset: 0,
-            },
-            1,
-        ),
-        (
-            Style::Fixed {
-                interval: every(2),
-                offset: 1,
-            },
-            3,
-        ),
-        (Style::ByExplorer { interval: every(1) }, 1),
-        (Style::ByExplorer { interval: every(2) }, 2),
-        (Style::ByTrainer { interval: every(1) }, 1),
-        (
-            Style::FullyAsync {
-                trainer: every(1),
-                explorer: every(1),
-            },
-            1,
-        ),
-        (
-            Style::Bounded {
-                interval: every(1),
-                lag: 1,
-            },
-            1,
-        ),
-    ]
-}
+const FIXED: Style = Style::Fixed {
+    interval: every(1),
+    offset: 0,
+};
+const FIXED_LATER: Style = Style::Fixed {
+    interval: every(2),
+    offset: 1,
+};
+const BY_EXPLORER: Style = Style::ByExplorer { interval: every(1) };
+const BY_TRAINER: Style = Style::ByTrainer { interval: every(1) };
+const FULLY_ASYNC: Style = Style::FullyAsync {
+    trainer: every(1),
+    explorer: every(1),
+};
+const BOUNDED: Style = Style::Bounded {
+    interval: every(1),
+    lag: 1,
+};
+
+/// The styles of the trainer and of the first explorer, and how many steps it takes to see one of
+/// their syncs.
+const STYLES: [(Style, Style, u64); 12] = [
+    (FIXED, FIXED, 1),
+    (FIXED_LATER, FIXED_LATER, 3),
+    (BY_EXPLORER, BY_EXPLORER, 1),
+    (
+        Style::ByExplorer { interval: every(2) },
+        Style::ByExplorer { interval: every(2) },
+        2,
+    ),
+    (BY_TRAINER, BY_TRAINER, 1),
+    (FULLY_ASYNC, FULLY_ASYNC, 1),
+    (BOUNDED, BOUNDED, 1),
+    (FIXED, BY_EXPLORER, 1),
+    (FIXED, BY_TRAINER, 1),
+    (BY_EXPLORER, FIXED, 1),
+    (BY_TRAINER, BY_EXPLORER, 1),
+    (BOUNDED, FIXED, 1),
+];
 
 #[test]
 fn every_order_of_events_ends_with_all_stopped() {
@@ -530,10 +540,11 @@ fn every_order_of_events_ends_with_all_stopped() {
     let full = std::env::var_os("WEIGHTSYNC_SOAK").is_some();
     let mut all = 0;
     for method in [Method::Direct, Method::Memory] {
-        for (style, steps) in styles() {
+        for (style, own_style, steps) in STYLES {
             for explorers in 1..=3 {
+                let mixed = style != own_style;
                 for deadlines in [false, true] {
-                    if deadlines && explorers > 1 && !full {
+                    if (deadlines || mixed) && explorers > 1 && !full {
                         continue;
                     }
                     let explored = match explorers {
@@ -543,6 +554,7 @@ fn every_order_of_events_ends_with_all_stopped() {
                     let limits = Limits {
                         method,
                         style,
+                        own_style,
                         explorers,
                         trained: explored.min(2),
                         explored,
@@ -550,17 +562,34 @@ fn every_order_of_events_ends_with_all_stopped() {
                         faults: match (explorers, steps, deadlines) {
                             (1, ..) => 2,
                             (2, ..) => 1,
-                            (_, 1, false) if full => 1,
+                            (_, 1, false) if full && !mixed => 1,
                             _ => 0,
                         },
                         deadlines,
                     };
                     let states = explore(&limits);
-                    println!("{method:?}, {style:?}, {explorers} explorers: {states} states");
+                    println!(
+                        "{method:?}, {style:?} and {own_style:?}, {explorers} explorers: {states} states"
+                    );
                     all += states;
                 }
             }
         }
     }
     println!("{all} states in all");
+}
+
+#[test]
+fn method_is_chosen_before_the_first_trainer() {
+    let mut sync = Synchronizer::new(Method::Memory, None);
+    assert!(sync.choose(Method::Direct));
+    assert!(sync.choose(Method::Checkpoint));
+    sync.step(
+        Event::TrainerJoined(Party(1), Epoch(1), 0, FIXED),
+        Moment(0),
+    );
+    assert!(!sync.choose(Method::Memory));
+    assert!(sync.choose(Method::Checkpoint));
+    let mut sync = Synchronizer::new(Method::Checkpoint, Some((Version(3), 30)));
+    assert!(!sync.choose(Method::Memory));
 }
