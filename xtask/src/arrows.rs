@@ -69,6 +69,7 @@ const TABLE: &[Row] = &[
         name: "weightsync-serve",
         may_use: &[
             ("weightsync-simd", Always),
+            ("weightsync-core", Always),
             ("weightsync-mem", Always),
             ("weightsync-engine", Always),
             ("weightsync-net", Always),

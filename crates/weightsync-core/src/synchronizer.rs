@@ -242,6 +242,23 @@ impl Synchronizer {
         self.explorers.get(&party).map(|explorer| explorer.version)
     }
 
+    /// How many steps a party has made.
+    pub fn steps(&self, party: Party) -> Option<u64> {
+        let trainer = self.trainer.as_ref().filter(|one| one.party == party);
+        let steps = trainer.map(|trainer| trainer.step);
+        steps.or_else(|| self.explorers.get(&party).map(|explorer| explorer.step))
+    }
+
+    /// The trainer, if one is there.
+    pub fn trainer(&self) -> Option<Party> {
+        self.trainer.as_ref().map(|trainer| trainer.party)
+    }
+
+    /// The highest epoch of a trainer.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
     /// The newest version that can be had, and the trainer's step of which it was made.
     pub fn newest(&self) -> (Version, u64) {
         self.newest

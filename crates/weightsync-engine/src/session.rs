@@ -221,11 +221,11 @@ impl Session {
         let until = deadline(timeout);
         match &self.state {
             State::PreparedSender(setup) => {
-                let options = match first {
-                    Some(version) => SendOptions::new().version(version),
-                    None => SendOptions::new(),
-                };
-                let sender = (**setup).clone().open_first(weights, options, timeout)?;
+                let setup = (**setup).clone();
+                let sender = match first {
+                    Some(version) => setup.open_at(weights, version, timeout),
+                    None => setup.open(weights, timeout),
+                }?;
                 self.state = State::Opened(Box::new(sender));
             }
             State::Opened(sender) => sender.check(weights.members())?,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Dtype, Layout, ModelId, WorkerId};
+use weightsync_core::{Dtype, Layout, ModelId, Version, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
 use crate::error::{Error, Result, place_of};
@@ -393,8 +393,21 @@ impl SenderSetup {
         self.open_first(weights, SendOptions::new(), timeout)
     }
 
-    /// As [`open`](Self::open), with the first version numbered.
-    pub(crate) fn open_first(
+    /// As [`open`](Self::open), and the first version has this number.
+    ///
+    /// # Errors
+    ///
+    /// As [`open`](Self::open).
+    pub fn open_at(
+        self,
+        weights: &(impl SendSource + ?Sized),
+        first: Version,
+        timeout: Option<Duration>,
+    ) -> Result<Sender> {
+        self.open_first(weights, SendOptions::new().version(first), timeout)
+    }
+
+    fn open_first(
         self,
         weights: &(impl SendSource + ?Sized),
         first: SendOptions,

@@ -3,6 +3,7 @@
 //! | to | see |
 //! |---|---|
 //! | have the sender call its workers, which fetch the published versions | [`Rpc`] |
+//! | decide when a trainer and its explorers synchronise | [`synchronizer`] |
 //! | write a worker in another language | `openapi.json`, as [`OPENAPI`] |
 //!
 //! Nothing here starts before it is used. A sender has one thread that serves and calls, from
@@ -12,6 +13,7 @@
 
 mod http;
 mod rpc;
+pub mod synchronizer;
 
 pub use rpc::Rpc;
 

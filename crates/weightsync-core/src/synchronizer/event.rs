@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::num::NonZero;
 
+use serde::{Deserialize, Serialize};
+
 use crate::version::{Epoch, Version};
 
 /// A party in one of its lives. The caller counts them; no number is used twice.
@@ -14,7 +16,8 @@ pub struct Party(pub u64);
 pub struct Moment(pub u64);
 
 /// How versions travel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Method {
     /// Both sides meet, and the trainer sends to the explorers.
     Direct,
@@ -25,7 +28,8 @@ pub enum Method {
 }
 
 /// When versions travel. Intervals are in steps of the party.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Style {
     /// At fixed steps.
     Fixed {
@@ -61,7 +65,8 @@ pub enum Style {
 }
 
 /// What a party does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum State {
     /// It has stopped.
     Stopped,
@@ -74,7 +79,8 @@ pub enum State {
 }
 
 /// Whether a party is to synchronise.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Need {
     /// It goes on.
     No,

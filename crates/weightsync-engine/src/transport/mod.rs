@@ -55,7 +55,7 @@ pub use weightsync_mem::{
 };
 
 /// The moment `timeout` from now; `None` is never, as is a moment beyond the clock's range.
-pub(crate) fn deadline(timeout: Option<Duration>) -> Deadline {
+pub fn deadline(timeout: Option<Duration>) -> Deadline {
     timeout.and_then(|timeout| Instant::now().checked_add(timeout))
 }
 

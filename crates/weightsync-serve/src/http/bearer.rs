@@ -10,6 +10,9 @@ const TO_SENDER: &str = "weightsync-serve 2026-11 bearer of requests to a sender
 /// Separates the bearer of a sender's requests.
 const TO_WORKER: &str = "weightsync-serve 2026-11 bearer of requests to a worker";
 
+/// Separates the bearer of requests to a synchronizer.
+const TO_SYNCHRONIZER: &str = "weightsync-serve 2026-11 bearer of requests to a synchronizer";
+
 /// Separates a sender's proof.
 const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 
@@ -17,7 +20,8 @@ const OF_SENDER: &str = "weightsync-serve 2026-11 proof of a sender";
 /// different values: a program that gets a worker's bearer cannot call workers with it.
 #[derive(Clone)]
 pub(crate) struct Bearer {
-    token: [u8; 32],
+    /// Without one, every request is admitted.
+    token: Option<[u8; 32]>,
     header: HeaderValue,
 }
 
@@ -32,13 +36,28 @@ impl Bearer {
         Self::new(TO_WORKER, secret)
     }
 
+    /// For requests to a synchronizer. Without a secret the synchronizer is on loopback, and open to the
+    /// users of its machine.
+    pub(crate) fn to_synchronizer(secret: Option<&[u8; 16]>) -> Self {
+        match secret {
+            Some(secret) => Self::new(TO_SYNCHRONIZER, secret),
+            None => Self {
+                token: None,
+                header: HeaderValue::from_static("Bearer none"),
+            },
+        }
+    }
+
     fn new(context: &str, secret: &[u8; 16]) -> Self {
         let token = blake3::derive_key(context, secret);
         let text = format!("Bearer {}", blake3::Hash::from(token).to_hex());
         let mut header = HeaderValue::from_str(&text)
             .unwrap_or_else(|_| unreachable!("hexadecimal digits are a header's value"));
         header.set_sensitive(true);
-        Self { token, header }
+        Self {
+            token: Some(token),
+            header,
+        }
     }
 
     /// The value of the header.
@@ -48,6 +67,9 @@ impl Bearer {
 
     /// Whether a request has the bearer. The time does not reveal how much of it is right.
     pub(crate) fn is_in(&self, headers: &HeaderMap) -> bool {
+        let Some(token) = self.token else {
+            return true;
+        };
         let mut values = headers.get_all(AUTHORIZATION).iter();
         let (Some(value), None) = (values.next(), values.next()) else {
             return false;
@@ -58,7 +80,7 @@ impl Bearer {
         });
         let hash = digits.and_then(|digits| blake3::Hash::from_hex(digits).ok());
         // blake3's comparison takes the same time wherever the two differ.
-        hash.is_some_and(|hash| hash == blake3::Hash::from(self.token))
+        hash.is_some_and(|hash| hash == blake3::Hash::from(token))
     }
 }
 

@@ -3,11 +3,12 @@
 mod bearer;
 mod body;
 mod client;
+pub(crate) mod range;
 mod server;
 mod thread;
 
 pub(crate) use self::bearer::{Bearer, ProofKey};
 pub(crate) use self::body::{LinesBody, problem, read};
-pub(crate) use self::client::{Ask, Client, Fault, Lines, Reach};
+pub(crate) use self::client::{Ask, Client, Fault, Lines, Reach, Reply};
 pub(crate) use self::server::{Limits, Server};
 pub(crate) use self::thread::{HttpThread, Stopping};

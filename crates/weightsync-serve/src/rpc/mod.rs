@@ -21,7 +21,7 @@ mod address;
 mod error;
 mod receiver;
 mod sender;
-mod wire;
+pub(crate) mod wire;
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -15,7 +15,7 @@ use axum::{Json, Router};
 use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use hyper::StatusCode;
-use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, CONTENT_TYPE, HeaderMap, HeaderValue, RANGE};
+use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use serde::Deserialize;
 use tokio::time::sleep;
 use weightsync_engine::Version;
@@ -23,7 +23,7 @@ use weightsync_mem::Want;
 
 use super::workers::{Answer, ConnectionId, Serving, Shared};
 use super::{caller, lifeline};
-use crate::http::{Stopping, problem, read};
+use crate::http::{Stopping, problem, range, read};
 use crate::rpc::wire::{
     Asked, MAX_BODY, Problem, Question, WireWant, WorkerMessage, cut, of_sender,
 };
@@ -205,58 +205,26 @@ async fn image(
         let reason = "this version is no longer kept";
         return wrong(StatusCode::NOT_FOUND, reason);
     };
-    let all = snapshot.bytes().len();
-    let asked = headers.get(RANGE).map(|range| part_of(range, all));
-    let (status, part) = match asked {
-        None => (StatusCode::OK, 0..all),
-        Some(Some(part)) => (StatusCode::PARTIAL_CONTENT, part),
-        Some(None) => {
-            let reason = format!("expected one range of bytes within {all}");
-            let mut response = wrong(StatusCode::RANGE_NOT_SATISFIABLE, reason);
-            content_range(response.headers_mut(), format!("bytes */{all}"));
-            return response;
+    let all = snapshot.bytes().len() as u64;
+    let (status, part) = match range::asked(&headers, all) {
+        Ok(asked) => asked,
+        Err(wrong_range) => {
+            let mut headers = HeaderMap::new();
+            let (status, reason) = wrong_range.answer(&mut headers);
+            return (headers, wrong(status, reason)).into_response();
         }
     };
-    let (from, to) = (part.start, part.end);
     let body = ImageBody {
         version: shared.serve(id, snapshot),
-        left: part,
+        left: part.start as usize..part.end as usize,
     };
     let mut response = Response::new(Body::new(body));
     *response.status_mut() = status;
     let headers = response.headers_mut();
     let kind = HeaderValue::from_static("application/octet-stream");
     headers.insert(CONTENT_TYPE, kind);
-    headers.insert(ACCEPT_RANGES, HeaderValue::from_static("bytes"));
-    if status == StatusCode::PARTIAL_CONTENT {
-        content_range(headers, format!("bytes {from}-{}/{all}", to - 1));
-    }
+    range::describe(headers, status, &part, all);
     response
-}
-
-fn content_range(headers: &mut HeaderMap, text: String) {
-    if let Ok(value) = HeaderValue::from_str(&text) {
-        headers.insert(CONTENT_RANGE, value);
-    }
-}
-
-/// The range that a request asks for, within this many bytes.
-fn part_of(range: &HeaderValue, all: usize) -> Option<Range<usize>> {
-    let (first, last) = range
-        .to_str()
-        .ok()?
-        .strip_prefix("bytes=")?
-        .split_once('-')?;
-    let number = |text: &str| {
-        let digits = text.bytes().all(|byte| byte.is_ascii_digit());
-        digits.then(|| text.parse::<usize>().ok()).flatten()
-    };
-    let part = match (first, last) {
-        ("", last) => all.saturating_sub(number(last)?)..all,
-        (first, "") => number(first)?..all,
-        (first, last) => number(first)?..number(last)?.saturating_add(1).min(all),
-    };
-    (part.start < part.end).then_some(part)
 }
 
 /// Part of a version. The version is kept while it is sent, and not copied.
@@ -301,35 +269,5 @@ impl http_body::Body for ImageBody {
 
     fn is_end_stream(&self) -> bool {
         self.left.is_empty()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_range_within_the_bytes_is_understood() {
-        let part = |text: &str| part_of(&HeaderValue::from_str(text).unwrap(), 10);
-        for (text, expected) in [
-            ("bytes=0-", Some(0..10)),
-            ("bytes=3-", Some(3..10)),
-            ("bytes=3-3", Some(3..4)),
-            ("bytes=3-100", Some(3..10)),
-            ("bytes=-4", Some(6..10)),
-            ("bytes=-40", Some(0..10)),
-            ("bytes=10-", None),
-            ("bytes=5-4", None),
-            ("bytes=-0", None),
-            ("bytes=-", None),
-            ("bytes=a-b", None),
-            ("bytes=+1-2", None),
-            ("bytes=0-1,3-4", None),
-            ("bytes=0-99999999999999999999999", None),
-            ("items=0-1", None),
-            ("", None),
-        ] {
-            assert_eq!(part(text), expected, "{text}");
-        }
     }
 }

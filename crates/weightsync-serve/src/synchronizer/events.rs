@@ -1,0 +1,124 @@
+//! Everything that happens, for people and programs.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+use tokio::sync::broadcast;
+use weightsync_engine::Version;
+
+use super::wire::{Ended, Role};
+
+/// How many events a late reader gets, and how many a slow one may be behind.
+const KEPT: usize = 512;
+
+/// Something that happened.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct Record {
+    /// Counts up from 1.
+    pub(super) number: u64,
+    /// When, in milliseconds since 1970.
+    pub(super) at_ms: u64,
+    #[serde(flatten)]
+    pub(super) what: What,
+    pub(super) role: Role,
+    pub(super) name: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) version: Option<Version>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) style: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) reason: Option<String>,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case", tag = "event", content = "ended")]
+pub(super) enum What {
+    /// A party has joined.
+    Joined,
+    /// It stopped in order.
+    Stopped,
+    /// It died, or failed.
+    Died,
+    /// An explorer asks for a version.
+    Asked,
+    /// A version can be had.
+    Published,
+    /// An explorer's sync has ended.
+    Ended(Ended),
+    /// A version could not be published.
+    Failed,
+}
+
+/// The events of a service.
+#[derive(Clone, Debug)]
+pub(super) struct Events(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    last: Mutex<(u64, VecDeque<Arc<Record>>)>,
+    live: broadcast::Sender<Arc<Record>>,
+}
+
+impl Default for Events {
+    fn default() -> Self {
+        let (live, _) = broadcast::channel(KEPT);
+        Self(Arc::new(Inner {
+            last: Mutex::default(),
+            live,
+        }))
+    }
+}
+
+impl Events {
+    pub(super) fn note(&self, what: What, role: Role, name: &str, more: impl FnOnce(&mut Record)) {
+        let mut record = Record {
+            number: 0,
+            at_ms: since_1970(),
+            what,
+            role,
+            name: name.to_owned(),
+            version: None,
+            step: None,
+            style: None,
+            reason: None,
+        };
+        more(&mut record);
+        tracing::info!(?what, %role, name, version = ?record.version, reason = ?record.reason, "synchronizer");
+        let mut last = self.last();
+        let (number, kept) = &mut *last;
+        *number += 1;
+        record.number = *number;
+        let record = Arc::new(record);
+        kept.push_back(record.clone());
+        if kept.len() > KEPT {
+            kept.pop_front();
+        }
+        // Under the lock, so that a new reader misses none and has none twice. Nobody may read.
+        let _ = self.0.live.send(record);
+    }
+
+    /// The events after a number that are still kept, and those to come.
+    pub(super) fn after(
+        &self,
+        number: u64,
+    ) -> (Vec<Arc<Record>>, broadcast::Receiver<Arc<Record>>) {
+        let last = self.last();
+        let kept = last.1.iter().filter(|record| record.number > number);
+        (kept.cloned().collect(), self.0.live.subscribe())
+    }
+
+    fn last(&self) -> MutexGuard<'_, (u64, VecDeque<Arc<Record>>)> {
+        self.0.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The wall clock, in milliseconds. It decides nothing.
+pub(super) fn since_1970() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| now.as_millis() as u64)
+}

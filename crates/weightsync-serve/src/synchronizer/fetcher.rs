@@ -1,0 +1,90 @@
+//! Fetches what an explorer is told to load.
+
+use std::time::Instant;
+
+use weightsync_engine::{
+    Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot, Version,
+};
+
+use super::{Fetch, SyncError};
+
+/// The receiver of an explorer. It joins where versions can be had, and joins again where that has
+/// changed.
+///
+/// ```no_run
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// use std::time::Duration;
+/// use weightsync_serve::synchronizer::{Fetcher, PartyOptions, Synchronizer};
+///
+/// let minute = Some(Duration::from_secs(60));
+/// let sync = Synchronizer::connect("127.0.0.1:7100", None)?;
+/// let mut explorer = sync.explorer(PartyOptions::new("e0"), minute)?;
+/// let mut fetcher = Fetcher::default();
+/// let mut weights = None;
+/// for step in 1..=100 {
+///     // Explore here, with the weights.
+///     if explorer.need_sync(Some(step))?.is_needed() {
+///         let answer = explorer.sync(Some(step), minute, |fetch| {
+///             let set = fetcher.fetch(fetch)?;
+///             let version = set.members()[0].snapshot.version();
+///             weights = Some(set);
+///             Ok(version)
+///         })?;
+///         println!("{answer}");
+///     }
+/// }
+/// explorer.leave(None);
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Default)]
+pub struct Fetcher {
+    joined: Option<(InitInfo, Receiver)>,
+}
+
+impl Fetcher {
+    /// The set of versions that an explorer is told to load, or a newer one.
+    ///
+    /// # Errors
+    ///
+    /// Those of joining and of [`Receiver::pull`].
+    pub fn fetch(&mut self, fetch: &Fetch) -> Result<SetSnapshot> {
+        let left = || {
+            let until = fetch.until;
+            until.map(|until| until.saturating_duration_since(Instant::now()))
+        };
+        if self
+            .joined
+            .as_ref()
+            .is_none_or(|(from, _)| *from != fetch.from)
+        {
+            self.joined = None;
+            let setup = ReceiverSetup::new(fetch.from.clone(), fetch.worker);
+            self.joined = Some((fetch.from.clone(), setup.connect(left())?));
+        }
+        let Some((_, receiver)) = &mut self.joined else {
+            unreachable!("it has joined just now")
+        };
+        let model = receiver.models().first().map(|spec| spec.id.to_string());
+        let mut pull = Pull::at_least(fetch.version).timeout(left());
+        if let Some(model) = &model {
+            pull = pull.model(model);
+        }
+        let pulled = receiver.set().pull(pull);
+        if pulled.is_err() {
+            // It joins again, and finds out more.
+            self.joined = None;
+        }
+        pulled?.ok_or_else(|| {
+            Error::from(SyncError::TooLate {
+                version: fetch.version,
+            })
+        })
+    }
+
+    /// The version of the first model that was fetched last.
+    pub fn version(&self) -> Version {
+        let receiver = self.joined.as_ref().map(|(_, receiver)| receiver);
+        let first = receiver.and_then(|receiver| receiver.versions().first());
+        first.map_or(Version::NONE, |(_, version)| *version)
+    }
+}

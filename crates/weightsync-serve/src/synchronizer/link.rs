@@ -1,0 +1,304 @@
+//! How a party reaches the service: in this program, or over HTTP.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use hyper::StatusCode;
+use tokio::sync::watch;
+use weightsync_core::synchronizer::Party;
+use weightsync_engine::transport::{Deadline, interrupt};
+use weightsync_engine::{Error, Result};
+
+use super::service::Input;
+use super::wire::{Join, Joined, MAX_BODY, Problem, Reply, Request};
+use crate::http::{Ask, Client, Fault, HttpThread};
+
+/// The paths of a service.
+pub(super) const PARTIES: &str = "/v1/parties";
+pub(super) const PARTY: &str = "/v1/parties/{party}";
+
+/// How often a service sends a sign of life, and how long its parties wait for one.
+pub(super) const BEAT: Duration = Duration::from_secs(4);
+const SILENCE: Duration = Duration::from_secs(12);
+
+/// How long an answer may take that waits for nothing.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long an attempt to join may take once the deadline has come.
+const SHORTEST: Duration = Duration::from_millis(500);
+
+/// How much later than asked an answer may be that waits.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// The pauses between two attempts at a service that is away, at first and at most.
+const PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+/// Numbers the requests of this process.
+static REQUESTS: AtomicU64 = AtomicU64::new(0);
+
+pub(super) fn next_request() -> u64 {
+    REQUESTS.fetch_add(1, Ordering::Relaxed) + 1
+}
+
+/// The way to a service.
+#[derive(Clone, Debug)]
+pub(super) enum Link {
+    Local(mpsc::Sender<Input>),
+    Remote(Arc<Remote>),
+}
+
+/// A service in another process.
+#[derive(Debug)]
+pub(super) struct Remote {
+    pub(super) client: Arc<Client>,
+    pub(super) thread: HttpThread,
+}
+
+/// A party's membership, which ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Connection {
+    link: Link,
+    pub(super) joined: Joined,
+    /// Of a remote one: whether the service is still there. Dropping it ends the membership.
+    lifeline: Option<Lifeline>,
+}
+
+#[derive(Debug)]
+struct Lifeline {
+    ended: watch::Receiver<bool>,
+    task: tokio::task::AbortHandle,
+}
+
+impl Drop for Lifeline {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Why a party has no answer.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Lost {
+    /// The service does not answer, or does not know the party: it joins again.
+    #[error("{0}")]
+    Away(String),
+    #[error(transparent)]
+    Told(Problem),
+    #[error(transparent)]
+    Engine(#[from] Error),
+}
+
+impl Link {
+    /// Joins the service, and tries until the deadline if it is away.
+    pub(super) fn join(&self, join: &Join, until: Deadline) -> Result<Connection, Lost> {
+        let mut pause = PAUSE;
+        loop {
+            let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
+            let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));
+            let why = match self.try_join(join, patience) {
+                Err(Lost::Away(why)) => why,
+                joined => return joined,
+            };
+            let left = left();
+            if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(_)) {
+                return Err(Lost::Away(why));
+            }
+            interrupt::sleep(left.map_or(pause, |left| left.min(pause))).map_err(Error::from)?;
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+    }
+
+    fn try_join(&self, join: &Join, patience: Duration) -> Result<Connection, Lost> {
+        match self {
+            Self::Local(inputs) => {
+                let (answered, answer) = mpsc::sync_channel(1);
+                let answered = Box::new(move |joined| drop(answered.send(joined)));
+                let input = Input::Join(Box::new(join.clone()), answered);
+                inputs.send(input).map_err(|_| over())?;
+                let joined = wait(&answer)?.map_err(of_problem)?;
+                Ok(Connection {
+                    link: self.clone(),
+                    joined,
+                    lifeline: None,
+                })
+            }
+            Self::Remote(remote) => {
+                let (answered, answer) = mpsc::sync_channel(1);
+                let ask = Ask::post(PARTIES, join);
+                let client = remote.client.clone();
+                let (over, ended) = watch::channel(false);
+                let task = remote.thread.runtime().spawn(async move {
+                    follow(&client, ask, patience, |joined| drop(answered.send(joined))).await;
+                    let _ = over.send(true);
+                });
+                let lifeline = Lifeline {
+                    ended,
+                    task: task.abort_handle(),
+                };
+                let joined = wait(&answer)??;
+                Ok(Connection {
+                    link: self.clone(),
+                    joined,
+                    lifeline: Some(lifeline),
+                })
+            }
+        }
+    }
+}
+
+/// Joins, and reads signs of life for as long as there are any.
+async fn follow(
+    client: &Arc<Client>,
+    ask: Ask,
+    patience: Duration,
+    answer: impl FnOnce(Result<Joined, Lost>),
+) {
+    let lines = async {
+        let reply = client.ask(ask, patience).await.map_err(of_fault)?;
+        match reply.status {
+            StatusCode::OK => {}
+            status => return Err(of_refusal(client.addr(), status, reply).await),
+        }
+        let mut lines = reply.lines();
+        let joined = lines.next::<Joined>(PATIENCE).await.map_err(of_fault)?;
+        let joined = joined.ok_or_else(|| Lost::Away("it ended its answer".into()))?;
+        Ok((joined, lines))
+    };
+    match lines.await {
+        Ok((joined, mut lines)) => {
+            answer(Ok(joined));
+            while let Ok(Some(_)) = lines.next::<serde::de::IgnoredAny>(SILENCE).await {}
+        }
+        Err(lost) => answer(Err(lost)),
+    }
+}
+
+async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Reply) -> Lost {
+    match status {
+        StatusCode::UNAUTHORIZED => Lost::Told(Problem::Refused {
+            reason: format!(
+                "the synchronizer at {addr} refuses the token: give every party the token that the \
+                 synchronizer has (WEIGHTSYNC_TOKEN_FILE)"
+            ),
+        }),
+        _ => match reply.json(MAX_BODY, PATIENCE).await {
+            Ok(problem) => of_problem(problem),
+            Err(_) => Lost::Told(Problem::Refused {
+                reason: format!(
+                    "{addr} answered {status}, which is no answer of a synchronizer: is another program \
+                     at this address?"
+                ),
+            }),
+        },
+    }
+}
+
+fn of_problem(problem: Problem) -> Lost {
+    match problem {
+        Problem::Unknown {} => Lost::Away(problem.to_string()),
+        problem => Lost::Told(problem),
+    }
+}
+
+fn of_fault(fault: Fault) -> Lost {
+    Lost::Away(fault.to_string())
+}
+
+/// The service of this program has ended.
+fn over() -> Lost {
+    Lost::Told(Problem::Refused {
+        reason: "the synchronizer has been shut down".into(),
+    })
+}
+
+impl Connection {
+    fn party(&self) -> Party {
+        Party(self.joined.party)
+    }
+
+    /// Whether the service has been heard of lately.
+    pub(super) fn is_alive(&self) -> bool {
+        let lifeline = self.lifeline.as_ref();
+        lifeline.is_none_or(|lifeline| !*lifeline.ended.borrow())
+    }
+
+    /// Asks, and waits for the answer for as long as the request says, or until the service is away.
+    pub(super) fn ask(&self, request: Request, waits: Option<Duration>) -> Result<Reply, Lost> {
+        match (&self.link, &self.lifeline) {
+            (Link::Remote(remote), Some(lifeline)) => {
+                let (answered, answer) = mpsc::sync_channel(1);
+                let path = PARTY.replace("{party}", &self.joined.party.to_string());
+                let ask = Ask::post(path, &request);
+                let client = remote.client.clone();
+                let mut ended = lifeline.ended.clone();
+                let task = remote.thread.runtime().spawn(async move {
+                    let asked = post(&client, ask, waits);
+                    let answer = tokio::select! {
+                        answer = asked => answer,
+                        _ = ended.wait_for(|ended| *ended) => {
+                            Err(Lost::Away(format!("the synchronizer at {} is gone", client.addr())))
+                        }
+                    };
+                    let _ = answered.send(answer);
+                });
+                let waited = wait(&answer);
+                if waited.is_err() {
+                    // Ends the request at the service, too.
+                    task.abort();
+                }
+                waited?
+            }
+            (Link::Local(inputs), _) => {
+                let (answered, answer) = mpsc::sync_channel(1);
+                let number = next_request();
+                let answered = Box::new(move |reply| drop(answered.send(reply)));
+                let input = Input::Ask(self.party(), number, request, answered);
+                inputs.send(input).map_err(|_| over())?;
+                let waited = wait(&answer);
+                if waited.is_err() {
+                    let _ = inputs.send(Input::Withdrawn(self.party(), number));
+                }
+                waited?.map_err(of_problem)
+            }
+            (Link::Remote(_), None) => Err(over()),
+        }
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Link::Local(inputs) = &self.link {
+            let _ = inputs.send(Input::Gone(self.party()));
+        }
+    }
+}
+
+/// Sends a request. `None` waits for as long as the service is there.
+async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result<Reply, Lost> {
+    const LONG: Duration = Duration::from_secs(3600 * 24 * 365);
+    let patience = waits.unwrap_or(LONG).saturating_add(GRACE).min(LONG);
+    let reply = client.ask(ask, patience).await.map_err(of_fault)?;
+    match reply.status {
+        StatusCode::OK => reply.json(MAX_BODY, PATIENCE).await.map_err(of_fault),
+        status => Err(of_refusal(client.addr(), status, reply).await),
+    }
+}
+
+/// Waits for an answer, interruptibly.
+fn wait<T>(answer: &mpsc::Receiver<T>) -> Result<T, Lost> {
+    loop {
+        let pause = interrupt::at_most(None).map_err(Error::from)?;
+        let got = match pause {
+            None => answer.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            Some(pause) => answer.recv_timeout(pause),
+        };
+        match got {
+            Ok(got) => return Ok(got),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Err(over()),
+        }
+    }
+}

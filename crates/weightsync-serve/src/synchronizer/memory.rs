@@ -1,0 +1,258 @@
+//! The versions that the synchronizer holds in memory: the trainer's, passed on to explorers.
+//!
+//! The service is a worker of the trainer, and the sender of the explorers. Its own segment outlives
+//! the trainer, so that explorers can have the newest version when the trainer is gone.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use weightsync_engine::transport::Interrupter;
+use weightsync_engine::{
+    AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
+    Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
+};
+
+/// The number of the service as a worker of the trainer.
+const WORKER: u32 = 0;
+
+/// How long joining a trainer may take: it publishes its first version once the service has it joined.
+const JOIN: Duration = Duration::from_secs(60);
+
+/// How long passing a version on may wait for a free slot.
+const FREE: Duration = Duration::from_secs(60);
+
+/// The most slots: explorers may hold old versions.
+const MOST_SLOTS: u8 = 32;
+
+/// What is held.
+#[derive(Clone, Debug)]
+pub(super) struct Held(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    scheme: AnyScheme,
+    /// How many older versions are kept.
+    history: u8,
+    sender: Mutex<Option<Sender>>,
+    /// What others may look at while a version is passed on.
+    seen: Mutex<Seen>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Seen {
+    info: Option<InitInfo>,
+    newest: Version,
+    /// The versions that can be downloaded, the newest last.
+    versions: Vec<Version>,
+}
+
+impl Held {
+    pub(super) fn new(scheme: AnyScheme, history: u8) -> Self {
+        Self(Arc::new(Inner {
+            scheme,
+            history,
+            sender: Mutex::default(),
+            seen: Mutex::default(),
+        }))
+    }
+
+    /// Where explorers get versions.
+    pub(super) fn info(&self) -> Option<InitInfo> {
+        self.seen().info.clone()
+    }
+
+    /// The newest version.
+    pub(super) fn newest(&self) -> Version {
+        self.seen().newest
+    }
+
+    /// The versions that are kept.
+    pub(super) fn versions(&self) -> Vec<Version> {
+        self.seen().versions.clone()
+    }
+
+    /// A version of each model, if it is kept.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSuchVersion`], or the absence of any.
+    pub(super) fn snapshots(&self, version: Version) -> Result<Vec<Snapshot>> {
+        let sender = self.sender();
+        let Some(sender) = sender.as_ref() else {
+            return Ok(Vec::new());
+        };
+        let models: Vec<ModelId> = sender.models().cloned().collect();
+        let snapshot = |model: &ModelId| sender.old_snapshot(model.as_str(), version);
+        models.iter().map(snapshot).collect()
+    }
+
+    /// Passes a set on: explorers can have it from here on.
+    pub(super) fn publish(&self, set: &[Snapshot]) -> Result<Version> {
+        let all = set
+            .iter()
+            .fold(Set::new(), |all, one| all.with(one.model().as_str(), one));
+        let version = set.iter().map(Snapshot::version).max();
+        let version = version.ok_or(Error::EmptySet)?;
+        let mut sender = self.sender();
+        if version <= self.newest() {
+            return Ok(version);
+        }
+        let options = SendOptions::new()
+            .version(version)
+            .wait(WaitFor::Sent)
+            .timeout(Some(FREE));
+        let sent = match sender.as_mut() {
+            Some(sender) => sender.send_with(&all, &options).map(drop),
+            None => Err(Error::EmptySet),
+        };
+        match sent {
+            Ok(()) => {}
+            // The first version, or those of another model: explorers join anew by the new info.
+            Err(Error::EmptySet | Error::WrongWeights { .. } | Error::NoSuchModel { .. }) => {
+                *sender = Some(self.open(set, &all, version)?);
+            }
+            Err(error) => return Err(error),
+        }
+        let mut seen = self.seen();
+        seen.info = sender.as_ref().map(Sender::init_info);
+        seen.newest = version;
+        seen.versions.push(version);
+        let most = usize::from(self.0.history) + 1;
+        let old = seen.versions.len().saturating_sub(most);
+        seen.versions.drain(..old);
+        Ok(version)
+    }
+
+    fn open(&self, set: &[Snapshot], all: &Set<'_>, first: Version) -> Result<Sender> {
+        let mut setup: Option<SenderSetup> = None;
+        for one in set {
+            let model = one.model().as_str();
+            setup = Some(match setup {
+                None => SenderSetup::new(model, one)?,
+                Some(setup) => setup.add_model(model, one)?,
+            });
+        }
+        let setup = setup.ok_or(Error::EmptySet)?;
+        setup
+            .scheme(self.0.scheme.clone())?
+            .slots(2, MOST_SLOTS)
+            .history(self.0.history)
+            .open_at(all, first, Some(FREE))
+    }
+
+    fn sender(&self) -> MutexGuard<'_, Option<Sender>> {
+        let sender = self.0.sender.lock();
+        sender.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.0.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The thread that receives a trainer's versions and passes them on.
+///
+/// **Guarantee.** Dropping it ends the thread, and joins it.
+#[derive(Debug)]
+pub(super) struct Bridge {
+    stop: Arc<Mutex<Stop>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Stop {
+    stopped: bool,
+    interrupter: Option<Interrupter>,
+}
+
+/// What a bridge says.
+#[derive(Debug)]
+pub(super) enum FromBridge {
+    /// Explorers can have this version.
+    Has(Version),
+    /// A version could not be passed on.
+    Failed(String),
+}
+
+impl Bridge {
+    /// Joins the trainer with this info, in a thread.
+    pub(super) fn start(
+        from: InitInfo,
+        held: Held,
+        mut tell: impl FnMut(FromBridge) + Send + 'static,
+    ) -> std::io::Result<Self> {
+        let stop = Arc::new(Mutex::new(Stop::default()));
+        let of_thread = stop.clone();
+        let body = move || {
+            if let Err(error) = pass_on(from, &held, &of_thread, &mut tell)
+                && !lock(&of_thread).stopped
+            {
+                tell(FromBridge::Failed(error.to_string()));
+            }
+        };
+        let thread = std::thread::Builder::new()
+            .name("weightsync-sync-in".into())
+            .spawn(body)?;
+        Ok(Self {
+            stop,
+            thread: Some(thread),
+        })
+    }
+}
+
+impl Bridge {
+    /// Tells the thread to end.
+    pub(super) fn stop(&self) {
+        let mut stop = lock(&self.stop);
+        stop.stopped = true;
+        if let Some(interrupter) = &stop.interrupter {
+            interrupter.interrupt();
+        }
+    }
+
+    /// Whether the thread has ended.
+    pub(super) fn is_over(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Drop for Bridge {
+    fn drop(&mut self) {
+        self.stop();
+        if let Some(thread) = self.thread.take() {
+            // A panic is reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn pass_on(
+    from: InitInfo,
+    held: &Held,
+    stop: &Mutex<Stop>,
+    tell: &mut impl FnMut(FromBridge),
+) -> Result<()> {
+    let is_stopped = || lock(stop).stopped;
+    let setup = ReceiverSetup::new(from, WORKER);
+    // Joining has no interrupter yet.
+    let mut receiver = interruptible(is_stopped, || setup.connect(Some(JOIN)))?;
+    lock(stop).interrupter = Some(receiver.interrupter()?);
+    while !is_stopped() {
+        let set: SetSnapshot = receiver.set().recv()?;
+        let members: Vec<_> = set
+            .members()
+            .iter()
+            .map(|member| member.snapshot.clone())
+            .collect();
+        match interruptible(is_stopped, || held.publish(&members)) {
+            Ok(version) => tell(FromBridge::Has(version)),
+            Err(error) => tell(FromBridge::Failed(error.to_string())),
+        }
+    }
+    Ok(())
+}
+
+fn lock(stop: &Mutex<Stop>) -> MutexGuard<'_, Stop> {
+    stop.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,257 @@
+//! When a trainer and its explorers synchronise: the service that decides, and its parties.
+//!
+//! | step | here |
+//! |---|---|
+//! | decide | `weightsync_core::synchronizer`, a pure function |
+//! | take events in, do what was decided | `service`: one thread |
+//! | hold the newest versions in memory | `memory`: a worker of the trainer, and the sender of the explorers |
+//! | ask, publish, load | [`Trainer`] and [`Explorer`], through `link` |
+//! | answer other processes | `server`, over HTTP; `files` for versions, `watching` for people |
+//!
+//! Weights travel by weightsync's own senders and receivers. What passes between a party and the service
+//! is small: steps, needs, version numbers, and the init info by which versions can be had.
+
+mod error;
+mod events;
+mod fetcher;
+mod files;
+mod link;
+mod memory;
+mod party;
+mod server;
+mod service;
+mod settings;
+mod watching;
+mod wire;
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Duration;
+
+use weightsync_engine::{AnyScheme, InitInfo, Result, SharedMem};
+use weightsync_net::address::{reached, resolve};
+use weightsync_net::{Access, Distributed, listen_error};
+
+pub use self::error::SyncError;
+pub use self::fetcher::Fetcher;
+pub use self::party::{Explorer, Fetch, PartyOptions, Trainer};
+pub use self::settings::{StyleWords, method, method_word};
+pub use self::wire::{Ended, ExplorerLine, NeedAnswer, Role, SyncAnswer, TrainerAnswer};
+pub use weightsync_core::synchronizer::{Method, Need, State, Style};
+
+use self::link::{Link, Remote};
+use self::service::{Options, ServiceThread};
+use crate::http::{Bearer, Client, HttpThread, Limits, Server};
+
+/// What a synchronizer is made with.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct SynchronizerOptions {
+    options: Options,
+    access: Option<Access>,
+}
+
+impl Default for SynchronizerOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl SynchronizerOptions {
+    /// The method that the first trainer chooses, or `memory`; the style `fixed` with an interval of 1.
+    pub fn new() -> Self {
+        let style = Style::Fixed {
+            interval: std::num::NonZero::<u64>::MIN,
+            offset: 0,
+        };
+        Self {
+            options: Options {
+                method: None,
+                style,
+                scheme: AnyScheme::new(SharedMem::default()),
+                history: 1,
+                newest: None,
+                max_parties: 4096,
+            },
+            access: None,
+        }
+    }
+
+    /// How versions travel. By default the first trainer chooses.
+    pub fn method(mut self, method: impl Into<Option<Method>>) -> Self {
+        self.options.method = method.into();
+        self
+    }
+
+    /// When parties synchronise that do not say so.
+    pub fn style(mut self, style: Style) -> Self {
+        self.options.style = style;
+        self
+    }
+
+    /// How many older versions are kept in memory.
+    pub fn history(mut self, versions: u8) -> Self {
+        self.options.history = versions;
+        self
+    }
+
+    /// How many parties there may be at a time.
+    pub fn max_parties(mut self, parties: usize) -> Self {
+        self.options.max_parties = parties;
+        self
+    }
+
+    /// Who may connect to a synchronizer that [serves](Synchronizer::serve). The default comes from the
+    /// environment.
+    pub fn access(mut self, access: Access) -> Self {
+        self.access = Some(access);
+        self
+    }
+}
+
+/// Decides when a trainer and its explorers synchronise, in this program or in another one.
+///
+/// Dropping it ends a synchronizer of this program, with its threads. Its parties are told.
+#[derive(Debug)]
+pub struct Synchronizer {
+    link: Link,
+    /// The HTTP server, first: it uses the service.
+    server: Option<(HttpThread, SocketAddr)>,
+    /// Ends when this is dropped.
+    _service: Option<ServiceThread>,
+}
+
+impl Synchronizer {
+    /// One inside this program: its parties are threads of it, or other processes if it
+    /// [serves](Self::serve).
+    ///
+    /// # Errors
+    ///
+    /// If its thread cannot be started.
+    pub fn local(options: SynchronizerOptions) -> Result<Self> {
+        let service = start(options.options)?;
+        Ok(Self {
+            link: Link::Local(service.inputs()),
+            server: None,
+            _service: Some(service),
+        })
+    }
+
+    /// One inside this program that other processes reach over HTTP at `HOST:PORT`; with port 0 at a
+    /// port that the system chooses.
+    ///
+    /// An address that is not loopback requires a token ([`Access`]) and permission to send plain text.
+    /// On loopback, without a token, every user of this machine may connect.
+    ///
+    /// # Errors
+    ///
+    /// If it may not or cannot listen there, and as [`local`](Self::local).
+    pub fn serve(mut options: SynchronizerOptions, listen: &str) -> Result<Self> {
+        let access = allowed(options.access.take())?;
+        let at = resolve(listen)?;
+        access.may_listen(at).map_err(SyncError::from)?;
+        let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
+        let at = listener
+            .local_addr()
+            .map_err(|source| listen_error(at, source))?;
+        let mut scheme = Distributed::new().listen(SocketAddr::new(at.ip(), 0).to_string());
+        if access.insecure_plaintext {
+            scheme = scheme.insecure_plaintext();
+        }
+        if let Some(token) = &access.token {
+            scheme = scheme.token(token.clone());
+        }
+        options.options.scheme = AnyScheme::new(scheme);
+        let service = start(options.options)?;
+        let secret = access.token.as_ref().map(|token| token.secret());
+        let failed = |source| SyncError::Start {
+            what: format!("serve at {at}"),
+            source,
+        };
+        let bearer = Bearer::to_synchronizer(secret.as_ref());
+        let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
+        let app = server::App::new(service.inputs(), service.events(), service.held());
+        let thread = HttpThread::start("weightsync-sync-http", move |stopping| {
+            let router = server::router(app, stopping.clone());
+            server.serve(router, stopping, |_| {})
+        });
+        Ok(Self {
+            link: Link::Local(service.inputs()),
+            server: Some((thread.map_err(failed)?, at)),
+            _service: Some(service),
+        })
+    }
+
+    /// One of another process, at `HOST:PORT`. Nothing is sent before a party joins.
+    ///
+    /// # Errors
+    ///
+    /// If the address cannot be resolved, or may not be connected to.
+    pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
+        let at = resolve(address)?;
+        let access = allowed(access)?;
+        access.may_dial(at).map_err(SyncError::from)?;
+        let secret = access.token.as_ref().map(|token| token.secret());
+        let client = Client::new(at, Bearer::to_synchronizer(secret.as_ref()));
+        let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
+            stopping.wait().await;
+        });
+        let thread = thread.map_err(|source| SyncError::Start {
+            what: "start a thread".into(),
+            source,
+        })?;
+        Ok(Self {
+            link: Link::Remote(Arc::new(Remote { client, thread })),
+            server: None,
+            _service: None,
+        })
+    }
+
+    /// Where it serves, or where the one of another process is.
+    pub fn address(&self) -> Option<SocketAddr> {
+        match (&self.server, &self.link) {
+            (Some((_, at)), _) => reached(*at).ok().or(Some(*at)),
+            (None, Link::Remote(remote)) => Some(remote.client.addr()),
+            (None, Link::Local(_)) => None,
+        }
+    }
+
+    /// Joins as the trainer. `from` says where its versions can be had: the init info of its sender.
+    /// The timeout is for a synchronizer that is not there yet.
+    ///
+    /// # Errors
+    ///
+    /// If the synchronizer is not there in time, or refuses it.
+    pub fn trainer(
+        &self,
+        options: PartyOptions,
+        from: InitInfo,
+        timeout: Option<Duration>,
+    ) -> Result<Trainer> {
+        Trainer::join(self.link.clone(), options, from, timeout)
+    }
+
+    /// Joins as an explorer.
+    ///
+    /// # Errors
+    ///
+    /// As [`trainer`](Self::trainer).
+    pub fn explorer(&self, options: PartyOptions, timeout: Option<Duration>) -> Result<Explorer> {
+        Explorer::join(self.link.clone(), options, timeout)
+    }
+}
+
+fn start(options: Options) -> Result<ServiceThread> {
+    let started = ServiceThread::start(options);
+    Ok(started.map_err(|source| SyncError::Start {
+        what: "start a thread".into(),
+        source,
+    })?)
+}
+
+fn allowed(access: Option<Access>) -> Result<Access> {
+    match access {
+        Some(access) => Ok(access),
+        None => Ok(Access::from_env().map_err(SyncError::from)?),
+    }
+}

@@ -1,0 +1,603 @@
+//! The two kinds of parties, as their programs have them.
+
+use std::time::{Duration, Instant};
+
+use weightsync_core::synchronizer::{Method, Need, Style};
+use weightsync_engine::transport::{Deadline, deadline};
+use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
+
+use super::SyncError;
+use super::link::{Connection, Link, Lost};
+use super::wire::{
+    Ended, Join, Joined, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, SyncAnswer,
+    TrainerAnswer,
+};
+
+/// How long a question that waits for nothing looks for a synchronizer that is away.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// How long a party that ends waits for the synchronizer to know it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// What a party joins with.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct PartyOptions {
+    name: String,
+    style: Option<Style>,
+    method: Option<Method>,
+    step: u64,
+    version: Version,
+}
+
+impl PartyOptions {
+    /// A party of this name. Explorers have different names: one of the same name takes the place of
+    /// the one before.
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            style: None,
+            method: None,
+            step: 0,
+            version: Version::NONE,
+        }
+    }
+
+    /// When it synchronises; the synchronizer's style by default.
+    pub fn style(self, style: impl Into<Option<Style>>) -> Self {
+        Self {
+            style: style.into(),
+            ..self
+        }
+    }
+
+    /// How versions travel; the synchronizer's method by default. A trainer chooses it, once.
+    pub fn method(self, method: impl Into<Option<Method>>) -> Self {
+        Self {
+            method: method.into(),
+            ..self
+        }
+    }
+
+    /// How many steps the party has made already.
+    pub fn step(self, step: u64) -> Self {
+        Self { step, ..self }
+    }
+
+    /// The version that an explorer has loaded already.
+    pub fn version(self, version: Version) -> Self {
+        Self { version, ..self }
+    }
+
+    fn join(self, role: Role, from: Option<InitInfo>) -> Join {
+        Join {
+            protocol: PROTOCOL,
+            role,
+            name: self.name,
+            style: self.style,
+            method: self.method,
+            step: self.step,
+            version: self.version,
+            version_step: 0,
+            epoch: None,
+            from,
+        }
+    }
+}
+
+/// A membership that is renewed when the service was away.
+#[derive(Debug)]
+struct Membership {
+    link: Link,
+    /// With what it joins again.
+    join: Join,
+    connection: Option<Connection>,
+    joined: Joined,
+}
+
+impl Membership {
+    fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
+        let connection = match link.join(&join, until) {
+            Ok(connection) => connection,
+            Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
+            Err(lost) => return Err(lost.into()),
+        };
+        let joined = connection.joined.clone();
+        let mut membership = Self {
+            link,
+            join,
+            connection: Some(connection),
+            joined,
+        };
+        membership.note_joined();
+        Ok(membership)
+    }
+
+    fn note_joined(&mut self) {
+        self.join.method = Some(self.joined.method);
+        if self.join.role == Role::Trainer {
+            self.join.epoch = Some(self.joined.epoch);
+        }
+    }
+
+    /// Asks. If the service was away and has the party again, [`Lost::Away`]: what it knew of this
+    /// party's request is lost.
+    fn ask(
+        &mut self,
+        request: Request,
+        waits: Option<Duration>,
+        until: Deadline,
+    ) -> std::result::Result<Reply, Lost> {
+        if let Some(step) = step_of(&request) {
+            self.join.step = self.join.step.max(step);
+        }
+        if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
+            self.rejoin(until)?;
+        }
+        let Some(connection) = &self.connection else {
+            return Err(Lost::Away("it is not connected".into()));
+        };
+        let asked = connection.ask(request, waits);
+        if let Err(Lost::Away(_)) = &asked {
+            self.connection = None;
+        }
+        asked
+    }
+
+    fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
+        self.connection = None;
+        let connection = self.link.join(&self.join, until)?;
+        tracing::info!(name = self.join.name, "joined the synchronizer again");
+        self.joined = connection.joined.clone();
+        self.connection = Some(connection);
+        self.note_joined();
+        Ok(())
+    }
+
+    fn need(
+        &mut self,
+        request: Request,
+        timeout: Option<Duration>,
+        until: Deadline,
+    ) -> Result<NeedAnswer> {
+        loop {
+            match self.ask(request.clone(), timeout, until) {
+                Ok(Reply::Need(answer)) => return Ok(answer),
+                Ok(_) => return Err(SyncError::Protocol.into()),
+                Err(Lost::Away(_)) if until.is_none_or(|until| Instant::now() < until) => {}
+                Err(Lost::Away(why)) => {
+                    tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
+                    return Ok(NeedAnswer {
+                        need: Need::No,
+                        asked_by: Vec::new(),
+                        newest: self.joined.newest,
+                        connected: false,
+                    });
+                }
+                Err(lost) => return Err(lost.into()),
+            }
+        }
+    }
+
+    /// Ends in order, or for a reason. A service that is away sees the connection end.
+    fn leave(&mut self, reason: Option<String>) {
+        if let Some(connection) = self.connection.take()
+            && connection.is_alive()
+        {
+            let _ = connection.ask(Request::Leave { reason }, Some(LAST_WORDS));
+        }
+    }
+}
+
+fn step_of(request: &Request) -> Option<u64> {
+    match request {
+        Request::Need { step } | Request::WaitNeed { step, .. } | Request::Sync { step, .. } => {
+            *step
+        }
+        Request::Published { step, .. } | Request::Meet { step, .. } => Some(*step),
+        _ => None,
+    }
+}
+
+fn ms(timeout: Option<Duration>) -> Option<u64> {
+    timeout.map(|timeout| timeout.as_millis() as u64)
+}
+
+fn left(until: Deadline) -> Option<Duration> {
+    until.map(|until| until.saturating_duration_since(Instant::now()))
+}
+
+/// An explorer: it asks whether it is to synchronise, and loads what it is told to.
+///
+/// Dropping it tells the synchronizer that it has failed, unless it has [left](Self::leave) in order.
+#[derive(Debug)]
+pub struct Explorer {
+    membership: Membership,
+}
+
+/// What an explorer is to load.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Fetch {
+    /// This version, or a newer one.
+    pub version: Version,
+    /// Where it can be had. It changes when the trainer or the synchronizer was started again.
+    pub from: InitInfo,
+    /// The number with which the explorer joins there.
+    pub worker: u32,
+    /// Until when. Loading later counts for the next sync.
+    pub until: Deadline,
+}
+
+impl Explorer {
+    pub(super) fn join(
+        link: Link,
+        options: PartyOptions,
+        timeout: Option<Duration>,
+    ) -> Result<Self> {
+        let join = options.join(Role::Explorer, None);
+        Membership::join(link, join, deadline(timeout)).map(|membership| Self { membership })
+    }
+
+    /// Whether it is to synchronise, after so many steps. Answers at once.
+    ///
+    /// # Errors
+    ///
+    /// If another explorer of its name has taken its place, or the synchronizer refuses it.
+    pub fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
+        let until = deadline(Some(LOOK));
+        self.membership
+            .need(Request::Need { step }, Some(LOOK), until)
+    }
+
+    /// Waits until it is to synchronise, or the timeout.
+    ///
+    /// # Errors
+    ///
+    /// As [`need_sync`](Self::need_sync).
+    pub fn wait_need_sync(
+        &mut self,
+        step: Option<u64>,
+        timeout: Option<Duration>,
+    ) -> Result<NeedAnswer> {
+        let timeout_ms = ms(timeout);
+        let request = Request::WaitNeed { step, timeout_ms };
+        self.membership.need(request, timeout, deadline(timeout))
+    }
+
+    /// Waits for a version, and loads it with `load`, which verifies it and returns the version that
+    /// the explorer runs then.
+    ///
+    /// A timeout is an answer, and so is a version that could not be loaded now: the caller tries again
+    /// after its next step.
+    ///
+    /// # Errors
+    ///
+    /// Those of `load` that no retry mends; the synchronizer is told. As
+    /// [`need_sync`](Self::need_sync).
+    pub fn sync(
+        &mut self,
+        step: Option<u64>,
+        timeout: Option<Duration>,
+        mut load: impl FnMut(&Fetch) -> Result<Version>,
+    ) -> Result<SyncAnswer> {
+        let until = deadline(timeout);
+        loop {
+            let timeout = left(until);
+            let request = Request::Sync {
+                step,
+                timeout_ms: ms(timeout),
+            };
+            let (version, from) = match self.membership.ask(request, timeout, until) {
+                Ok(Reply::Fetch { version, from }) => (version, *from),
+                Ok(Reply::Synced(answer)) => return Ok(answer),
+                Ok(_) => return Err(SyncError::Protocol.into()),
+                Err(Lost::Away(why)) => match timeout {
+                    Some(left) if left.is_zero() => return Ok(self.not_synced(why)),
+                    _ => continue,
+                },
+                Err(lost) => return Err(lost.into()),
+            };
+            let fetch = Fetch {
+                version,
+                from,
+                worker: self.membership.joined.worker,
+                until,
+            };
+            let request = match load(&fetch) {
+                Ok(version) => {
+                    self.membership.join.version = version;
+                    Request::Loaded { version }
+                }
+                Err(error) => {
+                    let reason = error.to_string();
+                    let told = self.membership.ask(
+                        Request::LoadFailed { version, reason },
+                        Some(LOOK),
+                        deadline(Some(LOOK)),
+                    );
+                    match (error.remedy(), told) {
+                        (Remedy::Retry | Remedy::Reconnect, Ok(Reply::Synced(answer)))
+                            if !matches!(error, Error::Interrupted) =>
+                        {
+                            return Ok(answer);
+                        }
+                        _ => return Err(error),
+                    }
+                }
+            };
+            return match self
+                .membership
+                .ask(request, Some(LOOK), deadline(Some(LOOK)))
+            {
+                Ok(Reply::Synced(answer)) => Ok(answer),
+                Ok(_) => Err(SyncError::Protocol.into()),
+                // It runs the version, whatever became of the service.
+                Err(Lost::Away(_)) => Ok(SyncAnswer {
+                    ended: Ended::Synced,
+                    version: self.membership.join.version,
+                    step: None,
+                    versions_behind: 0,
+                    steps_behind: 0,
+                    reason: None,
+                }),
+                Err(lost) => Err(lost.into()),
+            };
+        }
+    }
+
+    fn not_synced(&self, why: String) -> SyncAnswer {
+        SyncAnswer {
+            ended: Ended::TimedOut,
+            version: self.version(),
+            step: None,
+            versions_behind: 0,
+            steps_behind: 0,
+            reason: Some(why),
+        }
+    }
+
+    /// Says that the explorer evaluates, and needs nothing meanwhile; or does so no longer.
+    ///
+    /// # Errors
+    ///
+    /// As [`need_sync`](Self::need_sync).
+    pub fn pause(&mut self, paused: bool) -> Result<()> {
+        let asked =
+            self.membership
+                .ask(Request::Pause { paused }, Some(LOOK), deadline(Some(LOOK)));
+        match asked {
+            Ok(_) | Err(Lost::Away(_)) => Ok(()),
+            Err(lost) => Err(lost.into()),
+        }
+    }
+
+    /// The version that it has verified and loaded.
+    pub fn version(&self) -> Version {
+        self.membership.join.version
+    }
+
+    /// How versions travel.
+    pub fn method(&self) -> Method {
+        self.membership.joined.method
+    }
+
+    /// Its number where it receives versions.
+    pub fn worker(&self) -> u32 {
+        self.membership.joined.worker
+    }
+
+    /// Leaves in order, or for a reason.
+    pub fn leave(mut self, reason: Option<String>) {
+        self.membership.leave(reason);
+    }
+}
+
+/// A trainer: it asks whether it is to synchronise, and publishes what it is told to.
+///
+/// Dropping it tells the synchronizer that it has failed, unless it has [stopped](Self::leave) in order.
+#[derive(Debug)]
+pub struct Trainer {
+    membership: Membership,
+    /// The highest number of its versions.
+    highest: Version,
+}
+
+impl Trainer {
+    pub(super) fn join(
+        link: Link,
+        options: PartyOptions,
+        from: InitInfo,
+        timeout: Option<Duration>,
+    ) -> Result<Self> {
+        let mut join = options.join(Role::Trainer, Some(from));
+        join.version = Version::NONE;
+        let membership = Membership::join(link, join, deadline(timeout))?;
+        Ok(Self {
+            highest: membership.joined.highest,
+            membership,
+        })
+    }
+
+    /// As [`Explorer::need_sync`].
+    ///
+    /// # Errors
+    ///
+    /// If another trainer has taken its place, or the synchronizer refuses it.
+    pub fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
+        let until = deadline(Some(LOOK));
+        self.membership
+            .need(Request::Need { step }, Some(LOOK), until)
+    }
+
+    /// Waits until it is to synchronise, or the timeout: for trainers that wait for samples.
+    ///
+    /// # Errors
+    ///
+    /// As [`need_sync`](Self::need_sync).
+    pub fn wait_need_sync(
+        &mut self,
+        step: Option<u64>,
+        timeout: Option<Duration>,
+    ) -> Result<NeedAnswer> {
+        let timeout_ms = ms(timeout);
+        let request = Request::WaitNeed { step, timeout_ms };
+        self.membership.need(request, timeout, deadline(timeout))
+    }
+
+    /// The number of the next version.
+    pub fn next_version(&self) -> Version {
+        self.highest.max(self.membership.joined.highest).next()
+    }
+
+    /// Publishes the first version with `publish`, which gives it this number: the weights with which the
+    /// trainer begins, after the steps that it has joined with. Explorers can have them from here on; with
+    /// [`Method::Direct`], from the first sync on.
+    ///
+    /// # Errors
+    ///
+    /// Those of `publish`. As [`need_sync`](Self::need_sync).
+    pub fn first<T>(
+        &mut self,
+        timeout: Option<Duration>,
+        publish: impl FnOnce(Version) -> Result<T>,
+    ) -> Result<T> {
+        let until = deadline(timeout);
+        let version = self.next_version();
+        self.announce(version, self.membership.join.step, until)?;
+        let published = publish(version)?;
+        self.highest = version;
+        if self.membership.joined.method != Method::Direct {
+            let answer = self.published(version, self.membership.join.step, until)?;
+            if !answer.is_synced() {
+                let why = answer.reason.unwrap_or_else(|| answer.ended.word().into());
+                return Err(SyncError::NotPublished { version, why }.into());
+            }
+        }
+        Ok(published)
+    }
+
+    /// Publishes a version of the weights after a step with `publish`, which gives it this number, and
+    /// waits until it can be had. With [`Method::Direct`] it first waits for explorers, and then until
+    /// they have loaded it.
+    ///
+    /// A timeout is an answer: the caller tries again after its next step.
+    ///
+    /// # Errors
+    ///
+    /// Those of `publish`; the synchronizer is told. As [`need_sync`](Self::need_sync).
+    pub fn sync(
+        &mut self,
+        step: u64,
+        timeout: Option<Duration>,
+        publish: impl FnOnce(Version, Deadline) -> Result<()>,
+    ) -> Result<TrainerAnswer> {
+        let until = deadline(timeout);
+        let version = self.next_version();
+        if self.membership.joined.method == Method::Direct {
+            let request = Request::Meet {
+                version,
+                step,
+                timeout_ms: ms(timeout),
+            };
+            match self.membership.ask(request, timeout, until) {
+                Ok(Reply::Go {}) => {}
+                Ok(Reply::Trained(answer)) => return Ok(answer),
+                Ok(_) => return Err(SyncError::Protocol.into()),
+                Err(Lost::Away(why)) => return Ok(not_trained(version, step, why)),
+                Err(lost) => return Err(lost.into()),
+            }
+        }
+        self.announce(version, step, until)?;
+        if let Err(error) = publish(version, until) {
+            let reason = error.to_string();
+            let _ =
+                self.membership
+                    .ask(Request::Failed { reason }, Some(LOOK), deadline(Some(LOOK)));
+            return Err(error);
+        }
+        self.published(version, step, until)
+    }
+
+    /// Says that a version is about to be published. A synchronizer that is away is told later.
+    fn announce(&mut self, version: Version, step: u64, until: Deadline) -> Result<()> {
+        if self.membership.joined.method == Method::Direct {
+            return Ok(());
+        }
+        let request = Request::Publishing { version, step };
+        match self.membership.ask(request, left(until), until) {
+            Ok(_) | Err(Lost::Away(_)) => Ok(()),
+            Err(lost) => Err(lost.into()),
+        }
+    }
+
+    /// Says that a version can be had, and waits until the synchronizer has it.
+    fn published(&mut self, version: Version, step: u64, until: Deadline) -> Result<TrainerAnswer> {
+        self.highest = self.highest.max(version);
+        (
+            self.membership.join.version,
+            self.membership.join.version_step,
+        ) = (version, step);
+        loop {
+            let timeout = left(until);
+            let request = match self.membership.joined.method {
+                Method::Direct => Request::Sent { version },
+                Method::Memory | Method::Checkpoint => Request::Published {
+                    version,
+                    step,
+                    timeout_ms: ms(timeout),
+                },
+            };
+            let direct = matches!(request, Request::Sent { .. });
+            match self.membership.ask(request, timeout, until) {
+                Ok(Reply::Trained(answer)) => return Ok(answer),
+                Ok(_) => return Err(SyncError::Protocol.into()),
+                // A service that has just started knows of no meeting.
+                Err(Lost::Away(why)) if direct || timeout.is_some_and(|left| left.is_zero()) => {
+                    return Ok(not_trained(version, step, why));
+                }
+                Err(Lost::Away(_)) => {}
+                Err(lost) => return Err(lost.into()),
+            }
+        }
+    }
+
+    /// How versions travel.
+    pub fn method(&self) -> Method {
+        self.membership.joined.method
+    }
+
+    /// The epoch of this trainer. One with a higher epoch takes its place.
+    pub fn epoch(&self) -> u64 {
+        self.membership.joined.epoch.0
+    }
+
+    /// Stops in order, or for a reason.
+    pub fn leave(mut self, reason: Option<String>) {
+        self.membership.leave(reason);
+    }
+}
+
+fn not_trained(version: Version, step: u64, why: String) -> TrainerAnswer {
+    TrainerAnswer {
+        ended: Ended::TimedOut,
+        version,
+        step,
+        explorers: Vec::new(),
+        reason: Some(why),
+    }
+}
+
+impl From<Lost> for Error {
+    fn from(lost: Lost) -> Self {
+        match lost {
+            Lost::Away(why) => SyncError::Away { why }.into(),
+            Lost::Told(Problem::Replaced { reason }) => SyncError::Replaced { reason }.into(),
+            Lost::Told(problem) => SyncError::Refused {
+                reason: problem.to_string(),
+            }
+            .into(),
+            Lost::Engine(error) => error,
+        }
+    }
+}

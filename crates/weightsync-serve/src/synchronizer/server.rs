@@ -1,0 +1,214 @@
+//! The HTTP routes of a service.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::mpsc;
+
+use axum::extract::{Path, Request, State};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router, response};
+use bytes::Bytes;
+use hyper::StatusCode;
+use hyper::header::{AUTHORIZATION, HOST, HeaderMap, ORIGIN};
+use tokio::sync::oneshot;
+use tokio::time::{MissedTickBehavior, interval};
+use weightsync_core::synchronizer::Party;
+
+use super::events::Events;
+use super::link::{BEAT, PARTIES, PARTY, next_request};
+use super::memory::Held;
+use super::service::Input;
+use super::wire::{Join, MAX_BODY, Problem, Reply};
+use super::{files, watching};
+use crate::http::{LinesBody, Stopping, read};
+
+/// What all routes share.
+#[derive(Clone)]
+pub(super) struct App {
+    inputs: mpsc::Sender<Input>,
+    pub(super) events: Events,
+    pub(super) held: Held,
+}
+
+impl App {
+    pub(super) fn new(inputs: mpsc::Sender<Input>, events: Events, held: Held) -> Self {
+        Self {
+            inputs,
+            events,
+            held,
+        }
+    }
+
+    pub(super) fn tell(&self, input: Input) {
+        // The service ends after the server.
+        let _ = self.inputs.send(input);
+    }
+}
+
+/// The state of the routes.
+#[derive(Clone)]
+pub(super) struct Serving {
+    pub(super) app: App,
+    pub(super) stopping: Stopping,
+}
+
+pub(super) fn router(app: App, stopping: Stopping) -> Router {
+    Router::new()
+        .route(PARTIES, post(join))
+        .route(PARTY, post(ask))
+        .route(files::VERSION, get(files::list))
+        .route(files::FILE, get(files::file))
+        .route("/v1/status", get(watching::status))
+        .route("/v1/events", get(watching::events))
+        .route("/events", get(watching::events))
+        .route("/metrics", get(watching::metrics))
+        .route("/", get(watching::page))
+        .layer(middleware::from_fn(own_pages_only))
+        .with_state(Arc::new(Serving { app, stopping }))
+}
+
+/// Refuses what a page of another server asks for in a browser of this machine: it comes with that
+/// server's name, as its origin or as the host that it looked up.
+async fn own_pages_only(request: Request, next: Next) -> Response {
+    match is_own(request.headers()) {
+        true => next.run(request).await,
+        false => {
+            let reason = "a page of another server asks: open the synchronizer by its address, or give \
+                          the token";
+            refused(StatusCode::FORBIDDEN, reason.into())
+        }
+    }
+}
+
+fn is_own(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).and_then(|text| text.to_str().ok());
+    let host = text(HOST).unwrap_or_default();
+    let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
+    let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
+    let is_known = headers.contains_key(AUTHORIZATION) || is_address || name == "localhost";
+    is_known && text(ORIGIN).is_none_or(|origin| origin == format!("http://{host}"))
+}
+
+pub(super) fn refused(status: StatusCode, reason: String) -> Response {
+    (status, Json(Problem::Refused { reason })).into_response()
+}
+
+fn problem(problem: Problem) -> Response {
+    let status = match &problem {
+        Problem::Unknown {} => StatusCode::GONE,
+        Problem::Replaced { .. } | Problem::Refused { .. } => StatusCode::CONFLICT,
+    };
+    (status, Json(problem)).into_response()
+}
+
+/// A party's membership: its end is the party's.
+struct Membership(App, Party);
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.0.tell(Input::Gone(self.1));
+    }
+}
+
+async fn join(State(serving): State<Arc<Serving>>, request: Request) -> Response {
+    let join: Join = match read(request, MAX_BODY).await {
+        Ok(join) => join,
+        Err((status, reason)) => return refused(status, reason),
+    };
+    let app = serving.app.clone();
+    let (answered, answer) = oneshot::channel();
+    let of_service = app.clone();
+    let answered = Box::new(move |joined: Result<super::wire::Joined, Problem>| {
+        let party = joined.as_ref().map(|joined| Party(joined.party)).ok();
+        // The party is gone already.
+        if answered.send(joined).is_err()
+            && let Some(party) = party
+        {
+            of_service.tell(Input::Gone(party));
+        }
+    });
+    app.tell(Input::Join(Box::new(join), answered));
+    let joined = match answer.await {
+        Ok(Ok(joined)) => joined,
+        Ok(Err(why)) => return problem(why),
+        Err(_) => return problem(Problem::Unknown {}),
+    };
+    let membership = Membership(app, Party(joined.party));
+    let (lines, response) = LinesBody::answer(4);
+    // The channel is new, so it has room.
+    let _ = lines.try_send(line(&joined));
+    let mut stopping = serving.stopping.clone();
+    tokio::spawn(async move {
+        let _membership = membership;
+        let mut beats = interval(BEAT);
+        beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                _ = beats.tick() => if lines.send(line(&true)).await.is_err() {
+                    break;
+                },
+                () = lines.closed() => break,
+                () = stopping.wait() => break,
+            }
+        }
+    });
+    response
+}
+
+fn line(value: &impl serde::Serialize) -> Bytes {
+    let mut line = serde_json::to_vec(value)
+        .unwrap_or_else(|_| unreachable!("messages are plain data with text keys"));
+    line.push(b'\n');
+    line.into()
+}
+
+/// A request that waits. Dropping it withdraws the request.
+struct Asking {
+    app: App,
+    party: Party,
+    number: u64,
+    answered: bool,
+}
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.app.tell(Input::Withdrawn(self.party, self.number));
+        }
+    }
+}
+
+async fn ask(
+    State(serving): State<Arc<Serving>>,
+    Path(party): Path<u64>,
+    request: Request,
+) -> response::Result<Json<Reply>, Response> {
+    let request = match read(request, MAX_BODY).await {
+        Ok(request) => request,
+        Err((status, reason)) => return Err(refused(status, reason)),
+    };
+    let (party, number) = (Party(party), next_request());
+    let app = serving.app.clone();
+    let (answered, answer) = oneshot::channel();
+    let answered = Box::new(move |reply| drop(answered.send(reply)));
+    app.tell(Input::Ask(party, number, request, answered));
+    let mut asking = Asking {
+        app,
+        party,
+        number,
+        answered: false,
+    };
+    let mut stopping = serving.stopping.clone();
+    let answer = tokio::select! {
+        answer = answer => answer,
+        () = stopping.wait() => return Err(problem(Problem::Unknown {})),
+    };
+    asking.answered = true;
+    match answer {
+        Ok(Ok(reply)) => Ok(Json(reply)),
+        Ok(Err(why)) => Err(problem(why)),
+        Err(_) => Err(problem(Problem::Unknown {})),
+    }
+}

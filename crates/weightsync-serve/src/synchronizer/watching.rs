@@ -1,0 +1,242 @@
+//! What people and programs see of a service: its status, events, metrics and page.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use axum::Json;
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
+use hyper::StatusCode;
+use hyper::header::{
+    CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderMap, HeaderName, HeaderValue,
+};
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::oneshot;
+use tokio::time::interval;
+
+use super::events::Record;
+use super::link::BEAT;
+use super::server::{Serving, refused};
+use super::service::{Input, Status};
+use crate::http::LinesBody;
+
+/// The page for people.
+const PAGE: &str = include_str!("page.html");
+
+/// What the page may do: nothing of other servers.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
+                      connect-src 'self'; img-src data:; frame-ancestors 'none'";
+
+/// The header with which a reader of events continues.
+const LAST_EVENT: HeaderName = HeaderName::from_static("last-event-id");
+
+/// How many events wait for a slow reader.
+const WAITING: usize = 64;
+
+pub(super) async fn page() -> Response {
+    let headers = [
+        (CONTENT_TYPE, "text/html; charset=utf-8"),
+        (CONTENT_SECURITY_POLICY, POLICY),
+        (CACHE_CONTROL, "no-cache"),
+    ];
+    (headers, PAGE).into_response()
+}
+
+async fn look(serving: &Serving) -> Result<Status, Response> {
+    let (answered, answer) = oneshot::channel();
+    let look = Box::new(move |status| drop(answered.send(status)));
+    serving.app.tell(Input::Look(look));
+    answer.await.map_err(|_| {
+        let reason = "the synchronizer has been shut down".into();
+        refused(StatusCode::SERVICE_UNAVAILABLE, reason)
+    })
+}
+
+pub(super) async fn status(State(serving): State<Arc<Serving>>) -> Response {
+    match look(&serving).await {
+        Ok(status) => Json(status).into_response(),
+        Err(refusal) => refusal,
+    }
+}
+
+pub(super) async fn metrics(State(serving): State<Arc<Serving>>) -> Response {
+    match look(&serving).await {
+        Ok(status) => {
+            let kind = "text/plain; version=0.0.4; charset=utf-8";
+            ([(CONTENT_TYPE, kind)], exposition(&status)).into_response()
+        }
+        Err(refusal) => refusal,
+    }
+}
+
+/// The metrics in the text format of Prometheus.
+fn exposition(status: &Status) -> String {
+    let mut text = String::new();
+    let mut metric = |name: &str, kind: &str, help: &str, values: &[(String, u64)]| {
+        let _ = writeln!(text, "# HELP weightsync_{name} {help}");
+        let _ = writeln!(text, "# TYPE weightsync_{name} {kind}");
+        for (labels, value) in values {
+            let _ = writeln!(text, "weightsync_{name}{labels} {value}");
+        }
+    };
+    let plain = |value: u64| [(String::new(), value)];
+    let newest = plain(status.newest.0);
+    metric(
+        "newest_version",
+        "gauge",
+        "The newest version that can be had.",
+        &newest,
+    );
+    let step = plain(status.newest_step);
+    metric(
+        "newest_version_step",
+        "gauge",
+        "The trainer's step of which it was made.",
+        &step,
+    );
+    let there = plain(u64::from(status.trainer.is_some()));
+    metric("trainers", "gauge", "1 while a trainer is there.", &there);
+    let trainer = status.trainer.as_ref();
+    let steps: Vec<_> = trainer
+        .map(|one| (label("trainer", &one.name), one.step))
+        .into_iter()
+        .collect();
+    metric(
+        "trainer_step",
+        "gauge",
+        "Steps that the trainer has made.",
+        &steps,
+    );
+    let explorers = plain(status.explorers.len() as u64);
+    metric(
+        "explorers",
+        "gauge",
+        "Explorers that are there.",
+        &explorers,
+    );
+    let of_each = |value: fn(&super::service::ExplorerStatus) -> u64| -> Vec<_> {
+        let explorers = status.explorers.iter();
+        explorers
+            .map(|one| (label("explorer", &one.line.name), value(one)))
+            .collect()
+    };
+    let versions = of_each(|one| one.line.version.0);
+    metric(
+        "explorer_version",
+        "gauge",
+        "The version that an explorer runs.",
+        &versions,
+    );
+    let steps = of_each(|one| one.line.step);
+    metric(
+        "explorer_step",
+        "gauge",
+        "Steps that an explorer has made.",
+        &steps,
+    );
+    let behind = of_each(|one| one.versions_behind);
+    metric(
+        "explorer_versions_behind",
+        "gauge",
+        "How many versions are newer.",
+        &behind,
+    );
+    let stale = of_each(|one| one.steps_behind);
+    metric(
+        "explorer_steps_behind",
+        "gauge",
+        "Steps that the trainer has made since.",
+        &stale,
+    );
+    let published = plain(status.counts.published);
+    metric(
+        "versions_published_total",
+        "counter",
+        "Versions that were published.",
+        &published,
+    );
+    let ended = status.counts.ended.iter();
+    let syncs: Vec<_> = ended
+        .map(|(ended, count)| (label("ended", ended), *count))
+        .collect();
+    metric(
+        "syncs_total",
+        "counter",
+        "Syncs of explorers, by how they ended.",
+        &syncs,
+    );
+    let requests = plain(status.counts.requests);
+    metric(
+        "requests_total",
+        "counter",
+        "Requests of parties.",
+        &requests,
+    );
+    text
+}
+
+/// A label with its value, in which the format's own characters are escaped.
+fn label(name: &str, value: &str) -> String {
+    let value = value
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n");
+    format!("{{{name}=\"{value}\"}}")
+}
+
+/// Everything that happens, as server-sent events.
+pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderMap) -> Response {
+    let last = request
+        .get(LAST_EVENT)
+        .and_then(|last| last.to_str().ok()?.parse().ok());
+    let (kept, mut live) = serving.app.events.after(last.unwrap_or(0));
+    let (lines, mut response) = LinesBody::answer(WAITING);
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    let mut stopping = serving.stopping.clone();
+    tokio::spawn(async move {
+        for record in kept {
+            if lines.send(message(&record)).await.is_err() {
+                return;
+            }
+        }
+        let mut beats = interval(BEAT);
+        loop {
+            let next = tokio::select! {
+                record = live.recv() => match record {
+                    Ok(record) => message(&record),
+                    Err(RecvError::Lagged(missed)) => {
+                        format!("event: missed\ndata: {{\"missed\":{missed}}}\n\n").into()
+                    }
+                    Err(RecvError::Closed) => return,
+                },
+                // A comment, which shows that the service is there.
+                _ = beats.tick() => Bytes::from_static(b":\n\n"),
+                () = lines.closed() => return,
+                () = stopping.wait() => return,
+            };
+            if lines.send(next).await.is_err() {
+                return;
+            }
+        }
+    });
+    response
+}
+
+fn message(record: &Record) -> Bytes {
+    let data = serde_json::to_string(record)
+        .unwrap_or_else(|_| unreachable!("events are plain data with text keys"));
+    format!("id: {}\ndata: {data}\n\n", record.number).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn label_escapes_what_the_format_reserves() {
+        assert_eq!(label("a", "b\"c\\d\ne"), r#"{a="b\"c\\d\ne"}"#);
+    }
+}
