@@ -34,8 +34,9 @@ pub struct Program {
 /// Runs the command with the arguments after its name, and returns the exit code.
 ///
 /// What it has to say goes to the process's standard output and standard error. A pipe that its
-/// reader has closed is no failure. `relay`, `demo` and the commands of stores watch SIGINT, SIGTERM and SIGHUP,
-/// and end in order; the others leave signals as the process has them.
+/// reader has closed is no failure. `relay`, `demo` and the commands of stores watch SIGINT, SIGTERM and
+/// SIGHUP, but for those that are ignored, and end in order; the others leave signals as the process has
+/// them.
 pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let words = std::iter::once("weightsync".into()).chain(arguments);
     let parsed = program

@@ -1,60 +1,86 @@
 //! Ctrl-C and its like, noticed between two steps, which are bounded in time.
 
-use std::{
-    io,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, AtomicUsize, Ordering},
-    },
-};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::{fs, io, thread};
 
-use signal_hook::{
-    consts::{SIGHUP, SIGINT, SIGTERM},
-    flag,
-};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator;
+use signal_hook::low_level::exit;
 
 /// The signals that end a command. A second one ends it at once: the demo's workers
 /// end by their lifelines, whatever the trainer does.
 #[derive(Clone)]
-pub struct Signals {
-    caught: Arc<AtomicUsize>,
+pub struct Signals(Arc<Came>);
+
+#[derive(Default)]
+struct Came {
+    /// The first signal, once it has come.
+    first: AtomicU8,
+    again: AtomicBool,
+    /// Whether a second one does not end this process.
+    held: AtomicBool,
 }
 
 impl Signals {
+    /// Notices them from now on, but for those that this process was started to ignore.
     pub fn watch() -> io::Result<Self> {
-        let caught = Arc::new(AtomicUsize::new(0));
-        let again = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
-            // In this order: the first signal arms the shutdown for the second.
-            flag::register_conditional_shutdown(signal, 128 + signal, Arc::clone(&again))?;
-            flag::register(signal, Arc::clone(&again))?;
-            flag::register_usize(signal, Arc::clone(&caught), signal as usize)?;
-        }
-        Ok(Self { caught })
+        let ignored = ignored();
+        let heeded = [SIGINT, SIGTERM, SIGHUP];
+        let heeded = heeded.iter().filter(|one| ignored >> (**one - 1) & 1 == 0);
+        let mut coming = iterator::Signals::new(heeded)?;
+        let came = Arc::new(Came::default());
+        let noted = Arc::clone(&came);
+        // A thread of its own: the others may be in a call that does not look.
+        thread::Builder::new()
+            .name("weightsync-signals".into())
+            .spawn(move || coming.forever().for_each(|signal| noted.note(signal)))?;
+        Ok(Self(came))
     }
 
-    /// The same, without an end at the second signal, for a command that ends what it has started: it
-    /// looks [`again`](Self::again) then.
-    pub fn watch_each() -> io::Result<Self> {
-        let caught = Arc::new(AtomicUsize::new(0));
-        for signal in [SIGINT, SIGTERM, SIGHUP] {
-            flag::register_usize(signal, Arc::clone(&caught), signal as usize)?;
-        }
-        Ok(Self { caught })
+    /// Makes a call during which a second signal does not end this process: the call looks whether it
+    /// has come [`again`](Self::again).
+    pub fn held<T>(&self, call: impl FnOnce() -> T) -> T {
+        self.0.held.store(true, Ordering::SeqCst);
+        let done = call();
+        self.0.held.store(false, Ordering::SeqCst);
+        done
     }
 
-    /// Waits for another signal after the first one, for as long as `wait` says, which is asked often.
-    pub fn again(&self, mut wait: impl FnMut() -> bool) {
-        let first = self.caught.swap(0, Ordering::Relaxed);
-        while self.caught().is_none() && wait() {}
-        self.caught.store(first, Ordering::Relaxed);
-    }
-
-    /// The signal that came, if one did.
+    /// The first signal that came, if one did.
     pub fn caught(&self) -> Option<u8> {
-        match self.caught.load(Ordering::Relaxed) {
+        match self.0.first.load(Ordering::SeqCst) {
             0 => None,
-            signal => Some(signal as u8),
+            signal => Some(signal),
         }
     }
+
+    /// Whether another one came after it.
+    pub fn again(&self) -> bool {
+        self.0.again.load(Ordering::SeqCst)
+    }
+}
+
+impl Came {
+    fn note(&self, signal: i32) {
+        let first = &self.first;
+        let set = first.compare_exchange(0, signal as u8, Ordering::SeqCst, Ordering::SeqCst);
+        if set.is_ok() {
+            return;
+        }
+        self.again.store(true, Ordering::SeqCst);
+        if !self.held.load(Ordering::SeqCst) {
+            exit(128 + signal);
+        }
+    }
+}
+
+/// The signals that this process ignores, a bit each: `nohup` starts it so, and a shell what it runs in
+/// the background.
+fn ignored() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mut lines = status.lines();
+    let mask = lines.find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .unwrap_or(0)
 }

@@ -31,7 +31,7 @@ impl Catalog {
     /// Reads the head and the names of the manifests.
     pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
         /// What is missing at so many looks is damage, however often the head changes.
-        const LOOKS: usize = 16;
+        const LOOKS: usize = 5;
         let mut pause = Pause::new(storage);
         for _ in 1..LOOKS {
             let catalog = Self::look(storage)?;

@@ -5,6 +5,8 @@ use std::io;
 use weightsync_core::{ModelId, Remedy, Run, Version};
 use weightsync_engine::{Error, ErrorKind};
 
+use crate::storage::is_interruption;
+
 /// A result of this crate.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
 
@@ -246,10 +248,10 @@ impl StoreError {
         file: impl Into<String>,
     ) -> impl FnOnce(io::Error) -> Self {
         let file = file.into();
-        move |source| match source.kind() {
+        move |source| match is_interruption(&source) {
             // The caller's thread was to end the call: no file is at fault.
-            io::ErrorKind::Interrupted if source.get_ref().is_some() => Error::Interrupted.into(),
-            _ => Self::File {
+            true => Error::Interrupted.into(),
+            false => Self::File {
                 action,
                 file,
                 source,
@@ -346,7 +348,7 @@ fn damages(damage: &[Damage]) -> String {
     }
 }
 
-fn list(all: &[impl ToString]) -> String {
+pub(crate) fn list(all: &[impl ToString]) -> String {
     /// More would hide the rest of the message.
     const MOST: usize = 8;
     let mut texts: Vec<_> = all.iter().take(MOST).map(ToString::to_string).collect();

@@ -66,11 +66,16 @@ pub(crate) fn leased(storage: &dyn Storage) -> Result<Vec<Place>> {
         let place = name
             .split_once('.')
             .and_then(|(place, _)| place.parse::<Place>().ok());
-        let look = || match storage.peer(&path)? {
-            Some(peer) if peer.life() == Life::Here => Ok(place),
-            _ => storage.remove(&path).map(|()| None),
-        };
-        leased.extend(look().map_err(StoreError::file("reading", storage.name(&path)))?);
+        let peer = storage.peer(&path);
+        match peer.map_err(StoreError::file("reading", storage.name(&path)))? {
+            Some(peer) if peer.life() == Life::Here => leased.extend(place),
+            _ => {
+                // A user who may not remove anything can save all the same.
+                if let Err(error) = storage.remove(&path) {
+                    tracing::warn!("{} is not removed yet: {error}", storage.name(&path));
+                }
+            }
+        }
     }
     Ok(leased)
 }

@@ -17,7 +17,7 @@ use weightsync_engine::{Member, SetSnapshot, Snapshot};
 use crate::address::Address;
 use crate::anchor;
 use crate::catalog::{self, Catalog};
-use crate::error::{Damage, Result, StoreError};
+use crate::error::{self, Damage, Result, StoreError};
 use crate::format::{Hash, Manifest, Place, Stored};
 use crate::lease::Lease;
 use crate::progress::{Progress, Work};
@@ -453,9 +453,15 @@ impl Store {
                     damage.push(found);
                     catalog.places.pop();
                 }
-                // The model came with a version that is damaged.
-                Err(StoreError::NoSuchModel { .. }) if !damage.is_empty() => {
-                    return Err(damage.swap_remove(0).into());
+                // The model came with a version that is damaged, or its name is mistyped.
+                Err(StoreError::NoSuchModel { asked, known, .. }) if !damage.is_empty() => {
+                    let Damage { file, what } = damage.swap_remove(0);
+                    let what = format!(
+                        "{what}; older versions have no model {asked:?}: if that is a typo, name one \
+                         that they have ({})",
+                        error::list(&known)
+                    );
+                    return Err(Damage::new(file, what).into());
                 }
                 Err(error) => return Err(error),
             }

@@ -1,10 +1,13 @@
 //! `weightsync watch` as a user meets it: the real binary over real stores.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
+use rustix::fs::OFlags;
 use rustix::process::{Pid, Signal, kill_process};
 use weightsync_store::Store;
 
@@ -152,6 +155,31 @@ fn watch_new_only_leaves_out_what_is_there() {
 }
 
 #[test]
+fn watch_new_only_tries_an_unreadable_store_again() {
+    let dir = Dir::new();
+    let mut writer = dir.writer("store");
+    writer.save_weights("policy", &numbered(1.0)).unwrap();
+    let (head, kept) = (dir.at("store/head.json"), dir.at("store/kept"));
+    fs::rename(&head, &kept).unwrap();
+    symlink(&head, &head).unwrap();
+    let command = "echo ran $WEIGHTSYNC_VERSION";
+    let mut watch = dir.watch(&["store", "--new-only", "--once", "--exec", command]);
+    let said = watch.said();
+    assert!(said.contains("head.json"), "{said}");
+    fs::rename(&kept, &head).unwrap();
+    let mut version = 1;
+    while watch.child.try_wait().unwrap().is_none() {
+        version += 1;
+        let weights = numbered(version as f32);
+        writer.save_weights("policy", &weights).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let line = watch.line();
+    let ran: u64 = line.strip_prefix("ran ").unwrap().parse().unwrap();
+    assert!((2..=version).contains(&ran), "{line}");
+}
+
+#[test]
 fn watch_leaves_no_process_and_no_directory() {
     let dir = Dir::new();
     // Before there is a store at all.
@@ -191,7 +219,56 @@ fn watch_kills_its_command_at_a_second_signal() {
     assert_eq!(watch.line(), "stays");
     watch.signal(Signal::TERM);
     assert_eq!(watch.end(), (Some(130), String::new()));
+    // It says so if it kills one for its time.
+    let mut said = String::new();
+    watch.stderr.read_to_string(&mut said).unwrap();
+    assert!(!said.contains("did not end"), "{said}");
     assert_eq!(dir.names("tmp"), [""; 0]);
+}
+
+#[test]
+fn watch_ends_at_a_second_signal_in_any_call() {
+    let dir = Dir::new();
+    fs::create_dir(dir.at("store")).unwrap();
+    let head = dir.at("store/head.json");
+    let made = Command::new("mkfifo").arg(&head).status().unwrap();
+    assert!(made.success());
+    let mut watch = dir.watch(&["store", "--exec", "true"]);
+    // It can be opened when it is read, and the read waits for what is never written.
+    let mut options = File::options();
+    options
+        .write(true)
+        .custom_flags(OFlags::NONBLOCK.bits() as i32);
+    let _head = loop {
+        match options.open(&head) {
+            Ok(head) => break head,
+            Err(_) => assert!(watch.child.try_wait().unwrap().is_none()),
+        }
+    };
+    watch.signal(Signal::INT);
+    watch.signal(Signal::TERM);
+    assert_eq!(watch.end().0, Some(128 + 15));
+}
+
+#[test]
+fn watch_ignores_the_signals_that_nohup_ignores() {
+    let dir = Dir::new();
+    dir.writer("store")
+        .save_weights("policy", &numbered(1.0))
+        .unwrap();
+    let plain = dir.command(&["watch", "store", "--exec", "echo started; sleep 1000"]);
+    let mut nohup = Command::new("nohup");
+    nohup
+        .arg(plain.get_program())
+        .args(plain.get_args())
+        .current_dir(dir.at(""))
+        .env("TMPDIR", dir.at("tmp"));
+    let mut watch = Watch::start(&mut nohup);
+    assert_eq!(watch.line(), "started");
+    watch.signal(Signal::HUP);
+    watch.signal(Signal::INT);
+    // The first one that counts.
+    assert_eq!(watch.end().0, Some(130));
 }
 
 #[test]
@@ -211,17 +288,7 @@ fn watch_leaves_the_directory_of_another_alone() {
 
 impl Dir {
     fn watch(&self, words: &[&str]) -> Watch {
-        let mut child = self
-            .command(&[&["watch"], words].concat())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        Watch {
-            stdout: BufReader::new(child.stdout.take().unwrap()),
-            stderr: BufReader::new(child.stderr.take().unwrap()),
-            child,
-        }
+        Watch::start(&mut self.command(&[&["watch"], words].concat()))
     }
 }
 
@@ -233,6 +300,19 @@ struct Watch {
 }
 
 impl Watch {
+    fn start(command: &mut Command) -> Self {
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        Self {
+            stdout: BufReader::new(child.stdout.take().unwrap()),
+            stderr: BufReader::new(child.stderr.take().unwrap()),
+            child,
+        }
+    }
+
     /// The next line that the commands wrote.
     fn line(&mut self) -> String {
         read_line(&mut self.stdout)

@@ -108,7 +108,7 @@ impl Held {
         };
         match sent {
             Ok(()) => {}
-            // The first version, or those of another model: explorers join anew by the new info.
+            // The first version, or those of another model: explorers join again by the new info.
             Err(Error::EmptySet | Error::WrongWeights { .. } | Error::NoSuchModel { .. }) => {
                 *sender = Some(self.open(set, &all, version)?);
             }

@@ -6,6 +6,7 @@ use weightsync_core::{Digest, ModelId};
 use super::*;
 use crate::format::{Anchor, By, Hash, Stored, Value, seal};
 use crate::storage::Directory;
+use crate::storage::faulty::{Fault, Faulty};
 
 fn place(epoch: u64, sequence: u64) -> Place {
     Place {
@@ -68,6 +69,25 @@ fn left_manifest_is_no_version_after_damage() {
     let (places, head) = next(&storage);
     assert_eq!(places, [place(1, 5), place(2, 6), place(3, 7)]);
     assert_eq!(head.versions.values().collect::<Vec<_>>(), [&Version(7)]);
+}
+
+#[test]
+fn head_that_changes_at_each_look_is_read_in_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let directory = Directory::new(dir.path());
+    put(&directory, place(1, 1), None);
+    let (places, mut head) = next(&directory);
+    head.count = 2;
+    directory.put(HEAD, &seal(&head)).unwrap();
+    let storage = Faulty::new(directory, Fault::Moving);
+    let catalog = Catalog::read(&storage).unwrap();
+    assert_eq!(catalog.places, places);
+    let [damage] = &catalog.damage[..] else {
+        panic!("{:?}", catalog.damage);
+    };
+    assert!(damage.what.contains("1 of 2 manifests"), "{damage}");
+    // Of each look but the last: the head, the list, and the head again.
+    assert_eq!(storage.mend(), 4 * 3 + 2);
 }
 
 proptest! {

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::OFlags;
 use serde::Deserialize;
 use weightsync_core::{Layout, ModelId};
+use weightsync_engine::transport::interrupt;
 use weightsync_engine::{
     Attributes, Extracted, SafetensorsFile, Snapshot, Strategy, TensorData, WeightExtractor,
 };
@@ -47,8 +48,8 @@ const PIECE: usize = 4 << 20;
 /// store of one model is a checkpoint, too.
 ///
 /// **Guarantee.** Nothing in a checkpoint is executed: a pickled one is refused. Only files of the
-/// directory itself are read. A checkpoint that lacks a tensor, or has one twice, is refused when it is
-/// opened.
+/// directory are read; links in it are followed. A checkpoint that lacks a tensor, or has one twice, is
+/// refused when it is opened.
 ///
 /// ```no_run
 /// use weightsync_store::{Checkpoint, SaveOptions, Store, Writer};
@@ -259,7 +260,11 @@ impl WeightExtractor for Checkpoint {
                 read,
             },
         });
-        take(&lent.collect::<Vec<_>>())
+        take(&lent.collect::<Vec<_>>()).map_err(|error| match interrupt::is_interrupted() {
+            // Then no tensor is at fault.
+            true => weightsync_engine::Error::Interrupted,
+            false => error,
+        })
     }
 
     fn attributes(&self) -> weightsync_engine::Result<Attributes> {

@@ -171,13 +171,13 @@ impl Store {
             };
             std::fs::canonicalize(dir).ok()
         };
-        let (source, found) = (directory(&checkpoint.source), directory(&checkpoint.path));
+        let dirs = directory(&checkpoint.source).zip(directory(&checkpoint.path));
         // What was named, where the weights lie, and what is between the two.
-        let between = found.iter().flat_map(|found| found.ancestors());
-        let between =
-            between.take_while(|dir| source.as_ref().is_some_and(|it| dir.starts_with(it)));
-        let mut all = between.chain(source.as_deref()).chain(found.as_deref());
-        match all.any(|dir| dir == store) {
+        let is_own = dirs.is_some_and(|(source, found)| {
+            let is_between = store.starts_with(&source) && found.starts_with(&store);
+            store == source || store == found || is_between
+        });
+        match is_own {
             true => {
                 let what = "it lies in the directory of the store: name another one for the store";
                 Err(unusable(&checkpoint.path, what))

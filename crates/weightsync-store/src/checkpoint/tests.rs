@@ -345,7 +345,7 @@ fn calls_that_are_ended_leave_nothing() {
             let before = count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             match before < most {
                 true => Ok(()),
-                false => Err(io::ErrorKind::Interrupted.into()),
+                false => Err(io::Error::new(io::ErrorKind::Interrupted, "as was asked")),
             }
         })
     };
@@ -353,7 +353,7 @@ fn calls_that_are_ended_leave_nothing() {
     let mut moments = 0;
     while let Err(error) = stopped_at(moments).push(Checkpoint::open(at("one")).unwrap(), &options)
     {
-        assert!(error.to_string().contains("interrupted"), "{error}");
+        assert!(error.to_string().contains("as was asked"), "{error}");
         assert_eq!(plain.versions().unwrap().versions.len(), 0);
         let data = fs::read_dir(at("store/data")).map_or(0, Iterator::count);
         assert_eq!(data, 0, "after {moments}");
@@ -364,7 +364,7 @@ fn calls_that_are_ended_leave_nothing() {
 
     moments = 0;
     while let Err(error) = stopped_at(moments).pull(&Which::Newest, None, &at("out/ckpt")) {
-        assert!(error.to_string().contains("interrupted"), "{error}");
+        assert!(error.to_string().contains("as was asked"), "{error}");
         assert_eq!(
             fs::read_dir(at("out")).unwrap().count(),
             0,
@@ -376,7 +376,6 @@ fn calls_that_are_ended_leave_nothing() {
     assert_eq!(names(&Checkpoint::open(at("out/ckpt")).unwrap()).len(), 2);
 }
 
-/// One that died while it wrote, and one that writes now.
 #[test]
 fn calls_end_when_their_thread_is_interrupted() {
     let dir = TempDir::new().unwrap();
@@ -399,23 +398,64 @@ fn calls_end_when_their_thread_is_interrupted() {
             store.push(checkpoint, &PushOptions::default()).map(drop)
         }),
     ];
-    for (name, call) in &mut calls {
-        let ended = weightsync_engine::interruptible(
-            || true,
-            || {
-                // Its first look is due then.
-                std::thread::sleep(SLICE);
-                call()
-            },
-        );
-        let error = ended.unwrap_err().to_string();
-        assert!(error.contains("interrupted"), "{name}: {error}");
+    let lock = File::open(at("store/lock")).unwrap();
+    for is_locked in [false, true] {
+        if is_locked {
+            // As by another process, which holds it for long.
+            lock.lock().unwrap();
+        }
+        for (name, call) in &mut calls {
+            let ended = weightsync_engine::interruptible(
+                || true,
+                || {
+                    // Its first look is due then.
+                    std::thread::sleep(SLICE);
+                    call()
+                },
+            );
+            let error = weightsync_engine::Error::from(ended.unwrap_err());
+            let is_interrupted = matches!(error, weightsync_engine::Error::Interrupted);
+            assert!(is_interrupted, "{name}: {error}");
+        }
     }
+    drop(lock);
     assert_eq!(store.versions().unwrap().versions.len(), 1);
     assert!(!at("out").exists());
     store.load(&Which::Newest).unwrap();
+    // The push has not taken the store over.
+    writer.save_weights("m", &weights(&["a"])).unwrap();
 }
 
+#[test]
+fn push_refuses_a_store_around_its_weights() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let model = at("runs/global_step_1/actor/huggingface/model.safetensors");
+    file(&model, &["a"]);
+    fs::create_dir(at("links")).unwrap();
+    symlink(model, at("links/model.safetensors")).unwrap();
+    let push = |source: &str, to: &str| {
+        let store = Store::open(at(to).to_str().unwrap()).unwrap();
+        let checkpoint = Checkpoint::open(at(source)).unwrap();
+        store.push(checkpoint, &PushOptions::default())
+    };
+    for (source, own) in [
+        ("runs", "runs"),
+        ("runs", "runs/global_step_1"),
+        ("runs", "runs/global_step_1/actor"),
+        ("runs", "runs/global_step_1/actor/huggingface"),
+        ("links/model.safetensors", "links"),
+    ] {
+        let error = push(source, own).unwrap_err().to_string();
+        assert!(error.contains("directory of the store"), "{own}: {error}");
+        assert_eq!(fs::read_dir(at(own)).unwrap().count(), 1, "{own}");
+    }
+    for other in ["runs/store", "runs/global_step_1"] {
+        push("runs/global_step_1/actor", other).unwrap();
+    }
+}
+
+/// One that died while it wrote, and one that writes now.
 #[test]
 fn pull_removes_what_killed_pulls_left() {
     let dir = TempDir::new().unwrap();

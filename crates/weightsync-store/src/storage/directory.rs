@@ -18,8 +18,11 @@ use crate::scheme::{ENDS, WORKERS};
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::Origin;
+use weightsync_engine::transport::interrupt;
 
-use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, look_for_interruption};
+use super::{
+    Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, interrupted, look_for_interruption,
+};
 
 /// How long a lock is tried that others hold for moments.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -84,7 +87,7 @@ impl Directory {
                     ),
                 ));
             }
-            std::thread::sleep(PAUSE);
+            interrupt::sleep(PAUSE).map_err(interrupted)?;
         }
     }
 

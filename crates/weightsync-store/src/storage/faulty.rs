@@ -22,6 +22,8 @@ pub(crate) enum Fault {
     Panic,
     /// It fails and is done later, as a slow server does it: a replacement of a file.
     Late,
+    /// None fails, and each read of the head finds it with one more space at its end.
+    Moving,
 }
 
 /// A directory whose calls are counted, and whose n-th call fails.
@@ -108,7 +110,7 @@ impl Plan {
         match self.fault {
             Fault::Outage if at != u64::MAX && call > at => failed(),
             _ if call != at => run(),
-            Fault::Refused | Fault::Late => failed(),
+            Fault::Refused | Fault::Late | Fault::Moving => failed(),
             Fault::Panic => panic!("call {call} panics"),
             Fault::Lost | Fault::Outage => run().and_then(|_| failed()),
         }
@@ -122,7 +124,14 @@ impl Storage for Faulty {
 
     fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
         self.land()?;
-        self.plan.call(|| self.directory.read(path))
+        let read = self.plan.call(|| self.directory.read(path))?;
+        let moving = read
+            .as_ref()
+            .filter(|_| path == HEAD && self.plan.fault == Fault::Moving);
+        if let Some(bytes) = moving {
+            self.directory.put(path, &[bytes, &b" "[..]].concat())?;
+        }
+        Ok(read)
     }
 
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {

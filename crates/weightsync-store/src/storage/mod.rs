@@ -12,6 +12,7 @@ use std::io;
 use std::time::Duration;
 
 use weightsync_core::delta::Codec;
+use weightsync_engine::Error;
 use weightsync_engine::transport::interrupt;
 
 pub(crate) use self::directory::{Directory, unique};
@@ -124,8 +125,14 @@ pub(crate) enum Life {
 }
 
 /// An interruption of the calling thread, as this interface has it.
-fn interrupted<E: std::error::Error + Send + Sync + 'static>(error: E) -> io::Error {
-    io::Error::new(io::ErrorKind::Interrupted, error)
+fn interrupted(error: impl Into<Error>) -> io::Error {
+    io::Error::new(io::ErrorKind::Interrupted, error.into())
+}
+
+/// Whether the error is such an interruption. A caller's own error may be of the same kind.
+pub(crate) fn is_interruption(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref());
+    matches!(inner, Some(Error::Interrupted))
 }
 
 /// A large file is read and written in pieces. Between two of them a signal can end the call.

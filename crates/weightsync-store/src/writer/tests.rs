@@ -5,12 +5,13 @@ use std::sync::Arc;
 use weightsync_engine::Tensors;
 
 use super::*;
-mod damage;
-use crate::format::{DATA, VERSIONS};
+use crate::format::{DATA, LEASES, VERSIONS};
 use crate::lease;
 use crate::storage::faulty::{Fault, Faulty};
 use crate::storage::{Directory, Storage};
 use crate::store::{ModelVersion, Which};
+
+mod damage;
 
 /// Elements of a model: enough for one change to be worth a delta.
 const ELEMENTS: usize = 2048;
@@ -211,7 +212,7 @@ impl Trainer {
         };
         assert_eq!(list(VERSIONS), manifests);
         assert_eq!(list(DATA), data);
-        assert_eq!(list(crate::format::LEASES), BTreeSet::new());
+        assert_eq!(list(LEASES), BTreeSet::new());
         assert_eq!(unfinished(std::path::Path::new(&storage.name(""))), 0);
     }
 }
@@ -374,6 +375,18 @@ fn leased_data_stay_until_the_lease_ends() {
     assert!(trainer.store.load_model(&manifest, stored, None).is_err());
     trainer.check();
     trainer.check_tidy();
+}
+
+#[test]
+fn dead_lease_that_stays_is_no_error() {
+    let dir = memory();
+    let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+    storage.put(&format!("{LEASES}/conditions-1"), b"").unwrap();
+    // After the list and the look.
+    storage.fail_at(2);
+    assert_eq!(lease::leased(&storage).unwrap(), []);
+    assert_eq!(storage.mend(), 3);
+    assert_eq!(storage.list(LEASES).unwrap().len(), 1);
 }
 
 #[test]

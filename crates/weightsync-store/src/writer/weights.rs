@@ -87,33 +87,43 @@ impl Writer {
 
     /// The files next to the weights of the newest version of a model that has them whole.
     fn carried_files(&self, before: &Stored) -> Result<Cow<'_, ExtraFiles>> {
-        let whole = |stored: &Stored| match self.store.extra_files(stored) {
-            Err(StoreError::Damaged(damage)) => {
-                tracing::warn!("{damage}; the files of an older version are taken");
-                Ok(None)
-            }
-            files => files.map(Some),
-        };
-        if let Some(files) = whole(before)? {
-            return Ok(Cow::Owned(files));
-        }
-        let mut seen = before.anchor.at;
-        for &place in self.known.keys().rev() {
-            let manifest = match catalog::manifest(self.store.storage(), place) {
-                Err(StoreError::Damaged(_)) => continue,
-                manifest => manifest?,
-            };
-            let older = manifest.as_ref().and_then(|one| one.model(&before.model));
-            if let Some(older) = older.filter(|older| older.anchor.at < seen) {
-                seen = older.anchor.at;
+        let older = self.known.keys().rev().map(|&place| {
+            let manifest = catalog::manifest(self.store.storage(), place)?;
+            Ok(manifest.and_then(|one| one.model(&before.model).cloned()))
+        });
+        let mut failed = None;
+        let mut seen = None;
+        for stored in std::iter::once(Ok(Some(before.clone()))).chain(older) {
+            let read = stored.and_then(|stored| {
+                let is_new = |one: &Stored| seen.is_none_or(|seen| one.anchor.at < seen);
+                let Some(stored) = stored.filter(is_new) else {
+                    return Ok(None);
+                };
+                seen = Some(stored.anchor.at);
+                Ok(Some((self.store.extra_files(&stored)?, stored.version)))
+            });
+            match (read, &failed) {
+                (Ok(Some((files, _))), None) => return Ok(Cow::Owned(files)),
                 // One without files had none yet, or was saved without them for a damage.
-                if let Some(files) = whole(older)?.filter(|files| !files.is_empty()) {
+                (Ok(Some((files, version))), Some(failed)) if !files.is_empty() => {
+                    tracing::warn!("{failed}; the files of {version} are taken");
                     return Ok(Cow::Owned(files));
                 }
+                (Ok(_), _) => {}
+                (Err(error @ StoreError::Damaged(_)), _) => failed = failed.or(Some(error)),
+                // What cannot be read may be whole.
+                (Err(error @ StoreError::File { .. }), _) => failed = Some(error),
+                (Err(error), _) => return Err(error),
             }
         }
-        tracing::warn!("no version has the files whole: the next one is saved without");
-        Ok(Cow::Borrowed(&[]))
+        match failed {
+            Some(StoreError::Damaged(damage)) => {
+                tracing::warn!("{damage}; no version has the files whole: this one has none");
+                Ok(Cow::Borrowed(&[]))
+            }
+            Some(error) => Err(error),
+            None => Ok(Cow::Borrowed(&[])),
+        }
     }
 
     /// Writes a model's layout and attributes, if they are not there.

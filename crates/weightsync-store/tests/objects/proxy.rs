@@ -32,8 +32,8 @@ struct Plan {
     fault: Option<(u64, Fault)>,
     /// What was spoiled.
     spoiled: Option<String>,
-    /// A header that no request keeps.
-    stripped: Option<&'static str>,
+    /// A header that so many requests lose.
+    stripped: Option<(&'static str, u64)>,
     log: Vec<String>,
 }
 
@@ -71,9 +71,9 @@ impl Proxy {
         plan.spoiled.take()
     }
 
-    /// Takes this header, in lower case, out of every request until it is armed.
-    pub fn strip(&self, header: &'static str) {
-        lock(&self.0).stripped = Some(header);
+    /// Takes this header, in lower case, out of the next `count` requests that have it.
+    pub fn strip(&self, header: &'static str, count: u64) {
+        lock(&self.0).stripped = Some((header, count));
     }
 
     /// The requests since it was armed.
@@ -94,9 +94,11 @@ fn pass(mut client: TcpStream, server: SocketAddr, plan: &Mutex<Plan>) -> io::Re
     let line = head.lines().next().unwrap_or_default().to_owned();
     let fault = {
         let mut plan = lock(plan);
-        if let Some(header) = plan.stripped {
+        if let Some((header, left @ 1..)) = &mut plan.stripped {
             let mut lines: Vec<_> = head.split("\r\n").collect();
+            let before = lines.len();
             lines.retain(|line| !line.to_ascii_lowercase().starts_with(&format!("{header}:")));
+            *left -= u64::from(lines.len() < before);
             head = lines.join("\r\n");
         }
         plan.count += 1;

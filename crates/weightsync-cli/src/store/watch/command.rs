@@ -1,6 +1,6 @@
 //! The command that is run for a version.
 
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread;
@@ -20,7 +20,8 @@ const GRACE: Duration = Duration::from_secs(5);
 /// Runs the command to its end. `None` if a signal came: then it has ended, too, and all that it started
 /// and left in its process group.
 pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Option<ExitStatus>> {
-    let mut child = Command::new("sh")
+    let mut shell = Command::new("sh");
+    shell
         .arg("-c")
         .arg(script(command))
         .arg("sh")
@@ -31,7 +32,16 @@ pub fn run(command: &str, pulled: &Pulled, signals: &Signals) -> io::Result<Opti
         .env("WEIGHTSYNC_DIGEST", pulled.digest.to_string())
         .stdin(Stdio::null())
         // So that a signal reaches what the shell has started.
-        .process_group(0)
+        .process_group(0);
+    // A second signal ends the command first, and then this process.
+    signals.held(|| run_to_end(&mut shell, signals))
+}
+
+fn run_to_end(shell: &mut Command, signals: &Signals) -> io::Result<Option<ExitStatus>> {
+    if signals.caught().is_some() {
+        return Ok(None);
+    }
+    let mut child = shell
         .spawn()
         .map_err(|error| io::Error::new(error.kind(), format!("starting the shell: {error}")))?;
     loop {
@@ -53,11 +63,19 @@ fn end(child: &mut Child, signals: &Signals) -> io::Result<()> {
     let until = Instant::now() + GRACE;
     // It is not reaped, so that its number is nobody else's.
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-    signals.again(|| {
+    let mut is_late = false;
+    while matches!(waitid(WaitId::Pid(group), options), Ok(None)) && !is_late && !signals.again() {
         thread::sleep(LOOK);
-        matches!(waitid(WaitId::Pid(group), options), Ok(None)) && Instant::now() < until
-    });
+        is_late = Instant::now() >= until;
+    }
     let _ = kill_process_group(group, Signal::KILL);
+    if is_late {
+        // Nobody may read it: the terminal may be gone, which is what SIGHUP says.
+        let _ = writeln!(
+            io::stderr(),
+            "weightsync: the command is killed, as it did not end within {GRACE:?}"
+        );
+    }
     child.wait().map(drop)
 }
 

@@ -57,7 +57,7 @@ The command finds in its environment:
 
 /// Watches until a signal comes.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let signals = Signals::watch_each()?;
+    let signals = Signals::watch()?;
     super::ended(&signals, || watch(args, &signals))
 }
 
@@ -78,17 +78,12 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         store,
         model: args.model.clone(),
         out,
+        leaves_newest: args.new_only,
         seen: None,
         ran: None,
         failed: None,
         pause: PAUSES[0],
     };
-    if args.new_only {
-        let newest = watched.store.wait_newer(None, Some(Duration::ZERO))?;
-        let stored = newest.as_ref().and_then(|newest| watched.stored(newest));
-        watched.ran = stored.map(|stored| stored.version);
-        watched.seen = newest.map(|newest| newest.sequence);
-    }
     loop {
         let pulled = match watched.next() {
             Ok(Some(pulled)) => pulled,
@@ -140,6 +135,8 @@ struct Watched {
     store: Store,
     model: Option<ModelId>,
     out: PathBuf,
+    /// Whether the version that is there first is not one to run the command for.
+    leaves_newest: bool,
     /// The newest version of the store that needs no more looking at.
     seen: Option<u64>,
     /// The version of the model for which the command ran last.
@@ -152,6 +149,13 @@ struct Watched {
 impl Watched {
     /// Waits for a version, and writes it out. `None` if it is not one to run the command for.
     fn next(&mut self) -> Result<Option<Pulled>, StoreError> {
+        if self.leaves_newest {
+            let newest = self.store.wait_newer(None, Some(Duration::ZERO))?;
+            let stored = newest.as_ref().and_then(|newest| self.stored(newest));
+            self.ran = stored.map(|stored| stored.version);
+            self.seen = newest.map(|newest| newest.sequence);
+            self.leaves_newest = false;
+        }
         let Some(newest) = self.store.wait_newer(self.seen, None)? else {
             return Ok(None);
         };

@@ -244,7 +244,7 @@ async fn put_if(
 async fn check_conditions(store: &dyn ObjectStore, key: &Path, own: Bytes) -> Result<(), Error> {
     let put = |mode| store.put_opts(key, own.clone().into(), PutOptions::from(mode));
     put(PutMode::Overwrite).await?;
-    // No object has these.
+    // No object has this.
     let other = UpdateVersion {
         e_tag: Some("\"weightsync\"".into()),
         version: Some("1".into()),
@@ -253,7 +253,13 @@ async fn check_conditions(store: &dyn ObjectStore, key: &Path, own: Bytes) -> Re
         ("If-None-Match", PutMode::Create),
         ("If-Match", PutMode::Update(other)),
     ] {
-        match put(mode).await {
+        let mut ended = put(mode.clone()).await;
+        if matches!(ended, Ok(_) | Err(Error::NotFound { .. })) {
+            // Another writer removes it if this takes long. With none there, nothing is refused.
+            put(PutMode::Overwrite).await?;
+            ended = put(mode).await;
+        }
+        match ended {
             Err(error) if is_refused(&error) => {}
             Err(error) => return Err(error),
             Ok(_) => {
@@ -267,8 +273,6 @@ async fn check_conditions(store: &dyn ObjectStore, key: &Path, own: Bytes) -> Re
             }
         }
     }
-    // A user who may not remove anything can save all the same.
-    let _ = store.delete(key).await;
     Ok(())
 }
 
@@ -293,7 +297,10 @@ impl Storage for Objects {
             let key = self.key(&format!("{LEASES}/conditions-{}", unique()))?;
             let own = presence::beat()?;
             let check = |store: Arc<dyn ObjectStore>| async move {
-                check_conditions(&*store, &key, own).await
+                let checked = check_conditions(&*store, &key, own).await;
+                // A user who may not remove anything can save all the same.
+                let _ = store.delete(&key).await;
+                checked
             };
             self.client()?.ask(check)?;
             self.has_conditions.store(true, Ordering::Relaxed);

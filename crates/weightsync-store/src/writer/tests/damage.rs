@@ -28,6 +28,25 @@ fn number_of_a_damaged_version_is_used_up() {
 }
 
 #[test]
+fn mistyped_model_is_named_next_to_damage() {
+    let dir = memory();
+    let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
+    let mut trainer = Trainer::new(storage, Keep::All);
+    trainer.claim().unwrap();
+    trainer.save(&["policy", "critic"]).unwrap();
+    trainer.save(&["policy"]).unwrap();
+    let newest = trainer.writer.as_ref().unwrap().head.newest().unwrap();
+    std::fs::write(dir.path().join(newest.manifest()), b"spoilt").unwrap();
+    let model = ModelId::new("polcy").unwrap();
+    let error = trainer.store.load_one(&Which::Newest, Some(&model));
+    let error = error.unwrap_err();
+    assert!(error.damage().is_some(), "{error}");
+    for word in [&newest.manifest(), "\"polcy\"", "critic, policy"] {
+        assert!(error.to_string().contains(word), "no {word} in: {error}");
+    }
+}
+
+#[test]
 fn missing_manifest_is_named_until_a_claim() {
     let dir = memory();
     let storage: Arc<dyn Storage> = Arc::new(Directory::new(dir.path()));
@@ -109,12 +128,37 @@ fn files_of_the_newest_version_stay_or_are_replaced() {
     claim(Some(b"2")).save_weights("m", &weights(5)).unwrap();
     check(b"2", 0);
     // Those that are damaged stop no trainer: the ones before are there.
-    let newest = store.newest_versions(1).unwrap().versions.remove(0);
-    let config = std::path::Path::new(&newest.models[0].directory).join("config.json");
-    std::fs::write(config, b"3").unwrap();
+    let config = || {
+        let newest = store.newest_versions(1).unwrap().versions.remove(0);
+        std::path::Path::new(&newest.models[0].directory).join("config.json")
+    };
+    std::fs::write(config(), b"3").unwrap();
     let mut writer = claim(None);
     writer.save_whole_next();
     writer.save_weights("m", &weights(6)).unwrap();
+    check(b"1", 0);
+    // Nor do those that cannot be read: a link to itself.
+    let unread = |path: &std::path::Path| {
+        std::fs::remove_file(path).unwrap();
+        std::os::unix::fs::symlink(path, path).unwrap();
+    };
+    unread(&config());
+    writer.save_whole_next();
+    writer.save_weights("m", &weights(7)).unwrap();
+    check(b"1", 0);
+    // Without others the save fails, as they may be whole.
+    for place in store.storage().list(DATA).unwrap() {
+        let config = dir.path().join(DATA).join(place).join("m/config.json");
+        if config.is_file() {
+            unread(&config);
+        }
+    }
+    writer.save_whole_next();
+    let error = writer.save_weights("m", &weights(8)).unwrap_err();
+    assert!(matches!(error, StoreError::File { .. }), "{error}");
+    std::fs::remove_file(config()).unwrap();
+    std::fs::write(config(), b"1").unwrap();
+    writer.save_weights("m", &weights(9)).unwrap();
     check(b"1", 0);
 }
 
