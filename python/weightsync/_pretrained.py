@@ -29,6 +29,7 @@ def made(
     left = dict(settings)
     trusted = left.get("trust_remote_code")
     informed = left.pop("output_loading_info", False)
+    ignored = left.pop("ignore_mismatched_sizes", False)
     with tempfile.TemporaryDirectory(prefix="weightsync-") as directory:
         for name, data in files.items():
             (Path(directory) / name).write_bytes(data)
@@ -40,14 +41,16 @@ def made(
             code = {} if trusted is None else {"trust_remote_code": trusted}
             with torch.device("meta"):
                 cls = type(cls.from_config(config, **code))  # type: ignore[attr-defined]
+        # Without `ignore_mismatched_sizes` transformers raises an error that names no weight.
         model, info = cls.from_pretrained(
-            None, config=config, state_dict=_weights(found), output_loading_info=True, **left
-        )
+            None, config=config, state_dict=_weights(found), output_loading_info=True,
+            ignore_mismatched_sizes=True, **left,
+        )  # fmt: skip
         if GENERATION in files and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
-    wrong = [*info["missing_keys"], *(one[0] for one in info["mismatched_keys"])]
-    if settings.get("ignore_mismatched_sizes"):
-        wrong = info["missing_keys"]
+    wrong = list(info["missing_keys"])
+    if not ignored:
+        wrong += [one[0] for one in info["mismatched_keys"]]
     if wrong:
         named = ", ".join(sorted(wrong)[:_SHOWN]) + (", …" if len(wrong) > _SHOWN else "")
         unknown = ", ".join(sorted(info["unexpected_keys"])[:_SHOWN]) or "none"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -88,8 +88,8 @@ class Store:
         # Two first saves at once would claim the store twice. A signal's handler may save, too.
         self._claiming = threading.RLock()
         self._claims = False
-        # What keeps a sender's versions here, while that lives.
-        self._keeper: weakref.ref[Keeper] | None = None
+        # The saver of a sender that keeps its versions here; without one when its last save has ended.
+        self._kept = _Kept()
 
     @property
     def url(self) -> str:
@@ -219,7 +219,8 @@ class Store:
 
         Raises:
             ModelError: if there is no such version, or it has no ``config.json``.
-            WrongWeightsError: naming weights that the model has and the version has not.
+            WrongWeightsError: naming weights of the model that the version has not, or has in
+                another shape. ``ignore_mismatched_sizes=True`` initializes the latter.
         """
         from weightsync._pretrained import made
 
@@ -318,7 +319,7 @@ class Store:
     def _claimed(self) -> Writer:
         """The writer; the first call takes the store over."""
         with self._claiming:
-            if self._keeper is not None and self._keeper() is not None:
+            if self._kept.saver is not None:
                 raise LifecycleError(
                     f"a sender keeps its versions in this store ({self.url}): save with the sender, "
                     "or shut it down first"
@@ -379,6 +380,15 @@ class Saving:
         return f"<Saving {versions}: {self.outcome}>"
 
 
+class _Kept:
+    """The saver of a sender, which a keeper shares with its store until its last save has ended.
+
+    A weak reference of the store to the keeper is not enough: Python clears those of a cycle first.
+    """
+
+    saver: NativeSaver | None = None
+
+
 class Keeper:
     """Saves every so many versions of a sender, while training goes on."""
 
@@ -388,7 +398,7 @@ class Keeper:
         self._store = store
         self._every = every
         self._models = list(models)
-        self._saver: NativeSaver | None = None
+        self._kept = _Kept()
         self._newest = 0
         self._sent = 0
         self.saves: deque[Saving] = deque(maxlen=_REMEMBERED)
@@ -397,39 +407,49 @@ class Keeper:
         """Takes the store over. The result is the newest version of any of the models there."""
         store = self._store
         with store._claiming:
-            if self._saver is None:
+            if self._kept.saver is None:
                 # The store's own writer would be fenced off.
                 store.close()
                 writer = store._claimed()
                 self._newest = max(writer.version(model) for model in self._models)
-                self._saver = writer.saver()
-                store._writer, store._keeper = None, weakref.ref(self)
+                store._writer, store._kept = None, self._kept
+                # Last, and in one step: Ctrl-C before it leaves a store that anybody may save in.
+                self._kept.saver = writer.saver()
         return self._newest
 
     def sent(self, session: Any) -> None:
         """Saves what was sent last, if it is its turn."""
+        # Another thread may close it in the meantime.
+        saver = self._kept.saver
         sent = session.sent_versions()
         models = [model for model in self._models if sent[model]]
-        if self._saver is None or not models:
+        if saver is None or not models:
             return
         self._sent += 1
         if (self._sent - 1) % self._every:
             return
         snapshots = [session.sent(model, None) for model in models]
         versions = {one.model: one.version for one in snapshots}
-        self.saves.append(Saving(versions, self._saver.save(snapshots)))
+        self.saves.append(Saving(versions, saver.save(snapshots)))
 
     def close(self) -> None:
         """Waits until the last save has ended. Ctrl-C ends the wait; the save goes on."""
-        if self._saver is None:
-            return
-        for saving in list(self.saves)[-2:]:
-            saving.wait()
+        if self._kept.saver is not None:
+            for saving in list(self.saves)[-2:]:
+                saving.wait()
+        self._end()
+
+    def _end(self) -> None:
         # A signal's handler, or another thread, may close it in the meantime.
-        saver, self._saver = self._saver, None
+        saver = self._kept.saver
         if saver is not None:
             saver.close()
-            self._store._keeper = None
+            # Not before: another writer would fence off the last save.
+            self._kept.saver = None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_kept") and not sys.is_finalizing():
+            self._end()
 
 
 def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keeper | None:

@@ -72,6 +72,21 @@ def test_a_meta_module_keeps_its_ties_and_its_buffers():
         assert worker.one.unique().tolist() == [1.0]
 
 
+def test_a_meta_buffer_follows_its_other_name():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("cache", torch.ones(3), persistent=False)
+            self.register_buffer("table", self.cache)
+
+    with torch.device("meta"):
+        worker = Tied()
+    # A state dict has only one of the names.
+    with pair(Tied(), worker):
+        assert worker.cache is worker.table
+        assert worker.cache.tolist() == [1.0] * 3
+
+
 class Stateful(nn.Module):
     """A module with a state of its own."""
 

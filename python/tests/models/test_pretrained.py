@@ -168,6 +168,57 @@ def test_weights_that_do_not_fit_make_no_model(tmp_path):
             store.from_pretrained(AutoModelForCausalLM)
 
 
+def test_weights_of_another_size_need_a_setting(stored):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    model, store = stored
+    for cls in [AutoModelForCausalLM, LlamaForCausalLM]:
+        with pytest.raises(weightsync.WrongWeightsError, match=r"another shape \(.*embed_tokens\.weight"):
+            store.from_pretrained(cls, vocab_size=32)
+        made = store.from_pretrained(cls, vocab_size=32, ignore_mismatched_sizes=True)
+        assert made.get_input_embeddings().weight.shape == (32, 64)
+        own, other = (one.model.layers[0].mlp.up_proj.weight for one in (made, model))
+        assert torch.equal(own, other)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("quantized", [False, True])
+def test_quantization_config_goes_to_the_model(tmp_path, monkeypatch, quantized):
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+    from transformers.quantizers import HfQuantizer, auto
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    class Bits(QuantizationConfigMixin):
+        def __init__(self, bits, quant_method="bits"):
+            self.bits, self.quant_method = bits, quant_method
+
+    class Quantizer(HfQuantizer):
+        """Stands in for the quantizers of transformers, which need packages of their own."""
+
+        is_trainable = False
+
+        def is_serializable(self):
+            return False
+
+        def _process_model_after_weight_loading(self, model, **kwargs):
+            seen.append((self.pre_quantized, self.quantization_config.bits))
+
+    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "bits", Quantizer)
+    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "bits", Bits)
+    model, seen = llama(False), []
+    if quantized:
+        model.config.quantization_config = Bits(8).to_dict()
+    config = {"config.json": model.config.to_json_string().encode()}
+    with weightsync.Store(tmp_path / "store", files=config) as store:
+        store.save(model)
+        store.pull(tmp_path / "out")
+        for cls in [AutoModelForCausalLM, LlamaForCausalLM]:
+            store.from_pretrained(cls, quantization_config=Bits(4))
+            cls.from_pretrained(tmp_path / "out", quantization_config=Bits(4))
+    # As transformers has it, a checkpoint's own configuration goes before the setting.
+    assert seen == [(True, 8) if quantized else (False, 4)] * 4
+
+
 def test_pushed_tied_checkpoints_load_into_modules(stored):
     model, store = stored
     loaded = llama(model.config.tie_word_embeddings)

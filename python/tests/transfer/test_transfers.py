@@ -1,6 +1,7 @@
 """A trainer and inference workers in processes of their own, strategy by strategy."""
 
 import asyncio
+import dataclasses
 import gc
 import os
 import pickle
@@ -429,6 +430,24 @@ def test_cancelled_broadcast_closes_the_group(actor):
 
     asyncio.run(run())
     training.shutdown()
+
+
+def test_store_that_closes_during_a_join_is_named():
+    strategy = transfer.strategy_from_config(config("broadcast"))
+    info = strategy.open(1)
+    store = _group.join_store(info, 20.0)
+    strategy._store = None
+    with pytest.raises(PeerError, match="was not formed"):
+        _group.UpdateGroup(store, info, 1, 20.0)
+
+
+def test_trainer_that_answers_nothing_is_named():
+    strategy = transfer.strategy_from_config(config("broadcast", timeout=1.0))
+    info = strategy.open(1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        info = dataclasses.replace(info, master_port=silent.getsockname()[1])
+        with pytest.raises(PeerError, match="cannot be reached: no answer within 1.0 s"):
+            asyncio.run(strategy.create_receiver(info, 1))
 
 
 async def ordered(actor, method, *args):

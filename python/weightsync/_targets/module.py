@@ -195,7 +195,7 @@ class ModuleTarget(Target):
 
         module, sent, took = self._live_module(), self._sent or {}, False
         made: dict[int, Any] = {}
-        tied: list[tuple[dict[str, Any], str, Any]] = []
+        absent: list[tuple[str, dict[str, Any], str, Any, bool]] = []
         with torch.no_grad():
             for prefix, _, inside, key, tensor, is_buffer in list(
                 module_tensors(module, "tensordict")
@@ -205,13 +205,8 @@ class ModuleTarget(Target):
                 if not lazy and tensor.device.type != "meta":
                     continue
                 known = sent.get(name)
-                if known is None and is_buffer and not lazy:
-                    raise WrongWeightsError(
-                        f"buffer {name!r} has no values here, and is not persistent, so a state "
-                        'dict does not have it: send with strategy="tensordict"'
-                    )
                 if known is None:
-                    tied.append((inside, key, tensor))
+                    absent.append((name, inside, key, tensor, is_buffer and not lazy))
                     continue
                 if lazy:
                     shape = _dtypes.torch_shape(*known)
@@ -222,10 +217,15 @@ class ModuleTarget(Target):
                     room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
                     made[id(tensor)] = _alike(tensor, room)
                 inside[key] = made[id(tensor)]
-            for inside, key, tensor in tied:
+            for name, inside, key, tensor, needs_values in absent:
                 # Another name of a tensor that arrives.
                 if id(tensor) in made:
                     inside[key] = made[id(tensor)]
+                elif needs_values:
+                    raise WrongWeightsError(
+                        f"buffer {name!r} has no values here, and is not persistent, so a state "
+                        'dict does not have it: send with strategy="tensordict"'
+                    )
         return took
 
     def _live_module(self) -> Any:

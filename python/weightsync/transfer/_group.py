@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -46,16 +47,26 @@ def open_store(address: str, timeout: float) -> dist.TCPStore:
 
 def join_store(info: TorchDistributedWeightSyncInitInfo, timeout: float) -> dist.TCPStore:
     """The store of rank 0."""
-    limit = timedelta(seconds=timeout)
+    joined: Future[dist.TCPStore] = Future()
+
+    def join() -> None:
+        try:
+            limit = timedelta(seconds=timeout)
+            store = dist.TCPStore(info.master_addr, info.master_port, None, False, limit)
+            # A store that is just being closed takes the connection, and fails at the first question.
+            store.num_keys()
+            joined.set_result(store)
+        except BaseException as error:
+            joined.set_exception(error)
+
+    # torch waits for ever for a trainer that stands still: its kernel takes the connection.
+    threading.Thread(target=join, daemon=True).start()
     try:
-        store = dist.TCPStore(info.master_addr, info.master_port, None, False, limit)
-        # One that is just being closed takes the connection, and answers nothing.
-        store.check(["formed"])
-        return store
-    except (RuntimeError, dist.DistError) as error:
+        return joined.result(timeout)
+    except (RuntimeError, dist.DistError, TimeoutError) as error:
         raise PeerError(
             f"the trainer's store at {info.master_addr}:{info.master_port} cannot be reached: "
-            f"{error}",
+            f"{str(error) or f'no answer within {timeout} s'}",
             "retry",
         ) from error
 
@@ -78,16 +89,17 @@ class UpdateGroup:
         self._control: Any = None
         self._data: Any = None
         self._store: Any = dist.PrefixStore(info.group_name, store)
-        if self._store.check(["formed"]):
-            raise UnsupportedError(
-                f"the group {info.group_name!r} has its {self.size} members, and they are fixed: "
-                "initialize the weight sync again, with all workers"
-            )
-        self._store.set(f"name/{rank}", f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})")
         self._names = [f"rank {other}" for other in range(self.size)]
         # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
         limit = self._limit(2)
         try:
+            if self._store.check(["formed"]):
+                raise UnsupportedError(
+                    f"the group {info.group_name!r} has its {self.size} members, and they are fixed: "
+                    "initialize the weight sync again, with all workers"
+                )
+            name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+            self._store.set(f"name/{rank}", name)
             if rank == 0:
                 self._wait_for_all(timeout)
                 self._store.set("formed", "")
