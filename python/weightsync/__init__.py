@@ -54,6 +54,7 @@ from weightsync.scheme import Distributed, MultiProcess, NoSync, Rpc, Scheme, Sh
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
 from weightsync.store import Saved, Saving, Store, StoredModel, StoredVersion
+from weightsync.synchronizer import Explorer, Need, Synced, Synchronizer, Trained, Trainer
 
 __all__ = [
     "Background",
@@ -62,6 +63,7 @@ __all__ = [
     "DeadlineError",
     "Distributed",
     "DryRun",
+    "Explorer",
     "InitInfo",
     "LifecycleError",
     "LoadError",
@@ -71,6 +73,7 @@ __all__ = [
     "ModelError",
     "ModelReceiver",
     "MultiProcess",
+    "Need",
     "NoSync",
     "NotAppliedError",
     "OperatingSystemError",
@@ -92,6 +95,10 @@ __all__ = [
     "StoreScheme",
     "StoredModel",
     "StoredVersion",
+    "Synced",
+    "Synchronizer",
+    "Trained",
+    "Trainer",
     "UnsupportedError",
     "WeightsyncError",
     "WorkerReport",

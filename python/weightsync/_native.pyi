@@ -568,3 +568,67 @@ class StoredModel:
     @property
     def directory(self) -> str:
         """The directory of its full version: a checkpoint that other programs load."""
+
+# A style's word, interval, offset and lag.
+_Words = tuple[str | None, int | None, int | None, int | None]
+# Whether a sync is needed, by whom it was asked for, the newest version, whether it was answered.
+_Need = tuple[Literal["no", "yes", "must"], list[str], int, bool]
+# How a sync ended, the version, its step, versions and steps behind, and why it failed.
+_Synced = tuple[str, int, int | None, int, int, str | None]
+# Name, state, step, version, how the last sync ended, and why that failed.
+_Line = tuple[str, str, int, int, str | None, str | None]
+# How a sync ended, the version, its step, the explorers, and why it failed.
+_Trained = tuple[str, int, int, list[_Line], str | None]
+
+@final
+class Synchronizer:
+    @staticmethod
+    def start(
+        method: str | None, style: _Words, history: int, listen: str | None
+    ) -> Synchronizer: ...
+    @staticmethod
+    def connect(address: str) -> Synchronizer: ...
+    @property
+    def address(self) -> str | None: ...
+    def trainer(
+        self, party: tuple[str, _Words, str | None, int], info: InitInfo, timeout: float | None
+    ) -> SyncTrainer: ...
+    def explorer(
+        self, party: tuple[str, _Words, str | None, int], timeout: float | None
+    ) -> SyncExplorer: ...
+    def shutdown(self) -> None: ...
+
+@final
+class SyncTrainer:
+    def need(self, step: int | None) -> _Need: ...
+    def wait_need(
+        self, step: int | None, timeout: float | None, watch: Callable[[], None] | None
+    ) -> _Need: ...
+    def first(self, timeout: float | None, publish: Callable[[int], None]) -> None: ...
+    def sync(
+        self,
+        step: int,
+        timeout: float | None,
+        publish: Callable[[int, float | None], None],
+        watch: Callable[[], None] | None,
+    ) -> _Trained: ...
+    def method(self) -> str: ...
+    def epoch(self) -> int: ...
+    def leave(self, reason: str | None) -> None: ...
+
+@final
+class SyncExplorer:
+    def need(self, step: int | None) -> _Need: ...
+    def wait_need(
+        self, step: int | None, timeout: float | None, watch: Callable[[], None] | None
+    ) -> _Need: ...
+    def sync(
+        self,
+        step: int | None,
+        timeout: float | None,
+        load: Callable[[int, InitInfo, int, float | None], int],
+        watch: Callable[[], None] | None,
+    ) -> _Synced: ...
+    def pause(self, paused: bool) -> None: ...
+    def method(self) -> str: ...
+    def leave(self, reason: str | None) -> None: ...

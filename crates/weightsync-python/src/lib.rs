@@ -24,12 +24,13 @@ mod session;
 mod snapshot;
 mod source;
 mod store;
+mod synchronizer;
 mod tensors;
 mod wait;
 
 use pyo3::prelude::*;
 // A program knows the schemes that are linked into it.
-use {weightsync_net as _, weightsync_serve as _};
+use weightsync_net as _;
 
 /// The classes of `weightsync._native`.
 #[pymodule]
@@ -56,6 +57,8 @@ mod _native {
     use crate::source::{Layout, Source};
     #[pymodule_export]
     use crate::store::{Saver, Saving, Store, StoredModel, StoredVersion, Writer};
+    #[pymodule_export]
+    use crate::synchronizer::{SyncExplorer, SyncTrainer, Synchronizer};
     #[pymodule_export]
     use crate::tensors::{Copies, Tensors};
 

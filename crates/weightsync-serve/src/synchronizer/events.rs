@@ -102,12 +102,14 @@ impl Events {
         let _ = self.0.live.send(record);
     }
 
-    /// The events after a number that are still kept, and those to come.
+    /// The events after a number that are still kept, and those to come. A number that no event has yet is
+    /// that of an earlier service: all are new then.
     pub(super) fn after(
         &self,
         number: u64,
     ) -> (Vec<Arc<Record>>, broadcast::Receiver<Arc<Record>>) {
         let last = self.last();
+        let number = if number > last.0 { 0 } else { number };
         let kept = last.1.iter().filter(|record| record.number > number);
         (kept.cloned().collect(), self.0.live.subscribe())
     }

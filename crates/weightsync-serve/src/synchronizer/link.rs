@@ -10,7 +10,7 @@ use hyper::StatusCode;
 use tokio::sync::watch;
 use weightsync_core::synchronizer::Party;
 use weightsync_engine::transport::{Deadline, interrupt};
-use weightsync_engine::{Error, Result};
+use weightsync_engine::{Error, Origin, Result};
 
 use super::service::Input;
 use super::wire::{Join, Joined, MAX_BODY, Problem, Reply, Request};
@@ -71,11 +71,15 @@ pub(super) struct Connection {
 struct Lifeline {
     ended: watch::Receiver<bool>,
     task: tokio::task::AbortHandle,
+    owner: Origin,
 }
 
 impl Drop for Lifeline {
     fn drop(&mut self) {
-        self.task.abort();
+        // A forked child has no such task.
+        if self.owner.is_here() {
+            self.task.abort();
+        }
     }
 }
 
@@ -137,6 +141,7 @@ impl Link {
                 let lifeline = Lifeline {
                     ended,
                     task: task.abort_handle(),
+                    owner: Origin::here(),
                 };
                 let joined = wait(&answer)??;
                 Ok(Connection {

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::{Method, Need, Style};
 use weightsync_engine::transport::{Deadline, deadline};
-use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
+use weightsync_engine::{Error, InitInfo, Origin, Remedy, Result, Version};
 
 use super::SyncError;
 use super::link::{Connection, Link, Lost};
@@ -93,6 +93,7 @@ struct Membership {
     join: Join,
     connection: Option<Connection>,
     joined: Joined,
+    owner: Origin,
 }
 
 impl Membership {
@@ -108,6 +109,7 @@ impl Membership {
             join,
             connection: Some(connection),
             joined,
+            owner: Origin::here(),
         };
         membership.note_joined();
         Ok(membership)
@@ -128,6 +130,7 @@ impl Membership {
         waits: Option<Duration>,
         until: Deadline,
     ) -> std::result::Result<Reply, Lost> {
+        self.owner.check().map_err(Error::from)?;
         if let Some(step) = step_of(&request) {
             self.join.step = self.join.step.max(step);
         }
@@ -182,6 +185,7 @@ impl Membership {
     /// Ends in order, or for a reason. A service that is away sees the connection end.
     fn leave(&mut self, reason: Option<String>) {
         if let Some(connection) = self.connection.take()
+            && self.owner.is_here()
             && connection.is_alive()
         {
             let _ = connection.ask(Request::Leave { reason }, Some(LAST_WORDS));

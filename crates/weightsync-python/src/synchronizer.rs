@@ -1,0 +1,456 @@
+//! Synchronizers and their parties, bound to Python.
+
+use std::time::Instant;
+
+use pyo3::prelude::*;
+use weightsync_engine::transport::Deadline;
+use weightsync_engine::{Error, Remedy, Version};
+use weightsync_serve::synchronizer::{
+    Ended, Explorer, Fetch, Method, Need, NeedAnswer, PartyOptions, State, Style, StyleWords,
+    SyncAnswer, SynchronizerOptions, Trainer, TrainerAnswer, method, method_word,
+};
+
+use crate::errors::Raised;
+use crate::options::{Number, Seconds, timeout_of};
+use crate::raw::attached;
+use crate::session::InitInfo;
+use crate::wait::{Turns, released};
+
+/// A style's word, interval, offset and lag.
+type Words = (Option<String>, Option<u64>, Option<u64>, Option<u64>);
+
+/// Whether a sync is needed, by whom it was asked for, the newest version, and whether the
+/// synchronizer has answered.
+type NeedParts = (&'static str, Vec<String>, u64, bool);
+
+/// How a sync ended, the version, its step, versions and steps behind, and why it failed.
+type SyncParts = (&'static str, u64, Option<u64>, u64, u64, Option<String>);
+
+/// An explorer: name, state, step, version, how its last sync ended, and why that failed.
+type LineParts = (
+    String,
+    &'static str,
+    u64,
+    u64,
+    Option<&'static str>,
+    Option<String>,
+);
+
+/// How a trainer's sync ended, the version, its step, the explorers, and why it failed.
+type TrainedParts = (&'static str, u64, u64, Vec<LineParts>, Option<String>);
+
+/// Decides when a trainer and its explorers synchronise.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct Synchronizer {
+    inner: Turns<Option<weightsync_serve::synchronizer::Synchronizer>>,
+}
+
+#[pymethods]
+impl Synchronizer {
+    /// One of this program, which listens at an address if there is one.
+    #[staticmethod]
+    fn start(
+        py: Python<'_>,
+        method: Option<&str>,
+        style: Words,
+        history: u8,
+        listen: Option<&str>,
+    ) -> PyResult<Self> {
+        released(py, || {
+            let mut options = SynchronizerOptions::new()
+                .method(method_of(method)?)
+                .history(history);
+            if let Some(style) = style_of(&style)? {
+                options = options.style(style);
+            }
+            let made = match listen {
+                None => weightsync_serve::synchronizer::Synchronizer::local(options),
+                Some(at) => weightsync_serve::synchronizer::Synchronizer::serve(options, at),
+            };
+            made.map(Self::of)
+        })
+    }
+
+    /// One of another process.
+    #[staticmethod]
+    fn connect(py: Python<'_>, address: &str) -> PyResult<Self> {
+        let connect = || weightsync_serve::synchronizer::Synchronizer::connect(address, None);
+        released(py, || connect().map(Self::of))
+    }
+
+    /// Its address, if it has one.
+    #[getter]
+    fn address(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.inner.with(py, |sync| {
+            let address = sync.as_ref().and_then(|sync| sync.address());
+            Ok(address.map(|address| address.to_string()))
+        })
+    }
+
+    /// Joins as the trainer.
+    fn trainer(
+        &self,
+        py: Python<'_>,
+        party: (String, Words, Option<String>, u64),
+        from: &InitInfo,
+        timeout: Option<Seconds>,
+    ) -> PyResult<SyncTrainer> {
+        let (timeout, from) = (timeout_of(timeout), from.0.clone());
+        let trainer = self.with(py, move |sync| {
+            sync.trainer(options_of(party)?, from, timeout)
+        })?;
+        Ok(SyncTrainer {
+            inner: Turns::new(Some(trainer), |trainer, why| {
+                if let Some(trainer) = trainer.take() {
+                    trainer.leave(why.map(str::to_owned));
+                }
+            }),
+        })
+    }
+
+    /// Joins as an explorer.
+    fn explorer(
+        &self,
+        py: Python<'_>,
+        party: (String, Words, Option<String>, u64),
+        timeout: Option<Seconds>,
+    ) -> PyResult<SyncExplorer> {
+        let timeout = timeout_of(timeout);
+        let explorer = self.with(py, move |sync| sync.explorer(options_of(party)?, timeout))?;
+        Ok(SyncExplorer {
+            inner: Turns::new(Some(explorer), |explorer, why| {
+                if let Some(explorer) = explorer.take() {
+                    explorer.leave(why.map(str::to_owned));
+                }
+            }),
+        })
+    }
+
+    /// Ends it; the parties of one of this program are told.
+    fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner.end(py, None)
+    }
+}
+
+impl Synchronizer {
+    fn of(sync: weightsync_serve::synchronizer::Synchronizer) -> Self {
+        Self {
+            inner: Turns::new(Some(sync), |sync, _| drop(sync.take())),
+        }
+    }
+
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce(&weightsync_serve::synchronizer::Synchronizer) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        self.inner.with(py, |sync| match sync {
+            Some(sync) => call(sync),
+            None => Err(Error::Interrupted),
+        })
+    }
+}
+
+/// The trainer's membership.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct SyncTrainer {
+    inner: Turns<Option<Trainer>>,
+}
+
+#[pymethods]
+impl SyncTrainer {
+    fn need(&self, py: Python<'_>, step: Option<u64>) -> PyResult<NeedParts> {
+        self.with(py, None, |trainer| trainer.need_sync(step).map(need_parts))
+    }
+
+    fn wait_need(
+        &self,
+        py: Python<'_>,
+        step: Option<u64>,
+        timeout: Option<Seconds>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<NeedParts> {
+        let timeout = timeout_of(timeout);
+        self.with(py, watch, |trainer| {
+            trainer.wait_need_sync(step, timeout).map(need_parts)
+        })
+    }
+
+    /// Publishes the first version with `publish(version)`.
+    fn first(&self, py: Python<'_>, timeout: Option<Seconds>, publish: Py<PyAny>) -> PyResult<()> {
+        let mut raised = None;
+        let done = self.with(py, None, |trainer| {
+            trainer.first(timeout_of(timeout), |version| {
+                called(&mut raised, |py| publish.call1(py, (version.0,)).map(drop))
+            })
+        });
+        of_callback(done, raised)
+    }
+
+    /// Publishes the next version with `publish(version, seconds)`.
+    fn sync(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        timeout: Option<Seconds>,
+        publish: Py<PyAny>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<TrainedParts> {
+        let mut raised = None;
+        let done = self.with(py, watch, |trainer| {
+            let published = trainer.sync(step, timeout_of(timeout), |version, until| {
+                called(&mut raised, |py| {
+                    publish.call1(py, (version.0, left(until))).map(drop)
+                })
+            });
+            published.map(trained_parts)
+        });
+        of_callback(done, raised)
+    }
+
+    /// How versions travel.
+    fn method(&self, py: Python<'_>) -> PyResult<&'static str> {
+        self.with(py, None, |trainer| Ok(method_word(trainer.method())))
+    }
+
+    /// The trainer's epoch.
+    fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, None, |trainer| Ok(trainer.epoch()))
+    }
+
+    /// Leaves: in order, or for a reason.
+    fn leave(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        self.inner.end(py, reason)
+    }
+}
+
+impl SyncTrainer {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        watch: Option<Py<PyAny>>,
+        call: impl FnOnce(&mut Trainer) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        self.inner
+            .watched(py, watch.as_ref(), |trainer| match trainer {
+                Some(trainer) => call(trainer),
+                None => Err(Error::Interrupted),
+            })
+    }
+}
+
+impl Drop for SyncTrainer {
+    fn drop(&mut self) {
+        self.inner.abandon(DROPPED);
+    }
+}
+
+/// An explorer's membership.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct SyncExplorer {
+    inner: Turns<Option<Explorer>>,
+}
+
+#[pymethods]
+impl SyncExplorer {
+    fn need(&self, py: Python<'_>, step: Option<u64>) -> PyResult<NeedParts> {
+        self.with(py, None, |explorer| {
+            explorer.need_sync(step).map(need_parts)
+        })
+    }
+
+    fn wait_need(
+        &self,
+        py: Python<'_>,
+        step: Option<u64>,
+        timeout: Option<Seconds>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<NeedParts> {
+        let timeout = timeout_of(timeout);
+        self.with(py, watch, |explorer| {
+            explorer.wait_need_sync(step, timeout).map(need_parts)
+        })
+    }
+
+    /// Loads a version with `load(version, info, worker, seconds)`, which returns the version that was
+    /// loaded.
+    fn sync(
+        &self,
+        py: Python<'_>,
+        step: Option<u64>,
+        timeout: Option<Seconds>,
+        load: Py<PyAny>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<SyncParts> {
+        let mut raised = None;
+        let done = self.with(py, watch, |explorer| {
+            let synced = explorer.sync(step, timeout_of(timeout), |fetch| {
+                called(&mut raised, |py| {
+                    let (version, worker) = (fetch.version.0, fetch.worker);
+                    let info = InitInfo(fetch.from.clone());
+                    let given = (version, info, worker, seconds_of(fetch));
+                    let loaded: Number = load.call1(py, given)?.extract(py)?;
+                    Ok(Version(loaded.0))
+                })
+            });
+            synced.map(sync_parts)
+        });
+        of_callback(done, raised)
+    }
+
+    fn pause(&self, py: Python<'_>, paused: bool) -> PyResult<()> {
+        self.with(py, None, |explorer| explorer.pause(paused))
+    }
+
+    /// How versions travel.
+    fn method(&self, py: Python<'_>) -> PyResult<&'static str> {
+        self.with(py, None, |explorer| Ok(method_word(explorer.method())))
+    }
+
+    /// Leaves: in order, or for a reason.
+    fn leave(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
+        self.inner.end(py, reason)
+    }
+}
+
+impl SyncExplorer {
+    fn with<T: Send>(
+        &self,
+        py: Python<'_>,
+        watch: Option<Py<PyAny>>,
+        call: impl FnOnce(&mut Explorer) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        self.inner
+            .watched(py, watch.as_ref(), |explorer| match explorer {
+                Some(explorer) => call(explorer),
+                None => Err(Error::Interrupted),
+            })
+    }
+}
+
+impl Drop for SyncExplorer {
+    fn drop(&mut self) {
+        self.inner.abandon(DROPPED);
+    }
+}
+
+/// What the synchronizer is told of a party that was garbage-collected.
+const DROPPED: &str = "it was dropped without shutdown()";
+
+/// Calls Python, and keeps what it raises. A signal's exception ends the waits, too.
+fn called<T>(
+    raised: &mut Option<PyErr>,
+    call: impl FnOnce(Python<'_>) -> PyResult<T>,
+) -> Result<T, Error> {
+    let done = attached(|py| {
+        call(py).map_err(|error| {
+            let is_signal = !error.is_instance_of::<pyo3::exceptions::PyException>(py);
+            let remedy = error.value(py).getattr("remedy");
+            let remedy: Option<String> = remedy.and_then(|remedy| remedy.extract()).ok();
+            *raised = Some(error.clone_ref(py));
+            match (is_signal, remedy.as_deref()) {
+                (true, _) => Error::Interrupted,
+                (false, remedy) => Error::Transport {
+                    source: Raised::boxed(error),
+                    remedy: match remedy {
+                        Some("retry") => Remedy::Retry,
+                        Some("reconnect") => Remedy::Reconnect,
+                        _ => Remedy::GiveUp,
+                    },
+                },
+            }
+        })
+    });
+    done.unwrap_or(Err(Error::Interrupted))
+}
+
+/// What the callback has raised, if the call failed by it.
+fn of_callback<T>(done: PyResult<T>, raised: Option<PyErr>) -> PyResult<T> {
+    match (done, raised) {
+        (Err(_), Some(raised)) => Err(raised),
+        (done, _) => done,
+    }
+}
+
+fn left(until: Deadline) -> Option<f64> {
+    let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+    left.map(|left| left.as_secs_f64())
+}
+
+fn seconds_of(fetch: &Fetch) -> Option<f64> {
+    left(fetch.until)
+}
+
+fn options_of(
+    (name, style, method, step): (String, Words, Option<String>, u64),
+) -> Result<PartyOptions, Error> {
+    Ok(PartyOptions::new(&name)
+        .style(style_of(&style)?)
+        .method(method_of(method.as_deref())?)
+        .step(step))
+}
+
+fn method_of(word: Option<&str>) -> Result<Option<Method>, Error> {
+    word.map(method).transpose()
+}
+
+fn style_of((word, interval, offset, lag): &Words) -> Result<Option<Style>, Error> {
+    let word = match (word, interval, offset, lag) {
+        (None, None, None, None) => return Ok(None),
+        (None, ..) => "fixed",
+        (Some(word), ..) => word,
+    };
+    let words: StyleWords = word.parse()?;
+    let words = words.interval(*interval).offset(*offset).lag(*lag);
+    words.style().map(Some)
+}
+
+fn need_parts(answer: NeedAnswer) -> NeedParts {
+    let need = match answer.need {
+        Need::No => "no",
+        Need::Yes => "yes",
+        Need::Must => "must",
+    };
+    (need, answer.asked_by, answer.newest.0, answer.connected)
+}
+
+fn sync_parts(answer: SyncAnswer) -> SyncParts {
+    let behind = (answer.versions_behind, answer.steps_behind);
+    let ended = answer.ended.word();
+    (
+        ended,
+        answer.version.0,
+        answer.step,
+        behind.0,
+        behind.1,
+        answer.reason,
+    )
+}
+
+fn trained_parts(answer: TrainerAnswer) -> TrainedParts {
+    let lines = answer.explorers.into_iter().map(|line| {
+        let state = match line.state {
+            State::Stopped => "STOPPED",
+            State::Running => "RUNNING",
+            State::RequireSync => "REQUIRE_SYNC",
+            State::WaitingSync => "WAITING_SYNC",
+        };
+        let ended = line.ended.map(Ended::word);
+        (
+            line.name,
+            state,
+            line.step,
+            line.version.0,
+            ended,
+            line.reason,
+        )
+    });
+    let (version, step) = (answer.version.0, answer.step);
+    (
+        answer.ended.word(),
+        version,
+        step,
+        lines.collect(),
+        answer.reason,
+    )
+}

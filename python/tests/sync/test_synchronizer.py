@@ -1,0 +1,299 @@
+"""Trainers and explorers, as a program of torch has them."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+import torch
+
+import weightsync
+from weightsync import Synchronizer
+
+
+def model(value):
+    made = torch.nn.Linear(256, 256)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.fill_(value)
+    return made
+
+
+def value_of(module):
+    values = {float(value) for one in module.parameters() for value in one.detach().aminmax()}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+@pytest.fixture(params=["local", "served"])
+def sync(request):
+    """A synchronizer of this program, or one that is reached over HTTP."""
+    if request.param == "local":
+        with Synchronizer.local() as made:
+            yield made
+        return
+    with Synchronizer.local(listen="127.0.0.1:0") as served:
+        with Synchronizer.connect(served.address) as made:
+            yield made
+
+
+@pytest.mark.parametrize("method", ["memory", "checkpoint"])
+def test_fixed_style_syncs_at_fixed_steps(sync, method, tmp_path):
+    trained, policy = model(0.0), model(-1.0)
+    store = {"store": tmp_path / "store"} if method == "checkpoint" else {}
+    with sync.trainer(trained, method=method, style="fixed", interval=4, **store) as trainer:
+        with sync.explorer("e0", policy, style="fixed", interval=2, offset=1) as explorer:
+            assert explorer.method == method
+            # It has no version yet, and one can be had.
+            assert explorer.need_sync(0).must
+            first = explorer.sync(0)
+            assert (first.version, first.step, value_of(policy)) == (1, 0, 0.0)
+            assert first.bytes == 4 * (256 * 256 + 256)
+            assert not trainer.need_sync(3)
+            need = trainer.need_sync(4)
+            assert need and not need.must
+            with torch.no_grad():
+                trained.weight.fill_(4.0)
+                trained.bias.fill_(4.0)
+            done = trainer.sync(4)
+            assert done and done.version == 2, str(done)
+            assert [line.name for line in done.explorers] == ["e0"]
+            assert not explorer.need_sync(2)
+            assert explorer.need_sync(3)
+            synced = explorer.sync(3)
+            assert (synced.version, synced.step, synced.steps_behind) == (2, 4, 0)
+            assert value_of(policy) == 4.0
+            assert explorer.version == 2
+            text = str(synced)
+            assert text.startswith("v2, 257 KiB, "), text
+
+
+def test_nccl_trainer_meets_explorers(sync):
+    trained, policies = model(1.0), [model(0.0), model(0.0)]
+    trainer = sync.trainer(trained, method="nccl", style="fixed")
+    explorers = [
+        sync.explorer(f"e{index}", policy, style="fixed", mode="copy")
+        for index, policy in enumerate(policies)
+    ]
+    results = [None, None]
+
+    def explore(index):
+        results[index] = explorers[index].sync(1, timeout=60)
+
+    threads = [threading.Thread(target=explore, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    # It begins when both have come.
+    done = trainer.sync(1, timeout=60)
+    for thread in threads:
+        thread.join()
+    assert done, str(done)
+    assert {line.name: line.version for line in done.explorers} == {"e0": done.version, "e1": done.version}
+    assert all(results)
+    assert [value_of(policy) for policy in policies] == [1.0, 1.0]
+    for end in (*explorers, trainer):
+        end.shutdown()
+
+
+def test_timed_out_sync_is_a_value_and_is_retried(sync):
+    policy = model(0.0)
+    with sync.explorer("e0", policy, style="explorer_driven") as explorer:
+        synced = explorer.sync(1, timeout=0.05)
+        assert not synced
+        assert synced.ended == "timed out"
+        assert "still no version" in str(synced)
+        assert value_of(policy) == 0.0
+        with sync.trainer(model(5.0), style="explorer_driven") as trainer:
+            assert explorer.need_sync(2)
+            assert explorer.sync(2)
+            assert value_of(policy) == 5.0
+            assert not trainer.need_sync(1)
+
+
+def test_trainer_is_woken_by_an_explorer_that_asks(sync):
+    trained, policy = model(0.0), model(-1.0)
+    with sync.trainer(trained, style="explorer_driven") as trainer:
+        with sync.explorer("e0", policy, style="explorer_driven", interval=1) as explorer:
+            assert explorer.sync(0)
+            asked = threading.Thread(target=lambda: explorer.sync(1, timeout=60))
+            woken = []
+
+            def wait():
+                woken.append(trainer.wait_need_sync(timeout=60))
+
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            asked.start()
+            waiting.join()
+            assert woken[0].asked_by == ("e0",)
+            with torch.no_grad():
+                trained.weight.fill_(7.0)
+                trained.bias.fill_(7.0)
+            assert trainer.sync(3)
+            asked.join()
+            assert value_of(policy) == 7.0
+
+
+def test_model_that_does_not_fit_raises_and_is_told(sync):
+    with sync.trainer(model(1.0)) as trainer:
+        wrong = torch.nn.Linear(3, 2)
+        with sync.explorer("e0", wrong) as explorer:
+            with pytest.raises(weightsync.WrongWeightsError, match="weight"):
+                explorer.sync(1, timeout=60)
+            done = trainer.sync(1)
+            assert done.explorers[0].ended == "failed"
+            assert "weight" in done.explorers[0].reason
+            assert explorer.version == 0
+
+
+def test_explorer_without_a_model_has_snapshots(sync):
+    with sync.trainer(models={"actor": model(1.0), "critic": model(2.0)}):
+        with sync.explorer("e0") as explorer:
+            assert explorer.sync(0)
+            values = {name: float(one["weight"].max()) for name, one in explorer.snapshots.items()}
+            assert values == {"actor": 1.0, "critic": 2.0}
+
+
+def test_newer_trainer_fences_the_older_one(sync):
+    first = sync.trainer(model(1.0))
+    second = sync.trainer(model(2.0))
+    assert second.epoch == 2
+    with pytest.raises(weightsync.WeightsyncError, match="fenced off"):
+        first.sync(1)
+    policy = model(0.0)
+    with sync.explorer("e0", policy) as explorer:
+        assert explorer.sync(0).version == 2
+        assert value_of(policy) == 2.0
+    first.shutdown()
+    second.shutdown()
+
+
+def test_explorer_of_the_same_name_takes_the_place(sync):
+    with sync.trainer(model(1.0)):
+        first = sync.explorer("e0", model(0.0))
+        with sync.explorer("e0", model(0.0)) as second:
+            assert second.sync(0)
+            with pytest.raises(weightsync.WeightsyncError, match="a name of its own"):
+                first.need_sync(1)
+        first.shutdown()
+
+
+def test_evaluating_explorer_needs_nothing(sync):
+    trained = model(1.0)
+    with sync.trainer(trained, style="trainer_driven") as trainer:
+        with sync.explorer("e0", model(0.0), style="trainer_driven", eval_interval=5) as explorer:
+            assert explorer.sync(0)
+            assert [step for step in range(12) if explorer.need_eval(step)] == [5, 10]
+            assert trainer.sync(1)
+            with explorer.evaluating():
+                assert not explorer.need_sync(1)
+            assert explorer.need_sync(1)
+
+
+def test_bounded_explorer_must_sync_when_it_lags(sync):
+    trained, policy = model(0.0), model(-1.0)
+    with sync.trainer(trained, style="bounded") as trainer:
+        with sync.explorer("e0", policy, style="bounded", lag=2) as explorer:
+            assert explorer.sync(0)
+            needs = []
+            for step in (1, 2, 3):
+                assert trainer.sync(step)
+                needs.append(explorer.need_sync(step).word)
+            assert needs == ["no", "no", "must"]
+            synced = explorer.sync(3)
+            assert (synced.versions_behind, synced.step) == (0, 3)
+
+
+def test_stopped_trainer_leaves_nothing_newer(sync):
+    policy = model(0.0)
+    trainer = sync.trainer(model(1.0))
+    trainer.shutdown()
+    trainer.shutdown()
+    with sync.explorer("e0", policy) as explorer:
+        # The synchronizer has its version, though its memory is gone.
+        assert explorer.sync(0)
+        assert value_of(policy) == 1.0
+        assert explorer.sync(1).ended == "nothing newer"
+
+
+def test_async_calls_leave_the_loop_running(sync):
+    async def run():
+        trained, policy = model(3.0), model(0.0)
+        async with sync.trainer(trained, style="explorer_driven") as trainer:
+            async with sync.explorer("e0", policy, style="explorer_driven") as explorer:
+                assert await explorer.sync_async(0)
+                ticks = 0
+
+                async def tick():
+                    nonlocal ticks
+                    while True:
+                        ticks += 1
+                        await asyncio.sleep(0.001)
+
+                ticking = asyncio.create_task(tick())
+                asked = asyncio.create_task(explorer.sync_async(1, timeout=60))
+                need = await trainer.wait_need_sync_async(timeout=60)
+                assert need.asked_by == ("e0",)
+                assert await trainer.sync_async(1)
+                assert await asked
+                ticking.cancel()
+                assert ticks > 0
+
+    asyncio.run(run())
+
+
+def test_cancelled_task_ends_its_wait(sync):
+    async def run():
+        with sync.explorer("e0", model(0.0)) as explorer:
+            waiting = asyncio.create_task(explorer.sync_async(1, timeout=None))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            # The explorer goes on.
+            assert (await explorer.need_sync_async(1)).connected
+
+    asyncio.run(run())
+
+
+def test_party_ends_with_its_synchronizer():
+    sync = Synchronizer.local()
+    explorer = sync.explorer("e0", model(0.0))
+    ended = []
+
+    def wait():
+        try:
+            explorer.sync(1, timeout=60)
+        except weightsync.WeightsyncError as error:
+            ended.append(str(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    time.sleep(0.05)
+    sync.shutdown()
+    waiting.join()
+    assert "shut down" in ended[0]
+    explorer.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"method": "ncl"}, "nccl, memory, checkpoint"),
+        ({"style": "fixd"}, "dynamic_by_explorer"),
+        ({"style": "fixed", "lag": 1}, "belongs to the style bounded"),
+        ({"interval": 0}, "1 step or more"),
+        ({"method": "checkpoint"}, "store="),
+        ({"method": "memory", "store": "/tmp/x"}, "checkpoint"),
+    ],
+)
+def test_wrong_setting_is_named(arguments, words):
+    with Synchronizer.local() as sync:
+        with pytest.raises(weightsync.SettingError, match=words):
+            sync.trainer(model(0.0), **arguments)
+
+
+def test_parties_that_wait_for_each_other_are_refused(sync):
+    with sync.trainer(model(0.0), style="explorer_driven"):
+        with pytest.raises(weightsync.WeightsyncError, match="wait for the other"):
+            sync.explorer("e0", model(0.0), style="trainer_driven")
