@@ -8,6 +8,7 @@ use crate::places::Places;
 use crate::python;
 use crate::step;
 use crate::test::OBJECTS_PYTHON;
+use crate::tools;
 use crate::wheel;
 
 /// The module in Rust, whose stubs are written by hand.
@@ -78,6 +79,7 @@ fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     match args {
         [] => {
+            tools::CHROMIUM.provide()?;
             let python = python::TESTS.provide(places)?;
             let oldest = python::OLDEST.provide(places)?;
             run(
@@ -101,6 +103,10 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
             step::run_last("vLLM", pytest(places, &own)?.args(chosen))
         }
         chosen => {
+            // Most tests do without. The others say so themselves.
+            if let Err(error) = tools::CHROMIUM.provide() {
+                eprintln!("warning: {error}");
+            }
             let own = installed(places)?;
             step::run_last("python tests", pytest(places, &own)?.args(chosen))
         }

@@ -55,6 +55,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
     let nextest = tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {
         tools::IPROUTE.provide()?;
+        tools::CHROMIUM.provide()?;
     }
     let python = python::TESTS.provide(places)?;
     let oldest = python::OLDEST.provide(places)?;

@@ -38,6 +38,12 @@ pub const IPERF: Package = Package {
     brings: &["iperf3"],
 };
 
+/// A browser and the program that drives it: the tests of the synchronizer's page.
+pub const CHROMIUM: Package = Package {
+    name: "chromium-driver",
+    brings: &["chromium", "chromedriver"],
+};
+
 /// Libraries that Mooncake's transfer engine is linked to, also where there is no hardware for them.
 pub const MOONCAKE: [Package; 3] = [
     Package {

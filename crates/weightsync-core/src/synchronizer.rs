@@ -44,6 +44,8 @@ pub use self::event::{
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Synchronizer {
     method: Method,
+    /// Whether it may still be another one.
+    free: bool,
     trainer: Option<Trainer>,
     /// The highest epoch of a trainer.
     epoch: Epoch,
@@ -99,13 +101,15 @@ struct Wait {
 }
 
 impl Synchronizer {
-    /// Nobody is there yet. A store may have a version, and the step of which it was made.
-    pub fn new(method: Method, newest: Option<(Version, u64)>) -> Self {
+    /// Nobody is there yet. A store may have a version, and the step of which it was made; trainers of
+    /// earlier lives of the synchronizer had epochs up to this one.
+    pub fn new(method: Method, newest: Option<(Version, u64)>, epoch: Epoch) -> Self {
         let newest = newest.unwrap_or((Version::NONE, 0));
         Self {
             method,
+            free: newest.0.is_none(),
             trainer: None,
-            epoch: Epoch(0),
+            epoch,
             stopped: false,
             explorers: BTreeMap::new(),
             newest,
@@ -118,14 +122,18 @@ impl Synchronizer {
         self.method
     }
 
-    /// Sets how versions travel, until a trainer has been there or there is a version. False if it is
-    /// too late for another method.
+    /// Sets how versions travel, until a trainer has been there, there is a version, or it was
+    /// [fixed](Self::fix_method). False if it is too late for another method.
     pub fn choose(&mut self, method: Method) -> bool {
-        let is_free = self.epoch == Epoch(0) && self.highest.is_none();
-        if is_free {
+        if self.free {
             self.method = method;
         }
         self.method == method
+    }
+
+    /// Keeps to the method.
+    pub fn fix_method(&mut self) {
+        self.free = false;
     }
 
     /// Takes an event in. The effects are in the order in which they are to be done.
@@ -294,7 +302,7 @@ impl Synchronizer {
                 if let Some(old) = self.leave(effects) {
                     effects.push(Effect::Refused(old));
                 }
-                (self.epoch, self.stopped) = (epoch, false);
+                (self.epoch, self.stopped, self.free) = (epoch, false, false);
                 self.trainer = Some(Trainer {
                     party,
                     style,

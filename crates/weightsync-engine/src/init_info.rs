@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_core::ModelId;
 
 use crate::error::{Error, Result};
-use crate::scheme::MAX_TEXT;
+use crate::scheme::{AnyScheme, MAX_TEXT};
 use crate::transport::Endpoint;
 
 /// Everything a worker needs to join a sender: a plain value that crosses a
@@ -35,6 +35,20 @@ pub struct InitInfo {
 }
 
 impl InitInfo {
+    /// The init info of a sender of these models, for a scheme whose senders are all found at the same
+    /// place, such as a store.
+    ///
+    /// # Errors
+    ///
+    /// If the scheme cannot allocate an address for the models.
+    pub fn of(scheme: &AnyScheme, models: &[ModelId]) -> Result<Self> {
+        Ok(Self {
+            scheme: scheme.text()?,
+            models: models.to_vec(),
+            at: scheme.scheme().allocate_endpoint(models, None)?,
+        })
+    }
+
     /// The models the sender feeds, in the set's order.
     pub fn models(&self) -> &[ModelId] {
         &self.models

@@ -96,7 +96,7 @@ enum Kind {
 impl World {
     fn new(limits: &Limits) -> Self {
         let mut world = Self {
-            sync: Synchronizer::new(limits.method, None),
+            sync: Synchronizer::new(limits.method, None, Epoch(0)),
             trainer: Life::Ended,
             explorers: Vec::new(),
             samples: 0,
@@ -581,7 +581,7 @@ fn every_order_of_events_ends_with_all_stopped() {
 
 #[test]
 fn method_is_chosen_before_the_first_trainer() {
-    let mut sync = Synchronizer::new(Method::Memory, None);
+    let mut sync = Synchronizer::new(Method::Memory, None, Epoch(0));
     assert!(sync.choose(Method::Direct));
     assert!(sync.choose(Method::Checkpoint));
     sync.step(
@@ -590,6 +590,6 @@ fn method_is_chosen_before_the_first_trainer() {
     );
     assert!(!sync.choose(Method::Memory));
     assert!(sync.choose(Method::Checkpoint));
-    let mut sync = Synchronizer::new(Method::Checkpoint, Some((Version(3), 30)));
+    let mut sync = Synchronizer::new(Method::Checkpoint, Some((Version(3), 30)), Epoch(0));
     assert!(!sync.choose(Method::Memory));
 }

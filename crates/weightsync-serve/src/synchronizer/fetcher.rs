@@ -1,12 +1,10 @@
 //! Fetches what an explorer is told to load.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use weightsync_engine::{
-    Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot, Version,
-};
+use weightsync_engine::{Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot};
 
-use super::{Fetch, SyncError};
+use super::{Fetch, SyncError, lasting};
 
 /// The receiver of an explorer. It joins where versions can be had, and joins again where that has
 /// changed.
@@ -48,6 +46,17 @@ impl Fetcher {
     ///
     /// Those of joining and of [`Receiver::pull`].
     pub fn fetch(&mut self, fetch: &Fetch) -> Result<SetSnapshot> {
+        let fetched = self.receive(fetch);
+        match fetched {
+            // Versions in a store do not need the trainer, which may be gone.
+            Err(error) if is_stored(&fetch.from) && !matches!(error, Error::Interrupted) => {
+                lasting::load(&fetch.from, fetch.version)
+            }
+            fetched => fetched,
+        }
+    }
+
+    fn receive(&mut self, fetch: &Fetch) -> Result<SetSnapshot> {
         let left = || {
             let until = fetch.until;
             until.map(|until| until.saturating_duration_since(Instant::now()))
@@ -59,7 +68,11 @@ impl Fetcher {
         {
             self.joined = None;
             let setup = ReceiverSetup::new(fetch.from.clone(), fetch.worker);
-            self.joined = Some((fetch.from.clone(), setup.connect(left())?));
+            let timeout = match is_stored(&fetch.from) {
+                true => Some(Duration::ZERO),
+                false => left(),
+            };
+            self.joined = Some((fetch.from.clone(), setup.connect(timeout)?));
         }
         let Some((_, receiver)) = &mut self.joined else {
             unreachable!("it has joined just now")
@@ -80,11 +93,9 @@ impl Fetcher {
             })
         })
     }
+}
 
-    /// The version of the first model that was fetched last.
-    pub fn version(&self) -> Version {
-        let receiver = self.joined.as_ref().map(|(_, receiver)| receiver);
-        let first = receiver.and_then(|receiver| receiver.versions().first());
-        first.map_or(Version::NONE, |(_, version)| *version)
-    }
+/// Whether versions lie in a store.
+fn is_stored(from: &InitInfo) -> bool {
+    from.scheme().split(':').next() == Some("store")
 }

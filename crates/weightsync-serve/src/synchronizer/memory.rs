@@ -12,6 +12,7 @@ use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
     Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
 };
+use weightsync_store::Saver;
 
 /// The number of the service as a worker of the trainer.
 const WORKER: u32 = 0;
@@ -35,6 +36,8 @@ struct Inner {
     /// How many older versions are kept.
     history: u8,
     sender: Mutex<Option<Sender>>,
+    /// Saves what is passed on.
+    saver: Option<Saver>,
     /// What others may look at while a version is passed on.
     seen: Mutex<Seen>,
 }
@@ -48,10 +51,11 @@ struct Seen {
 }
 
 impl Held {
-    pub(super) fn new(scheme: AnyScheme, history: u8) -> Self {
+    pub(super) fn new(scheme: AnyScheme, history: u8, saver: Option<Saver>) -> Self {
         Self(Arc::new(Inner {
             scheme,
             history,
+            saver,
             sender: Mutex::default(),
             seen: Mutex::default(),
         }))
@@ -113,6 +117,11 @@ impl Held {
                 *sender = Some(self.open(set, &all, version)?);
             }
             Err(error) => return Err(error),
+        }
+        if let (Some(saver), Some(sender)) = (&self.0.saver, &*sender) {
+            let models = sender.models();
+            let kept = models.map(|model| sender.snapshot_of(model.as_str()));
+            saver.save(kept.collect::<Result<_>>()?);
         }
         let mut seen = self.seen();
         seen.info = sender.as_ref().map(Sender::init_info);

@@ -6,6 +6,7 @@
 //! | take events in, do what was decided | `service`: one thread |
 //! | hold the newest versions in memory | `memory`: a worker of the trainer, and the sender of the explorers |
 //! | ask, publish, load | [`Trainer`] and [`Explorer`], through `link` |
+//! | outlast a restart | `lasting`: a store, and a file in the run directory |
 //! | answer other processes | `server`, over HTTP; `files` for versions, `watching` for people |
 //!
 //! Weights travel by weightsync's own senders and receivers. What passes between a party and the service
@@ -15,6 +16,7 @@ mod error;
 mod events;
 mod fetcher;
 mod files;
+mod lasting;
 mod link;
 mod memory;
 mod party;
@@ -25,12 +27,14 @@ mod watching;
 mod wire;
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use weightsync_engine::{AnyScheme, InitInfo, Result, SharedMem};
 use weightsync_net::address::{reached, resolve};
 use weightsync_net::{Access, Distributed, listen_error};
+use weightsync_store::Keep;
 
 pub use self::error::SyncError;
 pub use self::fetcher::Fetcher;
@@ -39,6 +43,7 @@ pub use self::settings::{StyleWords, method, method_word};
 pub use self::wire::{Ended, ExplorerLine, NeedAnswer, Role, SyncAnswer, TrainerAnswer};
 pub use weightsync_core::synchronizer::{Method, Need, State, Style};
 
+use self::lasting::Lasting;
 use self::link::{Link, Remote};
 use self::service::{Options, ServiceThread};
 use crate::http::{Bearer, Client, HttpThread, Limits, Server};
@@ -70,7 +75,7 @@ impl SynchronizerOptions {
                 style,
                 scheme: AnyScheme::new(SharedMem::default()),
                 history: 1,
-                newest: None,
+                lasting: Lasting::default(),
                 max_parties: 4096,
             },
             access: None,
@@ -92,6 +97,26 @@ impl SynchronizerOptions {
     /// How many older versions are kept in memory.
     pub fn history(mut self, versions: u8) -> Self {
         self.options.history = versions;
+        self
+    }
+
+    /// Keeps versions in a store, a directory or an address such as `s3://bucket/path`, and begins with the
+    /// newest one there. With the method `checkpoint` it is the trainer's store.
+    pub fn store(mut self, address: impl Into<Option<String>>) -> Self {
+        self.options.lasting.store = address.into();
+        self
+    }
+
+    /// Which versions that store keeps; all by default.
+    pub fn keep(mut self, keep: Keep) -> Self {
+        self.options.lasting.keep = keep;
+        self
+    }
+
+    /// A directory for what a later life of the synchronizer has to know: the epochs of trainers, so that
+    /// an old trainer stays fenced off, and the steps of versions.
+    pub fn run_dir(mut self, dir: impl Into<Option<PathBuf>>) -> Self {
+        self.options.lasting.run_dir = dir.into();
         self
     }
 
@@ -129,7 +154,7 @@ impl Synchronizer {
     ///
     /// If its thread cannot be started.
     pub fn local(options: SynchronizerOptions) -> Result<Self> {
-        let service = start(options.options)?;
+        let service = ServiceThread::start(options.options)?;
         Ok(Self {
             link: Link::Local(service.inputs()),
             server: None,
@@ -162,7 +187,7 @@ impl Synchronizer {
             scheme = scheme.token(token.clone());
         }
         options.options.scheme = AnyScheme::new(scheme);
-        let service = start(options.options)?;
+        let service = ServiceThread::start(options.options)?;
         let secret = access.token.as_ref().map(|token| token.secret());
         let failed = |source| SyncError::Start {
             what: format!("serve at {at}"),
@@ -239,14 +264,6 @@ impl Synchronizer {
     pub fn explorer(&self, options: PartyOptions, timeout: Option<Duration>) -> Result<Explorer> {
         Explorer::join(self.link.clone(), options, timeout)
     }
-}
-
-fn start(options: Options) -> Result<ServiceThread> {
-    let started = ServiceThread::start(options);
-    Ok(started.map_err(|source| SyncError::Start {
-        what: "start a thread".into(),
-        source,
-    })?)
 }
 
 fn allowed(access: Option<Access>) -> Result<Access> {

@@ -116,8 +116,8 @@ impl Membership {
     }
 
     fn note_joined(&mut self) {
-        self.join.method = Some(self.joined.method);
         if self.join.role == Role::Trainer {
+            self.join.method = Some(self.joined.method);
             self.join.epoch = Some(self.joined.epoch);
         }
     }

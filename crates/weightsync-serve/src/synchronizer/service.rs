@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 use weightsync_core::synchronizer::{
     Departure, Effect, Event, Method, Moment, Need, Outcome, Party, State, Style, Synchronizer,
 };
-use weightsync_engine::{AnyScheme, Epoch, InitInfo, Origin, Version};
+use weightsync_engine::{AnyScheme, Epoch, InitInfo, Origin, Result as EngineResult, Version};
 
+use super::SyncError;
 use super::events::{Events, What, since_1970};
+use super::lasting::{Lasting, Record};
 use super::memory::{Bridge, FromBridge, Held};
 use super::settings::{fit, method_word, style_word};
 use super::wire::{
@@ -51,8 +53,7 @@ pub(super) struct Options {
     /// By which explorers get what is held in memory.
     pub(super) scheme: AnyScheme,
     pub(super) history: u8,
-    /// The newest version of the store, and its step.
-    pub(super) newest: Option<(Version, u64)>,
+    pub(super) lasting: Lasting,
     pub(super) max_parties: usize,
 }
 
@@ -69,38 +70,55 @@ pub(super) struct ServiceThread {
 }
 
 impl ServiceThread {
-    pub(super) fn start(options: Options) -> std::io::Result<Self> {
+    pub(super) fn start(options: Options) -> EngineResult<Self> {
         let (inputs, all) = mpsc::channel();
         let events = Events::default();
-        let held = Held::new(options.scheme.clone(), options.history);
+        let method = options.method.unwrap_or(Method::Memory);
+        let found = options.lasting.find(method)?;
+        let held = Held::new(options.scheme.clone(), options.history, found.saver);
+        if !found.weights.is_empty() {
+            held.publish(&found.weights)?;
+        }
+        let mut core = Synchronizer::new(method, found.newest, found.record.epoch);
+        if options.method.is_some() || options.lasting.store.is_some() {
+            core.fix_method();
+        }
+        let steps = found.record.steps.iter();
         let service = Service {
-            core: Synchronizer::new(options.method.unwrap_or(Method::Memory), options.newest),
+            core,
             since: Instant::now(),
             members: BTreeMap::new(),
             replaced: BTreeMap::new(),
             last: 0,
             number: 0,
             workers: BTreeMap::new(),
-            steps: options.newest.into_iter().collect(),
+            steps: steps
+                .map(|(version, step)| (Version(*version), *step))
+                .chain(found.newest)
+                .collect(),
             published: BTreeMap::new(),
             counts: Counts::default(),
-            source: None,
+            source: found.source,
             meeting: Vec::new(),
             bridge: None,
             retired: Vec::new(),
             held: held.clone(),
+            record: found.record,
             inputs: inputs.clone(),
             events: events.clone(),
             options,
         };
         let thread = std::thread::Builder::new()
             .name("weightsync-sync".into())
-            .spawn(move || service.run(&all))?;
+            .spawn(move || service.run(&all));
         Ok(Self {
             inputs,
             events,
             held,
-            thread: Some(thread),
+            thread: Some(thread.map_err(|source| SyncError::Start {
+                what: "start a thread".into(),
+                source,
+            })?),
             owner: Origin::here(),
         })
     }
@@ -209,6 +227,7 @@ struct Service {
     /// Those of earlier trainers, which are about to end.
     retired: Vec<Bridge>,
     held: Held,
+    record: Record,
     inputs: mpsc::Sender<Input>,
     events: Events,
 }
@@ -410,6 +429,7 @@ impl Service {
         };
         let party = self.enter(Role::Trainer, join.name, style);
         self.tell(Event::TrainerJoined(party, epoch, join.step, style));
+        self.record.note(epoch, None);
         self.source = Some(from.clone());
         if self.core.method() == Method::Memory {
             self.retire_bridge();
@@ -1041,6 +1061,7 @@ impl Service {
 
     fn note_published(&mut self, party: Party, version: Version, step: u64) {
         self.counts.published += 1;
+        self.record.note(self.core.epoch(), Some((version, step)));
         self.published.insert(version, since_1970());
         while self.published.len() > SHOWN {
             self.published.pop_first();

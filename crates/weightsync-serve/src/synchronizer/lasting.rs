@@ -1,0 +1,162 @@
+//! What lasts longer than the service: versions in a store, and the epochs of trainers in a file.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use weightsync_core::synchronizer::Method;
+use weightsync_engine::{
+    AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
+};
+use weightsync_store::{
+    Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme, Which, Writer,
+};
+
+use super::SyncError;
+
+/// The file in the run directory.
+const FILE: &str = "synchronizer.json";
+
+/// How many versions' steps the file has.
+const STEPS: usize = 64;
+
+/// What a service finds when it starts.
+#[derive(Debug, Default)]
+pub(super) struct Found {
+    /// The newest version of the store, and its step if that is known.
+    pub(super) newest: Option<(Version, u64)>,
+    /// Its weights, if the service holds versions.
+    pub(super) weights: Vec<Snapshot>,
+    /// Where explorers get versions, if they get them from the store.
+    pub(super) source: Option<InitInfo>,
+    /// The thread that saves versions, if the service holds them.
+    pub(super) saver: Option<Saver>,
+    pub(super) record: Record,
+}
+
+/// The settings of what lasts.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Lasting {
+    /// The address of a store.
+    pub(super) store: Option<String>,
+    pub(super) keep: Keep,
+    pub(super) run_dir: Option<PathBuf>,
+}
+
+impl Lasting {
+    pub(super) fn find(&self, method: Method) -> Result<Found> {
+        let mut found = Found {
+            record: Record::read(self.run_dir.clone())?,
+            ..Found::default()
+        };
+        let Some(address) = &self.store else {
+            return Ok(found);
+        };
+        let store = Store::open(address)?;
+        let newest = match method {
+            Method::Direct => {
+                let setting = "store";
+                let expected =
+                    "none: with the method nccl the synchronizer has no versions to keep";
+                return Err(super::settings::bad(setting, expected, address));
+            }
+            Method::Memory => {
+                found.weights = match store.load(&Which::Newest) {
+                    Ok(loaded) => {
+                        let members = loaded.set.members().iter();
+                        members.map(|member| member.snapshot.clone()).collect()
+                    }
+                    Err(StoreError::Empty { .. }) => Vec::new(),
+                    Err(error) => return Err(error.into()),
+                };
+                let mut options = SaveOptions::default();
+                options.keep = self.keep;
+                found.saver = Some(Saver::start(Writer::claim(&store, options)?)?);
+                found.weights.iter().map(Snapshot::version).max()
+            }
+            Method::Checkpoint => {
+                let versions = store.newest_versions(1)?.versions;
+                let models = versions.last().map_or(&[][..], |newest| &newest.models);
+                let ids: Vec<ModelId> = models.iter().map(|one| one.model.clone()).collect();
+                if !ids.is_empty() {
+                    let scheme = AnyScheme::new(StoreScheme::new(address)?);
+                    found.source = Some(InitInfo::of(&scheme, &ids)?);
+                }
+                models.iter().map(|one| one.version).max()
+            }
+        };
+        found.newest = newest.map(|version| {
+            let step = found.record.steps.get(&version.0);
+            (version, step.copied().unwrap_or_default())
+        });
+        Ok(found)
+    }
+}
+
+/// What a later life of the service has to know.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub(super) struct Record {
+    /// The highest epoch of a trainer.
+    pub(super) epoch: Epoch,
+    /// The steps of which the newest versions were made.
+    pub(super) steps: BTreeMap<u64, u64>,
+    #[serde(skip)]
+    file: Option<PathBuf>,
+}
+
+impl Record {
+    fn read(run_dir: Option<PathBuf>) -> Result<Self> {
+        let Some(dir) = run_dir else {
+            return Ok(Self::default());
+        };
+        let file = dir.join(FILE);
+        let failed = |source: io::Error| SyncError::Start {
+            what: format!("use {}", file.display()),
+            source,
+        };
+        std::fs::create_dir_all(&dir).map_err(failed)?;
+        let mut record = match std::fs::read(&file) {
+            Ok(bytes) => serde_json::from_slice::<Self>(&bytes).map_err(|error| {
+                failed(io::Error::other(format!(
+                    "it is damaged ({error}); remove it if no trainer of before runs any more"
+                )))
+            })?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::default(),
+            Err(error) => return Err(failed(error).into()),
+        };
+        record.file = Some(file);
+        Ok(record)
+    }
+
+    /// Notes the epoch and a version, for a later life. A file that cannot be written is a warning: only a
+    /// restart needs it.
+    pub(super) fn note(&mut self, epoch: Epoch, version: Option<(Version, u64)>) {
+        self.epoch = epoch;
+        if let Some((version, step)) = version {
+            self.steps.insert(version.0, step);
+        }
+        while self.steps.len() > STEPS {
+            self.steps.pop_first();
+        }
+        if let Some(file) = &self.file
+            && let Err(error) = self.write(file)
+        {
+            tracing::warn!("{} cannot be written: {error}", file.display());
+        }
+    }
+
+    fn write(&self, file: &Path) -> io::Result<()> {
+        let new = file.with_extension("json.new");
+        std::fs::write(&new, serde_json::to_vec(self)?)?;
+        std::fs::rename(&new, file)
+    }
+}
+
+/// A version of a store, for an explorer whose trainer is gone.
+pub(super) fn load(from: &InitInfo, version: Version) -> Result<SetSnapshot> {
+    let store = Store::open(from.endpoint().address())?;
+    let model = from.models().first().cloned();
+    let which = Which::AtLeast(ModelVersion { model, version });
+    Ok(store.load(&which)?.set)
+}

@@ -1,0 +1,144 @@
+//! Parties and services that come back.
+
+use std::path::Path;
+use std::time::Duration;
+
+use weightsync_serve::synchronizer::{
+    Ended, Method, PartyOptions, Synchronizer, SynchronizerOptions,
+};
+
+use crate::world::{Exploring, LONG, Training, style};
+
+fn options() -> SynchronizerOptions {
+    SynchronizerOptions::new().style(style("fully_async", 1))
+}
+
+/// A service that keeps what it has to know in a directory.
+fn lasting(dir: &Path, method: Method) -> SynchronizerOptions {
+    options()
+        .method(method)
+        .store(dir.join("store").display().to_string())
+        .run_dir(dir.join("run"))
+}
+
+fn connect(served: &Synchronizer) -> Synchronizer {
+    Synchronizer::connect(&served.address().unwrap().to_string(), None).unwrap()
+}
+
+fn trainer(name: &str) -> PartyOptions {
+    PartyOptions::new(name)
+}
+
+#[test]
+fn parties_join_a_service_that_restarts() {
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap().to_string();
+    let sync = connect(&served);
+    let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
+    let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
+    assert_eq!(explorer.sync(LONG).version.0, 1);
+    training.step = 1;
+    assert!(training.sync(LONG).is_synced());
+    drop(served);
+    // Without it nobody is held up, and a timeout is an answer.
+    let need = explorer.explorer.need_sync(Some(1)).unwrap();
+    assert!(!need.is_needed() && !need.connected);
+    let answer = explorer.sync(Some(Duration::from_millis(10)));
+    assert_eq!((answer.ended, answer.version.0), (Ended::TimedOut, 1));
+    let _served = Synchronizer::serve(options(), &at).unwrap();
+    // It knew of no version. The trainer joins again with its newest.
+    assert!(training.trainer.need_sync(Some(1)).unwrap().connected);
+    assert_eq!(explorer.sync(LONG).version.0, 2);
+    assert_eq!(explorer.runs, Some(1));
+    training.step = 2;
+    let answer = training.sync(LONG);
+    assert_eq!(answer.version.0, 3, "{answer}");
+    assert_eq!(explorer.sync(LONG).version.0, 3);
+}
+
+#[test]
+fn explorer_waits_through_a_restart() {
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap().to_string();
+    let sync = connect(&served);
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
+            explorer.sync(LONG)
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        drop(served);
+        let served = Synchronizer::serve(options(), &at).unwrap();
+        let training = Training::join(&sync, trainer("trainer"), "distributed", 5);
+        let answer = waiting.join().unwrap();
+        assert_eq!((answer.version.0, answer.step), (1, Some(5)));
+        training.trainer.leave(None);
+        drop(served);
+    });
+}
+
+#[test]
+fn service_begins_with_the_newest_of_its_store() {
+    let dir = tempfile::tempdir().unwrap();
+    for method in [Method::Memory, Method::Checkpoint] {
+        let dir = dir.path().join(format!("{method:?}"));
+        let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
+        let sync = connect(&served);
+        let scheme = match method {
+            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
+            _ => "distributed".into(),
+        };
+        let mut training = Training::join(&sync, trainer("trainer"), &scheme, 0);
+        for step in [3, 7] {
+            training.step = step;
+            assert!(training.sync(LONG).is_synced());
+        }
+        // The trainer, its memory and the service are gone.
+        drop(training);
+        drop(sync);
+        drop(served);
+        let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
+        let sync = connect(&served);
+        let mut explorer = Exploring::join(&sync, PartyOptions::new("late"));
+        let answer = explorer.sync(LONG);
+        assert_eq!((answer.version.0, explorer.runs), (3, Some(7)), "{answer}");
+        // A restarted trainer continues the numbers.
+        let training = Training::join(&sync, trainer("again"), &scheme, 7);
+        assert_eq!(training.trainer.next_version().0, 5);
+        assert_eq!(explorer.sync(LONG).version.0, 4);
+        training.trainer.leave(None);
+    }
+}
+
+#[test]
+fn old_trainer_stays_fenced_off_after_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let served = Synchronizer::serve(lasting(dir.path(), Method::Memory), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap().to_string();
+    let sync = connect(&served);
+    let mut old = Training::join(&sync, trainer("old"), "distributed", 0);
+    let mut new = Training::join(&sync, trainer("new"), "distributed", 0);
+    drop(served);
+    let _served = Synchronizer::serve(lasting(dir.path(), Method::Memory), &at).unwrap();
+    let refused = old.trainer.need_sync(Some(1)).unwrap_err().to_string();
+    assert!(refused.contains("fenced off"), "{refused}");
+    new.step = 1;
+    assert!(new.sync(LONG).is_synced());
+    assert!(old.trainer.need_sync(Some(2)).is_err());
+}
+
+#[test]
+fn explorer_that_comes_back_takes_its_place() {
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let sync = connect(&served);
+    let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
+    for _ in 0..3 {
+        let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
+        assert!(explorer.sync(LONG).is_synced());
+        training.step += 1;
+        let answer = training.sync(LONG);
+        assert_eq!(answer.explorers.len(), 1, "{answer}");
+        // Dropped without a word, as one that is killed.
+    }
+    training.trainer.leave(None);
+}
