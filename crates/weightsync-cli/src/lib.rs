@@ -12,6 +12,8 @@ mod diff;
 mod net;
 mod output;
 mod plot;
+#[cfg(feature = "net")]
+mod serve;
 mod signals;
 mod store;
 mod words;
@@ -34,7 +36,7 @@ pub struct Program {
 /// Runs the command with the arguments after its name, and returns the exit code.
 ///
 /// What it has to say goes to the process's standard output and standard error. A pipe that its
-/// reader has closed is no failure. `relay`, `demo` and the commands of stores watch SIGINT, SIGTERM and
+/// reader has closed is no failure. `relay`, `serve`, `demo` and the commands of stores watch SIGINT, SIGTERM and
 /// SIGHUP, but for those that are ignored, and end in order; the others leave signals as the process has
 /// them.
 pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
@@ -115,6 +117,18 @@ enum Action {
     /// on. When a command has succeeded, older directories are removed, but for one. Ctrl-C ends
     /// watching and the command; a second one does not wait for it.
     Watch(store::WatchArgs),
+    /// Serve a synchronizer: it decides when a trainer and its explorers synchronise
+    ///
+    /// It holds the newest versions in memory, or watches over those of a store, and answers trainers,
+    /// explorers and plain HTTP clients: `/` is a page for people, `/metrics` is for Prometheus, `/events`
+    /// streams everything that happens, and `/v1/versions/latest/MODEL.safetensors` is a version.
+    ///
+    /// On loopback, without a token, every user of this machine may connect. Ctrl-C ends it.
+    #[cfg(feature = "net")]
+    Serve(Box<serve::Args>),
+    /// Check the settings of `serve`, or translate those of Trinity-RFT
+    #[cfg(feature = "net")]
+    Config(serve::ConfigArgs),
     /// Carry a sender's versions to the workers of this host, and on to the next host
     #[cfg(feature = "net")]
     Relay(net::RelayArgs),
@@ -155,6 +169,10 @@ impl Action {
             Action::Demo(args) => demo::run(&args),
             Action::Bench(args) => bench::run(args, program),
             Action::Diff(args) => diff::run(&args),
+            #[cfg(feature = "net")]
+            Action::Serve(args) => serve::run(*args),
+            #[cfg(feature = "net")]
+            Action::Config(args) => serve::config(&args),
             #[cfg(feature = "net")]
             Action::Relay(args) => net::relay(&args),
             #[cfg(feature = "net")]

@@ -266,6 +266,13 @@ impl Synchronizer {
     }
 }
 
+/// The value of the header `Authorization` that requests to a synchronizer need; none if it has no token.
+pub fn authorization(access: &Access) -> Option<String> {
+    let secret = access.token.as_ref()?.secret();
+    let header = Bearer::to_synchronizer(Some(&secret)).header();
+    header.to_str().ok().map(str::to_owned)
+}
+
 fn allowed(access: Option<Access>) -> Result<Access> {
     match access {
         Some(access) => Ok(access),

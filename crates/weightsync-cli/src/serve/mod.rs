@@ -1,0 +1,106 @@
+//! `weightsync serve` and `weightsync config`: a synchronizer as a process of its own.
+
+mod settings;
+mod trinity;
+
+use std::path::PathBuf;
+use std::{error::Error, fs, thread, time::Duration};
+
+use weightsync_serve::synchronizer::{self, Synchronizer};
+
+use self::settings::Settings;
+use crate::SUCCESS;
+use crate::output::print;
+use crate::signals::Signals;
+
+/// How often a signal is looked for.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// What `serve` is asked for.
+#[derive(clap::Args)]
+pub struct Args {
+    /// File with settings, in TOML: the names of the options below, with underscores
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_SERVE_CONFIG")]
+    config: Option<PathBuf>,
+    /// Print the value of the header `Authorization` that requests need, and end
+    #[arg(long)]
+    print_authorization: bool,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+/// Serves until a signal ends it.
+pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
+    let settings = match &args.config {
+        Some(file) => args.settings.over(settings::read(file)?),
+        None => args.settings,
+    };
+    let access = settings.access()?;
+    if args.print_authorization {
+        let value = synchronizer::authorization(&access);
+        let value = value.ok_or(
+            "no token is set, so requests need no header: it is for addresses of other machines",
+        )?;
+        print(&format!("{value}\n"))?;
+        return Ok(SUCCESS);
+    }
+    let signals = Signals::watch()?;
+    let served = Synchronizer::serve(settings.options()?.access(access), settings.address())?;
+    let at = served
+        .address()
+        .map(|at| at.to_string())
+        .unwrap_or_default();
+    // Parties need the synchronizer also where nobody reads its words.
+    let _ = print(&format!(
+        "the synchronizer is at {at}; its page is http://{at}/\n"
+    ));
+    while signals.caught().is_none() {
+        thread::sleep(LOOK);
+    }
+    drop(served);
+    Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal))
+}
+
+/// What `config` is asked for.
+#[derive(clap::Args)]
+pub struct ConfigArgs {
+    #[command(subcommand)]
+    action: ConfigAction,
+}
+
+#[derive(clap::Subcommand)]
+enum ConfigAction {
+    /// Check a file of settings for `serve`, and print them with their defaults
+    Check {
+        /// The file
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+    /// Translate the `synchronizer:` block of a Trinity-RFT configuration
+    ///
+    /// The settings are printed in TOML. What has no counterpart is a comment.
+    FromTrinity {
+        /// The configuration, in YAML
+        #[arg(value_name = "FILE")]
+        file: PathBuf,
+    },
+}
+
+/// Checks or translates a file.
+pub fn config(args: &ConfigArgs) -> Result<u8, Box<dyn Error>> {
+    match &args.action {
+        ConfigAction::Check { file } => {
+            let settings = settings::read(file)?;
+            drop(settings.options()?);
+            print(&settings.text()?)?;
+        }
+        ConfigAction::FromTrinity { file } => {
+            let text = fs::read_to_string(file);
+            let text =
+                text.map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
+            let translated = trinity::translate(&text);
+            print(&translated.map_err(|error| format!("{}: {error}", file.display()))?)?;
+        }
+    }
+    Ok(SUCCESS)
+}
