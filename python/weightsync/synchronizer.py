@@ -14,13 +14,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightsync import _ends
 from weightsync._native import InitInfo
 from weightsync._native import Synchronizer as Native
-from weightsync.errors import LifecycleError, ModelError, SettingError
-from weightsync.mapping import PerModel
+from weightsync.errors import (
+    CorruptError,
+    DeadlineError,
+    LifecycleError,
+    ModelError,
+    PeerError,
+    SenderClosedError,
+    SettingError,
+)
+from weightsync.mapping import PerModel, by_model
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed, Scheme, StoreScheme
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
+from weightsync.store import Store
 
 if TYPE_CHECKING:
     from typing import Self
@@ -505,29 +514,59 @@ class Explorer(_Party):
         return Synced(*parts, bytes=self._bytes, seconds=time.perf_counter() - begun)
 
     def _load(self, version: int, info: InitInfo, worker: int, left: float | None) -> int:
-        until = None if left is None else time.monotonic() + left
         try:
-            if self._receiver is None or self._info != info:
-                self._leave_sender(None)
-                self._receiver = self._join(info, worker, left)
-                self._info = info
-            name = info.models[0]
-            left = None if until is None else max(0.0, until - time.monotonic())
-            receiver = self._receiver
-            if isinstance(receiver, ModelReceiver):
-                if receiver.versions[name] < version:
-                    receiver.pull_set(at_least=version, model=name, timeout=left)
-            else:
-                pulled = receiver.pull_set(at_least=version, model=name, timeout=left)
-                if pulled is not None:
-                    self._snapshots = dict(pulled)
+            try:
+                self._version = self._receive(version, info, worker, left)
+            except (DeadlineError, PeerError, SenderClosedError):
+                # Versions in a store do not need the trainer, which may be gone.
+                if not _is_stored(info):
+                    raise
+                self._version = self._read(version, info)
         except BaseException:
             # The next sync joins again, and finds out more.
             self._leave_sender(None)
             raise
-        self._version = receiver.versions[name]
-        self._bytes = sum(layout.payload_bytes for _, layout in receiver._session.models())
         return self._version
+
+    def _receive(self, version: int, info: InitInfo, worker: int, left: float | None) -> int:
+        until = None if left is None else time.monotonic() + left
+        if self._receiver is None or self._info != info:
+            self._leave_sender(None)
+            self._receiver = self._join(info, worker, 0.0 if _is_stored(info) else left)
+            self._info = info
+        name = info.models[0]
+        left = None if until is None else max(0.0, until - time.monotonic())
+        receiver = self._receiver
+        if not isinstance(receiver, ModelReceiver):
+            pulled = receiver.pull_set(at_least=version, model=name, timeout=left)
+            if pulled is None:
+                raise DeadlineError(f"v{version} did not come in time", "retry")
+            self._snapshots = pulled
+        elif receiver.versions[name] < version:
+            receiver.pull_set(at_least=version, model=name, timeout=left)
+        self._bytes = sum(layout.payload_bytes for _, layout in receiver._session.models())
+        return receiver.versions[name]
+
+    def _read(self, version: int, info: InitInfo) -> int:
+        """Loads a version of a store whose trainer is gone."""
+        self._leave_sender(None)
+        # The scheme's text is `store:URL`, with settings after commas.
+        store = Store(info.scheme.partition(":")[2].partition(",")[0])
+        of = self._loading
+        mappings = by_model(of["mapping"], info.models)
+        found = {
+            name: snapshot.mapped(mappings[name]) if name in mappings else snapshot
+            for name, snapshot in store.load_all().items()
+        }
+        models = of["models"] or ({} if of["model"] is None else {info.models[0]: of["model"]})
+        for name, model in models.items():
+            found[name].load_into(model)
+        self._snapshots = {} if models else found
+        self._bytes = sum(one._native.layout.payload_bytes for one in found.values())
+        newest = found[info.models[0]].version
+        if newest < version:
+            raise CorruptError(f"the store has v{newest} whole, expected v{version}", "retry")
+        return newest
 
     def _join(self, info: InitInfo, worker: int, left: float | None) -> Receiver | ModelReceiver:
         of = self._loading
@@ -549,6 +588,10 @@ class Explorer(_Party):
             self._native.leave(reason)
             self._leave_sender(reason)
             _ends.closed(self)
+
+
+def _is_stored(info: InitInfo) -> bool:
+    return info.scheme.partition(":")[0] == "store"
 
 
 def _need(parts: tuple[Any, ...]) -> Need:

@@ -136,6 +136,11 @@ impl Synchronizer {
         self.free = false;
     }
 
+    /// Notes that a version has this number: the next one has a higher one.
+    pub fn saw(&mut self, version: Version) {
+        self.highest = self.highest.max(version);
+    }
+
     /// Takes an event in. The effects are in the order in which they are to be done.
     pub fn step(&mut self, event: Event, now: Moment) -> Vec<Effect> {
         let mut effects = Vec::new();
@@ -317,13 +322,14 @@ impl Synchronizer {
                 trainer.step = trainer.step.max(step);
             }
             Event::TrainerPublished(party, version, step) => {
-                let new = version > self.highest && self.method != Method::Direct;
+                let new = version > self.newest.0 && self.method != Method::Direct;
                 let trainer = self.known(party)?;
                 if !new {
                     return Err(party);
                 }
                 (trainer.synced, trainer.failed) = (step, false);
-                (self.newest, self.highest) = ((version, step), version);
+                self.newest = (version, step);
+                self.saw(version);
             }
             Event::TrainerMeets(party, version, step, until) => {
                 let new = version > self.highest && self.method == Method::Direct;
@@ -358,6 +364,8 @@ impl Synchronizer {
                     wait: None,
                 };
                 self.explorers.insert(party, explorer);
+                // It may be of an earlier life of the synchronizer.
+                self.saw(version);
             }
             Event::ExplorerStepped(party, step) => {
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;

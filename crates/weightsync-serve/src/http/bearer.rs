@@ -2,6 +2,9 @@
 
 use std::fmt;
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD;
+
 use hyper::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 
 /// Separates the bearer of workers' requests from other uses of the secret.
@@ -23,6 +26,8 @@ pub(crate) struct Bearer {
     /// Without one, every request is admitted.
     token: Option<[u8; 32]>,
     header: HeaderValue,
+    /// Whether a browser may send it as a password, which it asks its user for.
+    as_password: bool,
 }
 
 impl Bearer {
@@ -40,10 +45,14 @@ impl Bearer {
     /// users of its machine.
     pub(crate) fn to_synchronizer(secret: Option<&[u8; 16]>) -> Self {
         match secret {
-            Some(secret) => Self::new(TO_SYNCHRONIZER, secret),
+            Some(secret) => Self {
+                as_password: true,
+                ..Self::new(TO_SYNCHRONIZER, secret)
+            },
             None => Self {
                 token: None,
                 header: HeaderValue::from_static("Bearer none"),
+                as_password: false,
             },
         }
     }
@@ -57,6 +66,7 @@ impl Bearer {
         Self {
             token: Some(token),
             header,
+            as_password: false,
         }
     }
 
@@ -74,13 +84,34 @@ impl Bearer {
         let (Some(value), None) = (values.next(), values.next()) else {
             return false;
         };
-        let digits = value.to_str().ok().and_then(|text| {
-            let (scheme, digits) = text.split_once(' ')?;
-            scheme.eq_ignore_ascii_case("bearer").then_some(digits)
-        });
+        let digits = value.to_str().ok().and_then(|text| self.digits(text));
         let hash = digits.and_then(|digits| blake3::Hash::from_hex(digits).ok());
         // blake3's comparison takes the same time wherever the two differ.
         hash.is_some_and(|hash| hash == blake3::Hash::from(token))
+    }
+}
+
+impl Bearer {
+    /// The digits in a header's text.
+    fn digits(&self, text: &str) -> Option<String> {
+        let (scheme, given) = text.split_once(' ')?;
+        if scheme.eq_ignore_ascii_case("bearer") {
+            return Some(given.to_owned());
+        }
+        if !self.as_password || !scheme.eq_ignore_ascii_case("basic") {
+            return None;
+        }
+        let pair = String::from_utf8(STANDARD.decode(given).ok()?).ok()?;
+        // Any user name.
+        Some(pair.split_once(':')?.1.to_owned())
+    }
+
+    /// How a request without it may authenticate: the value of `WWW-Authenticate`.
+    pub(crate) fn challenge(&self) -> HeaderValue {
+        HeaderValue::from_static(match self.as_password {
+            true => "Basic realm=\"weightsync\"",
+            false => "Bearer",
+        })
     }
 }
 
@@ -154,5 +185,17 @@ mod tests {
             assert!(!right.is_in(&headers(&[other.header().to_str().unwrap()])));
         }
         assert_eq!(format!("{right:?}"), "Bearer(..)");
+        // A browser sends a password, which only a synchronizer takes.
+        let basic = |digits: &str| format!("Basic {}", STANDARD.encode(format!("me:{digits}")));
+        assert!(!right.is_in(&headers(&[&basic(digits)])));
+        let of_synchronizer = Bearer::to_synchronizer(Some(&[7; 16]));
+        let value = of_synchronizer.header();
+        let digits = value.to_str().unwrap().trim_start_matches("Bearer ");
+        assert!(of_synchronizer.is_in(&headers(&[&basic(digits)])));
+        assert!(of_synchronizer.is_in(&headers(&[value.to_str().unwrap()])));
+        for wrong in [&basic("0"), "Basic ", "Basic !", "Basic bWU="] {
+            assert!(!of_synchronizer.is_in(&headers(&[wrong])), "{wrong}");
+        }
+        assert!(Bearer::to_synchronizer(None).is_in(&headers(&[])));
     }
 }

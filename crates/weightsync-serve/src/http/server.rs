@@ -269,13 +269,14 @@ async fn connection(
             admission.strangers().remove(&number);
         }
         let router = is_in.then(|| router.clone());
+        let challenge = admission.bearer.challenge();
         if !is_in && let Ok(peer) = &peer {
             admission.complain(Cause::Bearer, peer);
         }
         async move {
             match router {
                 Some(router) => router.call(request).await,
-                None => Ok(turned_away()),
+                None => Ok(turned_away(challenge)),
             }
         }
     });
@@ -319,11 +320,11 @@ async fn connection(
 }
 
 /// The answer to a request without the right bearer.
-fn turned_away() -> Response<Body> {
+fn turned_away(challenge: HeaderValue) -> Response<Body> {
     let mut response = Response::new(Body::empty());
     *response.status_mut() = StatusCode::UNAUTHORIZED;
     let headers = response.headers_mut();
-    headers.insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    headers.insert(WWW_AUTHENTICATE, challenge);
     headers.insert(CONNECTION, HeaderValue::from_static("close"));
     response
 }

@@ -504,6 +504,8 @@ impl Trainer {
                 step,
                 timeout_ms: ms(timeout),
             };
+            // Whatever becomes of it, another version has another number.
+            self.highest = version;
             match self.membership.ask(request, timeout, until) {
                 Ok(Reply::Go {}) => {}
                 Ok(Reply::Trained(answer)) => return Ok(answer),

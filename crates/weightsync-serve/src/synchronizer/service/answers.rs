@@ -1,0 +1,232 @@
+//! What was decided, and what parties are told.
+
+use std::collections::BTreeMap;
+
+use weightsync_core::synchronizer::{Effect, Event, Need, Outcome, Party};
+use weightsync_engine::Version;
+
+use super::super::events::{Record, What, since_1970};
+use super::super::wire::{Ended, NeedAnswer, Problem, Reply, Role, SyncAnswer, TrainerAnswer};
+use super::{Kind, REMEMBERED, SHOWN, Service, Waiting};
+
+impl Service {
+    pub(super) fn tell(&mut self, event: Event) {
+        let now = self.now();
+        for effect in self.core.step(event, now) {
+            self.perform(effect);
+        }
+    }
+
+    pub(super) fn perform(&mut self, effect: Effect) {
+        match effect {
+            Effect::Wake(party) => self.answer_need(party),
+            Effect::Offered => {
+                let explorers = self.members.iter();
+                let explorers = explorers.filter(|(_, one)| one.role == Role::Explorer);
+                for party in explorers.map(|(party, _)| *party).collect::<Vec<_>>() {
+                    self.answer_need(party);
+                }
+            }
+            Effect::Fetch(party, version) => self.fetch(party, version),
+            Effect::Meet(party, _, explorers) => {
+                self.meeting = explorers;
+                if let Some(member) = self.members.get_mut(&party) {
+                    member.met = None;
+                }
+                if let Some(waiting) = self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
+                    (waiting.answer)(Ok(Reply::Go {}));
+                }
+            }
+            Effect::Synced(party, outcome) => {
+                self.meeting.retain(|one| *one != party);
+                self.ended(party, Ended::of(outcome));
+            }
+            Effect::Met(party, version, all) => self.met(party, version, &all),
+            Effect::Refused(party) => self.refused(party),
+        }
+    }
+
+    pub(super) fn answer_need(&mut self, party: Party) {
+        let need = self.need(party);
+        if need.need != Need::No
+            && let Some(waiting) = self.waiting(party, |kind| kind == Kind::Need)
+        {
+            (waiting.answer)(Ok(Reply::Need(need)));
+        }
+    }
+
+    pub(super) fn ended(&mut self, party: Party, ended: Ended) {
+        if let Some(member) = self.members.get_mut(&party) {
+            member.ended = Some(ended);
+            if ended == Ended::Synced {
+                member.reason = None;
+            }
+        }
+        *self.counts.ended.entry(ended.word()).or_default() += 1;
+        let version = self.core.version(party);
+        self.note(What::Ended(ended), party, |event| event.version = version);
+        self.answer_sync(party, ended);
+    }
+
+    pub(super) fn answer_sync(&mut self, party: Party, ended: Ended) {
+        let Some(waiting) = self.waiting(party, |kind| kind == Kind::Sync) else {
+            return;
+        };
+        let version = self.core.version(party).unwrap_or(Version::NONE);
+        let (versions_behind, steps_behind) = self.behind(version);
+        let member = self.members.get(&party);
+        let reason = member.and_then(|member| member.reason.clone());
+        (waiting.answer)(Ok(Reply::Synced(SyncAnswer {
+            ended,
+            version,
+            step: self.steps.get(&version).copied(),
+            versions_behind,
+            steps_behind,
+            reason: reason.filter(|_| ended == Ended::Failed),
+        })));
+    }
+
+    pub(super) fn met(&mut self, party: Party, version: Version, all: &BTreeMap<Party, Outcome>) {
+        self.meeting.clear();
+        let synced = all.values().any(|one| matches!(one, Outcome::Synced(_)));
+        let (ended, reason) = match all.values().next() {
+            _ if synced => (Ended::Synced, None),
+            None => (Ended::TimedOut, Some("no explorer came".to_owned())),
+            Some(first) => (
+                Ended::of(*first),
+                Some("no explorer has loaded it".to_owned()),
+            ),
+        };
+        let step = self.steps.get(&version).copied().unwrap_or_default();
+        let mut answer = self.trained(version, step, ended, reason);
+        let names: Vec<_> = all
+            .keys()
+            .filter_map(|one| self.members.get(one))
+            .map(|member| member.name.clone())
+            .collect();
+        answer.explorers.retain(|line| names.contains(&line.name));
+        if synced {
+            self.note_published(party, version, step);
+        }
+        match self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
+            Some(waiting) => (waiting.answer)(Ok(Reply::Trained(answer))),
+            None => {
+                if let Some(member) = self.members.get_mut(&party) {
+                    member.met = Some(answer);
+                }
+            }
+        }
+    }
+
+    pub(super) fn refused(&mut self, party: Party) {
+        let replaced = self.core.trainer().is_some_and(|one| one != party);
+        let is_trainer = self
+            .members
+            .get(&party)
+            .is_some_and(|one| one.role == Role::Trainer);
+        if !is_trainer {
+            return;
+        }
+        let waiting = self.waiting(party, |_| true);
+        let problem = match replaced {
+            true => {
+                let member = self.members.remove(&party);
+                let name = member.map(|member| member.name).unwrap_or_default();
+                let reason = format!(
+                    "the trainer {name:?} is fenced off: another trainer has taken its place with epoch \
+                     {}; end this process",
+                    self.core.epoch().0
+                );
+                self.events.note(What::Died, Role::Trainer, &name, |event| {
+                    event.reason = Some(reason.clone());
+                });
+                Problem::Replaced { reason }
+            }
+            false => Problem::Refused {
+                reason: format!(
+                    "expected a version above {}, and no meeting that goes on already",
+                    self.core.highest()
+                ),
+            },
+        };
+        if let Some(waiting) = waiting {
+            (waiting.answer)(Err(problem));
+        }
+    }
+
+    /// Takes a request that waits, if it is of such a kind.
+    pub(super) fn waiting(
+        &mut self,
+        party: Party,
+        is: impl FnOnce(Kind) -> bool,
+    ) -> Option<Waiting> {
+        let member = self.members.get_mut(&party)?;
+        member.waiting.take_if(|waiting| is(waiting.kind))
+    }
+
+    pub(super) fn need(&self, party: Party) -> NeedAnswer {
+        let is_trainer = self.core.trainer() == Some(party);
+        let asking = if is_trainer {
+            self.core.asking()
+        } else {
+            Vec::new()
+        };
+        let asking = asking.iter().filter_map(|one| self.members.get(one));
+        NeedAnswer {
+            need: match is_trainer {
+                true => self.core.trainer_need(),
+                false => self.core.explorer_need(party),
+            },
+            asked_by: asking.map(|member| member.name.clone()).collect(),
+            newest: self.core.newest().0,
+            connected: true,
+        }
+    }
+
+    pub(super) fn trained(
+        &self,
+        version: Version,
+        step: u64,
+        ended: Ended,
+        reason: Option<String>,
+    ) -> TrainerAnswer {
+        TrainerAnswer {
+            ended,
+            version,
+            step,
+            explorers: self.lines().into_iter().map(|(_, line)| line).collect(),
+            reason,
+        }
+    }
+
+    pub(super) fn remember(&mut self, version: Version, step: u64) {
+        self.steps.insert(version, step);
+        while self.steps.len() > REMEMBERED {
+            self.steps.pop_first();
+        }
+    }
+
+    pub(super) fn note_published(&mut self, party: Party, version: Version, step: u64) {
+        self.counts.published += 1;
+        self.record.note(self.core.epoch(), Some((version, step)));
+        self.published.insert(version, since_1970());
+        while self.published.len() > SHOWN {
+            self.published.pop_first();
+        }
+        self.note(What::Published, party, |event| {
+            (event.version, event.step) = (Some(version), Some(step));
+        });
+    }
+
+    pub(super) fn set_reason(&mut self, party: Party, reason: Option<String>) {
+        if let Some(member) = self.members.get_mut(&party) {
+            member.reason = reason;
+        }
+    }
+
+    pub(super) fn note(&self, what: What, party: Party, more: impl FnOnce(&mut Record)) {
+        if let Some(member) = self.members.get(&party) {
+            self.events.note(what, member.role, &member.name, more);
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! What parties ask for.
+
+use weightsync_core::synchronizer::{Event, Method, Need, Party, State};
+use weightsync_engine::Version;
+
+use super::super::events::What;
+use super::super::memory::FromBridge;
+use super::super::wire::{Ended, Problem, Reply, Request, Role};
+use super::{Answer, Kind, Moment, Service, Waiting};
+use crate::rpc::wire::cut;
+
+impl Service {
+    pub(super) fn ask(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
+        let Some(member) = self.members.get_mut(&party) else {
+            return answer(Err(match self.replaced.get(&party) {
+                // It must not take the place back.
+                Some(reason) => Problem::Replaced {
+                    reason: reason.clone(),
+                },
+                None => Problem::Unknown {},
+            }));
+        };
+        self.counts.requests += 1;
+        // A party asks one thing at a time: the caller of the earlier one is gone.
+        member.waiting = None;
+        let role = member.role;
+        let of = match &request {
+            Request::Sync { .. } | Request::Loaded { .. } | Request::LoadFailed { .. } => {
+                Some(Role::Explorer)
+            }
+            Request::Pause { .. } => Some(Role::Explorer),
+            Request::Publishing { .. }
+            | Request::Published { .. }
+            | Request::Meet { .. }
+            | Request::Sent { .. }
+            | Request::Failed { .. } => Some(Role::Trainer),
+            Request::Need { .. } | Request::WaitNeed { .. } | Request::Leave { .. } => None,
+        };
+        if let Some(of) = of.filter(|of| *of != role) {
+            let reason = format!("this request is for a party that is {of}, and not for a {role}");
+            return answer(Err(Problem::Refused { reason }));
+        }
+        match request {
+            Request::Need { step } => {
+                self.stepped(party, step);
+                answer(Ok(Reply::Need(self.need(party))));
+            }
+            Request::WaitNeed { step, timeout_ms } => {
+                self.stepped(party, step);
+                let need = self.need(party);
+                if need.need != Need::No {
+                    return answer(Ok(Reply::Need(need)));
+                }
+                let until = self.after(timeout_ms);
+                self.wait(party, Kind::Need, answer, until);
+            }
+            Request::Sync { step, timeout_ms } => {
+                self.stepped(party, step);
+                // It waits no longer for what it was told before.
+                self.tell(Event::ExplorerCancelled(party));
+                self.wait(party, Kind::Sync, answer, None);
+                let until = self.after(timeout_ms);
+                self.note(What::Asked, party, |_| {});
+                self.tell(Event::ExplorerSyncs(party, until));
+            }
+            Request::Loaded { version } => {
+                // The trainer has not said yet that it can be had.
+                if self.core.method() != Method::Direct
+                    && version > self.core.newest().0
+                    && let Some(step) = self.steps.get(&version).copied()
+                    && let Some(trainer) = self.core.trainer()
+                {
+                    self.published(trainer, version, step);
+                }
+                self.wait(party, Kind::Sync, answer, None);
+                self.tell(Event::ExplorerLoaded(party, version));
+                // It was too late for its sync, and runs the version all the same.
+                self.answer_sync(party, Ended::Synced);
+            }
+            Request::LoadFailed { version, reason } => {
+                self.set_reason(party, Some(cut(&reason)));
+                self.wait(party, Kind::Sync, answer, None);
+                self.tell(Event::ExplorerFailed(party, version));
+                self.answer_sync(party, Ended::Failed);
+            }
+            Request::Pause { paused } => {
+                self.tell(Event::ExplorerPaused(party, paused));
+                answer(Ok(Reply::Done {}));
+            }
+            Request::Publishing { version, step } => {
+                self.stepped(party, Some(step));
+                self.remember(version, step);
+                answer(Ok(Reply::Done {}));
+            }
+            Request::Published {
+                version,
+                step,
+                timeout_ms,
+            } => {
+                self.stepped(party, Some(step));
+                let until = self.after(timeout_ms);
+                self.remember(version, step);
+                let held = self.core.method() != Method::Memory || version <= self.held.newest();
+                self.wait(party, Kind::Published(version, step), answer, until);
+                if held {
+                    self.published(party, version, step);
+                }
+            }
+            Request::Meet {
+                version,
+                step,
+                timeout_ms,
+            } => {
+                self.stepped(party, Some(step));
+                self.remember(version, step);
+                self.wait(party, Kind::Meet(version, step), answer, None);
+                let until = self.after(timeout_ms);
+                self.tell(Event::TrainerMeets(party, version, step, until));
+            }
+            Request::Sent { version } => self.sent(party, version, answer),
+            Request::Failed { reason } => {
+                self.set_reason(party, Some(cut(&reason)));
+                self.note(What::Failed, party, |event| {
+                    event.reason = Some(cut(&reason));
+                });
+                self.tell(Event::TrainerFailed(party));
+                answer(Ok(Reply::Done {}));
+            }
+            Request::Leave { reason } => {
+                self.leave(party, reason.map(|reason| cut(&reason)));
+                answer(Ok(Reply::Done {}));
+            }
+        }
+    }
+
+    pub(super) fn wait(
+        &mut self,
+        party: Party,
+        kind: Kind,
+        answer: Answer<Reply>,
+        until: Option<Moment>,
+    ) {
+        if let Some(member) = self.members.get_mut(&party) {
+            member.waiting = Some(Waiting {
+                number: self.number,
+                kind,
+                answer,
+                until,
+            });
+        }
+    }
+
+    /// The caller of a request that waits is gone.
+    pub(super) fn withdraw(&mut self, party: Party, number: u64) {
+        let member = self.members.get_mut(&party);
+        let waiting = member.and_then(|member| {
+            let is_it = |waiting: &mut Waiting| waiting.number == number;
+            member.waiting.take_if(is_it)
+        });
+        let Some(waiting) = waiting else {
+            return;
+        };
+        match waiting.kind {
+            Kind::Sync => self.tell(Event::ExplorerCancelled(party)),
+            Kind::Meet(..) => self.tell(Event::TrainerFailed(party)),
+            Kind::Need | Kind::Published(..) => {}
+        }
+    }
+
+    pub(super) fn stepped(&mut self, party: Party, step: Option<u64>) {
+        let Some(step) = step else {
+            return;
+        };
+        match self.members.get(&party).map(|member| member.role) {
+            Some(Role::Trainer) => self.tell(Event::TrainerStepped(party, step)),
+            Some(Role::Explorer) => self.tell(Event::ExplorerStepped(party, step)),
+            None => {}
+        }
+    }
+
+    /// A trainer has sent what the explorers of the meeting are to load.
+    pub(super) fn sent(&mut self, party: Party, version: Version, answer: Answer<Reply>) {
+        let member = self.members.get_mut(&party);
+        if let Some(met) = member.and_then(|member| member.met.take()) {
+            return answer(Ok(Reply::Trained(met)));
+        }
+        let step = self.steps.get(&version).copied().unwrap_or_default();
+        if self.core.state(party) != State::WaitingSync {
+            let reason = "the synchronizer knows of no meeting: it was started again meanwhile";
+            let answered = self.trained(version, step, Ended::Failed, Some(reason.into()));
+            return answer(Ok(Reply::Trained(answered)));
+        }
+        self.wait(party, Kind::Meet(version, step), answer, None);
+        for explorer in std::mem::take(&mut self.meeting) {
+            self.fetch(explorer, version);
+        }
+    }
+
+    pub(super) fn fetch(&mut self, party: Party, version: Version) {
+        let from = match self.core.method() {
+            Method::Memory => self.held.info(),
+            Method::Direct | Method::Checkpoint => self.source.clone(),
+        };
+        match (self.waiting(party, |kind| kind == Kind::Sync), from) {
+            (Some(waiting), Some(from)) => {
+                let from = Box::new(from);
+                (waiting.answer)(Ok(Reply::Fetch { version, from }));
+            }
+            (waiting, _) => {
+                if let Some(waiting) = waiting {
+                    // It is answered by what follows.
+                    self.wait(party, Kind::Sync, waiting.answer, None);
+                    let reason = "nobody can say where the version can be had";
+                    self.set_reason(party, Some(reason.into()));
+                }
+                self.tell(Event::ExplorerFailed(party, version));
+            }
+        }
+    }
+
+    /// A version of a trainer can be had.
+    pub(super) fn published(&mut self, party: Party, version: Version, step: u64) {
+        if version > self.core.newest().0 {
+            self.remember(version, step);
+            self.tell(Event::TrainerPublished(party, version, step));
+            self.note_published(party, version, step);
+        }
+        let is_done = |kind| matches!(kind, Kind::Published(known, _) if known <= version);
+        if let Some(waiting) = self.waiting(party, is_done) {
+            let answer = self.trained(version, step, Ended::Synced, None);
+            (waiting.answer)(Ok(Reply::Trained(answer)));
+        }
+    }
+
+    pub(super) fn bridged(&mut self, party: Party, said: FromBridge) {
+        if !self.members.contains_key(&party) {
+            return;
+        }
+        match said {
+            FromBridge::Has(version) => {
+                if let Some(step) = self.steps.get(&version).copied() {
+                    self.published(party, version, step);
+                }
+            }
+            FromBridge::Failed(reason) => {
+                self.set_reason(party, Some(cut(&reason)));
+                self.note(What::Failed, party, |event| {
+                    event.reason = Some(cut(&reason));
+                });
+                self.tell(Event::TrainerFailed(party));
+                let is_publishing = |kind| matches!(kind, Kind::Published(..));
+                if let Some(waiting) = self.waiting(party, is_publishing)
+                    && let Kind::Published(version, step) = waiting.kind
+                {
+                    let answer = self.trained(version, step, Ended::Failed, Some(reason));
+                    (waiting.answer)(Ok(Reply::Trained(answer)));
+                }
+            }
+        }
+    }
+}
