@@ -67,6 +67,11 @@ const GROUPS: &[Group] = &[
                 load_file",
         measured: Measured::OnDisk { own: "store" },
     },
+    Group {
+        name: "sync",
+        about: "a synchronizer with its parties, compared with memcpy and iperf3",
+        measured: Measured::OverLoopback { own: "sync" },
+    },
 ];
 
 /// A group of benchmarks.
@@ -101,6 +106,10 @@ enum Measured {
         /// What cargo runs for the cases over hosts. It takes `--json`.
         hosts: &'static str,
     },
+    OverLoopback {
+        /// The subcommand. It takes every flag, and needs `iperf3`.
+        own: &'static str,
+    },
     OnDisk {
         /// The subcommand. It takes `--json`, and the Python of an environment with safetensors.
         own: &'static str,
@@ -122,6 +131,13 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
             over_network(places, own, hosts, &flags)
+        }
+        Measured::OverLoopback { own } => {
+            no_picture(group.name, &flags)?;
+            tools::IPERF.provide()?;
+            let mut command = places.cargo();
+            command.args(COMMAND.split(' ')).arg(own).args(&flags);
+            step::run_last(&format!("bench {own}"), &mut command)
         }
         Measured::OnDisk { own } => {
             no_picture(group.name, &flags)?;

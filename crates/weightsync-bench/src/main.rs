@@ -15,6 +15,7 @@ mod peer;
 mod peers;
 mod set;
 mod store;
+mod sync;
 
 use std::process::ExitCode;
 
@@ -42,13 +43,18 @@ enum Group {
     Net(net::Args),
     /// Stores on disk, compared with dd (`cargo xtask bench store`)
     Store(store::Args),
+    /// A synchronizer with its parties (`cargo xtask bench sync`)
+    Sync(sync::Args),
+    /// An explorer of the group sync
+    #[command(hide = true)]
+    Explorer(sync::ExplorerArgs),
 }
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1).peekable();
     let first = arguments.peek().and_then(|first| first.to_str());
-    // The processes that a group starts are the command's: a worker, or a relay.
-    if matches!(first, Some("bench" | "relay")) {
+    // The processes that a group starts are the command's: a worker, a relay, a synchronizer.
+    if matches!(first, Some("bench" | "relay" | "serve")) {
         return ExitCode::from(weightsync_cli::run(&Program::default(), arguments));
     }
     let done = match Command::parse().group {
@@ -57,6 +63,8 @@ fn main() -> ExitCode {
         Group::Delta(args) => delta::run(&args),
         Group::Net(args) => net::run(&args),
         Group::Store(args) => store::run(&args),
+        Group::Sync(args) => sync::run(&args),
+        Group::Explorer(args) => sync::explore(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

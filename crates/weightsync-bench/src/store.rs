@@ -244,7 +244,7 @@ fn end(saving: &weightsync_store::Saving) -> Result<(u64, u64), Box<dyn Error>> 
     }
 }
 
-fn row(case: String, figures: &[(Duration, Duration)], target: Option<f64>) -> Row {
+pub fn row(case: String, figures: &[(Duration, Duration)], target: Option<f64>) -> Row {
     let median = |mut values: Vec<f64>| {
         values.sort_by(f64::total_cmp);
         values[values.len() / 2]
@@ -271,7 +271,7 @@ fn row(case: String, figures: &[(Duration, Duration)], target: Option<f64>) -> R
     }
 }
 
-fn timed<T>(work: impl FnOnce() -> T) -> Duration {
+pub fn timed<T>(work: impl FnOnce() -> T) -> Duration {
     let begun = Instant::now();
     drop(work());
     begun.elapsed()

@@ -1,0 +1,800 @@
+"""Trinity-RFT's synchronizer, by one changed import, and its settings.
+
+``from weightsync.trinity import Synchronizer`` in place of ``from trinity.manager.synchronizer
+import Synchronizer``: the methods are those of Trinity-RFT 0.6. Ray carries names, numbers and states
+alone. Weights go by weightsync: through shared memory on one host, over TCP between hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import difflib
+import importlib
+import logging
+import os
+import shutil
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from weightsync.errors import PeerError, SettingError, UnsupportedError, WrongWeightsError
+from weightsync.receiver import Receiver
+from weightsync.scheme import Distributed
+from weightsync.sender import Sender
+from weightsync.snapshot import Snapshot
+
+__all__ = ["RunningStatus", "Settings", "Synchronizer", "settings_of"]
+
+logger = logging.getLogger("weightsync")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_Invocation = Callable[[Any, Any], Any]
+
+# Trinity looks for the actor under this name.
+_NAME = "synchronizer"
+_POINTER = "latest_state_dict_iteration.txt"
+
+
+class RunningStatus(Enum):
+    """The state of a trainer or an explorer. Members of Trinity's own enum are taken as well."""
+
+    RUNNING = "running"
+    REQUIRE_SYNC = "require_sync"
+    STOPPED = "stopped"
+
+
+_RUNNING, _REQUIRE, _STOPPED = RunningStatus
+
+
+def _at_caller(decorator: Callable[[_Invocation], _Invocation]) -> Callable[[_F], _F]:
+    """Has Ray run ``decorator`` where an actor's method is called, by any handle of the actor."""
+
+    def mark(method: _F) -> _F:
+        method.__ray_invocation_decorator__ = decorator  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def _named(invocation: _Invocation) -> _Invocation:
+    """Adds which process calls. Trinity's calls do not say it, and a dead explorer has to be told apart."""
+    return lambda args, kwargs: invocation(args, {**kwargs, "caller": _me()})
+
+
+def _apart(invocation: _Invocation) -> _Invocation:
+    """Publishes a state dict from the process that has it, and passes on where it can be had."""
+
+    def arguments(model_state_dict: Any, trainer_step: int) -> list[Any]:
+        if isinstance(model_state_dict, Mapping):
+            model_state_dict = _published.send(model_state_dict, trainer_step).place
+        return [model_state_dict, trainer_step]
+
+    return lambda args, kwargs: invocation(arguments(*args, **kwargs), {})
+
+
+class Synchronizer:
+    """Trinity's synchronizer: :meth:`get_actor` makes the Ray actor, or finds it.
+
+    It also works as an object of one program, without Ray: its coroutines then run in one event loop.
+
+    Args:
+        config: Trinity's ``Config``, or an object with the same attributes.
+        module_ref: what asked for the actor; None outside Ray.
+    """
+
+    def __init__(self, config: Any, module_ref: Any = None) -> None:
+        self.config = config
+        self.model_version = 0
+        self._in_actor = module_ref is not None
+        self._trainer = _STOPPED
+        self._trainer_process = ""
+        # States by process. Calls outside Ray do not say whose they are: "" counts all of these.
+        self._explorers: dict[str, Counter[RunningStatus]] = {}
+        # The processes that are there, with what is set when they are gone.
+        self._present: dict[str, asyncio.Event] = {}
+        self._dead: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._no_news = 0
+        self._offered = 0
+        self._meeting = _Meeting()
+        # The newest weights; Tinker's are a path.
+        self._state: _Held | str | None = None
+        self._storing = asyncio.Lock()
+        self._inlet, self._outlet = _Inlet(), _Outlet(history=1)
+        # The version that an explorer was told of last. What it then loads has to be that version,
+        # also if newer ones have come.
+        self._told = 0
+        self._told_state: _Held | str | None = None
+        # Checkpoints: those that were found here, and those that explorers may be reading.
+        self._found: set[int] = set()
+        self._reading: dict[str, list[int]] = {}
+        self._bad = ""
+        self._watch: _Watch | None = None
+
+    @classmethod
+    def get_actor(cls, config: Any = None, namespace: str | None = None) -> Any:
+        """The Ray actor of a namespace; with a ``config`` it is made unless it is there.
+
+        With a ``config`` the calling process counts as present until it ends. The actor ends with the
+        last one.
+        """
+        ray = _ray()
+        if config is None:
+            return ray.get_actor(_NAME, namespace=namespace)
+        options = {"namespace": config.ray_namespace, "get_if_exists": True, "lifetime": "detached"}
+        # Each present process and each wait is a call that is open.
+        made = ray.remote(cls).options(name=_NAME, num_cpus=0, max_concurrency=10_000, **options)
+        actor = made.remote(config, module_ref=_me())
+        key = actor._actor_id.hex()
+        if key not in _presence:
+            # This call is answered by nobody: Ray ends it with an error when its owner has died,
+            # and tells the actor, which waits for the same answer.
+            _presence[key] = actor.present.remote()
+            actor.add_module.remote(None, [_presence[key]])
+        return actor
+
+    @_at_caller(_named)
+    async def present(self, *, caller: str) -> None:
+        """Ends when the calling process has. The actor ends with the last process."""
+        await self._present.setdefault(caller, asyncio.Event()).wait()
+        del self._present[caller]
+        if not self._present:
+            self.shutdown()
+            _ray().actor.exit_actor()
+
+    @_at_caller(_named)
+    async def add_module(
+        self, module_ref: Any = None, presence: list[Any] | None = None, *, caller: str = ""
+    ) -> None:
+        """Counts the calling process as present. :meth:`get_actor` calls it."""
+
+        async def watch(answer: Any) -> None:
+            with contextlib.suppress(Exception):
+                await answer
+            self._gone(caller)
+
+        for answer in presence or ():
+            self._begin(watch(answer))
+
+    @_at_caller(_named)
+    async def set_trainer_status(self, status: Any, *, caller: str = "") -> None:
+        """Sets the trainer's state. At STOPPED nobody waits for it any longer."""
+        self._trainer, self._trainer_process = _status(status), caller
+        self._wake()
+
+    def trainer_requires_weight_sync(self) -> bool | None:
+        """Whether the trainer waits for explorers; None if it has stopped."""
+        return None if self._trainer is _STOPPED else self._trainer is _REQUIRE
+
+    @_at_caller(_named)
+    async def set_explorer_status(
+        self, status: Any, old_status: Any = None, *, caller: str = ""
+    ) -> None:
+        """Sets an explorer's state."""
+        if caller and old_status is None:
+            self._explorers.pop(caller, None)
+        self._move(caller, _status(status), None if old_status is None else _status(old_status))
+        if _status(status) is _STOPPED:
+            self._reading.pop(caller, None)
+            self._tidy()
+        self._meet()
+        self._wake()
+
+    @property
+    def explorer_status_counts(self) -> Counter[RunningStatus]:
+        """How many explorers are in each state."""
+        return sum(self._explorers.values(), Counter())
+
+    def explorer_requires_sync(self) -> bool:
+        """Whether some explorer waits for a version."""
+        return self.explorer_status_counts[_REQUIRE] > 0
+
+    @_at_caller(_apart)
+    async def set_model_state_dict(self, model_state_dict: Any, trainer_step: int) -> None:
+        """Takes the weights of a step. They are the newest version once they are here.
+
+        Args:
+            model_state_dict: tensors by name; Tinker's path; or None: they lie in the checkpoint
+                of the step.
+        """
+        async with self._storing:
+            state = model_state_dict
+            if isinstance(state, (Mapping, _Place)):
+                state = await asyncio.to_thread(self._keep, state, trainer_step)
+            self._state, self.model_version = state, trainer_step
+        self._wake()
+
+    def get_model_state_dict(self) -> tuple[Any, int]:
+        """The newest weights, with their version."""
+        if not isinstance(self._state, _Held):
+            return self._state, self.model_version
+        place = self._outlet.place(self._state)
+        return (_Later(_state_dict, place) if self._in_actor else _state_dict(place)), place.version
+
+    def get_model_state_dict_iterator(self) -> Iterator[tuple[str, Any]]:
+        """The tensors by name of the version that an explorer was told of last, or of the newest."""
+        held = self._told_state or self._state
+        if held is None:
+            return
+        if not isinstance(held, _Held):
+            raise UnsupportedError("the weights are a path, and not tensors by name")
+        place = self._outlet.place(held)
+        names = list(held.snapshot)
+        for name in names:
+            arguments = (place, name, name == names[-1])
+            yield _Later(_item, *arguments) if self._in_actor else _item(*arguments)  # type: ignore[misc]
+
+    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
+        """Name, dtype and shape of each tensor."""
+        if not isinstance(self._state, _Held):
+            return None
+        return [
+            (name, str(tensor.dtype).split(".")[-1], tuple(tensor.shape))
+            for name, tensor in self._state.snapshot.items()
+        ]
+
+    @_at_caller(_named)
+    async def wait_new_model_state_dict(self, current_version: int, *, caller: str = "") -> int:
+        """Waits for a version newer than the explorer's.
+
+        Returns:
+            The newest version. It is the explorer's own, or an older one, when the trainer has stopped
+            or has nothing new, and after ``sync_timeout`` seconds.
+        """
+        # The explorer has read what it was told of before.
+        reading = self._reading.setdefault(caller, [])
+        if caller:
+            reading.clear()
+        elif current_version in reading:
+            reading.remove(current_version)
+        self._look()
+        self._tidy()
+        no_news = self._no_news
+        self._move(caller, _REQUIRE, _RUNNING)
+        try:
+            await self._until(
+                lambda: self.model_version > current_version
+                or self._trainer is _STOPPED
+                or self._no_news != no_news
+                or caller in self._dead
+            )
+        finally:
+            self._move(caller, _RUNNING, _REQUIRE)
+        if self.model_version > current_version:
+            reading.append(self.model_version)
+            self._tell()
+        return self.model_version
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """Ends the waits for a new version: the trainer has made no step since the last one."""
+        self._no_news += 1
+        self._wake()
+
+    async def get_latest_model_version(self) -> int:
+        """The newest version."""
+        self._look()
+        return self._tell()
+
+    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """The checkpoint of the version that an explorer was told of last; None before the first."""
+        self._look()
+        version = self._told or self.model_version
+        if not version:
+            return None
+        path = self._folder(version) / "actor"
+        return str(path / "huggingface" if use_huggingface else path)
+
+    @_at_caller(_named)
+    async def ready_to_nccl_sync(
+        self, module: Literal["trainer", "explorer"], trainer_step: int, *, caller: str = ""
+    ) -> int | None:
+        """Waits until the trainer and every running explorer are here.
+
+        Args:
+            module: which side calls.
+            trainer_step: the trainer's step; for an explorer the version that it runs.
+
+        Returns:
+            The version that is to be sent now; None if the other side has stopped, or did not come
+            within ``sync_timeout`` seconds.
+        """
+        meeting = self._meeting
+        if module == "trainer":
+            self._trainer, self._trainer_process, self._offered = _REQUIRE, caller, trainer_step
+            nobody: Callable[[], bool] = lambda: not self._awaited()
+        else:
+            # Nobody says how the transfer ended. An explorer that comes back with a version has it.
+            self.model_version = max(self.model_version, trainer_step)
+            self._move(caller, _REQUIRE, _RUNNING)
+            nobody = lambda: self._trainer is _STOPPED or caller in self._dead
+        self._meet()
+        self._wake()
+        try:
+            await self._until(lambda: meeting.version is not None or nobody())
+        finally:
+            if meeting.version is None and module == "trainer" and self._trainer is _REQUIRE:
+                self._trainer = _RUNNING
+            elif meeting.version is None and module == "explorer":
+                self._move(caller, _RUNNING, _REQUIRE)
+        if meeting.version is None:
+            logger.warning("%s: no sync, the other side has stopped or did not come in time", module)
+        return meeting.version
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: Any = None
+    ) -> None:
+        """Has the explorer join Trinity's process group."""
+        explorer = self._actor(self.config.explorer.name)
+        await explorer.setup_weight_sync_group.remote(master_address, master_port)
+        if state_dict_meta is not None:
+            await explorer.set_state_dict_meta.remote(state_dict_meta)
+
+    async def coordinate_weight_sync_setup(self, timeout: int | None = None) -> None:
+        """Has trainer and explorer form Trinity's process group."""
+        settings = self.config.synchronizer
+        both = [self._actor(one.name) for one in (self.config.trainer, self.config.explorer)]
+        address, port, meta = await both[0].get_weight_sync_info.remote()
+        size, seconds = settings.explorer_world_size + 1, timeout or settings.sync_timeout
+        group = (address, port, size, settings.group_name, seconds)
+        await asyncio.gather(*(one.setup_weight_sync_group.remote(*group) for one in both))
+        await both[1].set_state_dict_meta.remote(meta)
+
+    async def coordinate_weight_sync_teardown(self) -> None:
+        """Has explorer and trainer, in this order, leave Trinity's process group."""
+        for one in (self.config.explorer, self.config.trainer):
+            try:
+                await self._actor(one.name).teardown_weight_sync_group.remote()
+            except (ValueError, _ray().exceptions.RayActorError) as error:
+                logger.warning("%s has left its process group by ending: %s", one.name, error)
+
+    def shutdown(self) -> None:
+        """Frees what it holds. An actor does so when its last process has gone."""
+        self._inlet.close()
+        self._outlet.close()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _actor(self, name: str) -> Any:
+        return _ray().get_actor(name, namespace=self.config.ray_namespace)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        # The event loop keeps no task alive.
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def _until(self, met: Callable[[], bool]) -> None:
+        """Waits for a condition, or for ``sync_timeout`` seconds."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.synchronizer.sync_timeout):
+                while not met():
+                    changed = self._changed.wait()
+                    if not self._has_checkpoints():
+                        await changed
+                        continue
+                    self._watch = self._watch or _Watch(Path(self.config.checkpoint_job_dir), self._look)
+                    # The kernel does not say what another host writes to a network file system.
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(changed, 1.0)
+                    self._look()
+
+    def _move(self, process: str, status: RunningStatus, old: RunningStatus | None) -> None:
+        if process in self._dead:
+            return
+        counts = self._explorers.setdefault(process, Counter())
+        # A synchronizer that was started again has not seen the old state.
+        if old is not None and counts[old]:
+            counts[old] -= 1
+        counts[status] += 1
+
+    def _gone(self, process: str) -> None:
+        self._dead.add(process)
+        self._explorers.pop(process, None)
+        self._reading.pop(process, None)
+        if process == self._trainer_process:
+            self._trainer = _STOPPED
+        self._present.setdefault(process, asyncio.Event()).set()
+        self._tidy()
+        self._meet()
+        self._wake()
+
+    def _tell(self) -> int:
+        self._told, self._told_state = self.model_version, self._state
+        return self._told
+
+    def _awaited(self) -> int:
+        counts = self.explorer_status_counts
+        return counts[_RUNNING] + counts[_REQUIRE]
+
+    def _meet(self) -> None:
+        """Lets trainer and explorers begin if all are here."""
+        waiting = self.explorer_status_counts[_REQUIRE]
+        if self._trainer is not _REQUIRE or not waiting or waiting != self._awaited():
+            return
+        self._meeting.version = self._offered
+        self._meeting = _Meeting()
+        self._trainer = _RUNNING
+        for counts in self._explorers.values():
+            counts[_RUNNING] += counts.pop(_REQUIRE, 0)
+
+    def _keep(self, state: Mapping[str, Any] | _Place, step: int) -> _Held:
+        """Takes weights over from the process that published them, which may end."""
+        if isinstance(state, _Place):
+            state = self._inlet.snapshot(state)
+        return self._outlet.send(dict(state), step)
+
+    def _has_checkpoints(self) -> bool:
+        method = self.config.synchronizer.sync_method
+        return self.config.mode != "bench" and str(getattr(method, "value", method)) == "checkpoint"
+
+    def _folder(self, step: int) -> Path:
+        return Path(self.config.checkpoint_job_dir, f"global_step_{step}")
+
+    def _look(self) -> None:
+        """Reads which checkpoint is the newest."""
+        if not self._has_checkpoints():
+            return
+        pointer = Path(self.config.checkpoint_job_dir, _POINTER)
+        try:
+            text = pointer.read_text().strip()
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            return self._complain(f"{pointer} cannot be read: {error}")
+        # The trainer opens the file before it writes to it.
+        if not text:
+            return
+        if not text.isdecimal():
+            return self._complain(f"{pointer}: expected the number of a step, got {text[:40]!r}")
+        step, state = int(text), None
+        if step <= self.model_version:
+            return
+        try:
+            if self.config.trainer.trainer_type == "tinker":
+                state = (self._folder(step) / "remote_sampler_path.txt").read_text().strip()
+            else:
+                self._folder(step).stat()
+        except OSError as error:
+            return self._complain(f"{pointer} names step {step}, which cannot be read: {error}")
+        self._state, self.model_version = state, step
+        self._found.add(step)
+        self._tidy()
+        self._wake()
+
+    def _complain(self, words: str) -> None:
+        if words != self._bad:
+            logger.error("%s; explorers stay at version %d", words, self.model_version)
+        self._bad = words
+
+    def _tidy(self) -> None:
+        """Removes earlier checkpoints that were written for explorers, and that none is reading."""
+        wanted = {self.model_version, self._told}.union(*self._reading.values())
+        for step in self._found - wanted:
+            self._found.discard(step)
+            if not (self._folder(step) / ".full_checkpoint").exists():
+                loop = asyncio.get_running_loop()
+                loop.run_in_executor(None, shutil.rmtree, self._folder(step), True)
+
+
+@dataclass(eq=False)
+class _Meeting:
+    """One sync of the trainer with all explorers; without a version until all have come."""
+
+    version: int | None = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the weights of a version can be had: what travels through Ray in their place."""
+
+    info: str
+    #: The number that the weights have there. A trainer may begin again at an earlier step.
+    number: int
+    version: int
+    host: str
+
+
+@dataclass(frozen=True)
+class _Held:
+    """The weights of a version, and where others get them."""
+
+    snapshot: Snapshot
+    place: _Place
+
+
+class _Later:
+    """Becomes the result of a call in the process that unpickles it."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self._call = (function, arguments)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+class _Outlet:
+    """Publishes state dicts of any kind, one after the other."""
+
+    def __init__(self, history: int = 0) -> None:
+        self._history = history
+        self._lock = threading.Lock()
+        self._sender: Sender | None = None
+
+    def send(self, state: Mapping[str, Any], version: int) -> _Held:
+        with self._lock:
+            # Other names or shapes need another sender.
+            with contextlib.suppress(WrongWeightsError):
+                if self._sender is not None:
+                    self._sender.send(state, wait="sent")
+                    return self._held(self._sender, version)
+            self._end()
+            sender = Sender(state, scheme=_scheme(), history=self._history)
+            # Every send brings its own state dict. The first one would stay in memory.
+            sender._models = dict.fromkeys(sender._models)
+            sender.connect(0, weights=state)
+            self._sender = sender
+            return self._held(sender, version)
+
+    def place(self, held: _Held) -> _Place:
+        """Where to get weights that may not be the newest."""
+        with self._lock:
+            sender, place = self._sender, held.place
+            if sender is None or place.number >= sender.version - self._history:
+                return place
+            # It goes out again, under another number.
+            sender.send(held.snapshot, wait="sent")
+            return self._held(sender, place.version).place
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    @staticmethod
+    def _held(sender: Sender, version: int) -> _Held:
+        info = sender.init_info.to_json()
+        place = _Place(info, sender.version, version, socket.gethostname())
+        return _Held(sender.snapshot(), place)
+
+    def _end(self) -> None:
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown()
+
+
+class _Inlet:
+    """Fetches versions, and stays connected to where the last one came from."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._info = ""
+        self._receiver: Receiver | None = None
+
+    def snapshot(self, place: _Place) -> Snapshot:
+        with self._lock:
+            try:
+                if self._receiver is None or self._info != place.info:
+                    self._end()
+                    self._receiver, self._info = self._join(place), place.info
+                snapshot = self._receiver.pull(version=place.number)
+            except BaseException:
+                # The next call joins again.
+                self._end()
+                raise
+            assert snapshot is not None
+            return snapshot
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    @staticmethod
+    def _join(place: _Place) -> Receiver:
+        # No two readers have the same number, and nobody deals numbers out.
+        receiver = Receiver(place.info, int.from_bytes(os.urandom(4)))
+        try:
+            receiver.connect()
+        except PeerError as error:
+            if place.host == socket.gethostname():
+                raise
+            raise PeerError(
+                f"the weights are on {place.host}, and this is {socket.gethostname()}: give every "
+                "process WEIGHTSYNC_INSECURE_PLAINTEXT=1 and a token (WEIGHTSYNC_TOKEN_FILE), which "
+                f"have weights travel between hosts without encryption ({error})"
+            ) from error
+        return receiver
+
+    def _end(self) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.shutdown()
+
+
+class _Watch:
+    """Calls a function when a file of a folder has been written."""
+
+    _CLOSE_WRITE_OR_MOVED_TO = 0x8 | 0x80
+
+    def __init__(self, folder: Path, look: Callable[[], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        libc = ctypes.CDLL(None)
+        self._look = look
+        self._loop = asyncio.get_running_loop()
+        # Without it, as where the system has no more of them, the folder is looked at every second.
+        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._descriptor >= 0:
+            libc.inotify_add_watch(
+                self._descriptor, os.fsencode(folder), self._CLOSE_WRITE_OR_MOVED_TO
+            )
+            self._loop.add_reader(self._descriptor, self._written)
+
+    def _written(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._descriptor, 65536)
+        self._look()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            os.close(self._descriptor)
+
+
+# Of this process: what it publishes, what it reads, the version whose tensors it takes one by one,
+# and the calls that say that it is there.
+_published, _reader = _Outlet(), _Inlet()
+_taken: dict[_Place, Snapshot] = {}
+_presence: dict[str, Any] = {}
+
+
+def _in_child() -> None:
+    # A forked child cannot use its parent's ends.
+    global _published, _reader
+    _published, _reader = _Outlet(), _Inlet()
+    _taken.clear()
+    _presence.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _state_dict(place: _Place) -> dict[str, Any]:
+    return dict(_reader.snapshot(place))
+
+
+def _item(place: _Place, name: str, last: bool) -> tuple[str, Any]:
+    snapshot = _taken.pop(place, None) or _reader.snapshot(place)
+    _taken.clear()
+    if not last:
+        _taken[place] = snapshot
+    return name, snapshot[name]
+
+
+def _scheme() -> Distributed:
+    if os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") != "1":
+        return Distributed(pull=True)
+    return Distributed(pull=True, listen=f"{_ray().util.get_node_ip_address()}:0", insecure_plaintext=True)
+
+
+def _status(status: Any) -> RunningStatus:
+    return RunningStatus(getattr(status, "value", status))
+
+
+def _me() -> str:
+    return str(_ray().get_runtime_context().get_worker_id())
+
+
+def _ray() -> Any:
+    # Ray is for programs that use it.
+    return importlib.import_module("ray")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What Trinity's ``synchronizer:`` block says, as arguments of :class:`weightsync.Synchronizer`."""
+
+    #: For ``Synchronizer.local(**settings.local)``.
+    local: dict[str, Any]
+    #: For ``sync.trainer(model, **settings.trainer)``; the method ``"checkpoint"`` also needs ``store=``.
+    trainer: dict[str, Any]
+    #: For ``sync.explorer("e0", model, **settings.explorer)``.
+    explorer: dict[str, Any]
+    #: For each ``sync(step, timeout=settings.timeout)``, in seconds.
+    timeout: float
+
+
+_METHODS = {name: name for name in ("nccl", "memory", "checkpoint")}
+_METHODS |= {"online": "nccl", "offline": "checkpoint"}
+_STYLES = {name: name for name in ("fixed", "explorer_driven", "trainer_driven", "fully_async")}
+_STYLES |= {"dynamic_by_explorer": "explorer_driven", "dynamic_by_trainer": "trainer_driven"}
+_NUMBERS = {
+    "sync_interval": 1,
+    "sync_offset": 0,
+    "sync_timeout": 1,
+    "explorer_sync_interval": 1,
+    "trainer_sync_interval": 1,
+}
+_WORDS = {"sync_method": _METHODS, "sync_style": _STYLES}
+# Of Trinity's own process group and actors.
+_NOT_HERE = ("group_name", "wait_for_checkpoint", "explorer_world_size", "ray_namespace")
+
+
+def settings_of(block: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
+    """Reads Trinity's ``synchronizer:`` block: a mapping, or the path of a YAML file.
+
+    Either is the block, or the whole configuration that has it.
+
+    Raises:
+        SettingError: naming the key or the value, and the one that was probably meant.
+    """
+    read: Any = block if isinstance(block, Mapping) else _yaml(block)
+    if isinstance(read, Mapping) and "synchronizer" in read:
+        read = read["synchronizer"] or {}
+    if not isinstance(read, Mapping):
+        raise SettingError(f"synchronizer: expected keys and values, got {read!r}")
+    known = [*_WORDS, *_NUMBERS, *_NOT_HERE]
+    for key in read:
+        if key not in known:
+            raise SettingError(f"synchronizer.{key} is no setting; {_nearest(str(key), known)}")
+
+    def word(key: str, default: str) -> str:
+        value = read.get(key)
+        text = str(default if value is None else getattr(value, "value", value)).lower()
+        if text not in _WORDS[key]:
+            raise SettingError(f"synchronizer.{key}: {text!r} is unknown; {_nearest(text, _WORDS[key])}")
+        return _WORDS[key][text]
+
+    def number(key: str, default: int) -> int:
+        value, least = read.get(key), _NUMBERS[key]
+        if value is None:
+            return default
+        if type(value) is not int or value < least:
+            raise SettingError(f"synchronizer.{key}: expected {least} or more, got {value!r}")
+        return value
+
+    interval, offset = number("sync_interval", 1), number("sync_offset", 0)
+    of = {"style": word("sync_style", "fixed")}
+    method = {"method": word("sync_method", "nccl")}
+    ahead = {"offset": offset} if of["style"] == "fixed" else {}
+    if offset and not ahead:
+        logger.warning("synchronizer.sync_offset: the style %s has no offset", of["style"])
+    intervals = {
+        party: {"interval": number(f"{party}_sync_interval", interval)}
+        for party in ("trainer", "explorer")
+    }
+    return Settings(
+        local=method | of | ahead | {"interval": interval},
+        trainer=method | of | ahead | intervals["trainer"],
+        explorer=of | ahead | intervals["explorer"],
+        timeout=float(number("sync_timeout", 3600)),
+    )
+
+
+def _yaml(path: str | os.PathLike[str]) -> Any:
+    try:
+        yaml = importlib.import_module("yaml")
+    except ImportError:
+        raise UnsupportedError(
+            f"reading {os.fspath(path)} needs PyYAML: pip install pyyaml, or pass the block as a dict"
+        ) from None
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except yaml.YAMLError as error:
+        raise SettingError(f"{os.fspath(path)}: {error}") from None
+
+
+def _nearest(word: str, known: Any) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
