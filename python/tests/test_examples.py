@@ -52,6 +52,13 @@ def test_standalone_says_that_none_carries_nothing(tmp_path):
     assert done.returncode == 2 and "carries nothing" in done.stderr, done.stderr
 
 
+def test_slow_and_fast_explorers_synchronise(tmp_path):
+    said = run([ROOT / "examples/synchronizer.py"], tmp_path)
+    assert "the page is at http://127.0.0.1:" in said
+    assert "v31 of step 120: synced" in said, said
+    assert all(f"\n{name}: v" in said for name in ("slow", "fast")), said
+
+
 def test_host_worker_asks_for_the_trainer_first(tmp_path):
     command = [sys.executable, ROOT / "examples/torch_hosts.py", "worker", "join.json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)

@@ -242,6 +242,8 @@ class Synchronizer(_ends.AsyncWith):
             timeout: how long a synchronizer that is not there yet is waited for, in seconds.
             options: further arguments of :class:`Sender`.
         """
+        if store is not None and method is None:
+            method = "checkpoint"
         if scheme is None:
             scheme = self._scheme(method, store)
         elif store is not None:
@@ -350,8 +352,12 @@ class _Party(_ends.AsyncWith):
         return self._native.method()
 
     def shutdown(self) -> None:
-        """Leaves in order. Any number of times."""
-        self._end(None)
+        """Leaves in order. Any number of times.
+
+        A program that ends by an exception without this call is a party that died: a trainer is
+        expected back then.
+        """
+        self._end(_ends.why)
 
     def fail(self, reason: str) -> None:
         """Leaves as a party that has failed."""
@@ -542,8 +548,10 @@ class Explorer(_Party):
             if pulled is None:
                 raise DeadlineError(f"v{version} did not come in time", "retry")
             self._snapshots = pulled
-        elif receiver.versions[name] < version:
-            receiver.pull_set(at_least=version, model=name, timeout=left)
+        elif receiver.versions[name] < version and not receiver.pull_set(
+            at_least=version, model=name, timeout=left
+        ):
+            raise DeadlineError(f"v{version} did not come in time", "retry")
         self._bytes = sum(layout.payload_bytes for _, layout in receiver._session.models())
         return receiver.versions[name]
 

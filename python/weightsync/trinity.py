@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import difflib
 import importlib
+import itertools
 import logging
 import os
 import shutil
@@ -24,7 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from weightsync.errors import PeerError, SettingError, UnsupportedError, WrongWeightsError
+from weightsync.errors import ModelError, PeerError, SettingError, UnsupportedError, WrongWeightsError
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
@@ -64,7 +65,7 @@ def _at_caller(decorator: Callable[[_Invocation], _Invocation]) -> Callable[[_F]
 
 
 def _named(invocation: _Invocation) -> _Invocation:
-    """Adds which process calls. Trinity's calls do not say it, and a dead explorer has to be told apart."""
+    """Adds which process calls. Trinity's calls do not say it, and explorers have to be told apart."""
     return lambda args, kwargs: invocation(args, {**kwargs, "caller": _me()})
 
 
@@ -109,13 +110,11 @@ class Synchronizer:
         self._state: _Held | str | None = None
         self._storing = asyncio.Lock()
         self._inlet, self._outlet = _Inlet(), _Outlet(history=1)
-        # The version that an explorer was told of last. What it then loads has to be that version,
-        # also if newer ones have come.
-        self._told = 0
-        self._told_state: _Held | str | None = None
-        # Checkpoints: those that were found here, and those that explorers may be reading.
+        # The versions that explorers were told of, by process. What they then load has to be that
+        # version, also if newer ones have come.
+        self._told: dict[str, list[_Version]] = {}
+        # The checkpoints that were found here.
         self._found: set[int] = set()
-        self._reading: dict[str, list[int]] = {}
         self._bad = ""
         self._watch: _Watch | None = None
 
@@ -135,15 +134,15 @@ class Synchronizer:
         actor = made.remote(config, module_ref=_me())
         key = actor._actor_id.hex()
         if key not in _presence:
-            # This call is answered by nobody: Ray ends it with an error when its owner has died,
-            # and tells the actor, which waits for the same answer.
+            # This call has no answer while the process lives. The actor waits for the answer as well,
+            # and Ray ends that wait when the process, which owns the answer, has died.
             _presence[key] = actor.present.remote()
             actor.add_module.remote(None, [_presence[key]])
         return actor
 
     @_at_caller(_named)
     async def present(self, *, caller: str) -> None:
-        """Ends when the calling process has. The actor ends with the last process."""
+        """Returns when the calling process has ended. The actor ends with the last one."""
         await self._present.setdefault(caller, asyncio.Event()).wait()
         del self._present[caller]
         if not self._present:
@@ -183,7 +182,7 @@ class Synchronizer:
             self._explorers.pop(caller, None)
         self._move(caller, _status(status), None if old_status is None else _status(old_status))
         if _status(status) is _STOPPED:
-            self._reading.pop(caller, None)
+            self._told.pop(caller, None)
             self._tidy()
         self._meet()
         self._wake()
@@ -212,16 +211,24 @@ class Synchronizer:
             self._state, self.model_version = state, trainer_step
         self._wake()
 
-    def get_model_state_dict(self) -> tuple[Any, int]:
-        """The newest weights, with their version."""
-        if not isinstance(self._state, _Held):
-            return self._state, self.model_version
-        place = self._outlet.place(self._state)
-        return (_Later(_state_dict, place) if self._in_actor else _state_dict(place)), place.version
+    def get_model_state_dict(self, version: int | None = None) -> tuple[Any, int]:
+        """The newest weights, or those of a version, with their version."""
+        of = self._newest() if version is None else self._find(version, "")
+        if not isinstance(of.state, _Held):
+            return of.state, of.number
+        place = self._outlet.place(of.state)
+        return (_Later(_state_dict, place) if self._in_actor else _state_dict(place)), of.number
 
-    def get_model_state_dict_iterator(self) -> Iterator[tuple[str, Any]]:
-        """The tensors by name of the version that an explorer was told of last, or of the newest."""
-        held = self._told_state or self._state
+    @_at_caller(_named)
+    def get_model_state_dict_iterator(
+        self, version: int | None = None, *, caller: str = ""
+    ) -> Iterator[tuple[str, Any]]:
+        """The tensors by name: of a version, or of the one that the calling explorer was told of.
+
+        For another process it is the one that an explorer of its Ray job was told of last, or an
+        explorer of another job. Where there is none, it is the newest.
+        """
+        held = self._find(version, caller).state
         if held is None:
             return
         if not isinstance(held, _Held):
@@ -249,12 +256,11 @@ class Synchronizer:
             The newest version. It is the explorer's own, or an older one, when the trainer has stopped
             or has nothing new, and after ``sync_timeout`` seconds.
         """
-        # The explorer has read what it was told of before.
-        reading = self._reading.setdefault(caller, [])
-        if caller:
-            reading.clear()
-        elif current_version in reading:
-            reading.remove(current_version)
+        # The explorer has loaded what it was told of before.
+        told = self._told.pop(caller, [])
+        if not caller:
+            done = next((of for of in told if of.number == current_version), None)
+            self._told[caller] = [of for of in told if of is not done]
         self._look()
         self._tidy()
         no_news = self._no_news
@@ -268,9 +274,8 @@ class Synchronizer:
             )
         finally:
             self._move(caller, _RUNNING, _REQUIRE)
-        if self.model_version > current_version:
-            reading.append(self.model_version)
-            self._tell()
+        if self.model_version > current_version and caller not in self._dead:
+            self._tell(caller)
         return self.model_version
 
     async def notify_no_new_model_state_dict(self) -> None:
@@ -278,15 +283,22 @@ class Synchronizer:
         self._no_news += 1
         self._wake()
 
-    async def get_latest_model_version(self) -> int:
+    @_at_caller(_named)
+    async def get_latest_model_version(self, *, caller: str = "") -> int:
         """The newest version."""
         self._look()
-        return self._tell()
+        if caller in self._present:
+            self._told.pop(caller, None)
+            self._tell(caller)
+        return self.model_version
 
-    async def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """The checkpoint of the version that an explorer was told of last; None before the first."""
+    @_at_caller(_named)
+    async def get_latest_model_path(
+        self, use_huggingface: bool = False, *, caller: str = ""
+    ) -> str | None:
+        """The checkpoint of the version that the calling explorer was told of; None before the first."""
         self._look()
-        version = self._told or self.model_version
+        version = self._find(None, caller).number
         if not version:
             return None
         path = self._folder(version) / "actor"
@@ -314,11 +326,13 @@ class Synchronizer:
             # Nobody says how the transfer ended. An explorer that comes back with a version has it.
             self.model_version = max(self.model_version, trainer_step)
             self._move(caller, _REQUIRE, _RUNNING)
-            nobody = lambda: self._trainer is _STOPPED or caller in self._dead
+            nobody = lambda: self._trainer is _STOPPED
         self._meet()
         self._wake()
         try:
-            await self._until(lambda: meeting.version is not None or nobody())
+            await self._until(
+                lambda: meeting.version is not None or nobody() or caller in self._dead
+            )
         finally:
             if meeting.version is None and module == "trainer" and self._trainer is _REQUIRE:
                 self._trainer = _RUNNING
@@ -357,11 +371,9 @@ class Synchronizer:
 
     def shutdown(self) -> None:
         """Frees what it holds. An actor does so when its last process has gone."""
-        self._inlet.close()
-        self._outlet.close()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        for end in (self._inlet, self._outlet, _reader):
+            end.close()
+        self._end_watch()
 
     def _actor(self, name: str) -> Any:
         return _ray().get_actor(name, namespace=self.config.ray_namespace)
@@ -378,18 +390,25 @@ class Synchronizer:
 
     async def _until(self, met: Callable[[], bool]) -> None:
         """Waits for a condition, or for ``sync_timeout`` seconds."""
+        pause = None
+        if self._has_checkpoints():
+            # The kernel does not say what another host writes to a network file system.
+            pause = 1.0
+            if self._watch is None or self._watch.loop is not asyncio.get_running_loop():
+                self._end_watch()
+                self._watch = _Watch(Path(self.config.checkpoint_job_dir), self._look)
+            self._look()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.synchronizer.sync_timeout):
                 while not met():
-                    changed = self._changed.wait()
-                    if not self._has_checkpoints():
-                        await changed
-                        continue
-                    self._watch = self._watch or _Watch(Path(self.config.checkpoint_job_dir), self._look)
-                    # The kernel does not say what another host writes to a network file system.
                     with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(changed, 1.0)
+                        await asyncio.wait_for(self._changed.wait(), pause)
                     self._look()
+
+    def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def _move(self, process: str, status: RunningStatus, old: RunningStatus | None) -> None:
         if process in self._dead:
@@ -403,7 +422,7 @@ class Synchronizer:
     def _gone(self, process: str) -> None:
         self._dead.add(process)
         self._explorers.pop(process, None)
-        self._reading.pop(process, None)
+        self._told.pop(process, None)
         if process == self._trainer_process:
             self._trainer = _STOPPED
         self._present.setdefault(process, asyncio.Event()).set()
@@ -411,9 +430,24 @@ class Synchronizer:
         self._meet()
         self._wake()
 
-    def _tell(self) -> int:
-        self._told, self._told_state = self.model_version, self._state
-        return self._told
+    def _newest(self) -> _Version:
+        return _Version(self.model_version, self._state)
+
+    def _tell(self, caller: str) -> None:
+        # The last that was told is at the end.
+        self._told[caller] = [*self._told.pop(caller, []), self._newest()]
+
+    def _find(self, version: int | None, caller: str) -> _Version:
+        if version is None:
+            told = [(one, of[-1]) for one, of in reversed(self._told.items()) if of and of[-1].number]
+            # False comes before True. Of several that are equal the first is the least.
+            near = min(told, key=lambda of: (of[0] != caller, _job(of[0]) != _job(caller)), default=None)
+            return near[1] if near else self._newest()
+        known = [self._newest(), *itertools.chain(*self._told.values())]
+        for of in known:
+            if of.number == version:
+                return of
+        raise ModelError(f"v{version} is not kept; the newest is v{self.model_version}")
 
     def _awaited(self) -> int:
         counts = self.explorer_status_counts
@@ -481,8 +515,8 @@ class Synchronizer:
 
     def _tidy(self) -> None:
         """Removes earlier checkpoints that were written for explorers, and that none is reading."""
-        wanted = {self.model_version, self._told}.union(*self._reading.values())
-        for step in self._found - wanted:
+        wanted = {of.number for of in itertools.chain(*self._told.values())}
+        for step in self._found - wanted - {self.model_version}:
             self._found.discard(step)
             if not (self._folder(step) / ".full_checkpoint").exists():
                 loop = asyncio.get_running_loop()
@@ -513,6 +547,14 @@ class _Held:
 
     snapshot: Snapshot
     place: _Place
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version, and its weights; Tinker's are a path."""
+
+    number: int
+    state: _Held | str | None
 
 
 class _Later:
@@ -631,14 +673,14 @@ class _Watch:
         folder.mkdir(parents=True, exist_ok=True)
         libc = ctypes.CDLL(None)
         self._look = look
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         # Without it, as where the system has no more of them, the folder is looked at every second.
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._descriptor >= 0:
             libc.inotify_add_watch(
                 self._descriptor, os.fsencode(folder), self._CLOSE_WRITE_OR_MOVED_TO
             )
-            self._loop.add_reader(self._descriptor, self._written)
+            self.loop.add_reader(self._descriptor, self._written)
 
     def _written(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -647,8 +689,8 @@ class _Watch:
 
     def close(self) -> None:
         if self._descriptor >= 0:
-            if not self._loop.is_closed():
-                self._loop.remove_reader(self._descriptor)
+            if not self.loop.is_closed():
+                self.loop.remove_reader(self._descriptor)
             os.close(self._descriptor)
 
 
@@ -693,7 +735,13 @@ def _status(status: Any) -> RunningStatus:
 
 
 def _me() -> str:
-    return str(_ray().get_runtime_context().get_worker_id())
+    """The calling process, after its Ray job."""
+    context = _ray().get_runtime_context()
+    return f"{context.get_job_id()}/{context.get_worker_id()}"
+
+
+def _job(process: str) -> str:
+    return process.partition("/")[0]
 
 
 def _ray() -> Any:

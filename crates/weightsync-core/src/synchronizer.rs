@@ -312,7 +312,8 @@ impl Synchronizer {
                     party,
                     style,
                     step,
-                    synced: self.newest.1,
+                    // One that went back to an earlier step is not due later for that.
+                    synced: self.newest.1.min(step),
                     failed: false,
                     meeting: None,
                 });
@@ -332,7 +333,9 @@ impl Synchronizer {
                 self.saw(version);
             }
             Event::TrainerMeets(party, version, step, until) => {
-                let new = version > self.highest && self.method == Method::Direct;
+                // It may meet again for a version that came to nobody.
+                let new = version >= self.highest && version > self.newest.0;
+                let new = new && self.method == Method::Direct;
                 let trainer = self.known(party)?;
                 if !new || trainer.meeting.is_some() {
                     return Err(party);

@@ -101,7 +101,8 @@ impl Synchronizer {
         })?;
         Ok(SyncTrainer {
             inner: Turns::new(Some(trainer), |trainer, why| {
-                if let Some(trainer) = trainer.take() {
+                // Without a word if it is garbage: nothing may wait then.
+                if let Some(trainer) = trainer.take().filter(|_| why != Some(DROPPED)) {
                     trainer.leave(why.map(str::to_owned));
                 }
             }),
@@ -119,7 +120,7 @@ impl Synchronizer {
         let explorer = self.with(py, move |sync| sync.explorer(options_of(party)?, timeout))?;
         Ok(SyncExplorer {
             inner: Turns::new(Some(explorer), |explorer, why| {
-                if let Some(explorer) = explorer.take() {
+                if let Some(explorer) = explorer.take().filter(|_| why != Some(DROPPED)) {
                     explorer.leave(why.map(str::to_owned));
                 }
             }),

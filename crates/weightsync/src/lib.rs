@@ -55,6 +55,7 @@
 //! | `rpc` | the scheme `rpc`, whose sender calls its workers over HTTP |
 //! | `store` | the scheme `store`, and versions that last: [`store`] |
 //! | `objects` | stores in S3, Google Cloud Storage and Azure |
+//! | `synchronizer` | when a trainer and its explorers synchronise: [`synchronizer`] |
 //! | `candle` | candle's `VarMap` as a source of weights and a place to load them |
 //!
 //! A worker knows every scheme that its program was built with: the init info names the one to
@@ -145,6 +146,12 @@ pub mod store {
         Address, Damage, Keep, Loaded, LoadedModel, ModelVersion, SaveOptions, SaveOutcome, Saved,
         Saver, Saving, Store, StoreError, StoredModel, StoredVersion, Versions, Which, Writer,
     };
+}
+
+/// When a trainer and its explorers synchronise.
+#[cfg(feature = "synchronizer")]
+pub mod synchronizer {
+    pub use weightsync_serve::synchronizer::*;
 }
 
 /// The traits and types to write a scheme of your own.

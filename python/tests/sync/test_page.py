@@ -148,7 +148,7 @@ def test_page_shows_parties_without_a_reload(browser):
                 browser.wait_for([row], CELLS, "explorers")
                 assert browser.run(COUNT, "b") == 0
                 browser.wait_for("v4 of step 9", TEXT, "newest")
-                words = "name trainer state running step 9 style fully_async epoch 1"
+                words = f"name trainer state running step 9 style fully_async epoch {trainer.epoch}"
                 browser.wait_for(words.split(), TEXT + ".split('\\n')", "trainer")
                 browser.wait_for(4, COUNT, "#marks .published")
                 browser.wait_for(1, COUNT, "#marks .synced rect")

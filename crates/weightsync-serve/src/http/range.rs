@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use hyper::StatusCode;
-use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, HeaderMap, HeaderValue, RANGE};
+use hyper::header::{ACCEPT_RANGES, CONTENT_RANGE, HeaderMap, HeaderValue, IF_RANGE, RANGE};
 
 /// A request asks for a part that there is not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,12 +21,16 @@ impl NoSuchRange {
     }
 }
 
-/// The part of a body of so many bytes that a request asks for: all of it, unless it has a range.
+/// The part of a body of so many bytes that a request asks for: all of it, unless it has a range, and if
+/// its earlier part has this tag.
 pub(crate) fn asked(
     request: &HeaderMap,
     all: u64,
+    tag: Option<&str>,
 ) -> Result<(StatusCode, Range<u64>), NoSuchRange> {
-    match request.get(RANGE) {
+    let earlier = request.get(IF_RANGE);
+    let is_of_it = earlier.is_none_or(|earlier| earlier.to_str().ok() == tag);
+    match request.get(RANGE).filter(|_| is_of_it) {
         None => Ok((StatusCode::OK, 0..all)),
         Some(range) => match part_of(range, all) {
             Some(part) => Ok((StatusCode::PARTIAL_CONTENT, part)),

@@ -127,7 +127,7 @@ pub(super) async fn file(
         Err(error) => return refused(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
     };
     let all = file.bytes;
-    let (status, part) = match range::asked(&request, all) {
+    let (status, part) = match range::asked(&request, all, Some(&tag)) {
         Ok(asked) => asked,
         Err(wrong) => {
             let (status, reason) = wrong.answer(&mut headers);

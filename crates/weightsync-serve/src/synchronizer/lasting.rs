@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::Method;
+use weightsync_engine::transport::random;
 use weightsync_engine::{
     AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
 };
@@ -99,6 +100,8 @@ impl Lasting {
 pub(super) struct Record {
     /// The highest epoch of a trainer.
     pub(super) epoch: Epoch,
+    /// Tells versions of this life, and of those with its record, from others of the same number.
+    pub(super) lineage: u64,
     /// The steps of which the newest versions were made.
     pub(super) steps: BTreeMap<u64, u64>,
     #[serde(skip)]
@@ -106,9 +109,17 @@ pub(super) struct Record {
 }
 
 impl Record {
+    fn new() -> Result<Self> {
+        let lineage = u64::from_le_bytes(random()?);
+        Ok(Self {
+            lineage,
+            ..Self::default()
+        })
+    }
+
     fn read(run_dir: Option<PathBuf>) -> Result<Self> {
         let Some(dir) = run_dir else {
-            return Ok(Self::default());
+            return Self::new();
         };
         let file = dir.join(FILE);
         let failed = |source: io::Error| SyncError::Start {
@@ -117,12 +128,14 @@ impl Record {
         };
         std::fs::create_dir_all(&dir).map_err(failed)?;
         let mut record = match std::fs::read(&file) {
-            Ok(bytes) => serde_json::from_slice::<Self>(&bytes).map_err(|error| {
-                failed(io::Error::other(format!(
-                    "it is damaged ({error}); remove it if no trainer of before runs any more"
-                )))
+            Ok(bytes) => serde_json::from_slice::<Self>(&bytes).or_else(|error| {
+                tracing::warn!(
+                    "{} is damaged ({error}) and begun again: an old trainer is not fenced off now",
+                    file.display()
+                );
+                Self::new()
             })?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::default(),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Self::new()?,
             Err(error) => return Err(failed(error).into()),
         };
         record.file = Some(file);

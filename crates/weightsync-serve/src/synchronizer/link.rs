@@ -13,7 +13,7 @@ use weightsync_engine::transport::{Deadline, interrupt};
 use weightsync_engine::{Error, Origin, Result};
 
 use super::service::Input;
-use super::wire::{Join, Joined, MAX_BODY, Problem, Reply, Request};
+use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
 use crate::http::{Ask, Client, Fault, HttpThread};
 
 /// The paths of a service.
@@ -61,6 +61,7 @@ pub(super) struct Remote {
 /// A party's membership, which ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct Connection {
+    owner: Origin,
     link: Link,
     pub(super) joined: Joined,
     /// Of a remote one: whether the service is still there. Dropping it ends the membership.
@@ -124,6 +125,7 @@ impl Link {
                 inputs.send(input).map_err(|_| over())?;
                 let joined = wait(&answer)?.map_err(of_problem)?;
                 Ok(Connection {
+                    owner: Origin::here(),
                     link: self.clone(),
                     joined,
                     lifeline: None,
@@ -145,6 +147,7 @@ impl Link {
                 };
                 let joined = wait(&answer)??;
                 Ok(Connection {
+                    owner: Origin::here(),
                     link: self.clone(),
                     joined,
                     lifeline: Some(lifeline),
@@ -209,7 +212,15 @@ fn of_problem(problem: Problem) -> Lost {
 }
 
 fn of_fault(fault: Fault) -> Lost {
-    Lost::Away(fault.to_string())
+    match fault {
+        // It is there, and asking again would get the same.
+        Fault::TooLong { .. } | Fault::Json { .. } => Lost::Told(Problem::Refused {
+            reason: format!(
+                "its answer cannot be read: {fault}; install the same weightsync on both"
+            ),
+        }),
+        fault => Lost::Away(fault.to_string()),
+    }
 }
 
 /// The service of this program has ended.
@@ -275,7 +286,10 @@ impl Connection {
 
 impl Drop for Connection {
     fn drop(&mut self) {
-        if let Link::Local(inputs) = &self.link {
+        // The lock of the channel may be held for ever in a forked child.
+        if let Link::Local(inputs) = &self.link
+            && self.owner.is_here()
+        {
             let _ = inputs.send(Input::Gone(self.party()));
         }
     }
@@ -287,7 +301,7 @@ async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result
     let patience = waits.unwrap_or(LONG).saturating_add(GRACE).min(LONG);
     let reply = client.ask(ask, patience).await.map_err(of_fault)?;
     match reply.status {
-        StatusCode::OK => reply.json(MAX_BODY, PATIENCE).await.map_err(of_fault),
+        StatusCode::OK => reply.json(MAX_ANSWER, PATIENCE).await.map_err(of_fault),
         status => Err(of_refusal(client.addr(), status, reply).await),
     }
 }

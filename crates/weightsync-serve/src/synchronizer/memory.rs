@@ -92,13 +92,24 @@ impl Held {
     }
 
     /// Passes a set on: explorers can have it from here on.
-    pub(super) fn publish(&self, set: &[Snapshot]) -> Result<Version> {
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`] if `is_current` says that it is of a trainer that was replaced.
+    pub(super) fn publish(
+        &self,
+        set: &[Snapshot],
+        is_current: impl FnOnce() -> bool,
+    ) -> Result<Version> {
         let all = set
             .iter()
             .fold(Set::new(), |all, one| all.with(one.model().as_str(), one));
         let version = set.iter().map(Snapshot::version).max();
         let version = version.ok_or(Error::EmptySet)?;
         let mut sender = self.sender();
+        if !is_current() {
+            return Err(Error::Interrupted);
+        }
         if version <= self.newest() {
             return Ok(version);
         }
@@ -106,15 +117,21 @@ impl Held {
             .version(version)
             .wait(WaitFor::Sent)
             .timeout(Some(FREE));
-        let sent = match sender.as_mut() {
+        // A set of fewer models would leave the others as they were.
+        let is_same = |sender: &Sender| {
+            let ids = set.iter().map(Snapshot::model);
+            sender.models().eq(ids)
+        };
+        let sent = match sender.as_mut().filter(|sender| is_same(sender)) {
             Some(sender) => sender.send_with(&all, &options).map(drop),
             None => Err(Error::EmptySet),
         };
         match sent {
             Ok(()) => {}
             // The first version, or those of another model: explorers join again by the new info.
-            Err(Error::EmptySet | Error::WrongWeights { .. } | Error::NoSuchModel { .. }) => {
+            Err(Error::EmptySet | Error::WrongWeights { .. }) => {
                 *sender = Some(self.open(set, &all, version)?);
+                self.seen().versions.clear();
             }
             Err(error) => return Err(error),
         }
@@ -254,7 +271,7 @@ fn pass_on(
             .iter()
             .map(|member| member.snapshot.clone())
             .collect();
-        match interruptible(is_stopped, || held.publish(&members)) {
+        match interruptible(is_stopped, || held.publish(&members, || !is_stopped())) {
             Ok(version) => tell(FromBridge::Has(version)),
             Err(error) => tell(FromBridge::Failed(error.to_string())),
         }

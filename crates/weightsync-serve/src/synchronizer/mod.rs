@@ -134,6 +134,15 @@ impl SynchronizerOptions {
     }
 }
 
+impl Drop for Synchronizer {
+    fn drop(&mut self) {
+        // First, so that nothing the server waits for waits for a trainer.
+        if let Some(service) = &self.service {
+            service.stop();
+        }
+    }
+}
+
 /// Decides when a trainer and its explorers synchronise, in this program or in another one.
 ///
 /// Dropping it ends a synchronizer of this program, with its threads. Its parties are told.
@@ -142,8 +151,7 @@ pub struct Synchronizer {
     link: Link,
     /// The HTTP server, first: it uses the service.
     server: Option<(HttpThread, SocketAddr)>,
-    /// Ends when this is dropped.
-    _service: Option<ServiceThread>,
+    service: Option<ServiceThread>,
 }
 
 impl Synchronizer {
@@ -158,7 +166,7 @@ impl Synchronizer {
         Ok(Self {
             link: Link::Local(service.inputs()),
             server: None,
-            _service: Some(service),
+            service: Some(service),
         })
     }
 
@@ -195,7 +203,12 @@ impl Synchronizer {
         };
         let bearer = Bearer::to_synchronizer(secret.as_ref());
         let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
-        let app = server::App::new(service.inputs(), service.events(), service.held());
+        let app = server::App::new(
+            service.inputs(),
+            service.events(),
+            service.held(),
+            secret.is_some(),
+        );
         let thread = HttpThread::start("weightsync-sync-http", move |stopping| {
             let router = server::router(app, stopping.clone());
             server.serve(router, stopping, |_| {})
@@ -203,7 +216,7 @@ impl Synchronizer {
         Ok(Self {
             link: Link::Local(service.inputs()),
             server: Some((thread.map_err(failed)?, at)),
-            _service: Some(service),
+            service: Some(service),
         })
     }
 
@@ -228,7 +241,7 @@ impl Synchronizer {
         Ok(Self {
             link: Link::Remote(Arc::new(Remote { client, thread })),
             server: None,
-            _service: None,
+            service: None,
         })
     }
 

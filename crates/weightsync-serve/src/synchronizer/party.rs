@@ -4,13 +4,13 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::{Method, Need, Style};
 use weightsync_engine::transport::{Deadline, deadline};
-use weightsync_engine::{Error, InitInfo, Origin, Remedy, Result, Version};
+use weightsync_engine::{Error, InitInfo, Origin, Remedy, Result, Version, interruptible};
 
 use super::SyncError;
 use super::link::{Connection, Link, Lost};
 use super::wire::{
     Ended, Join, Joined, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, SyncAnswer,
-    TrainerAnswer,
+    TrainerAnswer, short,
 };
 
 /// How long a question that waits for nothing looks for a synchronizer that is away.
@@ -27,7 +27,6 @@ pub struct PartyOptions {
     style: Option<Style>,
     method: Option<Method>,
     step: u64,
-    version: Version,
 }
 
 impl PartyOptions {
@@ -39,7 +38,6 @@ impl PartyOptions {
             style: None,
             method: None,
             step: 0,
-            version: Version::NONE,
         }
     }
 
@@ -64,11 +62,6 @@ impl PartyOptions {
         Self { step, ..self }
     }
 
-    /// The version that an explorer has loaded already.
-    pub fn version(self, version: Version) -> Self {
-        Self { version, ..self }
-    }
-
     fn join(self, role: Role, from: Option<InitInfo>) -> Join {
         Join {
             protocol: PROTOCOL,
@@ -77,8 +70,10 @@ impl PartyOptions {
             style: self.style,
             method: self.method,
             step: self.step,
-            version: self.version,
+            version: Version::NONE,
             version_step: 0,
+            lineage: 0,
+            worker: None,
             epoch: None,
             from,
         }
@@ -116,6 +111,7 @@ impl Membership {
     }
 
     fn note_joined(&mut self) {
+        self.join.worker = Some(self.joined.worker);
         if self.join.role == Role::Trainer {
             self.join.method = Some(self.joined.method);
             self.join.epoch = Some(self.joined.epoch);
@@ -145,6 +141,14 @@ impl Membership {
             self.connection = None;
         }
         asked
+    }
+
+    /// Says something that an interruption of the caller must not keep back.
+    fn say(&mut self, request: Request) -> std::result::Result<Reply, Lost> {
+        interruptible(
+            || false,
+            || self.ask(request, Some(LOOK), deadline(Some(LOOK))),
+        )
     }
 
     fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
@@ -297,7 +301,9 @@ impl Explorer {
                 Ok(Reply::Synced(answer)) => return Ok(answer),
                 Ok(_) => return Err(SyncError::Protocol.into()),
                 Err(Lost::Away(why)) => match timeout {
-                    Some(left) if left.is_zero() => return Ok(self.not_synced(why)),
+                    Some(left) if left.is_zero() => {
+                        return Ok(self.not_synced(Ended::TimedOut, why));
+                    }
                     _ => continue,
                 },
                 Err(lost) => return Err(lost.into()),
@@ -311,29 +317,28 @@ impl Explorer {
             let request = match load(&fetch) {
                 Ok(version) => {
                     self.membership.join.version = version;
+                    self.membership.join.lineage = self.membership.joined.lineage;
                     Request::Loaded { version }
                 }
                 Err(error) => {
                     let reason = error.to_string();
-                    let told = self.membership.ask(
-                        Request::LoadFailed { version, reason },
-                        Some(LOOK),
-                        deadline(Some(LOOK)),
-                    );
-                    match (error.remedy(), told) {
-                        (Remedy::Retry | Remedy::Reconnect, Ok(Reply::Synced(answer)))
-                            if !matches!(error, Error::Interrupted) =>
-                        {
-                            return Ok(answer);
+                    let failed = Request::LoadFailed {
+                        version,
+                        reason: short(&reason),
+                    };
+                    let told = self.membership.say(failed);
+                    let is_mended = matches!(error.remedy(), Remedy::Retry | Remedy::Reconnect)
+                        && !matches!(error, Error::Interrupted);
+                    return match told {
+                        Ok(Reply::Synced(answer)) if is_mended => Ok(answer),
+                        Err(Lost::Away(_)) if is_mended => {
+                            Ok(self.not_synced(Ended::Failed, reason))
                         }
-                        _ => return Err(error),
-                    }
+                        _ => Err(error),
+                    };
                 }
             };
-            return match self
-                .membership
-                .ask(request, Some(LOOK), deadline(Some(LOOK)))
-            {
+            return match self.membership.say(request) {
                 Ok(Reply::Synced(answer)) => Ok(answer),
                 Ok(_) => Err(SyncError::Protocol.into()),
                 // It runs the version, whatever became of the service.
@@ -350,9 +355,9 @@ impl Explorer {
         }
     }
 
-    fn not_synced(&self, why: String) -> SyncAnswer {
+    fn not_synced(&self, ended: Ended, why: String) -> SyncAnswer {
         SyncAnswer {
-            ended: Ended::TimedOut,
+            ended,
             version: self.version(),
             step: None,
             versions_behind: 0,
@@ -414,8 +419,7 @@ impl Trainer {
         from: InitInfo,
         timeout: Option<Duration>,
     ) -> Result<Self> {
-        let mut join = options.join(Role::Trainer, Some(from));
-        join.version = Version::NONE;
+        let join = options.join(Role::Trainer, Some(from));
         let membership = Membership::join(link, join, deadline(timeout))?;
         Ok(Self {
             highest: membership.joined.highest,
@@ -468,9 +472,9 @@ impl Trainer {
     ) -> Result<T> {
         let until = deadline(timeout);
         let version = self.next_version();
+        self.highest = version;
         self.announce(version, self.membership.join.step, until)?;
         let published = publish(version)?;
-        self.highest = version;
         if self.membership.joined.method != Method::Direct {
             let answer = self.published(version, self.membership.join.step, until)?;
             if !answer.is_synced() {
@@ -498,14 +502,14 @@ impl Trainer {
     ) -> Result<TrainerAnswer> {
         let until = deadline(timeout);
         let version = self.next_version();
+        // Whatever becomes of it, another version has another number.
+        self.highest = version;
         if self.membership.joined.method == Method::Direct {
             let request = Request::Meet {
                 version,
                 step,
                 timeout_ms: ms(timeout),
             };
-            // Whatever becomes of it, another version has another number.
-            self.highest = version;
             match self.membership.ask(request, timeout, until) {
                 Ok(Reply::Go {}) => {}
                 Ok(Reply::Trained(answer)) => return Ok(answer),
@@ -516,10 +520,8 @@ impl Trainer {
         }
         self.announce(version, step, until)?;
         if let Err(error) = publish(version, until) {
-            let reason = error.to_string();
-            let _ =
-                self.membership
-                    .ask(Request::Failed { reason }, Some(LOOK), deadline(Some(LOOK)));
+            let reason = short(&error.to_string());
+            let _ = self.membership.say(Request::Failed { reason });
             return Err(error);
         }
         self.published(version, step, until)
@@ -563,7 +565,11 @@ impl Trainer {
                     return Ok(not_trained(version, step, why));
                 }
                 Err(Lost::Away(_)) => {}
-                Err(lost) => return Err(lost.into()),
+                Err(lost) => {
+                    let reason = short(&lost.to_string());
+                    let _ = self.membership.say(Request::Failed { reason });
+                    return Err(lost.into());
+                }
             }
         }
     }

@@ -11,7 +11,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router, response};
 use bytes::Bytes;
 use hyper::StatusCode;
-use hyper::header::{AUTHORIZATION, HOST, HeaderMap, ORIGIN};
+use hyper::header::{HOST, HeaderMap, ORIGIN};
 use tokio::sync::oneshot;
 use tokio::time::{MissedTickBehavior, interval};
 use weightsync_core::synchronizer::Party;
@@ -30,14 +30,22 @@ pub(super) struct App {
     inputs: mpsc::Sender<Input>,
     pub(super) events: Events,
     pub(super) held: Held,
+    /// Whether requests have shown a token.
+    pub(super) has_token: bool,
 }
 
 impl App {
-    pub(super) fn new(inputs: mpsc::Sender<Input>, events: Events, held: Held) -> Self {
+    pub(super) fn new(
+        inputs: mpsc::Sender<Input>,
+        events: Events,
+        held: Held,
+        has_token: bool,
+    ) -> Self {
         Self {
             inputs,
             events,
             held,
+            has_token,
         }
     }
 
@@ -55,6 +63,8 @@ pub(super) struct Serving {
 }
 
 pub(super) fn router(app: App, stopping: Stopping) -> Router {
+    let serving = Arc::new(Serving { app, stopping });
+    let own_pages = middleware::from_fn_with_state(serving.clone(), own_pages_only);
     Router::new()
         .route(PARTIES, post(join))
         .route(PARTY, post(ask))
@@ -65,14 +75,18 @@ pub(super) fn router(app: App, stopping: Stopping) -> Router {
         .route("/events", get(watching::events))
         .route("/metrics", get(watching::metrics))
         .route("/", get(watching::page))
-        .layer(middleware::from_fn(own_pages_only))
-        .with_state(Arc::new(Serving { app, stopping }))
+        .layer(own_pages)
+        .with_state(serving)
 }
 
 /// Refuses what a page of another server asks for in a browser of this machine: it comes with that
 /// server's name, as its origin or as the host that it looked up.
-async fn own_pages_only(request: Request, next: Next) -> Response {
-    match is_own(request.headers()) {
+async fn own_pages_only(
+    State(serving): State<Arc<Serving>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    match is_own(request.headers(), serving.app.has_token) {
         true => next.run(request).await,
         false => {
             let reason = "a page of another server asks: open the synchronizer by its address, or give \
@@ -82,12 +96,13 @@ async fn own_pages_only(request: Request, next: Next) -> Response {
     }
 }
 
-fn is_own(headers: &HeaderMap) -> bool {
+/// With a token, its header was checked before, and no other page has it.
+fn is_own(headers: &HeaderMap, has_token: bool) -> bool {
     let text = |name| headers.get(name).and_then(|text| text.to_str().ok());
     let host = text(HOST).unwrap_or_default();
     let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
     let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
-    let is_known = headers.contains_key(AUTHORIZATION) || is_address || name == "localhost";
+    let is_known = has_token || is_address || name == "localhost";
     is_known && text(ORIGIN).is_none_or(|origin| origin == format!("http://{host}"))
 }
 

@@ -5,12 +5,13 @@ mod joining;
 mod requests;
 mod status;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::{Event, Method, Moment, Party, Style, Synchronizer};
+use weightsync_engine::transport::random;
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result as EngineResult, Version};
 
 pub(super) use self::status::{Counts, ExplorerStatus, Status};
@@ -76,7 +77,7 @@ impl ServiceThread {
         let found = options.lasting.find(method)?;
         let held = Held::new(options.scheme.clone(), options.history, found.saver);
         if !found.weights.is_empty() {
-            held.publish(&found.weights)?;
+            held.publish(&found.weights, || true)?;
         }
         let mut core = Synchronizer::new(method, found.newest, found.record.epoch);
         if let Some((version, _)) = found.record.steps.last_key_value() {
@@ -91,14 +92,23 @@ impl ServiceThread {
             since: Instant::now(),
             members: BTreeMap::new(),
             replaced: BTreeMap::new(),
-            last: 0,
+            // No number of an earlier life: a party of it may still ask under its own.
+            last: u64::from_le_bytes(random()?) >> 16,
             number: 0,
             workers: BTreeMap::new(),
             steps: steps
                 .map(|(version, step)| (Version(*version), *step))
                 .chain(found.newest)
                 .collect(),
-            published: BTreeMap::new(),
+            published: found
+                .newest
+                .map(|(version, step)| Made {
+                    version,
+                    step,
+                    at_ms: None,
+                })
+                .into_iter()
+                .collect(),
             counts: Counts::default(),
             source: found.source,
             meeting: Vec::new(),
@@ -125,6 +135,11 @@ impl ServiceThread {
         })
     }
 
+    /// Tells the thread to end.
+    pub(super) fn stop(&self) {
+        let _ = self.inputs.send(Input::Stop);
+    }
+
     pub(super) fn inputs(&self) -> mpsc::Sender<Input> {
         self.inputs.clone()
     }
@@ -148,7 +163,7 @@ impl Drop for ServiceThread {
             std::mem::forget(thread);
             return;
         }
-        let _ = self.inputs.send(Input::Stop);
+        self.stop();
         let _ = thread.join();
     }
 }
@@ -166,10 +181,10 @@ struct Service {
     number: u64,
     /// The numbers of explorers where they receive versions, by name.
     workers: BTreeMap<String, u32>,
-    /// The steps of which versions were made.
+    /// The steps of which versions are made, as trainers announce them.
     steps: BTreeMap<Version, u64>,
-    /// When the newest versions were published, in milliseconds since 1970.
-    published: BTreeMap<Version, u64>,
+    /// The newest versions that can be had, in the order of their numbers.
+    published: VecDeque<Made>,
     counts: Counts,
     /// Where versions of the methods can be had that do not go through here.
     source: Option<InitInfo>,
@@ -195,6 +210,14 @@ struct Member {
     reason: Option<String>,
     /// The answer of a meeting that ended while the trainer was sending.
     met: Option<TrainerAnswer>,
+}
+
+/// A version that can be had.
+struct Made {
+    version: Version,
+    step: u64,
+    /// When, in milliseconds since 1970, if it was in this life of the service.
+    at_ms: Option<u64>,
 }
 
 /// A request that waits.

@@ -12,8 +12,9 @@ use weightsync_engine::{Epoch, InitInfo, Version};
 /// The version of this protocol.
 pub(super) const PROTOCOL: u8 = 1;
 
-/// The most bytes of a request, and of an answer.
+/// The most bytes of a request, and of an answer: one to a trainer has a line for each explorer.
 pub(super) const MAX_BODY: usize = 256 << 10;
+pub(super) const MAX_ANSWER: usize = 4 << 20;
 
 /// The most bytes of a party's name.
 pub(super) const MAX_NAME: usize = 255;
@@ -53,6 +54,9 @@ pub(super) struct Join {
     /// The version that it has, and for a trainer the step of which it was made.
     pub(super) version: Version,
     pub(super) version_step: u64,
+    /// The lineage of that version, and the number where it receives versions, if it was here before.
+    pub(super) lineage: u64,
+    pub(super) worker: Option<u32>,
     /// The epoch of a trainer that was here before.
     pub(super) epoch: Option<Epoch>,
     /// Where the versions of a trainer can be had.
@@ -63,6 +67,8 @@ pub(super) struct Join {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Joined {
     pub(super) party: u64,
+    /// Versions of one lineage have numbers that no other version of it has.
+    pub(super) lineage: u64,
     /// Its number where it receives versions.
     pub(super) worker: u32,
     pub(super) method: Method,
@@ -332,4 +338,14 @@ impl fmt::Display for TrainerAnswer {
         }
         Ok(())
     }
+}
+
+/// A reason, cut to a length that many answers can have.
+pub(super) fn short(reason: &str) -> String {
+    const MOST: usize = 400;
+    let mut end = reason.len().min(MOST);
+    while !reason.is_char_boundary(end) {
+        end -= 1;
+    }
+    reason[..end].to_owned()
 }

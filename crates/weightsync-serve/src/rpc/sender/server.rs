@@ -206,7 +206,7 @@ async fn image(
         return wrong(StatusCode::NOT_FOUND, reason);
     };
     let all = snapshot.bytes().len() as u64;
-    let (status, part) = match range::asked(&headers, all) {
+    let (status, part) = match range::asked(&headers, all, None) {
         Ok(asked) => asked,
         Err(wrong_range) => {
             let mut headers = HeaderMap::new();

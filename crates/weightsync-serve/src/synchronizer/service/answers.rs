@@ -7,7 +7,10 @@ use weightsync_engine::Version;
 
 use super::super::events::{Record, What, since_1970};
 use super::super::wire::{Ended, NeedAnswer, Problem, Reply, Role, SyncAnswer, TrainerAnswer};
-use super::{Kind, REMEMBERED, SHOWN, Service, Waiting};
+use super::{Kind, Made, REMEMBERED, Service, Waiting};
+
+/// The most explorers that an answer to a trainer has.
+const LINES: usize = 1000;
 
 impl Service {
     pub(super) fn tell(&mut self, event: Event) {
@@ -33,9 +36,7 @@ impl Service {
                 if let Some(member) = self.members.get_mut(&party) {
                     member.met = None;
                 }
-                if let Some(waiting) = self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
-                    (waiting.answer)(Ok(Reply::Go {}));
-                }
+                self.answer_meet(party, Reply::Go {});
             }
             Effect::Synced(party, outcome) => {
                 self.meeting.retain(|one| *one != party);
@@ -52,6 +53,12 @@ impl Service {
             && let Some(waiting) = self.waiting(party, |kind| kind == Kind::Need)
         {
             (waiting.answer)(Ok(Reply::Need(need)));
+        }
+    }
+
+    pub(super) fn answer_meet(&mut self, party: Party, reply: Reply) {
+        if let Some(waiting) = self.waiting(party, |kind| matches!(kind, Kind::Meet(..))) {
+            (waiting.answer)(Ok(reply));
         }
     }
 
@@ -194,7 +201,12 @@ impl Service {
             ended,
             version,
             step,
-            explorers: self.lines().into_iter().map(|(_, line)| line).collect(),
+            explorers: self
+                .lines()
+                .into_iter()
+                .take(LINES)
+                .map(|(_, line)| line)
+                .collect(),
             reason,
         }
     }
@@ -209,9 +221,13 @@ impl Service {
     pub(super) fn note_published(&mut self, party: Party, version: Version, step: u64) {
         self.counts.published += 1;
         self.record.note(self.core.epoch(), Some((version, step)));
-        self.published.insert(version, since_1970());
-        while self.published.len() > SHOWN {
-            self.published.pop_first();
+        self.published.push_back(Made {
+            version,
+            step,
+            at_ms: Some(since_1970()),
+        });
+        if self.published.len() > REMEMBERED {
+            self.published.pop_front();
         }
         self.note(What::Published, party, |event| {
             (event.version, event.step) = (Some(version), Some(step));

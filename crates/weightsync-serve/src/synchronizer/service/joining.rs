@@ -1,10 +1,10 @@
 //! Parties that join and leave.
 
 use weightsync_core::synchronizer::{Departure, Event, Method, Party, Style};
-use weightsync_engine::Epoch;
+use weightsync_engine::{Epoch, Version};
 
-use super::super::events::What;
-use super::super::memory::Bridge;
+use super::super::events::{What, since_1970};
+use super::super::memory::{Bridge, FromBridge};
 use super::super::settings::{fit, method_word, style_word};
 use super::super::wire::{Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
 use super::{Input, Member, REMEMBERED, Service};
@@ -27,7 +27,10 @@ impl Service {
             ));
         }
         let most = self.options.max_parties;
-        if self.members.len() >= most {
+        // A trainer always finds a place, and so does a party that comes back.
+        let is_back = |member: &Member| member.role == join.role && member.name == join.name;
+        let is_new = join.role == Role::Explorer && !self.members.values().any(is_back);
+        if is_new && self.members.len() >= most {
             return refused(format!(
                 "the synchronizer has {most} parties, as many as it may have: raise its max_parties"
             ));
@@ -93,21 +96,28 @@ impl Service {
                 return Err(Problem::Replaced { reason });
             }
             Some(epoch) => epoch,
-            None => Epoch(self.core.epoch().0 + 1),
+            // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
+            None => Epoch(since_1970().max(self.core.epoch().0 + 1)),
         };
+        let is_stored = from.scheme().split(':').next() == Some("store");
+        if self.core.method() == Method::Checkpoint && !is_stored {
+            let reason = format!(
+                "with the method checkpoint a trainer's versions go to a store, and those of {:?} go by \
+                 {}: give it the store",
+                join.name,
+                from.scheme()
+            );
+            return Err(Problem::Refused { reason });
+        }
         let party = self.enter(Role::Trainer, join.name, style);
         self.tell(Event::TrainerJoined(party, epoch, join.step, style));
         self.record.note(epoch, None);
-        self.source = Some(from.clone());
+        self.source = Some(from);
+        // What another trainer has announced and not published is not this one's.
+        let newest = self.core.newest().0;
+        self.steps.retain(|version, _| *version <= newest);
         if self.core.method() == Method::Memory {
-            self.retire_bridge();
-            let inputs = self.inputs.clone();
-            let tell = move |said| drop(inputs.send(Input::FromBridge(party, said)));
-            self.bridge = Some(
-                Bridge::start(from, self.held.clone(), tell).map_err(|error| Problem::Refused {
-                    reason: format!("the synchronizer cannot start a thread: {error}"),
-                })?,
-            );
+            self.start_bridge(party);
         }
         // One that was here before the synchronizer was.
         if join.version > self.core.newest().0 && self.core.method() == Method::Checkpoint {
@@ -118,12 +128,45 @@ impl Service {
         Ok(self.joined(party, style, 0))
     }
 
+    /// Receives from the trainer, in a thread. Without one its versions fail, and it is told.
+    pub(super) fn start_bridge(&mut self, party: Party) {
+        self.retire_bridge();
+        let Some(from) = self.source.clone() else {
+            return;
+        };
+        let inputs = self.inputs.clone();
+        let tell = move |said| drop(inputs.send(Input::FromBridge(party, said)));
+        match Bridge::start(from, self.held.clone(), tell) {
+            Ok(bridge) => self.bridge = Some(bridge),
+            Err(error) => {
+                let reason = format!("the synchronizer cannot start a thread: {error}");
+                self.bridged(party, FromBridge::Failed(reason));
+            }
+        }
+    }
+
     pub(super) fn join_explorer(&mut self, join: Join, style: Style) -> Joined {
-        let next = self.workers.len() as u32 + 1;
-        let worker = *self.workers.entry(join.name.clone()).or_insert(next);
+        let worker = self.worker_of(&join);
+        // Of another lineage its number says nothing.
+        let version = match join.lineage == self.record.lineage {
+            true => join.version,
+            false => Version::NONE,
+        };
         let party = self.enter(Role::Explorer, join.name, style);
-        self.tell(Event::ExplorerJoined(party, join.version, join.step, style));
+        self.tell(Event::ExplorerJoined(party, version, join.step, style));
         self.joined(party, style, worker)
+    }
+
+    /// The number by which an explorer receives versions: the one that it has, if no other has it.
+    fn worker_of(&mut self, join: &Join) -> u32 {
+        if let Some(known) = self.workers.get(&join.name) {
+            return *known;
+        }
+        let is_free = |number: &u32| !self.workers.values().any(|other| other == number);
+        let next = || self.workers.values().max().map_or(1, |most| most + 1);
+        let number = join.worker.filter(is_free).unwrap_or_else(next);
+        self.workers.insert(join.name.clone(), number);
+        number
     }
 
     /// Gives a party its number. One of its name and role is replaced.
@@ -163,6 +206,7 @@ impl Service {
         let (newest, newest_step) = self.core.newest();
         Joined {
             party: party.0,
+            lineage: self.record.lineage,
             worker,
             method: self.core.method(),
             style,

@@ -4,10 +4,10 @@ use weightsync_core::synchronizer::{Event, Method, Need, Party, State};
 use weightsync_engine::Version;
 
 use super::super::events::What;
-use super::super::memory::FromBridge;
+use super::super::memory::{Bridge, FromBridge};
+use super::super::wire::short;
 use super::super::wire::{Ended, Problem, Reply, Request, Role};
 use super::{Answer, Kind, Moment, Service, Waiting};
-use crate::rpc::wire::cut;
 
 impl Service {
     pub(super) fn ask(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
@@ -21,9 +21,11 @@ impl Service {
             }));
         };
         self.counts.requests += 1;
-        // A party asks one thing at a time: the caller of the earlier one is gone.
-        member.waiting = None;
         let role = member.role;
+        // A party asks one thing at a time: the caller of the earlier one is gone.
+        if let Some(earlier) = member.waiting.take() {
+            self.withdrawn(party, earlier.kind);
+        }
         let of = match &request {
             Request::Sync { .. } | Request::Loaded { .. } | Request::LoadFailed { .. } => {
                 Some(Role::Explorer)
@@ -78,7 +80,7 @@ impl Service {
                 self.answer_sync(party, Ended::Synced);
             }
             Request::LoadFailed { version, reason } => {
-                self.set_reason(party, Some(cut(&reason)));
+                self.set_reason(party, Some(short(&reason)));
                 self.wait(party, Kind::Sync, answer, None);
                 self.tell(Event::ExplorerFailed(party, version));
                 self.answer_sync(party, Ended::Failed);
@@ -89,6 +91,8 @@ impl Service {
             }
             Request::Publishing { version, step } => {
                 self.stepped(party, Some(step));
+                // A trainer that takes its place gives its versions higher numbers.
+                self.core.saw(version);
                 self.remember(version, step);
                 answer(Ok(Reply::Done {}));
             }
@@ -104,6 +108,9 @@ impl Service {
                 self.wait(party, Kind::Published(version, step), answer, until);
                 if held {
                     self.published(party, version, step);
+                } else if self.bridge.as_ref().is_none_or(Bridge::is_over) {
+                    // It has ended by an error: the trainer is there, and so it joins again.
+                    self.start_bridge(party);
                 }
             }
             Request::Meet {
@@ -113,21 +120,28 @@ impl Service {
             } => {
                 self.stepped(party, Some(step));
                 self.remember(version, step);
+                // An earlier meeting, or this one if the client asks again as a connection has ended.
+                if self.core.state(party) == State::WaitingSync {
+                    self.tell(Event::TrainerFailed(party));
+                }
+                if let Some(member) = self.members.get_mut(&party) {
+                    member.met = None;
+                }
                 self.wait(party, Kind::Meet(version, step), answer, None);
                 let until = self.after(timeout_ms);
                 self.tell(Event::TrainerMeets(party, version, step, until));
             }
             Request::Sent { version } => self.sent(party, version, answer),
             Request::Failed { reason } => {
-                self.set_reason(party, Some(cut(&reason)));
+                self.set_reason(party, Some(short(&reason)));
                 self.note(What::Failed, party, |event| {
-                    event.reason = Some(cut(&reason));
+                    event.reason = Some(short(&reason));
                 });
                 self.tell(Event::TrainerFailed(party));
                 answer(Ok(Reply::Done {}));
             }
             Request::Leave { reason } => {
-                self.leave(party, reason.map(|reason| cut(&reason)));
+                self.leave(party, reason.map(|reason| short(&reason)));
                 answer(Ok(Reply::Done {}));
             }
         }
@@ -160,7 +174,11 @@ impl Service {
         let Some(waiting) = waiting else {
             return;
         };
-        match waiting.kind {
+        self.withdrawn(party, waiting.kind);
+    }
+
+    fn withdrawn(&mut self, party: Party, kind: Kind) {
+        match kind {
             Kind::Sync => self.tell(Event::ExplorerCancelled(party)),
             Kind::Meet(..) => self.tell(Event::TrainerFailed(party)),
             Kind::Need | Kind::Published(..) => {}
@@ -243,9 +261,9 @@ impl Service {
                 }
             }
             FromBridge::Failed(reason) => {
-                self.set_reason(party, Some(cut(&reason)));
+                self.set_reason(party, Some(short(&reason)));
                 self.note(What::Failed, party, |event| {
-                    event.reason = Some(cut(&reason));
+                    event.reason = Some(short(&reason));
                 });
                 self.tell(Event::TrainerFailed(party));
                 let is_publishing = |kind| matches!(kind, Kind::Published(..));

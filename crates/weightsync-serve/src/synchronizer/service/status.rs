@@ -103,12 +103,12 @@ impl Service {
             }
         });
         let held = self.held.versions();
-        let versions = self.steps.range(..=newest).rev().take(SHOWN);
-        let versions = versions.map(|(version, step)| VersionStatus {
-            version: *version,
-            step: *step,
-            at_ms: self.published.get(version).copied(),
-            held: held.contains(version),
+        let versions = self.published.iter().rev().take(SHOWN);
+        let versions = versions.map(|made| VersionStatus {
+            version: made.version,
+            step: made.step,
+            at_ms: made.at_ms,
+            held: held.contains(&made.version),
         });
         Status {
             method: method_word(self.core.method()),
@@ -123,15 +123,10 @@ impl Service {
 
     /// How many versions are newer than one, and how many steps the trainer has made since.
     pub(in crate::synchronizer) fn behind(&self, version: Version) -> (u64, u64) {
-        let newest = self.core.newest().0;
-        let above = (
-            std::ops::Bound::Excluded(version),
-            std::ops::Bound::Included(newest),
-        );
-        let versions = match version < newest {
-            true => self.steps.range(above).count() as u64,
-            false => 0,
-        };
+        let known = self
+            .published
+            .partition_point(|made| made.version <= version);
+        let versions = (self.published.len() - known) as u64;
         let trainer = self.core.trainer().and_then(|party| self.core.steps(party));
         let latest = trainer.unwrap_or_default().max(self.core.newest().1);
         let step = self.steps.get(&version).copied();
