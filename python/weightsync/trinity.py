@@ -25,6 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from weightsync import _extra
 from weightsync.errors import ModelError, PeerError, SettingError, UnsupportedError, WrongWeightsError
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
@@ -576,6 +577,9 @@ class _Outlet:
         self._sender: Sender | None = None
 
     def send(self, state: Mapping[str, Any], version: int) -> _Held:
+        for name in state:
+            if name.rpartition(".")[2] == _extra.TORCH_NAME:
+                raise UnsupportedError(f"{name}: tensors alone reach explorers, so take it out")
         with self._lock:
             # Other names or shapes need another sender.
             with contextlib.suppress(WrongWeightsError):

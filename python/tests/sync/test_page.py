@@ -112,11 +112,12 @@ class Browser:
     def _processes(self):
         """Each has its folder in its arguments or in its environment."""
         found = set()
-        for file in Path("/proc").glob("[0-9]*/*"):
-            if file.name in ("cmdline", "environ"):
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            for file in ("cmdline", "environ"):
+                # The process may have ended meanwhile.
                 with contextlib.suppress(OSError):
-                    if self._home in file.read_bytes():
-                        found.add(int(file.parent.name))
+                    if self._home in Path("/proc", name, file).read_bytes():
+                        found.add(int(name))
         return found
 
 

@@ -251,6 +251,9 @@ def test_synchronizer_keeps_weights_of_its_own(program):
     weights["weight"].fill_(9.0)
     assert value_of(call("get_model_state_dict")[0]) == 1.0
     assert call("get_state_dict_meta") == [("weight", "float32", (64, 64)), ("bias", "float32", (64,))]
+    with pytest.raises(weightsync.UnsupportedError, match="head._extra_state"):
+        call("set_model_state_dict", {"head._extra_state": {}}, 8)
+    assert call("get_latest_model_version") == 7
     # A trainer that begins again at an earlier step, and with other shapes.
     call("set_model_state_dict", state(2.0, size=32), 3)
     assert call("get_state_dict_meta")[1] == ("bias", "float32", (32,))
