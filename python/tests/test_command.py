@@ -33,7 +33,7 @@ def test_help_lists_every_subcommand_of_the_package(command):
     done = run(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    names = ["bench", "diff", "push", "pull", "log", "watch", "relay", "status", "scrub", "doctor"]
+    names = "bench diff push pull log watch serve config relay status scrub doctor".split()
     names.append("help")
     assert listed[: len(names)] == names
     # What the doctor takes it says itself.
@@ -101,7 +101,9 @@ def test_relay_serves_until_a_signal_ends_it(command, number, trainer):
     sender, info = trainer
     pipe = subprocess.PIPE
     relay = [*command, "relay", "--info", info]
-    with subprocess.Popen(relay, stdout=pipe, stderr=pipe, text=True) as running:
+    # A shell starts what runs in the background with SIGINT ignored, and a relay leaves that so.
+    heard = lambda: signal.signal(number, signal.SIG_DFL)  # noqa: E731
+    with subprocess.Popen(relay, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard) as running:
         try:
             assert "joined" in running.stdout.readline()
             with weightsync.Receiver(sender.init_info, 3) as receiver:

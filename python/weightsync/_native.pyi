@@ -587,7 +587,11 @@ _Trained = tuple[str, int, int, list[_Line], str | None]
 class Synchronizer:
     @staticmethod
     def start(
-        method: str | None, style: _Words, history: int, listen: str | None
+        method: str | None,
+        style: _Words,
+        history: int,
+        lasting: tuple[str | None, str | None, str | PathLike[str] | None],
+        listen: str | None,
     ) -> Synchronizer: ...
     @staticmethod
     def connect(address: str) -> Synchronizer: ...

@@ -180,6 +180,9 @@ class Synchronizer(_ends.AsyncWith):
         offset: int | None = None,
         lag: int | None = None,
         history: int = 1,
+        store: str | os.PathLike[str] | None = None,
+        keep: int | str | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
         listen: str | None = None,
     ) -> Self:
         """One inside this program, for its threads.
@@ -191,10 +194,19 @@ class Synchronizer(_ends.AsyncWith):
             offset: for ``"fixed"``: by how many steps explorers are ahead.
             lag: for ``"bounded"``: how many versions an explorer may be behind; 1 without it.
             history: how many older versions are kept in memory.
+            store: keeps the versions, a directory or an address such as ``s3://bucket/path``; the
+                synchronizer begins with the newest one there.
+            keep: which versions the store keeps, as for :class:`Store`; all without it.
+            run_dir: a directory for what a restarted synchronizer has to know.
             listen: ``"host:port"``: other processes may join there, too. Port 0 is a port that the
                 system chooses: see :attr:`address`.
         """
-        native = Native.start(method, (style, interval, offset, lag), history, listen)
+        lasting = (
+            None if store is None else os.fspath(store),
+            None if keep is None else str(keep),
+            run_dir,
+        )
+        native = Native.start(method, (style, interval, offset, lag), history, lasting, listen)
         return cls(native, remote=listen is not None)
 
     @classmethod
@@ -325,6 +337,10 @@ class _Party(_ends.AsyncWith):
     _native: SyncTrainer | SyncExplorer
     _pid: int
 
+    if TYPE_CHECKING:
+
+        def _end(self, reason: str | None) -> None: ...
+
     def need_sync(self, step: int | None = None) -> Need:
         """Whether the party is to synchronise, after so many steps. It answers at once."""
         return _need(self._native.need(step))
@@ -362,9 +378,6 @@ class _Party(_ends.AsyncWith):
     def fail(self, reason: str) -> None:
         """Leaves as a party that has failed."""
         self._end(reason)
-
-    def _end(self, reason: str | None) -> None:
-        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
@@ -461,7 +474,7 @@ class Explorer(_Party):
         self._loading = loading
         self._eval_interval = eval_interval
         self._receiver: Receiver | ModelReceiver | None = None
-        self._info: InitInfo | None = None
+        self._joined: tuple[InitInfo, int] | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._version = 0
         self._bytes = 0
@@ -536,10 +549,10 @@ class Explorer(_Party):
 
     def _receive(self, version: int, info: InitInfo, worker: int, left: float | None) -> int:
         until = None if left is None else time.monotonic() + left
-        if self._receiver is None or self._info != info:
+        if self._receiver is None or self._joined != (info, worker):
             self._leave_sender(None)
             self._receiver = self._join(info, worker, 0.0 if _is_stored(info) else left)
-            self._info = info
+            self._joined = (info, worker)
         name = info.models[0]
         left = None if until is None else max(0.0, until - time.monotonic())
         receiver = self._receiver
@@ -560,20 +573,21 @@ class Explorer(_Party):
         self._leave_sender(None)
         # The scheme's text is `store:URL`, with settings after commas.
         store = Store(info.scheme.partition(":")[2].partition(",")[0])
+        stored = store.load_all()
+        newest = stored[info.models[0]].version
+        if newest < version:
+            raise CorruptError(f"the store has v{newest} whole, expected v{version}", "retry")
         of = self._loading
         mappings = by_model(of["mapping"], info.models)
         found = {
             name: snapshot.mapped(mappings[name]) if name in mappings else snapshot
-            for name, snapshot in store.load_all().items()
+            for name, snapshot in stored.items()
         }
         models = of["models"] or ({} if of["model"] is None else {info.models[0]: of["model"]})
         for name, model in models.items():
             found[name].load_into(model)
         self._snapshots = {} if models else found
         self._bytes = sum(one._native.layout.payload_bytes for one in found.values())
-        newest = found[info.models[0]].version
-        if newest < version:
-            raise CorruptError(f"the store has v{newest} whole, expected v{version}", "retry")
         return newest
 
     def _join(self, info: InitInfo, worker: int, left: float | None) -> Receiver | ModelReceiver:

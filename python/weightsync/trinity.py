@@ -110,7 +110,8 @@ class Synchronizer:
         # The newest weights; Tinker's are a path.
         self._state: _Held | str | None = None
         self._storing = asyncio.Lock()
-        self._inlet, self._outlet = _Inlet(), _Outlet(history=1)
+        # Explorers may be told of versions that are older than the newest.
+        self._inlet, self._outlet = _Inlet(), _Outlet(history=8)
         # The versions that explorers were told of, by process. What they then load has to be that
         # version, also if newer ones have come.
         self._told: dict[str, list[_Version]] = {}
@@ -587,7 +588,7 @@ class _Outlet:
                     self._sender.send(state, wait="sent")
                     return self._held(self._sender, version)
             self._end()
-            sender = Sender(state, scheme=_scheme(), history=self._history)
+            sender = Sender(state, scheme=_scheme(), history=self._history, slots=(2, 32))
             # Every send brings its own state dict. The first one would stay in memory.
             sender._models = dict.fromkeys(sender._models)
             sender.connect(0, weights=state)

@@ -131,6 +131,11 @@ impl Synchronizer {
         self.method == method
     }
 
+    /// Whether versions travel so, or still may.
+    pub fn accepts(&self, method: Method) -> bool {
+        self.free || self.method == method
+    }
+
     /// Keeps to the method.
     pub fn fix_method(&mut self) {
         self.free = false;

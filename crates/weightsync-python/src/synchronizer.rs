@@ -1,5 +1,6 @@
 //! Synchronizers and their parties, bound to Python.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use pyo3::prelude::*;
@@ -54,12 +55,19 @@ impl Synchronizer {
         method: Option<&str>,
         style: Words,
         history: u8,
+        lasting: (Option<String>, Option<String>, Option<PathBuf>),
         listen: Option<&str>,
     ) -> PyResult<Self> {
+        let (store, keep, run_dir) = lasting;
         released(py, || {
             let mut options = SynchronizerOptions::new()
                 .method(method_of(method)?)
-                .history(history);
+                .history(history)
+                .store(store)
+                .run_dir(run_dir);
+            if let Some(keep) = keep {
+                options = options.keep(keep.parse().map_err(Error::from)?);
+            }
             if let Some(style) = style_of(&style)? {
                 options = options.style(style);
             }

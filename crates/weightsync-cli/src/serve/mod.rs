@@ -91,7 +91,7 @@ pub fn config(args: &ConfigArgs) -> Result<u8, Box<dyn Error>> {
     match &args.action {
         ConfigAction::Check { file } => {
             let settings = settings::read(file)?;
-            drop(settings.options()?);
+            settings.check()?;
             print(&settings.text()?)?;
         }
         ConfigAction::FromTrinity { file } => {

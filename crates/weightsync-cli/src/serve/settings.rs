@@ -50,7 +50,7 @@ pub struct Settings {
     max_parties: Option<usize>,
     /// File with the token that every party must have [default: WEIGHTSYNC_TOKEN_FILE, or the token in
     /// WEIGHTSYNC_TOKEN]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_TOKEN_FILE")]
     token_file: Option<PathBuf>,
     /// Allow unencrypted connections to other machines
     #[arg(
@@ -167,6 +167,19 @@ impl Settings {
         Ok(options)
     }
 
+    /// Whether `serve` would take them.
+    pub fn check(&self) -> Result<(), Box<dyn Error>> {
+        drop(self.options()?);
+        let access = self.access()?;
+        access.may_listen(weightsync_net::address::resolve(self.address())?)?;
+        match (self.method.as_deref(), &self.store) {
+            (Some("nccl" | "online"), Some(_)) => Err(
+                "with the method nccl a synchronizer has no versions for a store to keep".into(),
+            ),
+            _ => Ok(()),
+        }
+    }
+
     /// All that is set, and the defaults, as a file.
     pub fn text(&self) -> Result<String, Box<dyn Error>> {
         let set = toml::to_string(self)?;
@@ -236,8 +249,11 @@ mod tests {
             "interval = 0",
             "keep = \"8\"",
             "store = \"x\"\nkeep = \"some\"",
+            "store = \"x\"\nmethod = \"nccl\"",
+            "address = \"nowhere\"",
+            "token_file = \"/nonexistent\"",
         ] {
-            assert!(parse(text).unwrap().options().is_err(), "{text}");
+            assert!(parse(text).unwrap().check().is_err(), "{text}");
         }
     }
 }

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 use super::settings::nearest;
 
 /// The keys of the block.
-const KEYS: [&str; 8] = [
+const KEYS: [&str; 11] = [
     "sync_method",
     "sync_style",
     "sync_interval",
@@ -16,6 +16,10 @@ const KEYS: [&str; 8] = [
     "explorer_sync_interval",
     "trainer_sync_interval",
     "wait_for_checkpoint",
+    // Trinity's own processes need these; a synchronizer does not.
+    "group_name",
+    "explorer_world_size",
+    "ray_namespace",
 ];
 
 /// The settings of `serve`, in TOML.
@@ -65,12 +69,20 @@ pub fn translate(yaml: &str) -> Result<String, String> {
         }
     };
     let interval = number(block, "sync_interval")?.unwrap_or(1);
+    if interval == 0 {
+        return Err("synchronizer.sync_interval: expected 1 step or more, got 0".into());
+    }
     let offset = number(block, "sync_offset")?.unwrap_or(0);
     let mut text = format!("method = \"{method}\"\nstyle = \"{style}\"\ninterval = {interval}\n");
     if style == "fixed" {
         let _ = writeln!(text, "offset = {offset}");
     }
     let mut note = |line: String| text.push_str(&format!("# {line}\n"));
+    if style != "fixed" && offset != 0 {
+        note(format!(
+            "sync_offset is {offset}: only the style fixed has an offset"
+        ));
+    }
     for (key, party) in [
         ("explorer_sync_interval", "explorer"),
         ("trainer_sync_interval", "trainer"),
@@ -133,6 +145,7 @@ mod tests {
             ),
             ("synchronizer: {sync_method: ncc}", "did you mean nccl?"),
             ("synchronizer: {sync_interval: -1}", "whole number"),
+            ("synchronizer: {sync_interval: 0}", "1 step or more"),
             ("synchronizer: [", "line 1"),
         ] {
             let error = translate(yaml).unwrap_err();

@@ -36,7 +36,8 @@ use super::{Fetch, SyncError, lasting};
 /// ```
 #[derive(Debug, Default)]
 pub struct Fetcher {
-    joined: Option<(InitInfo, Receiver)>,
+    /// Where, by which number, and the receiver.
+    joined: Option<(InitInfo, u32, Receiver)>,
 }
 
 impl Fetcher {
@@ -64,7 +65,7 @@ impl Fetcher {
         if self
             .joined
             .as_ref()
-            .is_none_or(|(from, _)| *from != fetch.from)
+            .is_none_or(|(from, worker, _)| (from, *worker) != (&fetch.from, fetch.worker))
         {
             self.joined = None;
             let setup = ReceiverSetup::new(fetch.from.clone(), fetch.worker);
@@ -72,9 +73,10 @@ impl Fetcher {
                 true => Some(Duration::ZERO),
                 false => left(),
             };
-            self.joined = Some((fetch.from.clone(), setup.connect(timeout)?));
+            let receiver = setup.connect(timeout)?;
+            self.joined = Some((fetch.from.clone(), fetch.worker, receiver));
         }
-        let Some((_, receiver)) = &mut self.joined else {
+        let Some((_, _, receiver)) = &mut self.joined else {
             unreachable!("it has joined just now")
         };
         let model = receiver.models().first().map(|spec| spec.id.to_string());

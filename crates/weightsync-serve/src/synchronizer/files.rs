@@ -18,6 +18,7 @@ use weightsync_engine::safetensors_format::Shard;
 use weightsync_engine::{Snapshot, Version};
 
 use super::server::{Serving, refused};
+use super::watching::look;
 use crate::http::range;
 
 pub(super) const VERSION: &str = "/v1/versions/{version}/";
@@ -141,11 +142,11 @@ pub(super) async fn file(
     (status, headers, Body::new(FileBody { file, left: part })).into_response()
 }
 
-/// The models of a version that is held. There is at least one.
+/// The models of a version that is held, or that the store has. There is at least one.
 async fn find(serving: &Serving, version: &str) -> Result<Vec<Snapshot>, Box<Response>> {
-    let held = serving.app.held.clone();
+    let (held, shelf) = (serving.app.held.clone(), serving.app.shelf.clone());
     let number = match version {
-        LATEST => held.newest(),
+        LATEST => look(serving).await.map_err(Box::new)?.newest,
         number => match number.trim_start_matches('v').parse() {
             Ok(number) => Version(number),
             Err(_) => {
@@ -156,12 +157,17 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Snapshot>, Box<Res
         },
     };
     // It waits while a version is being passed on.
-    let found = tokio::task::spawn_blocking(move || held.snapshots(number)).await;
+    let find = move || match (held.snapshots(number), shelf) {
+        (Ok(models), _) if !models.is_empty() => Ok(models),
+        (_, Some(shelf)) => shelf.snapshots(number),
+        (absent, None) => absent,
+    };
+    let found = tokio::task::spawn_blocking(find).await;
     let absent = match found {
         Ok(Ok(models)) if !models.is_empty() => return Ok(models),
         Ok(Err(error)) => error.to_string(),
-        _ => "this synchronizer holds no version: with the methods nccl and checkpoint versions do not \
-              go through it"
+        _ => "this synchronizer has no versions: those of nccl, and of checkpoint without its store in the \
+              settings, do not go through it"
             .into(),
     };
     Err(Box::new(refused(StatusCode::NOT_FOUND, absent)))

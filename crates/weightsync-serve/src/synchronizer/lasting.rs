@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::Method;
@@ -33,6 +34,8 @@ pub(super) struct Found {
     pub(super) source: Option<InitInfo>,
     /// The thread that saves versions, if the service holds them.
     pub(super) saver: Option<Saver>,
+    /// The store, for those that read it by HTTP.
+    pub(super) shelf: Option<Shelf>,
     pub(super) record: Record,
 }
 
@@ -55,6 +58,7 @@ impl Lasting {
             return Ok(found);
         };
         let store = Store::open(address)?;
+        found.shelf = Some(Shelf::new(store.clone()));
         let newest = match method {
             Method::Direct => {
                 let setting = "store";
@@ -102,6 +106,9 @@ pub(super) struct Record {
     pub(super) epoch: Epoch,
     /// Tells versions of this life, and of those with its record, from others of the same number.
     pub(super) lineage: u64,
+    /// The highest number that was announced for a version.
+    #[serde(default)]
+    pub(super) highest: u64,
     /// The steps of which the newest versions were made.
     pub(super) steps: BTreeMap<u64, u64>,
     #[serde(skip)]
@@ -142,6 +149,12 @@ impl Record {
         Ok(record)
     }
 
+    /// Notes that a version is about to have this number.
+    pub(super) fn announce(&mut self, version: Version) {
+        self.highest = self.highest.max(version.0);
+        self.note(self.epoch, None);
+    }
+
     /// Notes the epoch and a version, for a later life. A file that cannot be written is a warning: only a
     /// restart needs it.
     pub(super) fn note(&mut self, epoch: Epoch, version: Option<(Version, u64)>) {
@@ -163,6 +176,49 @@ impl Record {
         let new = file.with_extension("json.new");
         std::fs::write(&new, serde_json::to_vec(self)?)?;
         std::fs::rename(&new, file)
+    }
+}
+
+/// A store as HTTP clients read it: the version that was read last is kept for the next request, which may
+/// be for another range.
+#[derive(Clone, Debug)]
+pub(super) struct Shelf(Arc<ShelfInner>);
+
+#[derive(Debug)]
+struct ShelfInner {
+    store: Store,
+    last: Mutex<Option<(Version, Vec<Snapshot>)>>,
+}
+
+impl Shelf {
+    pub(super) fn new(store: Store) -> Self {
+        Self(Arc::new(ShelfInner {
+            store,
+            last: Mutex::default(),
+        }))
+    }
+
+    /// A version of each model that has it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::load`].
+    pub(super) fn snapshots(&self, version: Version) -> Result<Vec<Snapshot>> {
+        let mut last = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((known, snapshots)) = last.as_ref()
+            && *known == version
+        {
+            return Ok(snapshots.clone());
+        }
+        let newest = self.0.store.newest_versions(1)?.versions;
+        let models = newest.last().map_or(&[][..], |newest| &newest.models);
+        let model = models.first().map(|one| one.model.clone());
+        let which = Which::Exactly(ModelVersion { model, version });
+        let loaded = self.0.store.load(&which)?;
+        let members = loaded.set.members().iter();
+        let snapshots: Vec<_> = members.map(|member| member.snapshot.clone()).collect();
+        *last = Some((version, snapshots.clone()));
+        Ok(snapshots)
     }
 }
 

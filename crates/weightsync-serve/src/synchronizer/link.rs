@@ -309,6 +309,10 @@ async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result
 /// Waits for an answer, interruptibly.
 fn wait<T>(answer: &mpsc::Receiver<T>) -> Result<T, Lost> {
     loop {
+        // An answer that is there comes before an interruption: the service counts it as given.
+        if let Ok(got) = answer.try_recv() {
+            return Ok(got);
+        }
         let pause = interrupt::at_most(None).map_err(Error::from)?;
         let got = match pause {
             None => answer.recv().map_err(|_| RecvTimeoutError::Disconnected),

@@ -197,8 +197,8 @@ struct Stop {
 pub(super) enum FromBridge {
     /// Explorers can have this version.
     Has(Version),
-    /// A version could not be passed on.
-    Failed(String),
+    /// A version could not be passed on, or none will be any more.
+    Failed(Option<Version>, String),
 }
 
 impl Bridge {
@@ -214,7 +214,7 @@ impl Bridge {
             if let Err(error) = pass_on(from, &held, &of_thread, &mut tell)
                 && !lock(&of_thread).stopped
             {
-                tell(FromBridge::Failed(error.to_string()));
+                tell(FromBridge::Failed(None, error.to_string()));
             }
         };
         let thread = std::thread::Builder::new()
@@ -273,7 +273,10 @@ fn pass_on(
             .collect();
         match interruptible(is_stopped, || held.publish(&members, || !is_stopped())) {
             Ok(version) => tell(FromBridge::Has(version)),
-            Err(error) => tell(FromBridge::Failed(error.to_string())),
+            Err(error) => {
+                let version = members.iter().map(Snapshot::version).max();
+                tell(FromBridge::Failed(version, error.to_string()));
+            }
         }
     }
     Ok(())

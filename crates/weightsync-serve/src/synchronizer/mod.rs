@@ -207,6 +207,7 @@ impl Synchronizer {
             service.inputs(),
             service.events(),
             service.held(),
+            service.shelf(),
             secret.is_some(),
         );
         let thread = HttpThread::start("weightsync-sync-http", move |stopping| {

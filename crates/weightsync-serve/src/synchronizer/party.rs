@@ -131,7 +131,13 @@ impl Membership {
             self.join.step = self.join.step.max(step);
         }
         if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
+            let before = self.joined.lineage;
             self.rejoin(until)?;
+            let is_loaded = matches!(request, Request::Loaded { .. } | Request::LoadFailed { .. });
+            if is_loaded && self.joined.lineage != before {
+                // The number is of an earlier life of the service, which gives it to other weights.
+                return Err(Lost::Away("it was started again".into()));
+            }
         }
         let Some(connection) = &self.connection else {
             return Err(Lost::Away("it is not connected".into()));
@@ -298,7 +304,7 @@ impl Explorer {
             };
             let (version, from) = match self.membership.ask(request, timeout, until) {
                 Ok(Reply::Fetch { version, from }) => (version, *from),
-                Ok(Reply::Synced(answer)) => return Ok(answer),
+                Ok(Reply::Synced(answer)) => return Ok(self.labelled(answer)),
                 Ok(_) => return Err(SyncError::Protocol.into()),
                 Err(Lost::Away(why)) => match timeout {
                     Some(left) if left.is_zero() => {
@@ -330,7 +336,7 @@ impl Explorer {
                     let is_mended = matches!(error.remedy(), Remedy::Retry | Remedy::Reconnect)
                         && !matches!(error, Error::Interrupted);
                     return match told {
-                        Ok(Reply::Synced(answer)) if is_mended => Ok(answer),
+                        Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
                         Err(Lost::Away(_)) if is_mended => {
                             Ok(self.not_synced(Ended::Failed, reason))
                         }
@@ -353,6 +359,14 @@ impl Explorer {
                 Err(lost) => Err(lost.into()),
             };
         }
+    }
+
+    /// The answer with the version that was loaded: a service that has lost its record does not know it.
+    fn labelled(&self, mut answer: SyncAnswer) -> SyncAnswer {
+        if answer.version != self.version() {
+            (answer.version, answer.step) = (self.version(), None);
+        }
+        answer
     }
 
     fn not_synced(&self, ended: Ended, why: String) -> SyncAnswer {
@@ -515,7 +529,12 @@ impl Trainer {
                 Ok(Reply::Trained(answer)) => return Ok(answer),
                 Ok(_) => return Err(SyncError::Protocol.into()),
                 Err(Lost::Away(why)) => return Ok(not_trained(version, step, why)),
-                Err(lost) => return Err(lost.into()),
+                Err(lost) => {
+                    // It may have been told to begin, and will not.
+                    let reason = short(&lost.to_string());
+                    let _ = self.membership.say(Request::Failed { reason });
+                    return Err(lost.into());
+                }
             }
         }
         self.announce(version, step, until)?;

@@ -17,6 +17,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use weightsync_core::synchronizer::Party;
 
 use super::events::Events;
+use super::lasting::Shelf;
 use super::link::{BEAT, PARTIES, PARTY, next_request};
 use super::memory::Held;
 use super::service::Input;
@@ -30,6 +31,8 @@ pub(super) struct App {
     inputs: mpsc::Sender<Input>,
     pub(super) events: Events,
     pub(super) held: Held,
+    /// The store with the versions that are not held.
+    pub(super) shelf: Option<Shelf>,
     /// Whether requests have shown a token.
     pub(super) has_token: bool,
 }
@@ -39,12 +42,14 @@ impl App {
         inputs: mpsc::Sender<Input>,
         events: Events,
         held: Held,
+        shelf: Option<Shelf>,
         has_token: bool,
     ) -> Self {
         Self {
             inputs,
             events,
             held,
+            shelf,
             has_token,
         }
     }

@@ -17,7 +17,7 @@ use weightsync_engine::{AnyScheme, InitInfo, Origin, Result as EngineResult, Ver
 pub(super) use self::status::{Counts, ExplorerStatus, Status};
 use super::SyncError;
 use super::events::Events;
-use super::lasting::{Lasting, Record};
+use super::lasting::{Lasting, Record, Shelf};
 use super::memory::{Bridge, FromBridge, Held};
 use super::wire::{Ended, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer};
 
@@ -65,6 +65,7 @@ pub(super) struct ServiceThread {
     inputs: mpsc::Sender<Input>,
     events: Events,
     held: Held,
+    shelf: Option<Shelf>,
     thread: Option<JoinHandle<()>>,
     owner: Origin,
 }
@@ -83,10 +84,15 @@ impl ServiceThread {
         if let Some((version, _)) = found.record.steps.last_key_value() {
             core.saw(Version(*version));
         }
+        core.saw(Version(found.record.highest));
         if options.method.is_some() || options.lasting.store.is_some() {
             core.fix_method();
         }
         let steps = found.record.steps.iter();
+        let known: BTreeMap<Version, u64> = steps
+            .map(|(version, step)| (Version(*version), *step))
+            .chain(found.newest)
+            .collect();
         let service = Service {
             core,
             since: Instant::now(),
@@ -96,19 +102,16 @@ impl ServiceThread {
             last: u64::from_le_bytes(random()?) >> 16,
             number: 0,
             workers: BTreeMap::new(),
-            steps: steps
-                .map(|(version, step)| (Version(*version), *step))
-                .chain(found.newest)
-                .collect(),
-            published: found
-                .newest
+            published: known
+                .iter()
+                .filter(|(version, _)| Some(**version) <= found.newest.map(|newest| newest.0))
                 .map(|(version, step)| Made {
-                    version,
-                    step,
+                    version: *version,
+                    step: *step,
                     at_ms: None,
                 })
-                .into_iter()
                 .collect(),
+            steps: known,
             counts: Counts::default(),
             source: found.source,
             meeting: Vec::new(),
@@ -127,6 +130,7 @@ impl ServiceThread {
             inputs,
             events,
             held,
+            shelf: found.shelf,
             thread: Some(thread.map_err(|source| SyncError::Start {
                 what: "start a thread".into(),
                 source,
@@ -137,7 +141,10 @@ impl ServiceThread {
 
     /// Tells the thread to end.
     pub(super) fn stop(&self) {
-        let _ = self.inputs.send(Input::Stop);
+        // The lock of the channel may be held for ever in a forked child.
+        if self.owner.is_here() {
+            let _ = self.inputs.send(Input::Stop);
+        }
     }
 
     pub(super) fn inputs(&self) -> mpsc::Sender<Input> {
@@ -150,6 +157,10 @@ impl ServiceThread {
 
     pub(super) fn held(&self) -> Held {
         self.held.clone()
+    }
+
+    pub(super) fn shelf(&self) -> Option<Shelf> {
+        self.shelf.clone()
     }
 }
 

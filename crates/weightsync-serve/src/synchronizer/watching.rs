@@ -43,7 +43,7 @@ pub(super) async fn page() -> Response {
     (headers, PAGE).into_response()
 }
 
-async fn look(serving: &Serving) -> Result<Status, Response> {
+pub(super) async fn look(serving: &Serving) -> Result<Status, Response> {
     let (answered, answer) = oneshot::channel();
     let look = Box::new(move |status| drop(answered.send(status)));
     serving.app.tell(Input::Look(look));

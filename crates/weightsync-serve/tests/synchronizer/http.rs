@@ -8,10 +8,10 @@ use weightsync_serve::synchronizer::{PartyOptions, Synchronizer, SynchronizerOpt
 
 use crate::world::{Exploring, LONG, Training, style};
 
-struct Response {
-    status: u16,
-    head: String,
-    body: Vec<u8>,
+pub(crate) struct Response {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) body: Vec<u8>,
 }
 
 impl Response {
@@ -49,7 +49,7 @@ fn request(at: SocketAddr, path: &str, headers: &str) -> TcpStream {
     stream
 }
 
-fn get(at: SocketAddr, path: &str, headers: &str) -> Response {
+pub(crate) fn get(at: SocketAddr, path: &str, headers: &str) -> Response {
     let mut bytes = Vec::new();
     request(at, path, headers).read_to_end(&mut bytes).unwrap();
     let end = bytes

@@ -7,6 +7,7 @@ use weightsync_serve::synchronizer::{
     Ended, Method, PartyOptions, Synchronizer, SynchronizerOptions,
 };
 
+use crate::http::get;
 use crate::world::{Exploring, LONG, Training, style};
 
 fn options() -> SynchronizerOptions {
@@ -107,6 +108,43 @@ fn service_begins_with_the_newest_of_its_store() {
         assert_eq!(training.trainer.next_version().0, 5);
         assert_eq!(explorer.sync(LONG).version.0, 4);
         training.trainer.leave(None);
+    }
+}
+
+#[test]
+fn version_that_is_only_in_the_store_is_served() {
+    let dir = tempfile::tempdir().unwrap();
+    for method in [Method::Memory, Method::Checkpoint] {
+        let dir = dir.path().join(format!("{method:?}"));
+        let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
+        let at = served.address().unwrap();
+        let sync = connect(&served);
+        let scheme = match method {
+            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
+            _ => "distributed".into(),
+        };
+        let mut training = Training::join(&sync, trainer("trainer"), &scheme, 10);
+        for step in [11, 12, 13] {
+            // Each is saved before the next.
+            let store = weightsync::store::Store::open(&dir.join("store").display().to_string());
+            let newest = training.trainer.next_version().0 - 1;
+            let which = weightsync::store::Which::AtLeast(weightsync::Version(newest).into());
+            store.unwrap().wait(&which, LONG).unwrap().unwrap();
+            training.step = step;
+            assert!(training.sync(LONG).is_synced());
+        }
+        for (version, step) in [("1", 10.0), ("2", 11.0), ("latest", 13.0)] {
+            let file = get(
+                at,
+                &format!("/v1/versions/{version}/policy.safetensors"),
+                "",
+            );
+            assert_eq!(file.status, 200, "{method:?}, {version}: {}", file.head);
+            let last = file.body.last_chunk::<4>().unwrap();
+            assert_eq!(f32::from_le_bytes(*last), step);
+        }
+        let missing = get(at, "/v1/versions/77/policy.safetensors", "");
+        assert_eq!(missing.status, 404);
     }
 }
 

@@ -6,7 +6,9 @@ use weightsync_core::synchronizer::{Effect, Event, Need, Outcome, Party};
 use weightsync_engine::Version;
 
 use super::super::events::{Record, What, since_1970};
-use super::super::wire::{Ended, NeedAnswer, Problem, Reply, Role, SyncAnswer, TrainerAnswer};
+use super::super::wire::{
+    Ended, ExplorerLine, NeedAnswer, Problem, Reply, Role, SyncAnswer, TrainerAnswer,
+};
 use super::{Kind, Made, REMEMBERED, Service, Waiting};
 
 /// The most explorers that an answer to a trainer has.
@@ -105,13 +107,10 @@ impl Service {
             ),
         };
         let step = self.steps.get(&version).copied().unwrap_or_default();
-        let mut answer = self.trained(version, step, ended, reason);
-        let names: Vec<_> = all
-            .keys()
-            .filter_map(|one| self.members.get(one))
-            .map(|member| member.name.clone())
-            .collect();
-        answer.explorers.retain(|line| names.contains(&line.name));
+        let answer = TrainerAnswer {
+            explorers: self.named(|party| all.contains_key(&party)),
+            ..self.trained(version, step, ended, reason)
+        };
         if synced {
             self.note_published(party, version, step);
         }
@@ -184,7 +183,10 @@ impl Service {
                 true => self.core.trainer_need(),
                 false => self.core.explorer_need(party),
             },
-            asked_by: asking.map(|member| member.name.clone()).collect(),
+            asked_by: asking
+                .take(LINES)
+                .map(|member| member.name.clone())
+                .collect(),
             newest: self.core.newest().0,
             connected: true,
         }
@@ -201,14 +203,15 @@ impl Service {
             ended,
             version,
             step,
-            explorers: self
-                .lines()
-                .into_iter()
-                .take(LINES)
-                .map(|(_, line)| line)
-                .collect(),
+            explorers: self.named(|_| true),
             reason,
         }
+    }
+
+    /// The lines of some explorers.
+    fn named(&self, is_of: impl Fn(Party) -> bool) -> Vec<ExplorerLine> {
+        let lines = self.lines().into_iter().filter(|(party, _)| is_of(*party));
+        lines.take(LINES).map(|(_, line)| line).collect()
     }
 
     pub(super) fn remember(&mut self, version: Version, step: u64) {

@@ -9,6 +9,9 @@ use super::super::settings::{fit, method_word, style_word};
 use super::super::wire::{Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
 use super::{Input, Member, REMEMBERED, Service};
 
+/// The highest number that an explorer may come back with.
+const MOST_WORKERS: u32 = 1 << 30;
+
 impl Service {
     pub(super) fn join(&mut self, join: Join) -> Result<Joined, Problem> {
         let refused = |reason: String| Err(Problem::Refused { reason });
@@ -38,7 +41,7 @@ impl Service {
         let style = join.style.unwrap_or(self.options.style);
         self.check_styles(join.role, &join.name, style)?;
         if let Some(method) = join.method
-            && !self.core.choose(method)
+            && !self.core.accepts(method)
         {
             return refused(format!(
                 "method={}: this synchronizer has a trainer with method={} already; give the same, or \
@@ -99,8 +102,9 @@ impl Service {
             // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
             None => Epoch(since_1970().max(self.core.epoch().0 + 1)),
         };
+        let method = join.method.unwrap_or(self.core.method());
         let is_stored = from.scheme().split(':').next() == Some("store");
-        if self.core.method() == Method::Checkpoint && !is_stored {
+        if method == Method::Checkpoint && !is_stored {
             let reason = format!(
                 "with the method checkpoint a trainer's versions go to a store, and those of {:?} go by \
                  {}: give it the store",
@@ -109,6 +113,7 @@ impl Service {
             );
             return Err(Problem::Refused { reason });
         }
+        self.core.choose(method);
         let party = self.enter(Role::Trainer, join.name, style);
         self.tell(Event::TrainerJoined(party, epoch, join.step, style));
         self.record.note(epoch, None);
@@ -140,7 +145,7 @@ impl Service {
             Ok(bridge) => self.bridge = Some(bridge),
             Err(error) => {
                 let reason = format!("the synchronizer cannot start a thread: {error}");
-                self.bridged(party, FromBridge::Failed(reason));
+                self.bridged(party, FromBridge::Failed(None, reason));
             }
         }
     }
@@ -162,7 +167,9 @@ impl Service {
         if let Some(known) = self.workers.get(&join.name) {
             return *known;
         }
-        let is_free = |number: &u32| !self.workers.values().any(|other| other == number);
+        let is_free = |number: &u32| {
+            *number <= MOST_WORKERS && !self.workers.values().any(|other| other == number)
+        };
         let next = || self.workers.values().max().map_or(1, |most| most + 1);
         let number = join.worker.filter(is_free).unwrap_or_else(next);
         self.workers.insert(join.name.clone(), number);
@@ -176,9 +183,15 @@ impl Service {
         for old in old.map(|(party, _)| *party).collect::<Vec<_>>() {
             if role == Role::Explorer {
                 let reason = format!("another explorer has joined with the name {name:?}");
-                self.leave(old, Some(reason.clone()));
-                self.replaced
-                    .insert(old, reason + "; give each explorer a name of its own");
+                let told = format!("{reason}; give each explorer a name of its own");
+                // Said at once where it waits: one that knows no reason would join again.
+                if let Some(waiting) = self.waiting(old, |_| true) {
+                    (waiting.answer)(Err(Problem::Replaced {
+                        reason: told.clone(),
+                    }));
+                }
+                self.leave(old, Some(reason));
+                self.replaced.insert(old, told);
                 if self.replaced.len() > REMEMBERED {
                     self.replaced.pop_first();
                 }

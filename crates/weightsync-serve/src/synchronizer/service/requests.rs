@@ -24,7 +24,14 @@ impl Service {
         let role = member.role;
         // A party asks one thing at a time: the caller of the earlier one is gone.
         if let Some(earlier) = member.waiting.take() {
-            self.withdrawn(party, earlier.kind);
+            let is_again = matches!(
+                (&request, earlier.kind),
+                (Request::Sent { version }, Kind::Meet(known, _)) if *version == known
+            );
+            // The client may ask again for the same, as a connection has ended.
+            if !is_again {
+                self.withdrawn(party, earlier.kind);
+            }
         }
         let of = match &request {
             Request::Sync { .. } | Request::Loaded { .. } | Request::LoadFailed { .. } => {
@@ -93,6 +100,7 @@ impl Service {
                 self.stepped(party, Some(step));
                 // A trainer that takes its place gives its versions higher numbers.
                 self.core.saw(version);
+                self.record.announce(version);
                 self.remember(version, step);
                 answer(Ok(Reply::Done {}));
             }
@@ -127,6 +135,7 @@ impl Service {
                 if let Some(member) = self.members.get_mut(&party) {
                     member.met = None;
                 }
+                self.record.announce(version);
                 self.wait(party, Kind::Meet(version, step), answer, None);
                 let until = self.after(timeout_ms);
                 self.tell(Event::TrainerMeets(party, version, step, until));
@@ -260,13 +269,17 @@ impl Service {
                     self.published(party, version, step);
                 }
             }
-            FromBridge::Failed(reason) => {
+            FromBridge::Failed(version, reason) => {
                 self.set_reason(party, Some(short(&reason)));
                 self.note(What::Failed, party, |event| {
                     event.reason = Some(short(&reason));
                 });
                 self.tell(Event::TrainerFailed(party));
-                let is_publishing = |kind| matches!(kind, Kind::Published(..));
+                let is_publishing = |kind| match (kind, version) {
+                    (Kind::Published(known, _), Some(version)) => known <= version,
+                    (Kind::Published(..), None) => true,
+                    _ => false,
+                };
                 if let Some(waiting) = self.waiting(party, is_publishing)
                     && let Kind::Published(version, step) = waiting.kind
                 {
