@@ -8,7 +8,8 @@
 //!
 //! Nothing here starts before it is used. A sender has one thread that serves and calls, from
 //! `connect` to its end. A worker has one thread that serves the sender's calls. Both threads
-//! are joined when their end is dropped.
+//! are joined when their end is dropped. [`synchronizer`] has threads of its own: `docs/invariants.md`
+//! lists them.
 #![forbid(unsafe_code)]
 
 mod http;

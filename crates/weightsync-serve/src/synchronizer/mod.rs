@@ -18,6 +18,7 @@ mod fetcher;
 mod files;
 mod lasting;
 mod link;
+mod membership;
 mod memory;
 mod party;
 mod server;

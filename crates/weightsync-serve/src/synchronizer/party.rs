@@ -1,23 +1,18 @@
 //! The two kinds of parties, as their programs have them.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use weightsync_core::synchronizer::{Method, Need, Style};
+use weightsync_core::synchronizer::{Method, Style};
 use weightsync_engine::transport::{Deadline, deadline};
-use weightsync_engine::{Error, InitInfo, Origin, Remedy, Result, Version, interruptible};
+use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
 
 use super::SyncError;
-use super::link::{Connection, Link, Lost};
+use super::link::{Link, Lost};
+use super::membership::{LOOK, Membership, left, ms};
 use super::wire::{
-    Ended, Join, Joined, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, SyncAnswer,
-    TrainerAnswer, short,
+    Ended, Join, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, SyncAnswer, TrainerAnswer,
+    short,
 };
-
-/// How long a question that waits for nothing looks for a synchronizer that is away.
-const LOOK: Duration = Duration::from_millis(500);
-
-/// How long a party that ends waits for the synchronizer to know it.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// What a party joins with.
 #[derive(Clone, Debug)]
@@ -80,147 +75,6 @@ impl PartyOptions {
     }
 }
 
-/// A membership that is renewed when the service was away.
-#[derive(Debug)]
-struct Membership {
-    link: Link,
-    /// With what it joins again.
-    join: Join,
-    connection: Option<Connection>,
-    joined: Joined,
-    owner: Origin,
-}
-
-impl Membership {
-    fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
-        let connection = match link.join(&join, until) {
-            Ok(connection) => connection,
-            Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
-            Err(lost) => return Err(lost.into()),
-        };
-        let joined = connection.joined.clone();
-        let mut membership = Self {
-            link,
-            join,
-            connection: Some(connection),
-            joined,
-            owner: Origin::here(),
-        };
-        membership.note_joined();
-        Ok(membership)
-    }
-
-    fn note_joined(&mut self) {
-        self.join.worker = Some(self.joined.worker);
-        if self.join.role == Role::Trainer {
-            self.join.method = Some(self.joined.method);
-            self.join.epoch = Some(self.joined.epoch);
-        }
-    }
-
-    /// Asks. If the service was away and has the party again, [`Lost::Away`]: what it knew of this
-    /// party's request is lost.
-    fn ask(
-        &mut self,
-        request: Request,
-        waits: Option<Duration>,
-        until: Deadline,
-    ) -> std::result::Result<Reply, Lost> {
-        self.owner.check().map_err(Error::from)?;
-        if let Some(step) = step_of(&request) {
-            self.join.step = self.join.step.max(step);
-        }
-        if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
-            let before = self.joined.lineage;
-            self.rejoin(until)?;
-            let is_loaded = matches!(request, Request::Loaded { .. } | Request::LoadFailed { .. });
-            if is_loaded && self.joined.lineage != before {
-                // The number is of an earlier life of the service, which gives it to other weights.
-                return Err(Lost::Away("it was started again".into()));
-            }
-        }
-        let Some(connection) = &self.connection else {
-            return Err(Lost::Away("it is not connected".into()));
-        };
-        let asked = connection.ask(request, waits);
-        if let Err(Lost::Away(_)) = &asked {
-            self.connection = None;
-        }
-        asked
-    }
-
-    /// Says something that an interruption of the caller must not keep back.
-    fn say(&mut self, request: Request) -> std::result::Result<Reply, Lost> {
-        interruptible(
-            || false,
-            || self.ask(request, Some(LOOK), deadline(Some(LOOK))),
-        )
-    }
-
-    fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
-        self.connection = None;
-        let connection = self.link.join(&self.join, until)?;
-        tracing::info!(name = self.join.name, "joined the synchronizer again");
-        self.joined = connection.joined.clone();
-        self.connection = Some(connection);
-        self.note_joined();
-        Ok(())
-    }
-
-    fn need(
-        &mut self,
-        request: Request,
-        timeout: Option<Duration>,
-        until: Deadline,
-    ) -> Result<NeedAnswer> {
-        loop {
-            match self.ask(request.clone(), timeout, until) {
-                Ok(Reply::Need(answer)) => return Ok(answer),
-                Ok(_) => return Err(SyncError::Protocol.into()),
-                Err(Lost::Away(_)) if until.is_none_or(|until| Instant::now() < until) => {}
-                Err(Lost::Away(why)) => {
-                    tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
-                    return Ok(NeedAnswer {
-                        need: Need::No,
-                        asked_by: Vec::new(),
-                        newest: self.joined.newest,
-                        connected: false,
-                    });
-                }
-                Err(lost) => return Err(lost.into()),
-            }
-        }
-    }
-
-    /// Ends in order, or for a reason. A service that is away sees the connection end.
-    fn leave(&mut self, reason: Option<String>) {
-        if let Some(connection) = self.connection.take()
-            && self.owner.is_here()
-            && connection.is_alive()
-        {
-            let _ = connection.ask(Request::Leave { reason }, Some(LAST_WORDS));
-        }
-    }
-}
-
-fn step_of(request: &Request) -> Option<u64> {
-    match request {
-        Request::Need { step } | Request::WaitNeed { step, .. } | Request::Sync { step, .. } => {
-            *step
-        }
-        Request::Published { step, .. } | Request::Meet { step, .. } => Some(*step),
-        _ => None,
-    }
-}
-
-fn ms(timeout: Option<Duration>) -> Option<u64> {
-    timeout.map(|timeout| timeout.as_millis() as u64)
-}
-
-fn left(until: Deadline) -> Option<Duration> {
-    until.map(|until| until.saturating_duration_since(Instant::now()))
-}
-
 /// An explorer: it asks whether it is to synchronise, and loads what it is told to.
 ///
 /// Dropping it tells the synchronizer that it has failed, unless it has [left](Self::leave) in order.
@@ -259,9 +113,7 @@ impl Explorer {
     ///
     /// If another explorer of its name has taken its place, or the synchronizer refuses it.
     pub fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
-        let until = deadline(Some(LOOK));
-        self.membership
-            .need(Request::Need { step }, Some(LOOK), until)
+        self.membership.need_sync(step)
     }
 
     /// Waits until it is to synchronise, or the timeout.
@@ -274,9 +126,7 @@ impl Explorer {
         step: Option<u64>,
         timeout: Option<Duration>,
     ) -> Result<NeedAnswer> {
-        let timeout_ms = ms(timeout);
-        let request = Request::WaitNeed { step, timeout_ms };
-        self.membership.need(request, timeout, deadline(timeout))
+        self.membership.wait_need_sync(step, timeout)
     }
 
     /// Waits for a version, and loads it with `load`, which verifies it and returns the version that
@@ -447,9 +297,7 @@ impl Trainer {
     ///
     /// If another trainer has taken its place, or the synchronizer refuses it.
     pub fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
-        let until = deadline(Some(LOOK));
-        self.membership
-            .need(Request::Need { step }, Some(LOOK), until)
+        self.membership.need_sync(step)
     }
 
     /// Waits until it is to synchronise, or the timeout: for trainers that wait for samples.
@@ -462,9 +310,7 @@ impl Trainer {
         step: Option<u64>,
         timeout: Option<Duration>,
     ) -> Result<NeedAnswer> {
-        let timeout_ms = ms(timeout);
-        let request = Request::WaitNeed { step, timeout_ms };
-        self.membership.need(request, timeout, deadline(timeout))
+        self.membership.wait_need_sync(step, timeout)
     }
 
     /// The number of the next version.

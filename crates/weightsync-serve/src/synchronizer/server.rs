@@ -9,7 +9,6 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router, response};
-use bytes::Bytes;
 use hyper::StatusCode;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use tokio::sync::oneshot;
@@ -24,6 +23,7 @@ use super::service::Input;
 use super::wire::{Join, MAX_BODY, Problem, Reply};
 use super::{files, watching};
 use crate::http::{LinesBody, Stopping, read};
+use crate::rpc::wire::line;
 
 /// What all routes share.
 #[derive(Clone)]
@@ -175,13 +175,6 @@ async fn join(State(serving): State<Arc<Serving>>, request: Request) -> Response
         }
     });
     response
-}
-
-fn line(value: &impl serde::Serialize) -> Bytes {
-    let mut line = serde_json::to_vec(value)
-        .unwrap_or_else(|_| unreachable!("messages are plain data with text keys"));
-    line.push(b'\n');
-    line.into()
 }
 
 /// A request that waits. Dropping it withdraws the request.

@@ -342,10 +342,5 @@ impl fmt::Display for TrainerAnswer {
 
 /// A reason, cut to a length that many answers can have.
 pub(super) fn short(reason: &str) -> String {
-    const MOST: usize = 400;
-    let mut end = reason.len().min(MOST);
-    while !reason.is_char_boundary(end) {
-        end -= 1;
-    }
-    reason[..end].to_owned()
+    reason[..reason.floor_char_boundary(400)].to_owned()
 }

@@ -1,0 +1,175 @@
+//! A party's membership, which is renewed when the service was away.
+
+use std::time::{Duration, Instant};
+
+use weightsync_core::synchronizer::Need;
+use weightsync_engine::transport::{Deadline, deadline};
+use weightsync_engine::{Error, Origin, Result, interruptible};
+
+use super::SyncError;
+use super::link::{Connection, Link, Lost};
+use super::wire::{Join, Joined, NeedAnswer, Reply, Request, Role};
+
+/// How long a question that waits for nothing looks for a synchronizer that is away.
+pub(super) const LOOK: Duration = Duration::from_millis(500);
+
+/// How long a party that ends waits for the synchronizer to know it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// A membership that is renewed when the service was away.
+#[derive(Debug)]
+pub(super) struct Membership {
+    link: Link,
+    /// With what it joins again.
+    pub(super) join: Join,
+    connection: Option<Connection>,
+    pub(super) joined: Joined,
+    owner: Origin,
+}
+
+impl Membership {
+    pub(super) fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
+        let connection = match link.join(&join, until) {
+            Ok(connection) => connection,
+            Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
+            Err(lost) => return Err(lost.into()),
+        };
+        let joined = connection.joined.clone();
+        let mut membership = Self {
+            link,
+            join,
+            connection: Some(connection),
+            joined,
+            owner: Origin::here(),
+        };
+        membership.note_joined();
+        Ok(membership)
+    }
+
+    fn note_joined(&mut self) {
+        self.join.worker = Some(self.joined.worker);
+        if self.join.role == Role::Trainer {
+            self.join.method = Some(self.joined.method);
+            self.join.epoch = Some(self.joined.epoch);
+        }
+    }
+
+    /// Asks. If the service was away and has the party again, [`Lost::Away`]: what it knew of this
+    /// party's request is lost.
+    pub(super) fn ask(
+        &mut self,
+        request: Request,
+        waits: Option<Duration>,
+        until: Deadline,
+    ) -> std::result::Result<Reply, Lost> {
+        self.owner.check().map_err(Error::from)?;
+        if let Some(step) = step_of(&request) {
+            self.join.step = self.join.step.max(step);
+        }
+        if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
+            let before = self.joined.lineage;
+            self.rejoin(until)?;
+            let is_loaded = matches!(request, Request::Loaded { .. } | Request::LoadFailed { .. });
+            if is_loaded && self.joined.lineage != before {
+                // The number is of an earlier life of the service, which gives it to other weights.
+                return Err(Lost::Away("it was started again".into()));
+            }
+        }
+        let Some(connection) = &self.connection else {
+            return Err(Lost::Away("it is not connected".into()));
+        };
+        let asked = connection.ask(request, waits);
+        if let Err(Lost::Away(_)) = &asked {
+            self.connection = None;
+        }
+        asked
+    }
+
+    /// Says something that an interruption of the caller must not keep back.
+    pub(super) fn say(&mut self, request: Request) -> std::result::Result<Reply, Lost> {
+        interruptible(
+            || false,
+            || self.ask(request, Some(LOOK), deadline(Some(LOOK))),
+        )
+    }
+
+    fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
+        self.connection = None;
+        let connection = self.link.join(&self.join, until)?;
+        tracing::info!(name = self.join.name, "joined the synchronizer again");
+        self.joined = connection.joined.clone();
+        self.connection = Some(connection);
+        self.note_joined();
+        Ok(())
+    }
+
+    /// Whether the party is to synchronise. Answers at once.
+    pub(super) fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
+        let until = deadline(Some(LOOK));
+        self.need(Request::Need { step }, Some(LOOK), until)
+    }
+
+    /// Waits until it is, or the timeout.
+    pub(super) fn wait_need_sync(
+        &mut self,
+        step: Option<u64>,
+        timeout: Option<Duration>,
+    ) -> Result<NeedAnswer> {
+        let timeout_ms = ms(timeout);
+        let request = Request::WaitNeed { step, timeout_ms };
+        self.need(request, timeout, deadline(timeout))
+    }
+
+    fn need(
+        &mut self,
+        request: Request,
+        timeout: Option<Duration>,
+        until: Deadline,
+    ) -> Result<NeedAnswer> {
+        loop {
+            match self.ask(request.clone(), timeout, until) {
+                Ok(Reply::Need(answer)) => return Ok(answer),
+                Ok(_) => return Err(SyncError::Protocol.into()),
+                Err(Lost::Away(_)) if until.is_none_or(|until| Instant::now() < until) => {}
+                Err(Lost::Away(why)) => {
+                    tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
+                    return Ok(NeedAnswer {
+                        need: Need::No,
+                        asked_by: Vec::new(),
+                        newest: self.joined.newest,
+                        connected: false,
+                    });
+                }
+                Err(lost) => return Err(lost.into()),
+            }
+        }
+    }
+
+    /// Ends in order, or for a reason. A service that is away sees the connection end.
+    pub(super) fn leave(&mut self, reason: Option<String>) {
+        if let Some(connection) = self.connection.take()
+            && self.owner.is_here()
+            && connection.is_alive()
+        {
+            let _ = connection.ask(Request::Leave { reason }, Some(LAST_WORDS));
+        }
+    }
+}
+
+fn step_of(request: &Request) -> Option<u64> {
+    match request {
+        Request::Need { step } | Request::WaitNeed { step, .. } | Request::Sync { step, .. } => {
+            *step
+        }
+        Request::Published { step, .. } | Request::Meet { step, .. } => Some(*step),
+        _ => None,
+    }
+}
+
+pub(super) fn ms(timeout: Option<Duration>) -> Option<u64> {
+    timeout.map(|timeout| timeout.as_millis() as u64)
+}
+
+pub(super) fn left(until: Deadline) -> Option<Duration> {
+    until.map(|until| until.saturating_duration_since(Instant::now()))
+}
