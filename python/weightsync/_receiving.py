@@ -68,6 +68,15 @@ class Receiving(_ends.AsyncWith):
         return self._session.run()
 
     @property
+    def travelled(self) -> int | None:
+        """Bytes of weights that this process has moved since it joined the sender, as they were encoded.
+
+        They came over a network, or out of a store. None if the weights come through memory that the
+        sender, or a relay of this host, fills.
+        """
+        return self._session.travelled()
+
+    @property
     def worker(self) -> int:
         """This worker's number."""
         return self._worker

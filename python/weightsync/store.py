@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from weightsync._native import Store as NativeStore
-from weightsync._native import StoredModel, StoredVersion
+from weightsync._native import SetSnapshot, StoredModel, StoredVersion
 from weightsync._source import Source, Streamed
 from weightsync._targets import target_of
 from weightsync.errors import DeadlineError, LifecycleError, ModelError, SettingError
@@ -138,12 +138,40 @@ class Store:
         _warn(damage)
         return Snapshot(found)
 
-    def load_all(self, *, named: str | None = None, timeout: float | None = 0) -> dict[str, Snapshot]:
-        """Loads the newest version of the store, or a named one: every model, by its name."""
-        loaded = self._native.load((None, None, None, named), timeout)
-        found, damage = self._in_time(loaded, None, timeout)
-        _warn(damage)
+    def load_all(
+        self,
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        named: str | None = None,
+        timeout: float | None = 0,
+    ) -> dict[str, Snapshot]:
+        """As :meth:`load`, for every model of the version, by its name.
+
+        Args:
+            model: the model of which ``version`` is a version, where the store has several.
+        """
+        found = self.load_set(version, model=model, named=named, timeout=timeout)
         return {one.model: Snapshot(one) for one, _ in found.members()}
+
+    def load_set(
+        self,
+        version: int | None = None,
+        *,
+        model: str | None = None,
+        at_least: int | None = None,
+        named: str | None = None,
+        timeout: float | None = 0,
+    ) -> SetSnapshot:
+        """As :meth:`load`, for every model of the version; ``load_into`` of it loads all or none.
+
+        Args:
+            model: the model of which ``version`` is a version, where the store has several.
+        """
+        loaded = self._native.load((model, version, at_least, named), timeout)
+        found, damage = self._in_time(loaded, at_least, timeout)
+        _warn(damage)
+        return found
 
     def load_into(
         self,

@@ -1,7 +1,7 @@
 //! Ctrl-C and its like, noticed between two steps, which are bounded in time.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::{fs, io, thread};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -20,6 +20,9 @@ struct Came {
     again: AtomicBool,
     /// Whether a second one does not end this process.
     held: AtomicBool,
+    /// Held by those who wait for the first one, and while it is noted.
+    waiting: Mutex<()>,
+    noted: Condvar,
 }
 
 impl Signals {
@@ -47,6 +50,18 @@ impl Signals {
         done
     }
 
+    /// Waits for the first signal.
+    pub fn wait(&self) -> u8 {
+        let mut waiting = self.0.waiting();
+        loop {
+            if let Some(signal) = self.caught() {
+                return signal;
+            }
+            let waited = self.0.noted.wait(waiting);
+            waiting = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
     /// The first signal that came, if one did.
     pub fn caught(&self) -> Option<u8> {
         match self.0.first.load(Ordering::SeqCst) {
@@ -62,10 +77,17 @@ impl Signals {
 }
 
 impl Came {
+    fn waiting(&self) -> MutexGuard<'_, ()> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn note(&self, signal: i32) {
         let first = &self.first;
+        let waiting = self.waiting();
         let set = first.compare_exchange(0, signal as u8, Ordering::SeqCst, Ordering::SeqCst);
+        drop(waiting);
         if set.is_ok() {
+            self.noted.notify_all();
             return;
         }
         self.again.store(true, Ordering::SeqCst);

@@ -146,10 +146,24 @@ impl Synchronizer {
         self.highest = self.highest.max(version);
     }
 
+    /// Whether the trainer has stopped in order, and no other has come since.
+    pub fn is_stopped(&self) -> bool {
+        self.stopped
+    }
+
+    /// Notes that the trainer had stopped in order in an earlier life of the synchronizer.
+    pub fn remember_stopped(&mut self) {
+        self.stopped = self.trainer.is_none();
+    }
+
     /// Takes an event in. The effects are in the order in which they are to be done.
     pub fn step(&mut self, event: Event, now: Moment) -> Vec<Effect> {
         let mut effects = Vec::new();
-        let before = (self.trainer_need(), self.newest.0, self.is_awaited());
+        let before = (
+            self.waiting_trainer_need(),
+            self.newest.0,
+            self.is_awaited(),
+        );
         if let Err(party) = self.take(event, now, &mut effects) {
             return vec![Effect::Refused(party)];
         }
@@ -159,7 +173,7 @@ impl Synchronizer {
         if self.newest.0 > before.1 || self.is_awaited() && !before.2 {
             effects.push(Effect::Offered);
         }
-        if before.0 == Need::No && self.trainer_need() != Need::No {
+        if before.0 == Need::No && self.waiting_trainer_need() != Need::No {
             effects.extend(
                 self.trainer
                     .iter()
@@ -198,6 +212,15 @@ impl Synchronizer {
         match due || behind {
             true => Need::Yes,
             false => Need::No,
+        }
+    }
+
+    /// Whether the trainer is to synchronise if it waits and makes no steps, for samples say. Then an
+    /// explorer that asks counts in every style: each would wait for the other.
+    pub fn waiting_trainer_need(&self) -> Need {
+        match self.trainer_need() {
+            Need::No if self.trainer.is_some() && !self.asking().is_empty() => Need::Yes,
+            need => need,
         }
     }
 
@@ -287,6 +310,12 @@ impl Synchronizer {
         self.highest
     }
 
+    /// Whether the trainer sends a version to explorers.
+    pub fn is_sending(&self) -> bool {
+        self.meeting()
+            .is_some_and(|meeting| meeting.invited.is_some())
+    }
+
     fn meeting(&self) -> Option<&Meeting> {
         self.trainer.as_ref()?.meeting.as_ref()
     }
@@ -362,11 +391,11 @@ impl Synchronizer {
                 self.leave(effects);
                 self.stopped = how == Departure::Stopped;
             }
-            Event::ExplorerJoined(party, version, step, style) => {
+            Event::ExplorerJoined(party, version, [step, synced], style) => {
                 let explorer = Explorer {
                     style,
                     step,
-                    synced: step,
+                    synced: synced.min(step),
                     version,
                     paused: false,
                     wait: None,
@@ -453,7 +482,7 @@ impl Synchronizer {
     /// Takes the trainer away, and ends what it sends.
     fn leave(&mut self, effects: &mut Vec<Effect>) -> Option<Party> {
         if let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) {
-            self.end_all(&meeting, effects);
+            self.end_all(&meeting, Outcome::TrainerLeft, effects);
         }
         self.trainer.take().map(|trainer| trainer.party)
     }
@@ -463,15 +492,15 @@ impl Synchronizer {
         let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) else {
             return;
         };
-        self.end_all(&meeting, effects);
+        self.end_all(&meeting, outcome, effects);
         self.answer(meeting, outcome, effects);
     }
 
     /// Ends the waits of those that have not loaded what a meeting sends them.
-    fn end_all(&mut self, meeting: &Meeting, effects: &mut Vec<Effect>) {
-        for (party, outcome) in meeting.invited.iter().flatten() {
-            if outcome.is_none() {
-                self.end(*party, Outcome::TrainerLeft, effects);
+    fn end_all(&mut self, meeting: &Meeting, outcome: Outcome, effects: &mut Vec<Effect>) {
+        for (party, own) in meeting.invited.iter().flatten() {
+            if own.is_none() {
+                self.end(*party, outcome, effects);
             }
         }
     }

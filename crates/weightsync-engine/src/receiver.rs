@@ -226,6 +226,13 @@ impl Receiver {
         self.transport.models()
     }
 
+    /// How many bytes of weights this worker's process has moved since it joined its sender, as they
+    /// were encoded: over a network, or out of a store. `None` if the weights come through memory that
+    /// the sender, or a relay of this host, fills.
+    pub fn travelled(&self) -> Option<u64> {
+        self.transport.travelled()
+    }
+
     /// A handle for other threads to end this receiver's waits, with [`Error::Interrupted`]. Each
     /// trainer that is joined after a restart has another one.
     ///

@@ -3,6 +3,7 @@
 use weightsync_core::{ModelId, Version};
 
 use crate::error::{Error, Result, place_of};
+use crate::load_set::SetLoader;
 use crate::snapshot::Snapshot;
 
 /// One whole version of each model of a set, that belong together.
@@ -81,6 +82,20 @@ impl SetSnapshot {
                 known: self.ids().cloned().collect(),
             }),
         }
+    }
+
+    /// Loads every model of the set, without its sender or receiver being told. No model is touched
+    /// unless all of them fit.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::WrongModel`], [`Error::NoLoader`]; or a model's own, and then not all of them may have
+    /// been loaded.
+    pub fn load_into(&self, models: &mut SetLoader<'_>) -> Result<()> {
+        for member in self.members() {
+            models.shaped(&member.snapshot)?;
+        }
+        models.load(self, None).map_err(|failed| failed.error)
     }
 
     fn ids(&self) -> impl Iterator<Item = &ModelId> + Clone {

@@ -46,13 +46,25 @@ pub fn bad(setting: &str, expected: &str, got: &str) -> Error {
 ///
 /// [`NetError::Resolve`] if there is no address.
 pub fn resolve(name: &str) -> Result<SocketAddr> {
+    let all = resolve_all(name)?;
+    Ok(all[0])
+}
+
+/// Resolves `host:port` to all its addresses; there is at least one.
+///
+/// # Errors
+///
+/// As [`resolve`].
+pub fn resolve_all(name: &str) -> Result<Vec<SocketAddr>> {
     let failed = |source| NetError::Resolve {
         name: name.into(),
         source,
     };
-    let mut found = name.to_socket_addrs().map_err(failed)?;
-    let found = found.next();
-    Ok(found.ok_or_else(|| failed(io::Error::other("there is no address of that name")))?)
+    let all: Vec<_> = name.to_socket_addrs().map_err(failed)?.collect();
+    match all.is_empty() {
+        true => Err(failed(io::Error::other("there is no address of that name")).into()),
+        false => Ok(all),
+    }
 }
 
 /// The address at which other machines reach a listener. For an unspecified address this is the

@@ -340,6 +340,11 @@ impl ReceiverTransport for NetReceiver {
         self.shared.run
     }
 
+    fn travelled(&self) -> Option<u64> {
+        let state = self.shared.state();
+        state.found.as_ref().and_then(Found::travelled)
+    }
+
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         self.with(deadline, |attached| attached.next(deadline))
     }

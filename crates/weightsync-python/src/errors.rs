@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 use weightsync_engine::{Error, ErrorKind};
+use weightsync_serve::synchronizer::SyncError;
 use weightsync_store::StoreError;
 
 pyo3::import_exception!(weightsync.errors, LifecycleError);
@@ -46,7 +47,7 @@ pub fn exception(py: Python<'_>, error: Error) -> PyErr {
 
 /// A call whose end was shut down meanwhile.
 pub fn ended() -> PyErr {
-    let text = "this end was shut down while the call waited: make a new one from the init info";
+    let text = "this end was shut down, so make a new one";
     LifecycleError::new_err(text)
 }
 
@@ -64,7 +65,10 @@ pub fn forked() -> PyErr {
 
 pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let kind = match error {
-        Error::Transport { source, .. } => source.downcast_ref().map(StoreError::kind),
+        Error::Transport { source, .. } => {
+            let of_store = source.downcast_ref().map(StoreError::kind);
+            of_store.or_else(|| source.downcast_ref().map(SyncError::kind))
+        }
         _ => None,
     };
     let class = class(py, &class_of(kind.unwrap_or_else(|| error.kind())))?;

@@ -130,3 +130,8 @@ pub fn set_of(targets: &mut [Target]) -> SetLoader<'_> {
     }
     set
 }
+
+pub fn targets_of(targets: Vec<(String, TargetArgument)>) -> Vec<Target> {
+    let targets = targets.into_iter();
+    targets.map(|(id, given)| Target::new(id, given)).collect()
+}

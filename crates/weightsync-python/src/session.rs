@@ -11,7 +11,7 @@ use weightsync_engine::{
 
 use crate::background::Background;
 use crate::errors::{LifecycleError, exception};
-use crate::loader::{Target, TargetArgument, set_of};
+use crate::loader::{TargetArgument, set_of, targets_of};
 use crate::options::{Number, Seconds, Send, Setup, Worker, Workers, pull_of, timeout_of};
 use crate::report::{PendingSend, Report, WorkerStatus, versions_of};
 use crate::snapshot::{SetSnapshot, Snapshot};
@@ -391,6 +391,11 @@ impl Session {
         self.with(py, |session| Ok(run_of(session.receiver()?.run())))
     }
 
+    /// Bytes of weights that this worker's process has moved; None if it reads memory.
+    fn travelled(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        self.with(py, |session| Ok(session.receiver()?.travelled()))
+    }
+
     /// The models that are received, with their tensors.
     fn models(&self, py: Python<'_>) -> PyResult<Vec<(String, Layout)>> {
         self.with(py, |session| {
@@ -529,11 +534,6 @@ fn receiving<'s>(
 /// Whether the receiver's scheme carries weights. If not, a wait without a timeout would never end.
 fn carries(receiver: &Receiver) -> bool {
     !receiver.models().is_empty()
-}
-
-fn targets_of(targets: Vec<(String, TargetArgument)>) -> Vec<Target> {
-    let targets = targets.into_iter();
-    targets.map(|(id, given)| Target::new(id, given)).collect()
 }
 
 /// A run as Python has it: its epoch, and its id in hexadecimal digits.

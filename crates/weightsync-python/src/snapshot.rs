@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 use weightsync_engine::{Error, ExtraState, Origin};
 
 use crate::errors::{WrongWeightsError, forked};
-use crate::loader::Object;
+use crate::loader::{Object, TargetArgument, set_of, targets_of};
 use crate::mapping::Mapping;
 use crate::plain;
 use crate::raw::{Address, View};
@@ -261,6 +261,12 @@ impl SetSnapshot {
             (snapshot, one.changed)
         });
         members.collect()
+    }
+
+    /// Loads all of them: no target is touched unless all fit.
+    fn load_into(&self, py: Python<'_>, targets: Vec<(String, TargetArgument)>) -> PyResult<()> {
+        let mut targets = targets_of(targets);
+        released(py, || self.0.load_into(&mut set_of(&mut targets)))
     }
 
     fn __repr__(&self) -> String {

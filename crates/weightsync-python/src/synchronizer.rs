@@ -1,5 +1,6 @@
 //! Synchronizers and their parties, bound to Python.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -20,12 +21,20 @@ use crate::wait::{Turns, released};
 /// A style's word, interval, offset and lag.
 type Words = (Option<String>, Option<u64>, Option<u64>, Option<u64>);
 
-/// Whether a sync is needed, by whom it was asked for, the newest version, and whether the
-/// synchronizer has answered.
-type NeedParts = (&'static str, Vec<String>, u64, bool);
+/// Whether a sync is needed, by whom it was asked for, the newest version, and whether the trainer has
+/// stopped and the synchronizer has answered.
+type NeedParts = (&'static str, Vec<String>, u64, bool, bool);
 
-/// How a sync ended, the version, its step, versions and steps behind, and why it failed.
-type SyncParts = (&'static str, u64, Option<u64>, u64, u64, Option<String>);
+/// How a sync ended, the version, its step, versions and steps behind, why it failed, and seconds.
+type SyncParts = (
+    &'static str,
+    u64,
+    Option<u64>,
+    u64,
+    u64,
+    Option<String>,
+    f64,
+);
 
 /// An explorer: name, state, step, version, how its last sync ended, and why that failed.
 type LineParts = (
@@ -37,8 +46,8 @@ type LineParts = (
     Option<String>,
 );
 
-/// How a trainer's sync ended, the version, its step, the explorers, and why it failed.
-type TrainedParts = (&'static str, u64, u64, Vec<LineParts>, Option<String>);
+/// How a trainer's sync ended, the version, its step, the explorers, why it failed, and seconds.
+type TrainedParts = (&'static str, u64, u64, Vec<LineParts>, Option<String>, f64);
 
 /// Decides when a trainer and its explorers synchronise.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -95,6 +104,12 @@ impl Synchronizer {
         })
     }
 
+    /// This machine's address towards it, if it is not of this machine alone.
+    fn route(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let route = self.with(py, weightsync_serve::synchronizer::Synchronizer::route)?;
+        Ok(route.map(|ip| std::net::SocketAddr::new(ip, 0).to_string()))
+    }
+
     /// Joins as the trainer.
     fn trainer(
         &self,
@@ -122,10 +137,14 @@ impl Synchronizer {
         &self,
         py: Python<'_>,
         party: (String, Words, Option<String>, u64),
+        eval_interval: Option<NonZero<u64>>,
         timeout: Option<Seconds>,
     ) -> PyResult<SyncExplorer> {
         let timeout = timeout_of(timeout);
-        let explorer = self.with(py, move |sync| sync.explorer(options_of(party)?, timeout))?;
+        let explorer = self.with(py, move |sync| {
+            let options = options_of(party)?.eval_interval(eval_interval);
+            sync.explorer(options, timeout)
+        })?;
         Ok(SyncExplorer {
             inner: Turns::new(Some(explorer), |explorer, why| {
                 if let Some(explorer) = explorer.take().filter(|_| why != Some(DROPPED)) {
@@ -307,6 +326,31 @@ impl SyncExplorer {
         of_callback(done, raised)
     }
 
+    /// Loads a version with `load(address)`, which gets the address of the store or None, and returns the
+    /// version that was loaded.
+    fn load(&self, py: Python<'_>, load: Py<PyAny>) -> PyResult<SyncParts> {
+        let mut raised = None;
+        let done = self.with(py, None, |explorer| {
+            let store = explorer.store()?;
+            let loaded = called(&mut raised, |py| {
+                let loaded: Number = load.call1(py, (store,))?.extract(py)?;
+                Ok(Version(loaded.0))
+            })?;
+            explorer.loaded(loaded).map(sync_parts)
+        });
+        of_callback(done, raised)
+    }
+
+    /// The address of the store, if there is one.
+    fn store(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.with(py, None, Explorer::store)
+    }
+
+    /// Whether it is to evaluate after so many steps.
+    fn need_eval(&self, py: Python<'_>, step: u64) -> PyResult<bool> {
+        self.with(py, None, |explorer| Ok(explorer.need_eval(step)))
+    }
+
     fn pause(&self, py: Python<'_>, paused: bool) -> PyResult<()> {
         self.with(py, None, |explorer| explorer.pause(paused))
     }
@@ -420,7 +464,8 @@ fn need_parts(answer: NeedAnswer) -> NeedParts {
         Need::Yes => "yes",
         Need::Must => "must",
     };
-    (need, answer.asked_by, answer.newest.0, answer.connected)
+    let (stopped, connected) = (answer.trainer_stopped, answer.connected);
+    (need, answer.asked_by, answer.newest.0, stopped, connected)
 }
 
 fn sync_parts(answer: SyncAnswer) -> SyncParts {
@@ -433,6 +478,7 @@ fn sync_parts(answer: SyncAnswer) -> SyncParts {
         behind.0,
         behind.1,
         answer.reason,
+        answer.took.as_secs_f64(),
     )
 }
 
@@ -461,5 +507,6 @@ fn trained_parts(answer: TrainerAnswer) -> TrainedParts {
         step,
         lines.collect(),
         answer.reason,
+        answer.took.as_secs_f64(),
     )
 }

@@ -159,23 +159,51 @@ pub(crate) fn is_extra(file: &FileEntry) -> bool {
     !file.name.ends_with(SAFETENSORS) && file.name != INDEX
 }
 
-/// Reads one version of a model and checks it. `spare` is memory that may be used again.
+/// A version that is in memory, and how it is stored.
+#[derive(Clone, Debug)]
+pub(crate) struct Base {
+    pub(crate) snapshot: Snapshot,
+    pub(crate) stored: Stored,
+}
+
+impl Base {
+    /// Whether `stored` is this version with further deltas, or none.
+    pub(crate) fn is_below(&self, stored: &Stored) -> bool {
+        let own = &self.stored;
+        own.model == stored.model
+            && own.spec == stored.spec
+            && own.anchor == stored.anchor
+            && stored.deltas.starts_with(&own.deltas)
+    }
+}
+
+/// Reads one version of a model and checks it. `spare` is memory that may be used again. Of a version
+/// [above](Base::is_below) a base, only the deltas since the base are read.
 pub(crate) fn read(
     storage: &dyn Storage,
     manifest: Place,
     stored: &Stored,
     spec: &ModelSpec,
     spare: Option<Image>,
+    base: Option<&Base>,
 ) -> Result<Image> {
     let layout = &spec.layout;
-    let deltas = open_deltas(storage, stored, layout)?;
-    let shards = open_shards(storage, stored, layout)?;
+    let known = base.map_or(0, |base| base.stored.deltas.len());
+    let deltas = open_deltas(storage, stored, layout, known)?;
+    let shards = match base {
+        Some(_) => None,
+        None => Some(open_shards(storage, stored, layout)?),
+    };
     // The files are as long as the layout is, so it is no claim of a size that nothing has.
     let spare = spare.filter(|image| image.layout() == layout);
     let mut image = spare.unwrap_or_else(|| Image::zeros(layout));
-    let mut digester = read_shards(storage, &shards, &mut image, deltas.is_empty())?;
-    if !deltas.is_empty() {
-        digester = match fold(storage, &deltas, &mut image) {
+    let mut digester = match &shards {
+        Some(shards) => read_shards(storage, shards, &mut image, deltas.is_empty())?,
+        None => Digester::new(layout.bytes()),
+    };
+    if base.is_some() || !deltas.is_empty() {
+        let base = base.map(|base| base.snapshot.bytes());
+        digester = match fold(storage, &deltas, base, &mut image) {
             // It may be the first that does not fit one before it which is damaged.
             Err(StoreError::Damaged(found)) => {
                 return Err(blame(storage, stored)?.unwrap_or(found).into());
@@ -354,7 +382,13 @@ struct OpenDelta {
     index: Index,
 }
 
-fn open_deltas(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Result<Vec<OpenDelta>> {
+/// Opens the deltas after those that are `known`.
+fn open_deltas(
+    storage: &dyn Storage,
+    stored: &Stored,
+    layout: &Layout,
+    known: usize,
+) -> Result<Vec<OpenDelta>> {
     let open_delta = |file: &crate::format::DeltaFile| {
         let path = file.at.file(&stored.model, DELTA);
         let blob = open(storage, &path, file.bytes)?;
@@ -370,11 +404,17 @@ fn open_deltas(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Resul
         let index = index.map_err(|what| Damage::new(storage.name(&path), what))?;
         Ok(OpenDelta { path, blob, index })
     };
-    stored.deltas.iter().map(open_delta).collect()
+    stored.deltas[known..].iter().map(open_delta).collect()
 }
 
-/// Brings every span to the newest version, all deltas in one pass. The result has the digest.
-fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Result<Digester> {
+/// Brings every span to the newest version, all deltas in one pass; from the base's bytes, if there is
+/// one. The result has the digest.
+fn fold(
+    storage: &dyn Storage,
+    deltas: &[OpenDelta],
+    base: Option<&[u8]>,
+    image: &mut Image,
+) -> Result<Digester> {
     let layout = image.layout().clone();
     let spans = image.bytes_mut().chunks_mut(SPAN as usize).enumerate();
     let spans = Mutex::new(spans);
@@ -389,6 +429,10 @@ fn fold(storage: &dyn Storage, deltas: &[OpenDelta], image: &mut Image) -> Resul
                 let Some((span, place)) = span.filter(|_| !has_failed(&all)) else {
                     return Ok(digester);
                 };
+                if let Some(base) = base {
+                    let at = span * SPAN as usize;
+                    place.copy_from_slice(&base[at..at + place.len()]);
+                }
                 for delta in deltas {
                     let (offset, len) = delta.index.part(span);
                     if len == 0 {

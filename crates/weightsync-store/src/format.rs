@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_simd::crc64;
 
-use crate::anchor::SAFETENSORS;
+use crate::anchor::{Base, SAFETENSORS};
 use crate::error::{Damage, Result, StoreError};
 
 /// The format that this program writes, and the newest that it reads.
@@ -257,11 +257,13 @@ impl Stored {
         std::iter::once(self.anchor.at).chain(deltas)
     }
 
-    /// The bytes that loading it reads: those of the weights, and of what is folded onto them.
-    pub(crate) fn read_bytes(&self) -> u64 {
+    /// The bytes that loading it reads: those of the weights, unless a base has them, and of what is
+    /// folded onto them.
+    pub(crate) fn read_bytes(&self, base: Option<&Base>) -> u64 {
         let weights = self.anchor.files.iter();
-        let weights = weights.filter(|file| file.name.ends_with(SAFETENSORS));
-        let deltas = self.deltas.iter().map(|delta| delta.bytes);
+        let weights = weights.filter(|file| base.is_none() && file.name.ends_with(SAFETENSORS));
+        let known = base.map_or(0, |base| base.stored.deltas.len());
+        let deltas = self.deltas[known..].iter().map(|delta| delta.bytes);
         total(weights.map(|file| file.bytes).chain(deltas))
     }
 

@@ -15,7 +15,7 @@ use weightsync_engine::transport::{Image, ModelSpec};
 use weightsync_engine::{Member, SetSnapshot, Snapshot};
 
 use crate::address::Address;
-use crate::anchor;
+use crate::anchor::{self, Base};
 use crate::catalog::{self, Catalog};
 use crate::error::{self, Damage, Result, StoreError};
 use crate::format::{Hash, Manifest, Place, Stored};
@@ -280,7 +280,7 @@ impl Store {
                 changed: stored.changed,
                 stored_bytes: stored.written_bytes(),
                 deltas: stored.deltas.len(),
-                read_bytes: stored.read_bytes(),
+                read_bytes: stored.read_bytes(None),
                 changes: stored
                     .changes
                     .map(|[all, changed]| changed as f64 / all.max(1) as f64),
@@ -506,9 +506,20 @@ impl Store {
         stored: &Stored,
         spare: Option<Image>,
     ) -> Result<Snapshot> {
+        self.load_model_onto(manifest, stored, spare, None)
+    }
+
+    /// The same, of a version above `base`.
+    pub(crate) fn load_model_onto(
+        &self,
+        manifest: &Manifest,
+        stored: &Stored,
+        spare: Option<Image>,
+        base: Option<&Base>,
+    ) -> Result<Snapshot> {
         let spec = self.spec(&stored.model, &stored.spec)?;
-        self.begins(Work::Reads, stored.read_bytes())?;
-        let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare)?;
+        self.begins(Work::Reads, stored.read_bytes(base))?;
+        let image = anchor::read(self.storage(), manifest.place, stored, &spec, spare, base)?;
         let snapshot = Snapshot::received(&spec, manifest.run, stored.version, image)?;
         Ok(snapshot.with_digest(stored.digest))
     }

@@ -65,7 +65,8 @@ def test_fixed_style_syncs_at_fixed_steps(sync, method, tmp_path):
             assert value_of(policy) == 4.0
             assert explorer.version == 2
             text = str(synced)
-            assert text.startswith("v2, 257 KiB, "), text
+            travelled = {"memory": "", "checkpoint": " of which 257 KiB travelled"}[method]
+            assert text.startswith(f"v2, 257 KiB{travelled}, "), text
 
 
 def test_nccl_trainer_meets_explorers(sync):
@@ -188,6 +189,84 @@ def test_evaluating_explorer_needs_nothing(sync):
             with explorer.evaluating():
                 assert not explorer.need_sync(1)
             assert explorer.need_sync(1)
+
+
+@pytest.mark.parametrize("mode", ["bind", "copy"])
+@pytest.mark.parametrize("method", ["memory", "checkpoint"])
+def test_explorer_evaluates_every_stored_version(tmp_path, method, mode):
+    store = tmp_path / "store"
+    kept = {"store": store} if method == "memory" else {}
+    trained, policy = model(1.0), model(0.0)
+    with Synchronizer.local(method=method, listen="127.0.0.1:0", **kept) as served:
+        own = {} if method == "memory" else {"store": store}
+        sync = Synchronizer.connect(served.address)
+        with sync.trainer(trained, style="trainer_driven", **own) as trainer:
+            with sync.explorer("eval", policy, style="trainer_driven", mode=mode) as explorer:
+                assert explorer.sync(0).version == 1
+                saved = weightsync.Store(store)
+                for step in (1, 2):
+                    with torch.no_grad():
+                        for parameter in trained.parameters():
+                            parameter.fill_(1.0 + step)
+                    assert trainer.sync(step)
+                    # The synchronizer saves while training goes on, and passes over what is not the
+                    # newest any more.
+                    saved.load(at_least=1 + step, timeout=60)
+                assert explorer.sync(2).version == 3
+                seen = []
+                with explorer.evaluating():
+                    for stored in explorer.stored():
+                        loaded = explorer.load(stored.version)
+                        assert loaded and loaded.version == explorer.version == stored.version
+                        assert loaded.versions_behind == 3 - stored.version
+                        seen.append(value_of(policy))
+                # Each was the only one, and the trainer knows which one is loaded.
+                assert seen == [1.0, 2.0, 3.0]
+                explorer.load(2)
+                assert "1 step stale" in str(explorer.load(2))
+                line = trainer.sync(3).explorers[0]
+                assert (line.name, line.version) == ("eval", 2)
+                # The next sync has the newest again, with all of its weights.
+                assert explorer.need_sync(3)
+                assert explorer.sync(3).version == 4
+                assert value_of(policy) == value_of(trained) == 3.0
+                with pytest.raises(weightsync.ModelError, match="9"):
+                    explorer.load(9)
+                with pytest.raises(weightsync.ModelError, match="best"):
+                    explorer.load(named="best")
+                assert (explorer.version, value_of(policy)) == (4, 3.0)
+
+
+def test_load_without_a_store_names_the_setting(sync):
+    with sync.explorer("e0", model(0.0)) as explorer:
+        for call in (explorer.load, explorer.stored):
+            with pytest.raises(weightsync.SettingError, match="store="):
+                call()
+
+
+def test_sync_says_how_many_bytes_travelled(tmp_path):
+    with Synchronizer.local() as sync:
+        trained, policy = model(1.0), model(0.0)
+        with sync.trainer(trained, store=tmp_path / "store") as trainer:
+            with sync.explorer("e0", policy) as explorer:
+                first = explorer.sync(0)
+                assert first.travelled >= first.bytes
+                with torch.no_grad():
+                    trained.bias[0] = 2.0
+                assert trainer.sync(1)
+                second = explorer.sync(1)
+                # Only what changed is read.
+                assert second.bytes == first.bytes
+                assert 0 < second.travelled < second.bytes / 10
+                assert " KiB of which " in str(second)
+                assert " travelled, " in str(second)
+                assert policy.bias[0] == 2.0
+    with Synchronizer.local() as sync:
+        with sync.trainer(model(1.0)), sync.explorer("e0", model(0.0)) as explorer:
+            # It reads the memory that the synchronizer has filled.
+            synced = explorer.sync(0)
+            assert synced.travelled is None
+            assert "travelled" not in str(synced)
 
 
 def test_bounded_explorer_must_sync_when_it_lags(sync):

@@ -1,27 +1,32 @@
-"""Trinity's synchronizer by its own method names: in one program, and as a Ray actor."""
+"""Trinity's synchronizer by its own method names, in one program."""
 
 import asyncio
 import enum
 import inspect
 import os
 import pickle
-import shutil
-import signal
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from trinity_world import (
+    REQUIRE,
+    RUNNING,
+    STOPPED,
+    check,
+    config,
+    explore,
+    state,
+    train,
+    value_of,
+    write_checkpoint,
+)
 
 import weightsync
-from weightsync.trinity import RunningStatus, Synchronizer, settings_of
-
-RUNNING, REQUIRE, STOPPED = RunningStatus.RUNNING, RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED
-STEPS = 8
+from weightsync.trinity import Synchronizer
 
 
 class Theirs(enum.Enum):
@@ -29,92 +34,6 @@ class Theirs(enum.Enum):
 
     RUNNING = "running"
     STOPPED = "stopped"
-
-
-def config(folder, method="memory", timeout=60.0, namespace="", **others):
-    return SimpleNamespace(
-        mode="both",
-        ray_namespace=namespace,
-        checkpoint_job_dir=str(folder),
-        synchronizer=SimpleNamespace(
-            sync_method=method, sync_timeout=timeout, explorer_world_size=1, group_name="weights"
-        ),
-        trainer=SimpleNamespace(name="trainer", trainer_type=others.get("kind", "verl")),
-        explorer=SimpleNamespace(name="explorer"),
-    )
-
-
-def state(value, size=64):
-    module = torch.nn.Linear(size, size)
-    for parameter in module.parameters():
-        torch.nn.init.constant_(parameter, value)
-    return module.state_dict()
-
-
-def value_of(tensors):
-    """The value of all elements, as a model that has loaded them has it."""
-    module = torch.nn.Linear(64, 64)
-    module.load_state_dict({name: tensor.clone() for name, tensor in dict(tensors).items()})
-    values = {float(value) for one in module.parameters() for value in one.detach().aminmax()}
-    assert len(values) == 1, values
-    return values.pop()
-
-
-def write_checkpoint(folder, step, full=False):
-    """As Trinity's trainer: the weights, and then the pointer."""
-    actor = Path(folder, f"global_step_{step}", "actor")
-    actor.mkdir(parents=True)
-    torch.save(state(float(step)), actor / "model.pt")
-    if full:
-        (actor.parent / ".full_checkpoint").touch()
-    Path(folder, "latest_state_dict_iteration.txt").write_text(str(step))
-
-
-def train(call, style, publish, sample):
-    """Trinity's trainer: it waits for samples, makes a step, and publishes if that is due."""
-    call("set_trainer_status", RUNNING)
-    synced = 0
-    for step in range(1, STEPS + 1):
-        while not sample():
-            synced = serve(call, style, publish, step - 1, synced)
-        if style == "fixed" and step % 2 == 0:
-            publish(step)
-        else:
-            synced = serve(call, style, publish, step, synced)
-    call("set_trainer_status", STOPPED)
-
-
-def serve(call, style, publish, step, synced):
-    if style == "explorer_driven":
-        if synced == step:
-            call("notify_no_new_model_state_dict")
-        elif call("explorer_requires_sync"):
-            publish(step)
-            return step
-    return synced
-
-
-def explore(call, load, made=lambda: None, pause=0.0):
-    """Trinity's explorer: it asks for a version every second step. Returns labels, and what they are of."""
-    own, loaded = -1, []
-    call("set_explorer_status", RUNNING)
-    for step in range(STEPS + 1):
-        if step % 2 == 0:
-            newest = call("wait_new_model_state_dict", own)
-            # Version 0 is the model that the explorer began with.
-            if newest > own and (own, newest) != (-1, 0):
-                loaded.append((newest, load(newest)))
-            own = max(own, newest)
-        time.sleep(pause)
-        made()
-    call("set_explorer_status", STOPPED, RUNNING)
-    return loaded
-
-
-def check(loaded):
-    labels = [label for label, _ in loaded]
-    assert labels == sorted(set(labels))
-    assert all(label == value for label, value in loaded), loaded
 
 
 class Program:
@@ -183,13 +102,15 @@ def test_slow_and_fast_explorers_load_what_is_told(program, tmp_path, method, st
     def run(name, pause):
         results[name] = explore(call, load, samples.release, pause)
 
-    threads = [threading.Thread(target=run, args=one) for one in (("slow", 0.01), ("fast", 0.0))]
-    threads.append(
-        threading.Thread(target=train, args=(call, style, publish, lambda: samples.acquire(timeout=0.01)))
+    trainer = threading.Thread(
+        target=train, args=(call, style, publish, lambda: samples.acquire(timeout=0.01))
     )
-    for thread in threads:
+    trainer.start()
+    call.until(lambda one: one.trainer_requires_weight_sync() is not None)
+    explorers = [threading.Thread(target=run, args=one) for one in (("slow", 0.01), ("fast", 0.0))]
+    for thread in explorers:
         thread.start()
-    for thread in threads:
+    for thread in (trainer, *explorers):
         thread.join()
     for loaded in results.values():
         check(loaded)
@@ -377,303 +298,59 @@ def test_tinker_weights_are_a_path(program, tmp_path):
         call("get_model_state_dict_iterator")
 
 
-# With Ray.
-
-
-class Party:
-    """A process as those of Trinity's trainer and explorers."""
-
-    def join(self, of):
-        self.folder, self.namespace = of.checkpoint_job_dir, of.ray_namespace
-        self.synchronizer = Synchronizer.get_actor(of)
-
-    def call(self, name, *arguments):
-        import ray
-
-        return ray.get(getattr(self.synchronizer, name).remote(*arguments))
-
-    def iterate(self):
-        import ray
-
-        # As Trinity's engines, which have its name alone.
-        synchronizer = Synchronizer.get_actor(namespace=self.namespace)
-        return dict(ray.get(item) for item in synchronizer.get_model_state_dict_iterator.remote())
-
-    def pid(self):
-        return os.getpid()
-
-    def train(self, method, style):
-        def publish(step):
-            if method == "memory":
-                self.call("set_model_state_dict", state(float(step)), step)
-            else:
-                write_checkpoint(self.folder, step)
-
-        train(self.call, style, publish, lambda: True)
-
-    def explore(self, method, pause):
-        def load(version):
-            if method == "memory":
-                return value_of(self.iterate())
-            return value_of(torch.load(Path(self.folder, f"global_step_{version}/actor/model.pt")))
-
-        return explore(self.call, load, pause=pause)
-
-
-class Member(Party):
-    """A party that is in a process group, as Trinity's are with the method nccl; here it is gloo's."""
-
-    def __init__(self, of, rank):
-        self.rank = rank
-        self.join(of)
-        self.call(*((("set_trainer_status", RUNNING), ("set_explorer_status", RUNNING))[rank]))
-
-    def get_weight_sync_info(self):
-        return "an address", 7, "names"
-
-    def setup_weight_sync_group(self, *arguments):
-        assert arguments == ("an address", 7, 2, "weights", 60.0)
-        where = f"file://{self.folder}/group"
-        torch.distributed.init_process_group("gloo", init_method=where, rank=self.rank, world_size=2)
-
-    def set_state_dict_meta(self, meta):
-        assert meta == "names"
-
-    def teardown_weight_sync_group(self):
-        torch.distributed.destroy_process_group()
-
-    def sync(self, step):
-        version = self.call("ready_to_nccl_sync", ("trainer", "explorer")[self.rank], step)
-        weights = state(float(step))
-        for tensor in weights.values():
-            torch.distributed.broadcast(tensor, 0)
-        return version, value_of(weights)
-
-    def train(self, style):
-        synced = []
-        for step in range(1, STEPS + 1):
-            while style == "explorer_driven" and not self.call("explorer_requires_sync"):
-                time.sleep(0.001)
-            if style == "explorer_driven" or step % 2 == 0:
-                synced.append(self.sync(step))
-            if len(synced) == STEPS // 2:
-                break
-        return synced
-
-    def explore(self):
-        synced = [(0, 0.0)]
-        for step in range(1, STEPS + 1):
-            if step % 2 == 0:
-                synced.append(self.sync(synced[-1][0]))
-        return synced[1:]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray = pytest.importorskip("ray")
-    # Sockets lie below it, whose paths may not be long.
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # Its processes import this file.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=folder,
-        )
-        yield ray
-        ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def crew(cluster):
-    """A trainer and two explorers, which join one synchronizer after the other."""
-    made = [cluster.remote(Party).options(num_cpus=0).remote() for _ in range(3)]
-    yield made
-    for one in made:
-        cluster.kill(one)
-
-
-@pytest.fixture
-def started(cluster):
-    """Starts a process of its own for a party."""
-    made = []
-
-    def start(of, kind=Party, *arguments, **options):
-        one = cluster.remote(kind).options(num_cpus=0, **options).remote(*arguments)
-        made.append(one)
-        if kind is Party:
-            cluster.get(one.join.remote(of))
-        return one
-
-    yield start
-    for one in made:
-        cluster.kill(one)
-
-
-def ended(ray, namespace):
-    try:
-        ray.get_actor("synchronizer", namespace=namespace)
-    except ValueError:
-        return True
-    return False
-
-
-def kill(ray, party):
-    """Ends a process as the system does where memory is short."""
-    os.kill(ray.get(party.pid.remote()), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("style", ["fixed", "explorer_driven"])
 @pytest.mark.parametrize("method", ["memory", "checkpoint"])
-def test_ray_explorers_load_what_they_are_told(cluster, crew, tmp_path, method, style):
-    of = config(tmp_path, method, namespace=f"{method} {style}")
-    cluster.get([party.join.remote(of) for party in crew])
-    trainer, *explorers = crew
-    training = trainer.train.remote(method, style)
-    exploring = [
-        party.explore.remote(method, pause) for party, pause in zip(explorers, (0.02, 0.0), strict=True)
-    ]
-    for loaded in cluster.get(exploring):
-        check(loaded)
-    cluster.get(training)
+def test_trainer_that_goes_back_does_not_block(program, tmp_path, method):
+    call = program(method)
+    call("set_trainer_status", RUNNING)
+    call("set_explorer_status", RUNNING)
+
+    def publish(step):
+        if method == "memory":
+            call("set_model_state_dict", state(float(step)), step)
+        else:
+            write_checkpoint(tmp_path, step)
+
+    publish(7)
+    assert call("wait_new_model_state_dict", 0) == 7
+    waiting = call.begin("wait_new_model_state_dict", 7)
+    call.until(lambda one: one.explorer_requires_sync())
+    # It was started again from an earlier checkpoint.
+    publish(5)
+    assert waiting.result() == 5
+    publish(8)
+    assert call("wait_new_model_state_dict", 7) == 8
 
 
-@pytest.mark.parametrize("style", ["fixed", "explorer_driven"])
-def test_ray_trainer_and_explorer_meet_for_nccl(cluster, started, tmp_path, style):
-    of = config(tmp_path, "nccl", namespace=f"nccl {style}")
-    both = [
-        started(of, Member, of, rank, name=name, namespace=of.ray_namespace)
-        for rank, name in enumerate(("trainer", "explorer"))
-    ]
-    synchronizer = cluster.get(both[0].pid.remote()) and Synchronizer.get_actor(
-        namespace=of.ray_namespace
-    )
-    cluster.get(both[1].pid.remote())
-    cluster.get(synchronizer.coordinate_weight_sync_setup.remote())
-    trained, explored = cluster.get([both[0].train.remote(style), both[1].explore.remote()])
-    assert trained == explored
-    assert len(explored) == STEPS // 2
-    check(explored)
-    cluster.get(synchronizer.coordinate_weight_sync_teardown.remote())
+def test_explorer_that_stops_while_it_waits_is_one(program):
+    call = program()
+    call("set_trainer_status", RUNNING)
+    call("set_explorer_status", RUNNING)
+    waiting = call.begin("wait_new_model_state_dict", 0)
+    call.until(lambda one: one.explorer_requires_sync())
+    call("set_explorer_status", STOPPED, REQUIRE)
+    call("set_trainer_status", STOPPED)
+    waiting.result()
+    assert +call.synchronizer.explorer_status_counts == {STOPPED: 1}
 
 
-def test_synchronizer_outlives_the_trainer(cluster, started, tmp_path):
-    of = config(tmp_path, namespace="outlives")
-    trainer, first, second = (started(of) for _ in range(3))
-    cluster.get(trainer.train.remote("memory", "fixed"))
-    kill(cluster, trainer)
-    # Its weights are still there.
-    assert cluster.get(first.explore.remote("memory", 0.0)) == [(8, 8.0)]
-    kill(cluster, first)
-    assert cluster.get(second.explore.remote("memory", 0.0)) == [(8, 8.0)]
-    assert not ended(cluster, "outlives")
-    kill(cluster, second)
-    while not ended(cluster, "outlives"):
-        time.sleep(0.01)
+def test_kept_versions_take_the_memory_of_two(program):
+    call = program()
+    for step in range(1, 11):
+        call("set_model_state_dict", state(float(step)), step)
+    # The newest and the one before; the next has room.
+    segments = [path for path in Path("/proc/self/fd").iterdir() if _is_segment(path)]
+    bytes_of_model = 4 * (64 * 64 + 64)
+    assert segments
+    assert sum(os.stat(path).st_blocks * 512 for path in segments) < 6 * max(bytes_of_model, 65536)
 
 
-def test_killed_explorer_does_not_block_the_trainer(cluster, started, tmp_path):
-    of = config(tmp_path, "nccl", timeout=3600.0, namespace="killed explorer")
-    trainer, explorer, killed = (started(of) for _ in range(3))
-    cluster.get(trainer.call.remote("set_trainer_status", RUNNING))
-    for one in (explorer, killed):
-        cluster.get(one.call.remote("set_explorer_status", RUNNING))
-    meeting = [
-        trainer.call.remote("ready_to_nccl_sync", "trainer", 2),
-        explorer.call.remote("ready_to_nccl_sync", "explorer", 0),
-    ]
-    kill(cluster, killed)
-    assert cluster.get(meeting) == [2, 2]
-    # Without any explorer it does not wait at all, and none requires anything.
-    waiting = trainer.call.remote("ready_to_nccl_sync", "trainer", 4)
-    kill(cluster, explorer)
-    assert cluster.get(waiting) is None
-    assert not cluster.get(trainer.call.remote("explorer_requires_sync"))
+def _is_segment(path):
+    try:
+        return "memfd:weightsync" in os.readlink(path)
+    except OSError:
+        return False
 
 
-def test_killed_trainer_does_not_block_explorers(cluster, started, tmp_path):
-    of = config(tmp_path, timeout=3600.0, namespace="killed trainer")
-    trainer, explorer = started(of), started(of)
-    cluster.get(trainer.call.remote("set_trainer_status", RUNNING))
-    cluster.get(explorer.call.remote("set_explorer_status", RUNNING))
-    waiting = explorer.call.remote("wait_new_model_state_dict", 0)
-    kill(cluster, trainer)
-    assert cluster.get(waiting) == 0
-
-
-# Settings.
-
-
-def test_settings_of_trinity_become_arguments(tmp_path):
-    read = settings_of(
-        {
-            "sync_method": "MEMORY",
-            "sync_style": "Fixed",
-            "sync_interval": 10,
-            "sync_offset": 5,
-            "trainer_sync_interval": 4,
-            "explorer_sync_interval": None,
-            "sync_timeout": 1200,
-            "group_name": "weights",
-        }
-    )
-    assert read.timeout == 1200.0
-    with weightsync.Synchronizer.local(**read.local) as sync:
-        with sync.trainer(torch.nn.Linear(2, 2), **read.trainer) as trainer:
-            assert trainer.method == "memory"
-            assert [bool(trainer.need_sync(step)) for step in (3, 4)] == [False, True]
-            with sync.explorer("e0", torch.nn.Linear(2, 2), **read.explorer) as explorer:
-                assert explorer.sync(0)
-                assert trainer.sync(4)
-                assert [bool(explorer.need_sync(step)) for step in (14, 15)] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("block", "method", "style"),
-    [
-        ({}, "nccl", "fixed"),
-        ({"sync_method": "online", "sync_style": "dynamic_by_explorer"}, "nccl", "explorer_driven"),
-        ({"sync_method": "OFFLINE", "sync_style": "DYNAMIC_BY_TRAINER"}, "checkpoint", "trainer_driven"),
-        ({"sync_method": "memory", "sync_style": "fully_async"}, "memory", "fully_async"),
-    ],
-)
-def test_aliases_of_trinity_are_known(block, method, style):
-    read = settings_of({"synchronizer": block})
-    assert (read.local["method"], read.local["style"], read.timeout) == (method, style, 3600.0)
-    weightsync.Synchronizer.local(**read.local).shutdown()
-
-
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"sync_intervall": 1}, "sync_intervall is no setting; did you mean sync_interval?"),
-        ({"sync_method": "ncc"}, "'ncc' is unknown; did you mean nccl?"),
-        ({"sync_style": "x"}, "there are fixed, explorer_driven"),
-        ({"sync_interval": 0}, "sync_interval: expected 1 or more, got 0"),
-        ({"sync_offset": "2"}, "sync_offset: expected 0 or more, got '2'"),
-        ({"synchronizer": 3}, "expected keys and values, got 3"),
-    ],
-)
-def test_wrong_setting_of_trinity_is_named(block, words):
-    with pytest.raises(weightsync.SettingError) as raised:
-        settings_of(block)
-    assert words in str(raised.value)
-
-
-def test_yaml_file_of_trinity_is_read(tmp_path, monkeypatch):
-    pytest.importorskip("yaml")
-    path = tmp_path / "run.yaml"
-    path.write_text("project: x\nsynchronizer:\n  sync_method: 'memory'\n  sync_interval: 3\n")
-    assert settings_of(path).trainer == {"method": "memory", "style": "fixed", "offset": 0, "interval": 3}
-    path.write_text("synchronizer: [")
-    with pytest.raises(weightsync.SettingError, match=r"run\.yaml: (.|\n)*line 1"):
-        settings_of(path)
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(weightsync.UnsupportedError, match="pip install pyyaml"):
-        settings_of(str(path))
+def test_state_dict_without_names_is_refused(program):
+    with pytest.raises(weightsync.WrongTypeError, match="by name"):
+        program()("set_model_state_dict", {0: torch.zeros(2)}, 1)

@@ -4,7 +4,7 @@ mod settings;
 mod trinity;
 
 use std::path::PathBuf;
-use std::{error::Error, fs, thread, time::Duration};
+use std::{error::Error, fs, panic, process};
 
 use weightsync_serve::synchronizer::{self, Synchronizer};
 
@@ -12,9 +12,6 @@ use self::settings::Settings;
 use crate::SUCCESS;
 use crate::output::print;
 use crate::signals::Signals;
-
-/// How often a signal is looked for.
-const LOOK: Duration = Duration::from_millis(50);
 
 /// What `serve` is asked for.
 #[derive(clap::Args)]
@@ -44,6 +41,13 @@ pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
         print(&format!("{value}\n"))?;
         return Ok(SUCCESS);
     }
+    // A thread that panics would leave parties without answers. Whatever started this process starts it
+    // again, and parties join again.
+    let hook = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        hook(info);
+        process::exit(101);
+    }));
     let signals = Signals::watch()?;
     let served = Synchronizer::serve(settings.options()?.access(access), settings.address())?;
     let at = served
@@ -54,11 +58,9 @@ pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
     let _ = print(&format!(
         "the synchronizer is at {at}; its page is http://{at}/\n"
     ));
-    while signals.caught().is_none() {
-        thread::sleep(LOOK);
-    }
+    let signal = signals.wait();
     drop(served);
-    Ok(signals.caught().map_or(SUCCESS, |signal| 128 + signal))
+    Ok(128 + signal)
 }
 
 /// What `config` is asked for.

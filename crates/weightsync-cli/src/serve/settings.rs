@@ -39,7 +39,8 @@ pub struct Settings {
     /// A store that keeps the versions: a directory, or an address such as s3://bucket/path
     #[arg(long, value_name = "STORE", env = "WEIGHTSYNC_SERVE_STORE")]
     store: Option<String>,
-    /// Which versions the store keeps: all (the default), N, or N+every:M
+    /// Which versions the store keeps: all (the default), N, or N+every:M. With the method checkpoint the
+    /// trainer says it
     #[arg(long, env = "WEIGHTSYNC_SERVE_KEEP")]
     keep: Option<String>,
     /// A directory for what a restarted synchronizer has to know
@@ -153,9 +154,6 @@ impl Settings {
             .lag(self.lag);
         options = options.style(style.style()?);
         if let Some(keep) = &self.keep {
-            if self.store.is_none() {
-                return Err("keep says which versions a store keeps: give the store, too".into());
-            }
             options = options.keep(keep.parse()?);
         }
         if let Some(history) = self.history {
@@ -169,15 +167,10 @@ impl Settings {
 
     /// Whether `serve` would take them.
     pub fn check(&self) -> Result<(), Box<dyn Error>> {
-        drop(self.options()?);
+        self.options()?.check()?;
         let access = self.access()?;
         access.may_listen(weightsync_net::address::resolve(self.address())?)?;
-        match (self.method.as_deref(), &self.store) {
-            (Some("nccl" | "online"), Some(_)) => Err(
-                "with the method nccl a synchronizer has no versions for a store to keep".into(),
-            ),
-            _ => Ok(()),
-        }
+        Ok(())
     }
 
     /// All that is set, and the defaults, as a file.
@@ -250,6 +243,7 @@ mod tests {
             "keep = \"8\"",
             "store = \"x\"\nkeep = \"some\"",
             "store = \"x\"\nmethod = \"nccl\"",
+            "store = \"x\"\nmethod = \"checkpoint\"\nkeep = \"8\"",
             "address = \"nowhere\"",
             "token_file = \"/nonexistent\"",
         ] {

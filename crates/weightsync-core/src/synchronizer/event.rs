@@ -115,8 +115,8 @@ pub enum Event {
     TrainerFailed(Party),
     /// A trainer is not there any more.
     TrainerLeft(Party, Departure),
-    /// An explorer is there, runs a version, and has made so many steps.
-    ExplorerJoined(Party, Version, u64, Style),
+    /// An explorer is there, runs a version, and has made so many steps: in all, and up to its last sync.
+    ExplorerJoined(Party, Version, [u64; 2], Style),
     /// An explorer has made its `step`th step.
     ExplorerStepped(Party, u64),
     /// An explorer waits for a version. If it waits already, this is its deadline now.
@@ -167,7 +167,7 @@ pub enum Outcome {
     Failed,
     /// It waits no longer.
     Cancelled,
-    /// It came to its deadline.
+    /// It, or the trainer that sends, came to its deadline.
     TimedOut,
     /// It left, or died.
     Left,

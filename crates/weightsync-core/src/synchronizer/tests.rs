@@ -22,12 +22,29 @@ struct TrainerRun {
 struct ExplorerRun {
     party: Party,
     step: u64,
+    /// The step of its last sync.
+    synced: u64,
     loaded: Version,
     /// It has asked since its last step.
     asked: bool,
     waits: bool,
     /// What it was told to fetch, or is sent. It may still come after the wait has ended.
     told: Option<Version>,
+}
+
+impl ExplorerRun {
+    /// A new process, after so many steps.
+    fn new(step: u64) -> Self {
+        Self {
+            party: Party(0),
+            step,
+            synced: step,
+            loaded: Version::NONE,
+            asked: false,
+            waits: false,
+            told: None,
+        }
+    }
 }
 
 /// A process: it runs, is dead and will be started again with its steps, or has ended.
@@ -110,7 +127,7 @@ impl World {
         for _ in 0..limits.explorers {
             world.explorers.push(Life::Dead(0));
             let at = world.explorers.len() - 1;
-            world.join_explorer(at, 0);
+            world.join_explorer(at, ExplorerRun::new(0));
         }
         world
     }
@@ -132,18 +149,11 @@ impl World {
         self.tell(Event::TrainerJoined(party, epoch, step, self.styles[0]));
     }
 
-    fn join_explorer(&mut self, at: usize, step: u64) {
+    fn join_explorer(&mut self, at: usize, run: ExplorerRun) {
         let party = self.party();
-        self.explorers[at] = Life::Runs(ExplorerRun {
-            party,
-            step,
-            loaded: Version::NONE,
-            asked: false,
-            waits: false,
-            told: None,
-        });
-        let style = self.styles[usize::from(at == 0)];
-        self.tell(Event::ExplorerJoined(party, Version::NONE, step, style));
+        self.explorers[at] = Life::Runs(ExplorerRun { party, ..run });
+        let (style, steps) = (self.styles[usize::from(at == 0)], [run.step, run.synced]);
+        self.tell(Event::ExplorerJoined(party, run.loaded, steps, style));
     }
 
     fn explorer(&mut self, party: Party) -> Option<&mut ExplorerRun> {
@@ -154,14 +164,14 @@ impl World {
     /// Tells the synchronizer, and does what it says.
     fn tell(&mut self, event: Event) {
         let now = Moment(u64::from(event == Event::Ticked));
-        let needed = self.sync.trainer_need() != Need::No;
+        let needed = self.sync.waiting_trainer_need() != Need::No;
         let newest = self.sync.newest().0;
         let effects = self.sync.step(event, now);
         if !effects
             .iter()
             .any(|effect| matches!(effect, Effect::Refused(_)))
         {
-            let needs = self.sync.trainer_need() != Need::No;
+            let needs = self.sync.waiting_trainer_need() != Need::No;
             let woken = effects
                 .iter()
                 .any(|effect| matches!(effect, Effect::Wake(_)));
@@ -224,6 +234,9 @@ impl World {
         };
         assert!(run.waits, "an answer that nobody waits for: {outcome:?}");
         run.waits = false;
+        if matches!(outcome, Outcome::Synced(_) | Outcome::NothingNewer) {
+            run.synced = run.step;
+        }
         // One that must synchronise makes no step before it has.
         run.asked = !must;
         match outcome {
@@ -269,7 +282,11 @@ impl World {
                 let party = run.party;
                 let alone = self.explorers.iter().all(|one| *one == Life::Ended);
                 let may_step = run.step < limits.trained && (self.samples > run.step || alone);
-                let needs = self.sync.trainer_need() != Need::No;
+                let waits = !may_step && run.step < limits.trained;
+                let needs = match waits {
+                    true => self.sync.waiting_trainer_need() != Need::No,
+                    false => self.sync.trainer_need() != Need::No,
+                };
                 let version = self.sync.highest().next();
                 if run.meets {
                     if faulty {
@@ -340,7 +357,9 @@ impl World {
             let run = match *life {
                 Life::Runs(run) => run,
                 Life::Dead(step) => {
-                    add(Kind::Normal, &|world| world.join_explorer(at, step));
+                    add(Kind::Normal, &|world| {
+                        world.join_explorer(at, ExplorerRun::new(step));
+                    });
                     continue;
                 }
                 Life::Ended => continue,
@@ -399,6 +418,17 @@ impl World {
                 add(Kind::Fault, &|world| {
                     world.leave(party, Departure::Died);
                     world.tell(Event::ExplorerLoaded(party, Version(99)));
+                });
+                // Its connection ends, and it joins again with what it has.
+                add(Kind::Fault, &|world| {
+                    world.leave(party, Departure::Died);
+                    let run = ExplorerRun {
+                        asked: false,
+                        waits: false,
+                        told: None,
+                        ..run
+                    };
+                    world.join_explorer(at, run);
                 });
             }
         }
@@ -502,6 +532,11 @@ const FIXED_LATER: Style = Style::Fixed {
     interval: every(2),
     offset: 1,
 };
+const FIXED_SLOW: Style = Style::Fixed {
+    interval: every(3),
+    offset: 0,
+};
+const BY_TRAINER_SLOW: Style = Style::ByTrainer { interval: every(3) };
 const BY_EXPLORER: Style = Style::ByExplorer { interval: every(1) };
 const BY_TRAINER: Style = Style::ByTrainer { interval: every(1) };
 const FULLY_ASYNC: Style = Style::FullyAsync {
@@ -515,7 +550,7 @@ const BOUNDED: Style = Style::Bounded {
 
 /// The styles of the trainer and of the first explorer, and how many steps it takes to see one of
 /// their syncs.
-const STYLES: [(Style, Style, u64); 12] = [
+const STYLES: [(Style, Style, u64); 14] = [
     (FIXED, FIXED, 1),
     (FIXED_LATER, FIXED_LATER, 3),
     (BY_EXPLORER, BY_EXPLORER, 1),
@@ -532,6 +567,9 @@ const STYLES: [(Style, Style, u64); 12] = [
     (BY_EXPLORER, FIXED, 1),
     (BY_TRAINER, BY_EXPLORER, 1),
     (BOUNDED, FIXED, 1),
+    // The explorer asks before the trainer is due.
+    (FIXED_SLOW, BY_EXPLORER, 2),
+    (BY_TRAINER_SLOW, BY_EXPLORER, 2),
 ];
 
 #[test]

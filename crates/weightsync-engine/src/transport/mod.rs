@@ -513,6 +513,13 @@ pub trait ReceiverTransport: fmt::Debug + Send + Sync {
     /// As [`next`](Self::next).
     fn latest(&mut self) -> Result<Option<SetSnapshot>>;
 
+    /// How many bytes of weights this end has moved since it joined, as they were encoded: over a
+    /// network, or out of a store. `None` if it moves none, but reads memory that another process
+    /// fills.
+    fn travelled(&self) -> Option<u64> {
+        None
+    }
+
     /// Asks once for the set with a version of a model, by the model's place among
     /// [`models`](Self::models), and waits for the answer. `None` at the deadline; the question is
     /// withdrawn then.

@@ -88,6 +88,11 @@ impl Found {
         agent
     }
 
+    /// How many bytes of versions the worker's own agent has fetched.
+    pub(super) fn travelled(&self) -> Option<u64> {
+        self.agent.as_ref().map(Agent::travelled)
+    }
+
     /// Whether the segment belongs to the worker's own agent.
     pub(super) fn is_its_own_agents(&self) -> bool {
         self.agent.is_some()

@@ -11,6 +11,7 @@ mod scrub;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -116,6 +117,8 @@ pub(crate) struct Driver {
     connections: Arc<Connections>,
     bulk: Option<u16>,
     serves: Option<SocketAddr>,
+    /// How many bytes of versions have been fetched.
+    travelled: Arc<AtomicU64>,
     /// The sender has said goodbye. The agent ends once nothing is pending, or at this time.
     closes: Option<Instant>,
 }
@@ -235,12 +238,17 @@ impl Driver {
             connections: Arc::new(connections),
             bulk: serves.map(|serves| serves.port()),
             serves,
+            travelled: Arc::default(),
             closes: None,
         })
     }
 
     pub(super) fn serves(&self) -> Option<SocketAddr> {
         self.serves
+    }
+
+    pub(super) fn travelled(&self) -> Arc<AtomicU64> {
+        self.travelled.clone()
     }
 
     /// Runs until the sender ends or the agent is to leave.

@@ -10,6 +10,8 @@ pub(crate) mod plan;
 mod service;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::RecvTimeoutError;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -139,6 +141,7 @@ pub(crate) struct Agent {
     pub(crate) run: Run,
     /// The address at which it serves other hosts.
     pub(crate) serves: Option<SocketAddr>,
+    travelled: Arc<AtomicU64>,
     owner: Origin,
 }
 
@@ -182,12 +185,14 @@ impl Agent {
                 address,
                 run,
                 serves,
+                travelled,
             })) => Ok(Self {
                 events,
                 thread: Some(thread),
                 address,
                 run,
                 serves,
+                travelled,
                 owner: Origin::here(),
             }),
             Some(Err(error)) => {
@@ -207,6 +212,11 @@ impl Agent {
         thread.map_or(Ending::Moved, |thread| {
             thread.join().unwrap_or(Ending::Moved)
         })
+    }
+
+    /// How many bytes of versions it has fetched.
+    pub(crate) fn travelled(&self) -> u64 {
+        self.travelled.load(Ordering::Relaxed)
     }
 
     /// Whether a worker of this process can still attach to the agent.
@@ -268,6 +278,7 @@ struct Started {
     address: String,
     run: Run,
     serves: Option<SocketAddr>,
+    travelled: Arc<AtomicU64>,
 }
 
 type Events = (mpsc::Sender<Event>, mpsc::Receiver<Event>);
@@ -300,11 +311,12 @@ async fn run(
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.run;
         let driver = Driver::start(&options, key, joined, listener, events)?;
-        let serves = driver.serves();
+        let (serves, travelled) = (driver.serves(), driver.travelled());
         let begun = Started {
             address,
             run,
             serves,
+            travelled,
         };
         Ok((driver, begun))
     });

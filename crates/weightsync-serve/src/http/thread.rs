@@ -51,7 +51,11 @@ impl HttpThread {
             .build()?;
         let (stop, stopping) = watch::channel(false);
         let handle = runtime.handle().clone();
-        let body = move || run(&runtime, main(Stopping(stopping)));
+        let body = move || {
+            run(&runtime, main(Stopping(stopping)));
+            // A call that reads a store may take long, and nobody waits for it any more.
+            runtime.shutdown_background();
+        };
         let thread = std::thread::Builder::new().name(name.into()).spawn(body)?;
         Ok(Self {
             owner: Origin::here(),
@@ -59,6 +63,11 @@ impl HttpThread {
             stop,
             thread: Some(thread),
         })
+    }
+
+    /// The process that has the thread.
+    pub(crate) fn owner(&self) -> &Origin {
+        &self.owner
     }
 
     /// A handle with which any thread can spawn futures.

@@ -1,6 +1,6 @@
 //! The errors of synchronizers.
 
-use weightsync_engine::{Error, Remedy, Version};
+use weightsync_engine::{Error, ErrorKind, Remedy, Version};
 use weightsync_net::AccessError;
 
 /// What parties of a synchronizer are told.
@@ -55,6 +55,21 @@ pub enum SyncError {
         /// Why not.
         source: std::io::Error,
     },
+}
+
+impl SyncError {
+    /// What the error is about.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Away { .. } | Self::Replaced { .. } | Self::Refused { .. } | Self::Protocol => {
+                ErrorKind::Peer
+            }
+            Self::TooLate { .. } => ErrorKind::Deadline,
+            Self::NotPublished { .. } => ErrorKind::Send,
+            Self::Access(_) => ErrorKind::Setting,
+            Self::Start { .. } => ErrorKind::OperatingSystem,
+        }
+    }
 }
 
 impl From<SyncError> for Error {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
-use tokio::sync::broadcast;
+use tokio::sync::{broadcast, watch};
 use weightsync_engine::Version;
 
 use super::wire::{Ended, Role};
@@ -52,6 +52,8 @@ pub(super) enum What {
     Ended(Ended),
     /// A version could not be published.
     Failed,
+    /// The store does not have a version: a newer one took its place, or it could not be saved.
+    NotSaved,
 }
 
 /// The events of a service.
@@ -62,6 +64,8 @@ pub(super) struct Events(Arc<Inner>);
 struct Inner {
     last: Mutex<(u64, VecDeque<Arc<Record>>)>,
     live: broadcast::Sender<Arc<Record>>,
+    /// Counts changes of the status, which are more than the events: a step is none.
+    changes: watch::Sender<u64>,
 }
 
 impl Default for Events {
@@ -70,6 +74,7 @@ impl Default for Events {
         Self(Arc::new(Inner {
             last: Mutex::default(),
             live,
+            changes: watch::Sender::new(0),
         }))
     }
 }
@@ -100,6 +105,16 @@ impl Events {
         }
         // Under the lock, so that a new reader misses none and has none twice. Nobody may read.
         let _ = self.0.live.send(record);
+    }
+
+    /// Notes that the status may have changed.
+    pub(super) fn changed(&self) {
+        self.0.changes.send_modify(|count| *count += 1);
+    }
+
+    /// Sees each change of the status from now on.
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.0.changes.subscribe()
     }
 
     /// The events after a number that are still kept, and those to come. A number that no event has yet is

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use weightsync_engine::{Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot};
 
-use super::{Fetch, SyncError, lasting};
+use super::lasting::{self, is_stored};
+use super::{Fetch, SyncError};
 
 /// The receiver of an explorer. It joins where versions can be had, and joins again where that has
 /// changed.
@@ -95,9 +96,4 @@ impl Fetcher {
             })
         })
     }
-}
-
-/// Whether versions lie in a store.
-fn is_stored(from: &InitInfo) -> bool {
-    from.scheme().split(':').next() == Some("store")
 }

@@ -27,7 +27,7 @@ const STEPS: usize = 64;
 #[derive(Debug, Default)]
 pub(super) struct Found {
     /// The newest version of the store, and its step if that is known.
-    pub(super) newest: Option<(Version, u64)>,
+    pub(super) newest: Option<(Version, Option<u64>)>,
     /// Its weights, if the service holds versions.
     pub(super) weights: Vec<Snapshot>,
     /// Where explorers get versions, if they get them from the store.
@@ -49,7 +49,33 @@ pub(super) struct Lasting {
 }
 
 impl Lasting {
+    /// Refuses settings that do not fit each other.
+    pub(super) fn check(&self, method: Method) -> Result<()> {
+        let keep = (self.keep != Keep::default()).then(|| self.keep.to_string());
+        let (setting, got, expected) = match (method, &self.store, keep) {
+            (Method::Direct, Some(store), _) => (
+                "store",
+                store.clone(),
+                "none: with the method nccl the synchronizer has no versions to keep",
+            ),
+            (Method::Checkpoint, _, Some(keep)) => (
+                "keep",
+                keep,
+                "none: with the method checkpoint the trainer writes the store, and says what it keeps, as \
+                 in the scheme store:URL,keep=all",
+            ),
+            (_, None, Some(keep)) => (
+                "keep",
+                keep,
+                "none: it says which versions a store keeps, so give the store, too",
+            ),
+            _ => return Ok(()),
+        };
+        Err(super::settings::bad(setting, expected, &got))
+    }
+
     pub(super) fn find(&self, method: Method) -> Result<Found> {
+        self.check(method)?;
         let mut found = Found {
             record: Record::read(self.run_dir.clone())?,
             ..Found::default()
@@ -60,12 +86,7 @@ impl Lasting {
         let store = Store::open(address)?;
         found.shelf = Some(Shelf::new(store.clone()));
         let newest = match method {
-            Method::Direct => {
-                let setting = "store";
-                let expected =
-                    "none: with the method nccl the synchronizer has no versions to keep";
-                return Err(super::settings::bad(setting, expected, address));
-            }
+            Method::Direct => None,
             Method::Memory => {
                 found.weights = match store.load(&Which::Newest) {
                     Ok(loaded) => {
@@ -93,7 +114,7 @@ impl Lasting {
         };
         found.newest = newest.map(|version| {
             let step = found.record.steps.get(&version.0);
-            (version, step.copied().unwrap_or_default())
+            (version, step.copied())
         });
         Ok(found)
     }
@@ -111,6 +132,9 @@ pub(super) struct Record {
     pub(super) highest: u64,
     /// The steps of which the newest versions were made.
     pub(super) steps: BTreeMap<u64, u64>,
+    /// Whether the trainer has stopped in order.
+    #[serde(default)]
+    pub(super) stopped: bool,
     #[serde(skip)]
     file: Option<PathBuf>,
 }
@@ -152,6 +176,12 @@ impl Record {
     /// Notes that a version is about to have this number.
     pub(super) fn announce(&mut self, version: Version) {
         self.highest = self.highest.max(version.0);
+        self.note(self.epoch, None);
+    }
+
+    /// Notes whether the trainer has stopped in order.
+    pub(super) fn set_stopped(&mut self, stopped: bool) {
+        self.stopped = stopped;
         self.note(self.epoch, None);
     }
 
@@ -198,6 +228,10 @@ impl Shelf {
         }))
     }
 
+    pub(super) fn address(&self) -> String {
+        self.0.store.address()
+    }
+
     /// A version of each model that has it.
     ///
     /// # Errors
@@ -222,10 +256,27 @@ impl Shelf {
     }
 }
 
+/// The newest version of a trainer's store, if its versions go to one.
+pub(super) fn newest_of(from: &InitInfo) -> Result<Version> {
+    if !is_stored(from) {
+        return Ok(Version::NONE);
+    }
+    let store = Store::open(from.endpoint().address())?;
+    let newest = store.newest_versions(1)?.versions;
+    let models = newest.iter().flat_map(|newest| &newest.models);
+    let versions = models.map(|model| model.version);
+    Ok(versions.max().unwrap_or(Version::NONE))
+}
+
 /// A version of a store, for an explorer whose trainer is gone.
 pub(super) fn load(from: &InitInfo, version: Version) -> Result<SetSnapshot> {
     let store = Store::open(from.endpoint().address())?;
     let model = from.models().first().cloned();
     let which = Which::AtLeast(ModelVersion { model, version });
     Ok(store.load(&which)?.set)
+}
+
+/// Whether versions lie in a store.
+pub(super) fn is_stored(from: &InitInfo) -> bool {
+    from.scheme().split(':').next() == Some("store")
 }

@@ -1,9 +1,9 @@
 //! How a party reaches the service: in this program, or over HTTP.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::StatusCode;
@@ -11,10 +11,13 @@ use tokio::sync::watch;
 use weightsync_core::synchronizer::Party;
 use weightsync_engine::transport::{Deadline, interrupt};
 use weightsync_engine::{Error, Origin, Result};
+use weightsync_net::Access;
+use weightsync_net::address::{resolve, resolve_all};
 
+use super::SyncError;
 use super::service::Input;
 use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
-use crate::http::{Ask, Client, Fault, HttpThread};
+use crate::http::{Ask, Bearer, Client, Fault, HttpThread};
 
 /// The paths of a service.
 pub(super) const PARTIES: &str = "/v1/parties";
@@ -30,7 +33,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// How long an attempt to join may take once the deadline has come.
 const SHORTEST: Duration = Duration::from_millis(500);
 
-/// How much later than asked an answer may be that waits.
+/// How much later than asked an answer may be: as much later as it was to take, between these.
+const LEAST_GRACE: Duration = Duration::from_secs(1);
 const GRACE: Duration = Duration::from_secs(5);
 
 /// The pauses between two attempts at a service that is away, at first and at most.
@@ -47,15 +51,66 @@ pub(super) fn next_request() -> u64 {
 /// The way to a service.
 #[derive(Clone, Debug)]
 pub(super) enum Link {
-    Local(mpsc::Sender<Input>),
+    /// In the process that started it.
+    Local(mpsc::Sender<Input>, Origin),
     Remote(Arc<Remote>),
 }
 
 /// A service in another process.
 #[derive(Debug)]
 pub(super) struct Remote {
-    pub(super) client: Arc<Client>,
-    pub(super) thread: HttpThread,
+    /// `HOST:PORT`, as it was given.
+    name: String,
+    access: Access,
+    client: Mutex<Arc<Client>>,
+    thread: HttpThread,
+}
+
+impl Remote {
+    /// The way to a service with this name, of which nothing is asked yet.
+    ///
+    /// # Errors
+    ///
+    /// If there is no such address, or it may not be connected to.
+    pub(super) fn new(name: &str, access: Access, thread: HttpThread) -> Result<Self> {
+        let at = resolve(name)?;
+        access.may_dial(at).map_err(SyncError::from)?;
+        Ok(Self {
+            name: name.to_owned(),
+            client: Mutex::new(client(at, &access)),
+            access,
+            thread,
+        })
+    }
+
+    pub(super) fn addr(&self) -> SocketAddr {
+        self.client().addr()
+    }
+
+    fn client(&self) -> Arc<Client> {
+        let client = self.client.lock();
+        client.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Looks the name up again, and takes its next address: the service may have moved, or listen at one
+    /// of them only.
+    fn look_up_again(&self) {
+        let Ok(all) = resolve_all(&self.name) else {
+            return; // the next attempt goes to the same address
+        };
+        let at = self.addr();
+        let known = all.iter().position(|one| *one == at);
+        let next = all[known.map_or(0, |known| known + 1) % all.len()];
+        if next != at && self.access.may_dial(next).is_ok() {
+            let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+            *client = self::client(next, &self.access);
+        }
+    }
+}
+
+fn client(at: SocketAddr, access: &Access) -> Arc<Client> {
+    let secret = access.token.as_ref().map(|token| token.secret());
+    Client::new(at, Bearer::to_synchronizer(secret.as_ref()))
 }
 
 /// A party's membership, which ends when this is dropped.
@@ -70,6 +125,8 @@ pub(super) struct Connection {
 
 #[derive(Debug)]
 struct Lifeline {
+    /// Requests go where the party has joined.
+    client: Arc<Client>,
     ended: watch::Receiver<bool>,
     task: tokio::task::AbortHandle,
     owner: Origin,
@@ -107,8 +164,11 @@ impl Link {
                 Err(Lost::Away(why)) => why,
                 joined => return joined,
             };
+            if let Self::Remote(remote) = self {
+                remote.look_up_again();
+            }
             let left = left();
-            if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(_)) {
+            if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(..)) {
                 return Err(Lost::Away(why));
             }
             interrupt::sleep(left.map_or(pause, |left| left.min(pause))).map_err(Error::from)?;
@@ -118,7 +178,8 @@ impl Link {
 
     fn try_join(&self, join: &Join, patience: Duration) -> Result<Connection, Lost> {
         match self {
-            Self::Local(inputs) => {
+            Self::Local(inputs, owner) => {
+                owner.check().map_err(Error::from)?;
                 let (answered, answer) = mpsc::sync_channel(1);
                 let answered = Box::new(move |joined| drop(answered.send(joined)));
                 let input = Input::Join(Box::new(join.clone()), answered);
@@ -132,15 +193,18 @@ impl Link {
                 })
             }
             Self::Remote(remote) => {
+                remote.thread.owner().check().map_err(Error::from)?;
                 let (answered, answer) = mpsc::sync_channel(1);
                 let ask = Ask::post(PARTIES, join);
-                let client = remote.client.clone();
+                let client = remote.client();
+                let of_party = client.clone();
                 let (over, ended) = watch::channel(false);
                 let task = remote.thread.runtime().spawn(async move {
                     follow(&client, ask, patience, |joined| drop(answered.send(joined))).await;
                     let _ = over.send(true);
                 });
                 let lifeline = Lifeline {
+                    client: of_party,
                     ended,
                     task: task.abort_handle(),
                     owner: Origin::here(),
@@ -248,7 +312,7 @@ impl Connection {
                 let (answered, answer) = mpsc::sync_channel(1);
                 let path = PARTY.replace("{party}", &self.joined.party.to_string());
                 let ask = Ask::post(path, &request);
-                let client = remote.client.clone();
+                let client = lifeline.client.clone();
                 let mut ended = lifeline.ended.clone();
                 let task = remote.thread.runtime().spawn(async move {
                     let asked = post(&client, ask, waits);
@@ -267,7 +331,7 @@ impl Connection {
                 }
                 waited?
             }
-            (Link::Local(inputs), _) => {
+            (Link::Local(inputs, _), _) => {
                 let (answered, answer) = mpsc::sync_channel(1);
                 let number = next_request();
                 let answered = Box::new(move |reply| drop(answered.send(reply)));
@@ -287,7 +351,7 @@ impl Connection {
 impl Drop for Connection {
     fn drop(&mut self) {
         // The lock of the channel may be held for ever in a forked child.
-        if let Link::Local(inputs) = &self.link
+        if let Link::Local(inputs, _) = &self.link
             && self.owner.is_here()
         {
             let _ = inputs.send(Input::Gone(self.party()));
@@ -298,7 +362,9 @@ impl Drop for Connection {
 /// Sends a request. `None` waits for as long as the service is there.
 async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result<Reply, Lost> {
     const LONG: Duration = Duration::from_secs(3600 * 24 * 365);
-    let patience = waits.unwrap_or(LONG).saturating_add(GRACE).min(LONG);
+    let waits = waits.unwrap_or(LONG);
+    let patience = waits.saturating_add(waits.clamp(LEAST_GRACE, GRACE));
+    let patience = patience.min(LONG);
     let reply = client.ask(ask, patience).await.map_err(of_fault)?;
     match reply.status {
         StatusCode::OK => reply.json(MAX_ANSWER, PATIENCE).await.map_err(of_fault),

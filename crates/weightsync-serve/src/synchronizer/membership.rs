@@ -13,6 +13,9 @@ use super::wire::{Join, Joined, NeedAnswer, Reply, Request, Role};
 /// How long a question that waits for nothing looks for a synchronizer that is away.
 pub(super) const LOOK: Duration = Duration::from_millis(500);
 
+/// For how long such questions do not look again for a synchronizer that was away.
+const AGAIN: Duration = Duration::from_secs(1);
+
 /// How long a party that ends waits for the synchronizer to know it.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
@@ -24,6 +27,8 @@ pub(super) struct Membership {
     pub(super) join: Join,
     connection: Option<Connection>,
     pub(super) joined: Joined,
+    /// When a question that waits for nothing has found the service away.
+    away: Option<Instant>,
     owner: Origin,
 }
 
@@ -40,6 +45,7 @@ impl Membership {
             join,
             connection: Some(connection),
             joined,
+            away: None,
             owner: Origin::here(),
         };
         membership.note_joined();
@@ -99,14 +105,28 @@ impl Membership {
         tracing::info!(name = self.join.name, "joined the synchronizer again");
         self.joined = connection.joined.clone();
         self.connection = Some(connection);
+        self.away = None;
         self.note_joined();
         Ok(())
     }
 
     /// Whether the party is to synchronise. Answers at once.
     pub(super) fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
-        let until = deadline(Some(LOOK));
-        self.need(Request::Need { step }, Some(LOOK), until)
+        if self.away.is_some_and(|since| since.elapsed() < AGAIN) {
+            self.owner.check()?;
+            return Ok(self.unknown_need());
+        }
+        // A connection that has ended is noticed by the first question.
+        for _ in 0..2 {
+            let asked = self.ask(Request::Need { step }, Some(LOOK), Some(Instant::now()));
+            match self.need_of(asked)? {
+                Ok(answer) => return Ok(answer),
+                Err(why) => tracing::debug!(name = self.join.name, %why, "no answer"),
+            }
+        }
+        tracing::warn!(name = self.join.name, "the synchronizer is away");
+        self.away = Some(Instant::now());
+        Ok(self.unknown_need())
     }
 
     /// Waits until it is, or the timeout.
@@ -115,33 +135,43 @@ impl Membership {
         step: Option<u64>,
         timeout: Option<Duration>,
     ) -> Result<NeedAnswer> {
-        let timeout_ms = ms(timeout);
-        let request = Request::WaitNeed { step, timeout_ms };
-        self.need(request, timeout, deadline(timeout))
+        let until = deadline(timeout);
+        loop {
+            let timeout = left(until);
+            let timeout_ms = ms(timeout);
+            let asked = self.ask(Request::WaitNeed { step, timeout_ms }, timeout, until);
+            match self.need_of(asked)? {
+                Ok(answer) => return Ok(answer),
+                Err(_) if timeout.is_none_or(|left| !left.is_zero()) => {}
+                Err(why) => {
+                    tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
+                    return Ok(self.unknown_need());
+                }
+            }
+        }
     }
 
-    fn need(
-        &mut self,
-        request: Request,
-        timeout: Option<Duration>,
-        until: Deadline,
-    ) -> Result<NeedAnswer> {
-        loop {
-            match self.ask(request.clone(), timeout, until) {
-                Ok(Reply::Need(answer)) => return Ok(answer),
-                Ok(_) => return Err(SyncError::Protocol.into()),
-                Err(Lost::Away(_)) if until.is_none_or(|until| Instant::now() < until) => {}
-                Err(Lost::Away(why)) => {
-                    tracing::warn!(name = self.join.name, %why, "the synchronizer is away");
-                    return Ok(NeedAnswer {
-                        need: Need::No,
-                        asked_by: Vec::new(),
-                        newest: self.joined.newest,
-                        connected: false,
-                    });
-                }
-                Err(lost) => return Err(lost.into()),
-            }
+    /// The answer, or why the service is away.
+    fn need_of(
+        &self,
+        asked: std::result::Result<Reply, Lost>,
+    ) -> Result<std::result::Result<NeedAnswer, String>> {
+        match asked {
+            Ok(Reply::Need(answer)) => Ok(Ok(answer)),
+            Ok(_) => Err(SyncError::Protocol.into()),
+            Err(Lost::Away(why)) => Ok(Err(why)),
+            Err(lost) => Err(lost.into()),
+        }
+    }
+
+    /// The answer where the service gives none.
+    fn unknown_need(&self) -> NeedAnswer {
+        NeedAnswer {
+            need: Need::No,
+            asked_by: Vec::new(),
+            newest: self.joined.newest,
+            trainer_stopped: false,
+            connected: false,
         }
     }
 

@@ -12,7 +12,7 @@ use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
     Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
 };
-use weightsync_store::Saver;
+use weightsync_store::{SaveOutcome, Saver, Saving};
 
 /// The number of the service as a worker of the trainer.
 const WORKER: u32 = 0;
@@ -38,6 +38,8 @@ struct Inner {
     sender: Mutex<Option<Sender>>,
     /// Saves what is passed on.
     saver: Option<Saver>,
+    /// The saves whose end nobody has taken.
+    saves: Mutex<Vec<(Version, Saving)>>,
     /// What others may look at while a version is passed on.
     seen: Mutex<Seen>,
 }
@@ -56,6 +58,7 @@ impl Held {
             scheme,
             history,
             saver,
+            saves: Mutex::default(),
             sender: Mutex::default(),
             seen: Mutex::default(),
         }))
@@ -74,6 +77,17 @@ impl Held {
     /// The versions that are kept.
     pub(super) fn versions(&self) -> Vec<Version> {
         self.seen().versions.clone()
+    }
+
+    /// Takes the versions whose save has ended, and how.
+    pub(super) fn take_saved(&self) -> Vec<(Version, SaveOutcome)> {
+        let mut ended = Vec::new();
+        self.saves().retain(|(version, saving)| {
+            let outcome = saving.outcome();
+            ended.extend(outcome.clone().map(|outcome| (*version, outcome)));
+            outcome.is_none()
+        });
+        ended
     }
 
     /// A version of each model, if it is kept.
@@ -138,7 +152,8 @@ impl Held {
         if let (Some(saver), Some(sender)) = (&self.0.saver, &*sender) {
             let models = sender.models();
             let kept = models.map(|model| sender.snapshot_of(model.as_str()));
-            saver.save(kept.collect::<Result<_>>()?);
+            let saving = saver.save(kept.collect::<Result<_>>()?);
+            self.saves().push((version, saving));
         }
         let mut seen = self.seen();
         seen.info = sender.as_ref().map(Sender::init_info);
@@ -170,6 +185,10 @@ impl Held {
     fn sender(&self) -> MutexGuard<'_, Option<Sender>> {
         let sender = self.0.sender.lock();
         sender.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn saves(&self) -> MutexGuard<'_, Vec<(Version, Saving)>> {
+        self.0.saves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {

@@ -27,13 +27,13 @@ mod settings;
 mod watching;
 mod wire;
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use weightsync_engine::{AnyScheme, InitInfo, Result, SharedMem};
-use weightsync_net::address::{reached, resolve};
+use weightsync_engine::{AnyScheme, InitInfo, Origin, Result, SharedMem};
+use weightsync_net::address::{local_ip, reached, resolve};
 use weightsync_net::{Access, Distributed, listen_error};
 use weightsync_store::Keep;
 
@@ -47,7 +47,7 @@ pub use weightsync_core::synchronizer::{Method, Need, State, Style};
 use self::lasting::Lasting;
 use self::link::{Link, Remote};
 use self::service::{Options, ServiceThread};
-use crate::http::{Bearer, Client, HttpThread, Limits, Server};
+use crate::http::{Bearer, HttpThread, Limits, Server};
 
 /// What a synchronizer is made with.
 #[derive(Clone, Debug)]
@@ -108,7 +108,8 @@ impl SynchronizerOptions {
         self
     }
 
-    /// Which versions that store keeps; all by default.
+    /// Which versions that store keeps; all by default. With the method `checkpoint` the trainer's scheme
+    /// says it.
     pub fn keep(mut self, keep: Keep) -> Self {
         self.options.lasting.keep = keep;
         self
@@ -132,6 +133,17 @@ impl SynchronizerOptions {
     pub fn access(mut self, access: Access) -> Self {
         self.access = Some(access);
         self
+    }
+}
+
+impl SynchronizerOptions {
+    /// Refuses settings that do not fit each other, before anything is started.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadSetting`](weightsync_engine::Error::BadSetting).
+    pub fn check(&self) -> Result<()> {
+        self.options.lasting.check(self.options.first_method())
     }
 }
 
@@ -165,7 +177,7 @@ impl Synchronizer {
     pub fn local(options: SynchronizerOptions) -> Result<Self> {
         let service = ServiceThread::start(options.options)?;
         Ok(Self {
-            link: Link::Local(service.inputs()),
+            link: Link::Local(service.inputs(), Origin::here()),
             server: None,
             service: Some(service),
         })
@@ -216,7 +228,7 @@ impl Synchronizer {
             server.serve(router, stopping, |_| {})
         });
         Ok(Self {
-            link: Link::Local(service.inputs()),
+            link: Link::Local(service.inputs(), Origin::here()),
             server: Some((thread.map_err(failed)?, at)),
             service: Some(service),
         })
@@ -228,11 +240,7 @@ impl Synchronizer {
     ///
     /// If the address cannot be resolved, or may not be connected to.
     pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
-        let at = resolve(address)?;
         let access = allowed(access)?;
-        access.may_dial(at).map_err(SyncError::from)?;
-        let secret = access.token.as_ref().map(|token| token.secret());
-        let client = Client::new(at, Bearer::to_synchronizer(secret.as_ref()));
         let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
             stopping.wait().await;
         });
@@ -241,7 +249,7 @@ impl Synchronizer {
             source,
         })?;
         Ok(Self {
-            link: Link::Remote(Arc::new(Remote { client, thread })),
+            link: Link::Remote(Arc::new(Remote::new(address, access, thread)?)),
             server: None,
             service: None,
         })
@@ -251,9 +259,26 @@ impl Synchronizer {
     pub fn address(&self) -> Option<SocketAddr> {
         match (&self.server, &self.link) {
             (Some((_, at)), _) => reached(*at).ok().or(Some(*at)),
-            (None, Link::Remote(remote)) => Some(remote.client.addr()),
-            (None, Link::Local(_)) => None,
+            (None, Link::Remote(remote)) => Some(remote.addr()),
+            (None, Link::Local(..)) => None,
         }
+    }
+
+    /// This machine's address towards a synchronizer that is, or may be reached from, elsewhere: there a
+    /// sender listens whose versions are to come to it. `None` within one machine.
+    ///
+    /// # Errors
+    ///
+    /// If there is no route.
+    pub fn route(&self) -> Result<Option<IpAddr>> {
+        let Some(at) = self.address().filter(|at| !at.ip().is_loopback()) else {
+            return Ok(None);
+        };
+        let failed = |source| SyncError::Start {
+            what: format!("find the route to {at}"),
+            source,
+        };
+        Ok(Some(local_ip(at).map_err(failed)?))
     }
 
     /// Joins as the trainer. `from` says where its versions can be had: the init info of its sender.

@@ -1,12 +1,14 @@
 //! The two kinds of parties, as their programs have them.
 
-use std::time::Duration;
+use std::num::NonZero;
+use std::time::{Duration, Instant};
 
 use weightsync_core::synchronizer::{Method, Style};
 use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
 
 use super::SyncError;
+use super::lasting;
 use super::link::{Link, Lost};
 use super::membership::{LOOK, Membership, left, ms};
 use super::wire::{
@@ -22,6 +24,7 @@ pub struct PartyOptions {
     style: Option<Style>,
     method: Option<Method>,
     step: u64,
+    eval_interval: Option<NonZero<u64>>,
 }
 
 impl PartyOptions {
@@ -33,6 +36,7 @@ impl PartyOptions {
             style: None,
             method: None,
             step: 0,
+            eval_interval: None,
         }
     }
 
@@ -52,6 +56,14 @@ impl PartyOptions {
         }
     }
 
+    /// After how many steps an explorer [evaluates](Explorer::need_eval); never by default.
+    pub fn eval_interval(self, steps: impl Into<Option<NonZero<u64>>>) -> Self {
+        Self {
+            eval_interval: steps.into(),
+            ..self
+        }
+    }
+
     /// How many steps the party has made already.
     pub fn step(self, step: u64) -> Self {
         Self { step, ..self }
@@ -65,6 +77,7 @@ impl PartyOptions {
             style: self.style,
             method: self.method,
             step: self.step,
+            synced: self.step,
             version: Version::NONE,
             version_step: 0,
             lineage: 0,
@@ -81,6 +94,7 @@ impl PartyOptions {
 #[derive(Debug)]
 pub struct Explorer {
     membership: Membership,
+    eval_interval: Option<NonZero<u64>>,
 }
 
 /// What an explorer is to load.
@@ -103,8 +117,13 @@ impl Explorer {
         options: PartyOptions,
         timeout: Option<Duration>,
     ) -> Result<Self> {
+        let eval_interval = options.eval_interval;
         let join = options.join(Role::Explorer, None);
-        Membership::join(link, join, deadline(timeout)).map(|membership| Self { membership })
+        let membership = Membership::join(link, join, deadline(timeout))?;
+        Ok(Self {
+            membership,
+            eval_interval,
+        })
     }
 
     /// Whether it is to synchronise, after so many steps. Answers at once.
@@ -143,9 +162,23 @@ impl Explorer {
         &mut self,
         step: Option<u64>,
         timeout: Option<Duration>,
+        load: impl FnMut(&Fetch) -> Result<Version>,
+    ) -> Result<SyncAnswer> {
+        let begun = Instant::now();
+        let mut answer = self.sync_until(step, deadline(timeout), load)?;
+        if matches!(answer.ended, Ended::Synced | Ended::NothingNewer) {
+            self.membership.join.synced = self.membership.join.step;
+        }
+        answer.took = begun.elapsed();
+        Ok(answer)
+    }
+
+    fn sync_until(
+        &mut self,
+        step: Option<u64>,
+        until: Deadline,
         mut load: impl FnMut(&Fetch) -> Result<Version>,
     ) -> Result<SyncAnswer> {
-        let until = deadline(timeout);
         loop {
             let timeout = left(until);
             let request = Request::Sync {
@@ -162,7 +195,11 @@ impl Explorer {
                     }
                     _ => continue,
                 },
-                Err(lost) => return Err(lost.into()),
+                Err(lost) => {
+                    // It may have been told to load a version, and will not.
+                    let _ = self.membership.say(Request::Cancel {});
+                    return Err(lost.into());
+                }
             };
             let fetch = Fetch {
                 version,
@@ -170,11 +207,10 @@ impl Explorer {
                 worker: self.membership.joined.worker,
                 until,
             };
-            let request = match load(&fetch) {
+            return match load(&fetch) {
                 Ok(version) => {
-                    self.membership.join.version = version;
-                    self.membership.join.lineage = self.membership.joined.lineage;
-                    Request::Loaded { version }
+                    self.runs(version);
+                    self.say_loaded()
                 }
                 Err(error) => {
                     let reason = error.to_string();
@@ -183,30 +219,15 @@ impl Explorer {
                         reason: short(&reason),
                     };
                     let told = self.membership.say(failed);
-                    let is_mended = matches!(error.remedy(), Remedy::Retry | Remedy::Reconnect)
-                        && !matches!(error, Error::Interrupted);
-                    return match told {
+                    let is_mended = is_mended(&error);
+                    match told {
                         Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
                         Err(Lost::Away(_)) if is_mended => {
                             Ok(self.not_synced(Ended::Failed, reason))
                         }
                         _ => Err(error),
-                    };
+                    }
                 }
-            };
-            return match self.membership.say(request) {
-                Ok(Reply::Synced(answer)) => Ok(answer),
-                Ok(_) => Err(SyncError::Protocol.into()),
-                // It runs the version, whatever became of the service.
-                Err(Lost::Away(_)) => Ok(SyncAnswer {
-                    ended: Ended::Synced,
-                    version: self.membership.join.version,
-                    step: None,
-                    versions_behind: 0,
-                    steps_behind: 0,
-                    reason: None,
-                }),
-                Err(lost) => Err(lost.into()),
             };
         }
     }
@@ -227,6 +248,7 @@ impl Explorer {
             versions_behind: 0,
             steps_behind: 0,
             reason: Some(why),
+            took: Duration::ZERO,
         }
     }
 
@@ -243,6 +265,69 @@ impl Explorer {
             Ok(_) | Err(Lost::Away(_)) => Ok(()),
             Err(lost) => Err(lost.into()),
         }
+    }
+
+    /// The address of the store that keeps the versions, for [`Store::open`](weightsync_store::Store::open):
+    /// the synchronizer's, or with [`Method::Checkpoint`] the trainer's. `None` if there is none.
+    ///
+    /// # Errors
+    ///
+    /// If the synchronizer does not answer. As [`need_sync`](Self::need_sync).
+    pub fn store(&mut self) -> Result<Option<String>> {
+        let asked = self
+            .membership
+            .ask(Request::Store {}, Some(LOOK), deadline(Some(LOOK)));
+        match asked? {
+            Reply::Stored { store } => Ok(store),
+            _ => Err(SyncError::Protocol.into()),
+        }
+    }
+
+    /// Says that it runs a version that it was not told to load: an older one of the
+    /// [store](Self::store), to evaluate it. The next sync has the newest again.
+    ///
+    /// # Errors
+    ///
+    /// As [`need_sync`](Self::need_sync).
+    pub fn loaded(&mut self, version: Version) -> Result<SyncAnswer> {
+        let begun = Instant::now();
+        self.runs(version);
+        let mut answer = self.say_loaded()?;
+        if answer.versions_behind == 0 {
+            self.membership.join.synced = self.membership.join.step;
+        }
+        answer.took = begun.elapsed();
+        Ok(answer)
+    }
+
+    fn runs(&mut self, version: Version) {
+        self.membership.join.version = version;
+        self.membership.join.lineage = self.membership.joined.lineage;
+    }
+
+    fn say_loaded(&mut self) -> Result<SyncAnswer> {
+        let version = self.version();
+        match self.membership.say(Request::Loaded { version }) {
+            Ok(Reply::Synced(answer)) => Ok(answer),
+            Ok(_) => Err(SyncError::Protocol.into()),
+            // It runs the version, whatever became of the service.
+            Err(Lost::Away(_)) => Ok(SyncAnswer {
+                ended: Ended::Synced,
+                version,
+                step: None,
+                versions_behind: 0,
+                steps_behind: 0,
+                reason: None,
+                took: Duration::ZERO,
+            }),
+            Err(lost) => Err(lost.into()),
+        }
+    }
+
+    /// Whether it is to evaluate after so many steps: see [`PartyOptions::eval_interval`].
+    pub fn need_eval(&self, step: u64) -> bool {
+        self.eval_interval
+            .is_some_and(|interval| step > 0 && step.is_multiple_of(interval.get()))
     }
 
     /// The version that it has verified and loaded.
@@ -283,10 +368,22 @@ impl Trainer {
         from: InitInfo,
         timeout: Option<Duration>,
     ) -> Result<Self> {
+        // The versions of its store may be of a run that this synchronizer knows nothing of.
+        let stored = lasting::newest_of(&from)?;
         let join = options.join(Role::Trainer, Some(from));
         let membership = Membership::join(link, join, deadline(timeout))?;
+        let (joined, step) = (&membership.joined, membership.join.step);
+        if joined.newest_step > step {
+            tracing::warn!(
+                name = membership.join.name,
+                "the trainer begins at step {step}, and the newest version, {}, is of step {}: load it \
+                 first, or explorers go back to weights without its training",
+                joined.newest,
+                joined.newest_step
+            );
+        }
         Ok(Self {
-            highest: membership.joined.highest,
+            highest: joined.highest.max(stored),
             membership,
         })
     }
@@ -349,12 +446,25 @@ impl Trainer {
     /// waits until it can be had. With [`Method::Direct`] it first waits for explorers, and then until
     /// they have loaded it.
     ///
-    /// A timeout is an answer: the caller tries again after its next step.
+    /// A timeout is an answer, and so is a version that could not be published now: the caller tries
+    /// again after its next step.
     ///
     /// # Errors
     ///
-    /// Those of `publish`; the synchronizer is told. As [`need_sync`](Self::need_sync).
+    /// Those of `publish` that no retry mends; the synchronizer is told. As [`need_sync`](Self::need_sync).
     pub fn sync(
+        &mut self,
+        step: u64,
+        timeout: Option<Duration>,
+        publish: impl FnOnce(Version, Deadline) -> Result<()>,
+    ) -> Result<TrainerAnswer> {
+        let begun = Instant::now();
+        let mut answer = self.sync_until(step, timeout, publish)?;
+        answer.took = begun.elapsed();
+        Ok(answer)
+    }
+
+    fn sync_until(
         &mut self,
         step: u64,
         timeout: Option<Duration>,
@@ -386,8 +496,16 @@ impl Trainer {
         self.announce(version, step, until)?;
         if let Err(error) = publish(version, until) {
             let reason = short(&error.to_string());
-            let _ = self.membership.say(Request::Failed { reason });
-            return Err(error);
+            let _ = self.membership.say(Request::Failed {
+                reason: reason.clone(),
+            });
+            return match is_mended(&error) {
+                true => Ok(TrainerAnswer {
+                    ended: Ended::Failed,
+                    ..not_trained(version, step, reason)
+                }),
+                false => Err(error),
+            };
         }
         self.published(version, step, until)
     }
@@ -455,6 +573,12 @@ impl Trainer {
     }
 }
 
+/// Whether a caller that tries again after its next step may succeed.
+fn is_mended(error: &Error) -> bool {
+    let is_mended = matches!(error.remedy(), Remedy::Retry | Remedy::Reconnect);
+    is_mended && !matches!(error, Error::Interrupted)
+}
+
 fn not_trained(version: Version, step: u64, why: String) -> TrainerAnswer {
     TrainerAnswer {
         ended: Ended::TimedOut,
@@ -462,6 +586,7 @@ fn not_trained(version: Version, step: u64, why: String) -> TrainerAnswer {
         step,
         explorers: Vec::new(),
         reason: Some(why),
+        took: Duration::ZERO,
     }
 }
 

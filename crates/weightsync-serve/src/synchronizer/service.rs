@@ -17,9 +17,11 @@ use weightsync_engine::{AnyScheme, InitInfo, Origin, Result as EngineResult, Ver
 pub(super) use self::status::{Counts, ExplorerStatus, Status};
 use super::SyncError;
 use super::events::Events;
-use super::lasting::{Lasting, Record, Shelf};
+use super::lasting::{Lasting, Record, Shelf, is_stored};
 use super::memory::{Bridge, FromBridge, Held};
-use super::wire::{Ended, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer};
+use super::wire::{
+    Ended, ExplorerLine, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer,
+};
 
 /// How many versions' steps, and how many replaced parties, are remembered.
 const REMEMBERED: usize = 4096;
@@ -57,6 +59,13 @@ pub(super) struct Options {
     pub(super) max_parties: usize,
 }
 
+impl Options {
+    /// How versions travel until a trainer chooses.
+    pub(super) fn first_method(&self) -> Method {
+        self.method.unwrap_or(Method::Memory)
+    }
+}
+
 /// The thread of a service.
 ///
 /// **Guarantee.** Dropping it answers everybody who waits, ends the thread, and joins it.
@@ -74,13 +83,15 @@ impl ServiceThread {
     pub(super) fn start(options: Options) -> EngineResult<Self> {
         let (inputs, all) = mpsc::channel();
         let events = Events::default();
-        let method = options.method.unwrap_or(Method::Memory);
+        let method = options.first_method();
         let found = options.lasting.find(method)?;
         let held = Held::new(options.scheme.clone(), options.history, found.saver);
         if !found.weights.is_empty() {
             held.publish(&found.weights, || true)?;
         }
-        let mut core = Synchronizer::new(method, found.newest, found.record.epoch);
+        let newest = found.newest;
+        let with_step = newest.map(|(version, step)| (version, step.unwrap_or_default()));
+        let mut core = Synchronizer::new(method, with_step, found.record.epoch);
         if let Some((version, _)) = found.record.steps.last_key_value() {
             core.saw(Version(*version));
         }
@@ -91,7 +102,6 @@ impl ServiceThread {
         let steps = found.record.steps.iter();
         let known: BTreeMap<Version, u64> = steps
             .map(|(version, step)| (Version(*version), *step))
-            .chain(found.newest)
             .collect();
         let service = Service {
             core,
@@ -104,18 +114,23 @@ impl ServiceThread {
             workers: BTreeMap::new(),
             published: known
                 .iter()
-                .filter(|(version, _)| Some(**version) <= found.newest.map(|newest| newest.0))
+                .map(|(version, step)| (*version, Some(*step)))
+                .filter(|(version, _)| newest.is_some_and(|(newest, _)| *version < newest))
+                .chain(newest)
                 .map(|(version, step)| Made {
-                    version: *version,
-                    step: *step,
+                    version,
+                    step,
                     at_ms: None,
                 })
                 .collect(),
             steps: known,
             counts: Counts::default(),
             source: found.source,
+            store: found.shelf.as_ref().map(Shelf::address),
             meeting: Vec::new(),
+            gone: BTreeMap::new(),
             bridge: None,
+            failed: None,
             retired: Vec::new(),
             held: held.clone(),
             record: found.record,
@@ -199,9 +214,15 @@ struct Service {
     counts: Counts,
     /// Where versions of the methods can be had that do not go through here.
     source: Option<InitInfo>,
+    /// The address of the own store.
+    store: Option<String>,
     /// The explorers of the meeting that is going on.
     meeting: Vec<Party>,
+    /// Those that have left during the meeting.
+    gone: BTreeMap<Party, ExplorerLine>,
     bridge: Option<Bridge>,
+    /// The version that it could not pass on last, and why, if no trainer waited for it.
+    failed: Option<(Version, String)>,
     /// Those of earlier trainers, which are about to end.
     retired: Vec<Bridge>,
     held: Held,
@@ -226,7 +247,8 @@ struct Member {
 /// A version that can be had.
 struct Made {
     version: Version,
-    step: u64,
+    /// The step of which it was made, if that is known.
+    step: Option<u64>,
     /// When, in milliseconds since 1970, if it was in this life of the service.
     at_ms: Option<u64>,
 }
@@ -274,6 +296,7 @@ impl Service {
                 Ok(Input::Ask(party, number, request, answer)) => {
                     self.number = number;
                     self.ask(party, request, answer);
+                    self.events.changed();
                 }
                 Ok(Input::Withdrawn(party, number)) => self.withdraw(party, number),
                 Ok(Input::Gone(party)) => self.leave(party, Some("its connection ended".into())),
@@ -286,6 +309,13 @@ impl Service {
                 (waiting.answer)(Err(Problem::Unknown {}));
             }
         }
+    }
+
+    /// The address of the store with the versions: the own one, or the trainer's.
+    fn store_address(&self) -> Option<String> {
+        let source = self.source.as_ref().filter(|from| is_stored(from));
+        let source = source.map(|from| from.endpoint().address().to_owned());
+        self.store.clone().or(source)
     }
 
     fn now(&self) -> Moment {

@@ -2,6 +2,7 @@
 
 use std::fmt::Write as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Json;
 use axum::extract::State;
@@ -13,7 +14,7 @@ use hyper::header::{
 };
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::oneshot;
-use tokio::time::interval;
+use tokio::time::{Instant, interval, sleep_until};
 
 use super::events::Record;
 use super::link::BEAT;
@@ -30,6 +31,9 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 
 
 /// The header with which a reader of events continues.
 const LAST_EVENT: HeaderName = HeaderName::from_static("last-event-id");
+
+/// The least time between two messages that the status has changed.
+const PAUSE: Duration = Duration::from_millis(250);
 
 /// How many events wait for a slow reader.
 const WAITING: usize = 64;
@@ -166,6 +170,16 @@ fn exposition(status: &Status) -> String {
         "Syncs of explorers, by how they ended.",
         &syncs,
     );
+    let saves = status.counts.saves.iter();
+    let saves: Vec<_> = saves
+        .map(|(ended, count)| (label("ended", ended), *count))
+        .collect();
+    metric(
+        "saves_total",
+        "counter",
+        "Versions that were to be saved in the store, by how that ended.",
+        &saves,
+    );
     let requests = plain(status.counts.requests);
     metric(
         "requests_total",
@@ -191,6 +205,7 @@ pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderM
         .get(LAST_EVENT)
         .and_then(|last| last.to_str().ok()?.parse().ok());
     let (kept, mut live) = serving.app.events.after(last.unwrap_or(0));
+    let mut changes = serving.app.events.changes();
     let (lines, mut response) = LinesBody::answer(WAITING);
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
@@ -203,8 +218,21 @@ pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderM
             }
         }
         let mut beats = interval(BEAT);
+        // When the reader is told that the status has changed.
+        let mut due = None;
         loop {
             let next = tokio::select! {
+                changed = changes.changed(), if due.is_none() => match changed {
+                    Ok(()) => {
+                        due = Some(Instant::now() + PAUSE);
+                        continue;
+                    }
+                    Err(_) => return,
+                },
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    due = None;
+                    Bytes::from_static(b"event: changed\ndata: {}\n\n")
+                }
                 record = live.recv() => match record {
                     Ok(record) => message(&record),
                     Err(RecvError::Lagged(missed)) => {

@@ -4,6 +4,7 @@
 //! other requests are answered one at a time; some of them wait.
 
 use std::fmt;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::{Method, Need, Outcome, State, Style};
@@ -49,8 +50,9 @@ pub(super) struct Join {
     pub(super) style: Option<Style>,
     /// How the trainer's versions travel. The service's, if it is not given.
     pub(super) method: Option<Method>,
-    /// How many steps it has made.
+    /// How many steps it has made: in all, and for an explorer up to its last sync.
     pub(super) step: u64,
+    pub(super) synced: u64,
     /// The version that it has, and for a trainer the step of which it was made.
     pub(super) version: Version,
     pub(super) version_step: u64,
@@ -98,12 +100,16 @@ pub(super) enum Request {
         step: Option<u64>,
         timeout_ms: Option<u64>,
     },
+    /// It waits no longer.
+    Cancel {},
     /// It has verified and loaded one.
     Loaded { version: Version },
     /// It could not.
     LoadFailed { version: Version, reason: String },
     /// It evaluates, or does so no longer.
     Pause { paused: bool },
+    /// Where the store with the versions is.
+    Store {},
     /// A trainer is about to publish a version. Explorers may load it before the trainer says more.
     Publishing { version: Version, step: u64 },
     /// It has published it.
@@ -140,6 +146,10 @@ pub(super) enum Reply {
     /// The trainer is to send the version that it wants to.
     Go {},
     Trained(TrainerAnswer),
+    /// The address of the store, if there is one.
+    Stored {
+        store: Option<String>,
+    },
     Done {},
 }
 
@@ -168,6 +178,8 @@ pub struct NeedAnswer {
     pub asked_by: Vec<String>,
     /// The newest version that can be had.
     pub newest: Version,
+    /// Whether the trainer has stopped in order: nothing newer comes.
+    pub trainer_stopped: bool,
     /// False if the synchronizer did not answer.
     pub connected: bool,
 }
@@ -247,6 +259,9 @@ pub struct SyncAnswer {
     pub steps_behind: u64,
     /// Why it failed.
     pub reason: Option<String>,
+    /// How long the call took.
+    #[serde(skip)]
+    pub took: Duration,
 }
 
 impl SyncAnswer {
@@ -265,6 +280,7 @@ impl fmt::Display for SyncAnswer {
             true => f.write_str("no version")?,
             false => write!(f, "{}", self.version)?,
         }
+        write!(f, ", {:.3} ms", 1e3 * self.took.as_secs_f64())?;
         match self.steps_behind {
             0 => {}
             1 => f.write_str(", 1 step stale")?,
@@ -309,6 +325,9 @@ pub struct TrainerAnswer {
     pub explorers: Vec<ExplorerLine>,
     /// Why it failed.
     pub reason: Option<String>,
+    /// How long the call took.
+    #[serde(skip)]
+    pub took: Duration,
 }
 
 impl TrainerAnswer {

@@ -23,7 +23,7 @@ impl Response {
         line.unwrap_or_else(|| panic!("no {name} in {}", self.head))
     }
 
-    fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         std::str::from_utf8(&self.body).unwrap()
     }
 
@@ -185,7 +185,9 @@ fn events_are_streamed_from_where_a_reader_was() {
     let mut next = || {
         loop {
             let line = events.next().unwrap().unwrap();
-            if let Some(data) = line.strip_prefix("data: ") {
+            // A change of the status is no event.
+            let data = line.strip_prefix("data: ").filter(|data| *data != "{}");
+            if let Some(data) = data {
                 return serde_json::from_str::<serde_json::Value>(data).unwrap();
             }
         }
@@ -198,6 +200,43 @@ fn events_are_streamed_from_where_a_reader_was() {
     }
     training.trainer.leave(None);
     assert_eq!(next()["event"], "stopped");
+}
+
+#[test]
+fn readers_of_events_hear_of_steps() {
+    let (_served, at, mut training) = served("trainer");
+    let mut events = BufReader::new(request(at, "/events", "")).lines();
+    let mut read = |expected: &str| events.any(|line| line.unwrap() == expected);
+    // A sign of life, which comes at once.
+    assert!(read(":"));
+    training.trainer.need_sync(Some(20)).unwrap();
+    assert!(read("event: changed"));
+}
+
+#[test]
+fn highest_epoch_stops_no_later_trainer() {
+    let (served, at, training) = served("trainer");
+    let info = serde_json::to_value(training.sender.init_info()).unwrap();
+    let join = serde_json::json!({
+        "protocol": 1, "role": "trainer", "name": "x", "style": null, "method": null, "step": 0,
+        "synced": 0, "version": 0, "version_step": 0, "lineage": 0, "worker": null,
+        "epoch": u64::MAX, "from": info,
+    });
+    let body = join.to_string();
+    let head = format!(
+        "POST /v1/parties HTTP/1.1\r\nHost: {at}\r\nContent-Type: application/json\r\n\
+         Content-Length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut stream = TcpStream::connect(at).unwrap();
+    stream.write_all((head + &body).as_bytes()).unwrap();
+    let mut answer = BufReader::new(stream).lines();
+    assert!(answer.next().unwrap().unwrap().contains("200"));
+    let sync = Synchronizer::connect(&at.to_string(), None).unwrap();
+    let mut later = Training::join(&sync, PartyOptions::new("later"), "distributed", 13);
+    later.step = 14;
+    assert!(later.sync(LONG).is_synced());
+    drop(served);
 }
 
 #[test]

@@ -1,11 +1,14 @@
 //! Parties and services that come back.
 
+use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 
+use weightsync::Version;
 use weightsync_serve::synchronizer::{
-    Ended, Method, PartyOptions, Synchronizer, SynchronizerOptions,
+    Ended, Fetch, Fetcher, Method, PartyOptions, Synchronizer, SynchronizerOptions,
 };
+use weightsync_store::{ModelVersion, Store, Which};
 
 use crate::http::get;
 use crate::world::{Exploring, LONG, Training, style};
@@ -55,6 +58,82 @@ fn parties_join_a_service_that_restarts() {
     let answer = training.sync(LONG);
     assert_eq!(answer.version.0, 3, "{answer}");
     assert_eq!(explorer.sync(LONG).version.0, 3);
+}
+
+#[test]
+fn due_sync_outlives_a_restart_of_the_service() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = || {
+        let options = SynchronizerOptions::new().style(style("fixed", 4));
+        options.run_dir(dir.path().join("run"))
+    };
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap().to_string();
+    let sync = connect(&served);
+    let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
+    let mut exploring = Exploring::join(&sync, PartyOptions::new("e0"));
+    assert!(exploring.sync(LONG).is_synced());
+    exploring.step = 4;
+    let answer = exploring.sync(Some(Duration::from_millis(10)));
+    assert_eq!(answer.ended, Ended::TimedOut);
+    drop(served);
+    let _served = Synchronizer::serve(options(), &at).unwrap();
+    // It joins again after its fifth step, and what was due at the fourth is due.
+    let need = exploring.explorer.need_sync(Some(5)).unwrap();
+    assert!(need.connected && need.is_needed());
+    training.step = 4;
+    assert!(training.sync(LONG).is_synced());
+    assert!(exploring.sync(LONG).is_synced());
+    assert!(!exploring.explorer.need_sync(Some(6)).unwrap().is_needed());
+}
+
+#[test]
+fn stop_of_the_trainer_outlives_the_service() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = || lasting(dir.path(), Method::Memory);
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap().to_string();
+    let sync = connect(&served);
+    let training = Training::join(&sync, trainer("trainer"), "distributed", 1);
+    let mut exploring = Exploring::join(&sync, PartyOptions::new("e0"));
+    assert!(exploring.sync(LONG).is_synced());
+    training.trainer.leave(None);
+    drop(served);
+    let _served = Synchronizer::serve(options(), &at).unwrap();
+    // One that was here knows that the run goes on, and that nothing comes.
+    assert_eq!(exploring.sync(LONG).ended, Ended::NothingNewer);
+}
+
+#[test]
+fn step_that_nobody_knows_is_no_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = dir.path().join("store").display().to_string();
+    let options = || options().method(Method::Memory).store(store.clone());
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap();
+    let mut training = Training::join(&connect(&served), trainer("trainer"), "distributed", 40);
+    training.step = 50;
+    assert!(training.sync(LONG).is_synced());
+    let newest = ModelVersion {
+        model: None,
+        version: Version(2),
+    };
+    let stored = Store::open(&store).unwrap();
+    stored.wait(&Which::AtLeast(newest), LONG).unwrap().unwrap();
+    let saved = "weightsync_saves_total{ended=\"durable\"}";
+    assert!(get(at, "/metrics", "").text().contains(saved));
+    training.trainer.leave(None);
+    drop(served);
+    // Without a run directory it knows the version, and not the step.
+    let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
+    let mut explorer = connect(&served)
+        .explorer(PartyOptions::new("late"), LONG)
+        .unwrap();
+    let mut fetcher = Fetcher::default();
+    let load = |fetch: &Fetch| Ok(fetcher.fetch(fetch)?.members()[0].snapshot.version());
+    let answer = explorer.sync(None, LONG, load).unwrap();
+    assert_eq!((answer.version, answer.step), (Version(2), None));
+    assert_eq!(answer.steps_behind, 0);
 }
 
 #[test]
@@ -109,6 +188,52 @@ fn service_begins_with_the_newest_of_its_store() {
         assert_eq!(explorer.sync(LONG).version.0, 4);
         training.trainer.leave(None);
     }
+}
+
+#[test]
+fn explorer_runs_an_older_version_of_the_store() {
+    let dir = tempfile::tempdir().unwrap();
+    for method in [Method::Memory, Method::Checkpoint] {
+        let dir = dir.path().join(format!("{method:?}"));
+        let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
+        let sync = connect(&served);
+        let scheme = match method {
+            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
+            _ => "distributed".into(),
+        };
+        let mut training = Training::join(&sync, trainer("trainer"), &scheme, 0);
+        let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
+        let store = Store::open(&explorer.explorer.store().unwrap().unwrap()).unwrap();
+        let of = |number| ModelVersion {
+            model: None,
+            version: Version(number),
+        };
+        for (step, number) in [(3, 2), (7, 3)] {
+            training.step = step;
+            assert!(training.sync(LONG).is_synced());
+            // The service saves while it goes on, and passes over what is not the newest any more.
+            let saved = store.wait(&Which::AtLeast(of(number)), LONG).unwrap();
+            assert!(saved.is_some());
+        }
+        assert_eq!(explorer.sync(LONG).version.0, 3);
+        let older = store.load(&Which::Exactly(of(2))).unwrap().set;
+        let version = older.members()[0].snapshot.version();
+        let answer = explorer.explorer.loaded(version).unwrap();
+        assert_eq!((answer.version.0, answer.step), (2, Some(3)), "{answer}");
+        assert_eq!((answer.versions_behind, answer.steps_behind), (1, 4));
+        // The next sync has the newest again.
+        assert!(explorer.explorer.need_sync(Some(1)).unwrap().is_needed());
+        assert_eq!(explorer.sync(LONG).version.0, 3);
+        training.trainer.leave(None);
+    }
+    // Nothing keeps the versions.
+    let sync = Synchronizer::local(options()).unwrap();
+    let interval = NonZero::new(5);
+    let options = PartyOptions::new("e0").eval_interval(interval);
+    let mut explorer = Exploring::join(&sync, options).explorer;
+    assert_eq!(explorer.store().unwrap(), None);
+    let due: Vec<_> = (0..12).filter(|step| explorer.need_eval(*step)).collect();
+    assert_eq!(due, [5, 10]);
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! A worker's end.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use weightsync_core::{Run, Version};
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
+    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
 };
 use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
@@ -14,9 +14,10 @@ use super::{
     AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
     worker_dir,
 };
+use crate::anchor::Base;
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, StoreError};
-use crate::format::{HEAD, Head, Manifest, Place, unseal};
+use crate::format::{HEAD, Head, Manifest, Place, Stored, unseal};
 use crate::lease::Lease;
 use crate::pause::Pause;
 use crate::storage::{Life, Peer, Presence};
@@ -24,6 +25,9 @@ use crate::store::{ModelVersion, Store};
 
 /// The longest reason for a refusal, in bytes.
 const MAX_REASON: usize = 4096;
+
+/// The models of a version, and how they are stored.
+type Found = (Vec<Member>, Vec<Base>);
 
 #[derive(Debug)]
 pub(super) struct StoreReceiver {
@@ -37,6 +41,10 @@ pub(super) struct StoreReceiver {
     seen: u64,
     /// The newest that was read.
     held: Option<SetSnapshot>,
+    /// Its models, and how they are stored: only what changed since is read of the next.
+    bases: Vec<Base>,
+    /// How many bytes of weights were read.
+    travelled: AtomicU64,
     /// The one before, in whose memory the next is read if the worker has dropped it.
     before: Option<SetSnapshot>,
     /// The newest, if a question came across it and it is still to be handed over.
@@ -108,6 +116,8 @@ impl StoreReceiver {
             head: Vec::new(),
             seen: 0,
             held: None,
+            bases: Vec::new(),
+            travelled: AtomicU64::new(0),
             before: None,
             unasked: None,
             status: Status::default(),
@@ -149,7 +159,10 @@ impl StoreReceiver {
             return Ok(None);
         };
         match self.read(newest) {
-            Ok(Some(members)) => self.hand_over(newest, members),
+            Ok(Some((members, bases))) => {
+                self.bases = bases;
+                self.hand_over(newest, members)
+            }
             // Removed meanwhile, so that there is a newer one: the head is read again.
             Ok(None) => {
                 self.head.clear();
@@ -180,7 +193,7 @@ impl StoreReceiver {
 
     /// A version of every wanted model, checked; `None` if it is not there any more, or a model has
     /// none yet.
-    fn read(&mut self, place: Place) -> Result<Option<Vec<Member>>, StoreError> {
+    fn read(&mut self, place: Place) -> Result<Option<Found>, StoreError> {
         let _lease = Lease::take(&self.store.shared_storage(), place)?;
         let manifest = catalog::manifest(self.store.storage(), place)?;
         let Some(manifest) = manifest else {
@@ -198,8 +211,8 @@ impl StoreReceiver {
         &self,
         manifest: &Manifest,
         spares: Vec<Snapshot>,
-    ) -> Result<Option<Vec<Member>>, StoreError> {
-        let mut members = Vec::new();
+    ) -> Result<Option<Found>, StoreError> {
+        let (mut members, mut bases) = (Vec::new(), Vec::new());
         let mut spares = spares.into_iter();
         for (index, spec) in self.models.iter().enumerate() {
             let spare = spares.next();
@@ -215,19 +228,48 @@ impl StoreReceiver {
                 Some(held) => held.clone(),
                 None => {
                     let spare = spare.and_then(Snapshot::into_image);
-                    self.store.load_model(manifest, stored, spare)?
+                    let base = self.bases.get(index);
+                    self.load(manifest, stored, spare, base)?
                 }
             };
             if snapshot.layout() != &spec.layout {
                 // A version of an earlier sender of another model.
                 return Ok(None);
             }
+            bases.push(Base {
+                snapshot: snapshot.clone(),
+                stored: stored.clone(),
+            });
             members.push(Member {
                 changed: held.is_none(),
                 snapshot,
             });
         }
-        Ok(Some(members))
+        Ok(Some((members, bases)))
+    }
+
+    /// Reads one model: what changed since `base`, if the version is above it, and else all of it.
+    fn load(
+        &self,
+        manifest: &Manifest,
+        stored: &Stored,
+        spare: Option<Image>,
+        base: Option<&Base>,
+    ) -> Result<Snapshot, StoreError> {
+        let load = |spare, base| {
+            let bytes = stored.read_bytes(base);
+            self.travelled.fetch_add(bytes, Ordering::Relaxed);
+            self.store.load_model_onto(manifest, stored, spare, base)
+        };
+        let base = base.filter(|base| base.is_below(stored));
+        match load(spare, base) {
+            // The program may have written into the base, which is its own memory, too.
+            Err(StoreError::Damaged(damage)) if base.is_some() => {
+                tracing::info!("{damage}; the version is read whole");
+                load(None, None)
+            }
+            loaded => loaded,
+        }
     }
 
     /// Looks for the version that was asked for, and waits for it if it may still come.
@@ -298,7 +340,7 @@ impl StoreReceiver {
                 // It was removed meanwhile, and the next catalog says so.
                 None => {}
                 Some(manifest) => match self.read_models(&manifest, Vec::new())? {
-                    Some(members) => return Ok(SetSnapshot::new(0, members)),
+                    Some((members, _)) => return Ok(SetSnapshot::new(0, members)),
                     None => return Err(none(Vec::new())),
                 },
             }
@@ -395,6 +437,10 @@ impl ReceiverTransport for StoreReceiver {
 
     fn run(&self) -> Run {
         self.sender.run
+    }
+
+    fn travelled(&self) -> Option<u64> {
+        Some(self.travelled.load(Ordering::Relaxed))
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {

@@ -89,6 +89,7 @@ impl Driver {
             self.store.deltas().note_rate(rate as u64);
         }
         let Transferred { bytes, busy } = came;
+        self.travelled.fetch_add(bytes, Ordering::Relaxed);
         if bytes > 0 {
             self.send(&ToRoot::Received {
                 model: item.model as u8,

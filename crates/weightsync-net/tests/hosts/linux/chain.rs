@@ -44,6 +44,8 @@ fn relays() {
         assert!(about.contains(&relay.received), "{status:#?}");
         assert_eq!(relay.workers.len(), 2, "{status:#?}");
     }
+    // Its relay has fetched what this one reads.
+    assert_eq!(stage.seen(10).expect("it has a version").travelled, None);
     let (served, name) = (status.served, &chain[3].address);
     stage.note(&format!("served {served} bytes of {once}; {name} is last"));
 }
@@ -170,6 +172,13 @@ fn alone() {
         assert!(
             pids.contains(&stage.pid(Actor::Worker(worker))),
             "{status:#?}"
+        );
+        // The host's first version, and the sends.
+        let all = 6 * bytes as u64;
+        let travelled = stage.seen(worker).and_then(|seen| seen.travelled);
+        assert!(
+            travelled.is_some_and(|bytes| (all..all + all / 10).contains(&bytes)),
+            "{travelled:?} of {all}"
         );
     }
     assert!(status.local.is_empty(), "{status:#?}");

@@ -145,6 +145,8 @@ pub(crate) struct Seen {
     pub(crate) epoch: u64,
     pub(crate) version: u64,
     pub(crate) word: u64,
+    /// The bytes that its process has fetched so far, if it fetches for itself.
+    pub(crate) travelled: Option<u64>,
 }
 
 /// A send's report.

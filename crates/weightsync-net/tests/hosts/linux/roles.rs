@@ -195,6 +195,7 @@ fn work(join: Join) -> Outcome {
                 epoch: snapshot.run().epoch.0,
                 version: snapshot.version().0,
                 word: word_of(&snapshot)?,
+                travelled: receiver.travelled(),
             })),
             Ok(None) => {}
             Err(weightsync_engine::Error::SenderDied { .. }) => {

@@ -1,6 +1,7 @@
 //! Fetched versions, until the thread that receives takes them.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{mpsc, watch};
@@ -46,6 +47,8 @@ pub(super) struct Fetched {
 pub(super) struct Inbox {
     state: Mutex<State>,
     changed: Condvar,
+    /// How many bytes of versions have arrived.
+    travelled: AtomicU64,
     /// The session with the joined sender.
     session: watch::Sender<Option<Arc<Session>>>,
 }
@@ -80,6 +83,7 @@ impl Default for Inbox {
         Self {
             state: Mutex::default(),
             changed: Condvar::new(),
+            travelled: AtomicU64::new(0),
             session: watch::Sender::new(None),
         }
     }
@@ -87,6 +91,11 @@ impl Default for Inbox {
 
 /// For the worker.
 impl Inbox {
+    /// How many bytes of versions have arrived.
+    pub(super) fn travelled(&self) -> u64 {
+        self.travelled.load(Ordering::Relaxed)
+    }
+
     /// The next set that was not handed over yet. All sets that were sent come before the end.
     pub(super) fn next(&self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         let mut state = self.state();
@@ -183,6 +192,11 @@ impl Inbox {
 
 /// For the thread that serves.
 impl Inbox {
+    /// So many bytes of a version have arrived.
+    pub(super) fn came(&self, bytes: usize) {
+        self.travelled.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
     pub(super) fn welcome(&self, session: Arc<Session>) {
         self.session.send_replace(Some(session));
     }

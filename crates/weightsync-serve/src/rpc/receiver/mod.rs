@@ -124,6 +124,10 @@ impl ReceiverTransport for RpcReceiver {
         self.session.run
     }
 
+    fn travelled(&self) -> Option<u64> {
+        Some(self.inbox.travelled())
+    }
+
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
         self.owner.check()?;
         self.inbox.next(deadline)

@@ -1,6 +1,7 @@
 //! What was decided, and what parties are told.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use weightsync_core::synchronizer::{Effect, Event, Need, Outcome, Party};
 use weightsync_engine::Version;
@@ -50,8 +51,8 @@ impl Service {
     }
 
     pub(super) fn answer_need(&mut self, party: Party) {
-        let need = self.need(party);
-        if need.need != Need::No
+        let need = self.waiting_need(party);
+        if (need.need != Need::No || need.trainer_stopped)
             && let Some(waiting) = self.waiting(party, |kind| kind == Kind::Need)
         {
             (waiting.answer)(Ok(Reply::Need(need)));
@@ -92,24 +93,31 @@ impl Service {
             versions_behind,
             steps_behind,
             reason: reason.filter(|_| ended == Ended::Failed),
+            took: Duration::ZERO,
         })));
     }
 
     pub(super) fn met(&mut self, party: Party, version: Version, all: &BTreeMap<Party, Outcome>) {
         self.meeting.clear();
+        let mut gone = std::mem::take(&mut self.gone);
         let synced = all.values().any(|one| matches!(one, Outcome::Synced(_)));
-        let (ended, reason) = match all.values().next() {
+        let late = all.values().any(|one| *one == Outcome::TimedOut);
+        let (ended, reason) = match (all.is_empty(), late) {
             _ if synced => (Ended::Synced, None),
-            None => (Ended::TimedOut, Some("no explorer came".to_owned())),
-            Some(first) => (
-                Ended::of(*first),
-                Some("no explorer has loaded it".to_owned()),
-            ),
+            (true, _) => (Ended::TimedOut, Some("no explorer came")),
+            (_, true) => (Ended::TimedOut, Some("no explorer has loaded it in time")),
+            _ => (Ended::Failed, Some("no explorer has loaded it")),
         };
+        let lines = all.iter().take(LINES).filter_map(|(party, outcome)| {
+            let line = self.line(*party).or_else(|| gone.remove(party))?;
+            let ended = Some(Ended::of(*outcome));
+            Some(ExplorerLine { ended, ..line })
+        });
+        let explorers = lines.collect();
         let step = self.steps.get(&version).copied().unwrap_or_default();
         let answer = TrainerAnswer {
-            explorers: self.named(|party| all.contains_key(&party)),
-            ..self.trained(version, step, ended, reason)
+            explorers,
+            ..self.trained(version, step, ended, reason.map(str::to_owned))
         };
         if synced {
             self.note_published(party, version, step);
@@ -170,6 +178,25 @@ impl Service {
         member.waiting.take_if(|waiting| is(waiting.kind))
     }
 
+    /// Tells explorers that wait for a need that nothing newer comes.
+    pub(super) fn say_stopped(&mut self) {
+        for party in self.members.keys().copied().collect::<Vec<_>>() {
+            self.answer_need(party);
+        }
+    }
+
+    /// The need of a party that waits, and makes no steps.
+    pub(super) fn waiting_need(&self, party: Party) -> NeedAnswer {
+        let answer = self.need(party);
+        match self.core.trainer() == Some(party) {
+            true => NeedAnswer {
+                need: self.core.waiting_trainer_need(),
+                ..answer
+            },
+            false => answer,
+        }
+    }
+
     pub(super) fn need(&self, party: Party) -> NeedAnswer {
         let is_trainer = self.core.trainer() == Some(party);
         let asking = if is_trainer {
@@ -188,6 +215,7 @@ impl Service {
                 .map(|member| member.name.clone())
                 .collect(),
             newest: self.core.newest().0,
+            trainer_stopped: self.core.is_stopped(),
             connected: true,
         }
     }
@@ -203,15 +231,13 @@ impl Service {
             ended,
             version,
             step,
-            explorers: self.named(|_| true),
+            explorers: {
+                let lines = self.lines().into_iter().take(LINES);
+                lines.map(|(_, line)| line).collect()
+            },
             reason,
+            took: Duration::ZERO,
         }
-    }
-
-    /// The lines of some explorers.
-    fn named(&self, is_of: impl Fn(Party) -> bool) -> Vec<ExplorerLine> {
-        let lines = self.lines().into_iter().filter(|(party, _)| is_of(*party));
-        lines.take(LINES).map(|(_, line)| line).collect()
     }
 
     pub(super) fn remember(&mut self, version: Version, step: u64) {
@@ -222,11 +248,12 @@ impl Service {
     }
 
     pub(super) fn note_published(&mut self, party: Party, version: Version, step: u64) {
+        self.note_saves();
         self.counts.published += 1;
         self.record.note(self.core.epoch(), Some((version, step)));
         self.published.push_back(Made {
             version,
-            step,
+            step: Some(step),
             at_ms: Some(since_1970()),
         });
         if self.published.len() > REMEMBERED {

@@ -6,7 +6,7 @@ use weightsync_engine::{Epoch, Version};
 use super::super::events::{What, since_1970};
 use super::super::memory::{Bridge, FromBridge};
 use super::super::settings::{fit, method_word, style_word};
-use super::super::wire::{Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
+use super::super::wire::{ExplorerLine, Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
 use super::{Input, Member, REMEMBERED, Service};
 
 /// The highest number that an explorer may come back with.
@@ -100,7 +100,7 @@ impl Service {
             }
             Some(epoch) => epoch,
             // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
-            None => Epoch(since_1970().max(self.core.epoch().0 + 1)),
+            None => Epoch(since_1970().max(self.core.epoch().0.saturating_add(1))),
         };
         let method = join.method.unwrap_or(self.core.method());
         let is_stored = from.scheme().split(':').next() == Some("store");
@@ -116,8 +116,10 @@ impl Service {
         self.core.choose(method);
         let party = self.enter(Role::Trainer, join.name, style);
         self.tell(Event::TrainerJoined(party, epoch, join.step, style));
+        self.record.stopped = false;
         self.record.note(epoch, None);
         self.source = Some(from);
+        self.failed = None;
         // What another trainer has announced and not published is not this one's.
         let newest = self.core.newest().0;
         self.steps.retain(|version, _| *version <= newest);
@@ -157,8 +159,13 @@ impl Service {
             true => join.version,
             false => Version::NONE,
         };
+        // It was here before this life of the service was. Others may wait for the trainer of a new run.
+        if self.record.stopped && !version.is_none() {
+            self.core.remember_stopped();
+        }
         let party = self.enter(Role::Explorer, join.name, style);
-        self.tell(Event::ExplorerJoined(party, version, join.step, style));
+        let steps = [join.step, join.synced];
+        self.tell(Event::ExplorerJoined(party, version, steps, style));
         self.joined(party, style, worker)
     }
 
@@ -232,6 +239,7 @@ impl Service {
 
     /// A party is not there any more: in order, or for a reason.
     pub(super) fn leave(&mut self, party: Party, reason: Option<String>) {
+        let line = self.line(party);
         let Some(member) = self.members.remove(&party) else {
             return;
         };
@@ -253,8 +261,18 @@ impl Service {
                     Some(_) => Departure::Died,
                 };
                 self.tell(Event::TrainerLeft(party, how));
+                if how == Departure::Stopped {
+                    self.record.set_stopped(true);
+                    self.say_stopped();
+                }
             }
-            Role::Explorer => self.tell(Event::ExplorerLeft(party)),
+            Role::Explorer => {
+                // The trainer that sends to it is told what became of it.
+                if let Some(line) = line.filter(|_| self.core.is_sending()) {
+                    self.gone.insert(party, ExplorerLine { reason, ..line });
+                }
+                self.tell(Event::ExplorerLeft(party));
+            }
         }
     }
 

@@ -5,8 +5,7 @@ use weightsync_engine::Version;
 
 use super::super::events::What;
 use super::super::memory::{Bridge, FromBridge};
-use super::super::wire::short;
-use super::super::wire::{Ended, Problem, Reply, Request, Role};
+use super::super::wire::{Ended, Problem, Reply, Request, Role, short};
 use super::{Answer, Kind, Moment, Service, Waiting};
 
 impl Service {
@@ -34,10 +33,12 @@ impl Service {
             }
         }
         let of = match &request {
-            Request::Sync { .. } | Request::Loaded { .. } | Request::LoadFailed { .. } => {
-                Some(Role::Explorer)
-            }
-            Request::Pause { .. } => Some(Role::Explorer),
+            Request::Sync { .. }
+            | Request::Cancel {}
+            | Request::Loaded { .. }
+            | Request::LoadFailed { .. }
+            | Request::Pause { .. }
+            | Request::Store {} => Some(Role::Explorer),
             Request::Publishing { .. }
             | Request::Published { .. }
             | Request::Meet { .. }
@@ -56,8 +57,8 @@ impl Service {
             }
             Request::WaitNeed { step, timeout_ms } => {
                 self.stepped(party, step);
-                let need = self.need(party);
-                if need.need != Need::No {
+                let need = self.waiting_need(party);
+                if need.need != Need::No || need.trainer_stopped {
                     return answer(Ok(Reply::Need(need)));
                 }
                 let until = self.after(timeout_ms);
@@ -72,6 +73,10 @@ impl Service {
                 self.note(What::Asked, party, |_| {});
                 self.tell(Event::ExplorerSyncs(party, until));
             }
+            Request::Cancel {} => {
+                self.tell(Event::ExplorerCancelled(party));
+                answer(Ok(Reply::Done {}));
+            }
             Request::Loaded { version } => {
                 // The trainer has not said yet that it can be had.
                 if self.core.method() != Method::Direct
@@ -84,7 +89,9 @@ impl Service {
                 self.wait(party, Kind::Sync, answer, None);
                 self.tell(Event::ExplorerLoaded(party, version));
                 // It was too late for its sync, and runs the version all the same.
-                self.answer_sync(party, Ended::Synced);
+                if self.is_waiting(party) {
+                    self.ended(party, Ended::Synced);
+                }
             }
             Request::LoadFailed { version, reason } => {
                 self.set_reason(party, Some(short(&reason)));
@@ -96,6 +103,9 @@ impl Service {
                 self.tell(Event::ExplorerPaused(party, paused));
                 answer(Ok(Reply::Done {}));
             }
+            Request::Store {} => answer(Ok(Reply::Stored {
+                store: self.store_address(),
+            })),
             Request::Publishing { version, step } => {
                 self.stepped(party, Some(step));
                 // A trainer that takes its place gives its versions higher numbers.
@@ -113,6 +123,13 @@ impl Service {
                 let until = self.after(timeout_ms);
                 self.remember(version, step);
                 let held = self.core.method() != Method::Memory || version <= self.held.newest();
+                // It may have failed before the trainer has said that it has published it.
+                if let Some((_, reason)) = self.failed.take_if(|(failed, _)| *failed >= version)
+                    && !held
+                {
+                    let answered = self.trained(version, step, Ended::Failed, Some(reason));
+                    return answer(Ok(Reply::Trained(answered)));
+                }
                 self.wait(party, Kind::Published(version, step), answer, until);
                 if held {
                     self.published(party, version, step);
@@ -154,6 +171,11 @@ impl Service {
                 answer(Ok(Reply::Done {}));
             }
         }
+    }
+
+    fn is_waiting(&self, party: Party) -> bool {
+        let member = self.members.get(&party);
+        member.is_some_and(|member| member.waiting.is_some())
     }
 
     pub(super) fn wait(
@@ -275,6 +297,10 @@ impl Service {
                     event.reason = Some(short(&reason));
                 });
                 self.tell(Event::TrainerFailed(party));
+                if version.is_none() {
+                    // The next version that is published starts another.
+                    self.retire_bridge();
+                }
                 let is_publishing = |kind| match (kind, version) {
                     (Kind::Published(known, _), Some(version)) => known <= version,
                     (Kind::Published(..), None) => true,
@@ -285,6 +311,8 @@ impl Service {
                 {
                     let answer = self.trained(version, step, Ended::Failed, Some(reason));
                     (waiting.answer)(Ok(Reply::Trained(answer)));
+                } else if let Some(version) = version {
+                    self.failed = Some((version, reason));
                 }
             }
         }

@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 use weightsync_core::synchronizer::{Party, State};
 use weightsync_engine::{Epoch, Version};
+use weightsync_store::SaveOutcome;
 
+use super::super::events::What;
 use super::super::settings::{method_word, style_word};
-use super::super::wire::{ExplorerLine, Role};
-use super::{Member, SHOWN, Service};
+use super::super::wire::{ExplorerLine, Role, short};
+use super::{SHOWN, Service};
 
 /// Everything, for people and programs.
 #[derive(Clone, Debug, Serialize)]
@@ -27,7 +29,8 @@ pub(in crate::synchronizer) struct Status {
 #[derive(Clone, Debug, Serialize)]
 pub(in crate::synchronizer) struct VersionStatus {
     pub(in crate::synchronizer) version: Version,
-    pub(in crate::synchronizer) step: u64,
+    /// The step of which it was made, if that is known.
+    pub(in crate::synchronizer) step: Option<u64>,
     /// When, in milliseconds since 1970, if this service has seen it.
     pub(in crate::synchronizer) at_ms: Option<u64>,
     /// Whether it can be downloaded here.
@@ -40,6 +43,8 @@ pub(in crate::synchronizer) struct Counts {
     pub(in crate::synchronizer) requests: u64,
     pub(in crate::synchronizer) published: u64,
     pub(in crate::synchronizer) ended: BTreeMap<&'static str, u64>,
+    /// Saves of the own store, by how they ended.
+    pub(in crate::synchronizer) saves: BTreeMap<&'static str, u64>,
 }
 
 #[derive(Clone, Debug, Serialize)]
@@ -62,23 +67,52 @@ pub(in crate::synchronizer) struct ExplorerStatus {
 
 impl Service {
     pub(in crate::synchronizer) fn lines(&self) -> Vec<(Party, ExplorerLine)> {
-        let explorers = self.members.iter();
-        let explorers = explorers.filter(|(_, one)| one.role == Role::Explorer);
-        let line = |(party, member): (&Party, &Member)| {
-            let line = ExplorerLine {
-                name: member.name.clone(),
-                state: self.core.state(*party),
-                step: self.core.steps(*party).unwrap_or_default(),
-                version: self.core.version(*party).unwrap_or(Version::NONE),
-                ended: member.ended,
-                reason: member.reason.clone(),
-            };
-            (*party, line)
-        };
-        explorers.map(line).collect()
+        let parties = self.members.keys();
+        let lines = parties.filter_map(|party| Some((*party, self.line(*party)?)));
+        lines.collect()
     }
 
-    pub(in crate::synchronizer) fn status(&self) -> Status {
+    /// The line of an explorer.
+    pub(in crate::synchronizer) fn line(&self, party: Party) -> Option<ExplorerLine> {
+        let member = self.members.get(&party);
+        let member = member.filter(|one| one.role == Role::Explorer)?;
+        Some(ExplorerLine {
+            name: member.name.clone(),
+            state: self.core.state(party),
+            step: self.core.steps(party).unwrap_or_default(),
+            version: self.core.version(party).unwrap_or(Version::NONE),
+            ended: member.ended,
+            reason: member.reason.clone(),
+        })
+    }
+
+    /// Notes the saves that have ended.
+    pub(in crate::synchronizer) fn note_saves(&mut self) {
+        for (version, outcome) in self.held.take_saved() {
+            let (word, why) = match outcome {
+                SaveOutcome::Durable(_) => ("durable", None),
+                SaveOutcome::Failed(error) => ("failed", Some(short(&error.to_string()))),
+                SaveOutcome::Superseded => {
+                    let why = "a newer version was there before its turn came";
+                    ("superseded", Some(why.to_owned()))
+                }
+                // The store has no others.
+                _ => continue,
+            };
+            *self.counts.saves.entry(word).or_default() += 1;
+            let trainer = self.core.trainer().and_then(|one| self.members.get(&one));
+            let name = trainer.map_or("", |trainer| &trainer.name);
+            if why.is_some() {
+                self.events
+                    .note(What::NotSaved, Role::Trainer, name, |event| {
+                        (event.version, event.reason) = (Some(version), why);
+                    });
+            }
+        }
+    }
+
+    pub(in crate::synchronizer) fn status(&mut self) -> Status {
+        self.note_saves();
         let (newest, newest_step) = self.core.newest();
         let trainer = self.core.trainer().and_then(|party| {
             let member = self.members.get(&party)?;

@@ -1,23 +1,14 @@
-"""Trinity-RFT's synchronizer, by one changed import, and its settings.
-
-``from weightsync.trinity import Synchronizer`` in place of ``from trinity.manager.synchronizer
-import Synchronizer``: the methods are those of Trinity-RFT 0.6. Ray carries names, numbers and states
-alone. Weights go by weightsync: through shared memory on one host, over TCP between hosts.
-"""
+"""Trinity's synchronizer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ctypes
-import difflib
-import importlib
 import itertools
 import logging
 import os
 import shutil
-import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +16,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from weightsync import _extra
-from weightsync.errors import ModelError, PeerError, SettingError, UnsupportedError, WrongWeightsError
-from weightsync.receiver import Receiver
-from weightsync.scheme import Distributed
-from weightsync.sender import Sender
-from weightsync.snapshot import Snapshot
-
-__all__ = ["RunningStatus", "Settings", "Synchronizer", "settings_of"]
+from weightsync.errors import ModelError, UnsupportedError
+from weightsync.trinity import _weights
+from weightsync.trinity._weights import Held, Inlet, Later, Outlet, Place
 
 logger = logging.getLogger("weightsync")
 
@@ -42,6 +28,9 @@ _Invocation = Callable[[Any, Any], Any]
 # Trinity looks for the actor under this name.
 _NAME = "synchronizer"
 _POINTER = "latest_state_dict_iteration.txt"
+
+# File systems of one host.
+_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"}
 
 
 class RunningStatus(Enum):
@@ -75,7 +64,7 @@ def _apart(invocation: _Invocation) -> _Invocation:
 
     def arguments(model_state_dict: Any, trainer_step: int) -> list[Any]:
         if isinstance(model_state_dict, Mapping):
-            model_state_dict = _published.send(model_state_dict, trainer_step).place
+            model_state_dict = _weights.published.send(model_state_dict, trainer_step).place
         return [model_state_dict, trainer_step]
 
     return lambda args, kwargs: invocation(arguments(*args, **kwargs), {})
@@ -105,18 +94,23 @@ class Synchronizer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._no_news = 0
+        # Counts what becomes the newest version, also one of an earlier step.
+        self._news = 0
         self._offered = 0
         self._meeting = _Meeting()
         # The newest weights; Tinker's are a path.
-        self._state: _Held | str | None = None
+        self._state: Held | str | None = None
         self._storing = asyncio.Lock()
-        # Explorers may be told of versions that are older than the newest.
-        self._inlet, self._outlet = _Inlet(), _Outlet(history=8)
+        # Explorers may be told of versions that are older than the newest. Each one that is kept takes
+        # the memory of a model.
+        self._inlet, self._outlet = Inlet(), Outlet(history=1)
         # The versions that explorers were told of, by process. What they then load has to be that
         # version, also if newer ones have come.
         self._told: dict[str, list[_Version]] = {}
         # The checkpoints that were found here.
         self._found: set[int] = set()
+        # The step that the pointer file named last.
+        self._pointed: int | None = None
         self._bad = ""
         self._watch: _Watch | None = None
 
@@ -127,7 +121,7 @@ class Synchronizer:
         With a ``config`` the calling process counts as present until it ends. The actor ends with the
         last one.
         """
-        ray = _ray()
+        ray = _weights.ray()
         if config is None:
             return ray.get_actor(_NAME, namespace=namespace)
         options = {"namespace": config.ray_namespace, "get_if_exists": True, "lifetime": "detached"}
@@ -135,11 +129,11 @@ class Synchronizer:
         made = ray.remote(cls).options(name=_NAME, num_cpus=0, max_concurrency=10_000, **options)
         actor = made.remote(config, module_ref=_me())
         key = actor._actor_id.hex()
-        if key not in _presence:
+        if key not in _weights.presence:
             # This call has no answer while the process lives. The actor waits for the answer as well,
             # and Ray ends that wait when the process, which owns the answer, has died.
-            _presence[key] = actor.present.remote()
-            actor.add_module.remote(None, [_presence[key]])
+            _weights.presence[key] = actor.present.remote()
+            actor.add_module.remote(None, [_weights.presence[key]])
         return actor
 
     @_at_caller(_named)
@@ -149,7 +143,7 @@ class Synchronizer:
         del self._present[caller]
         if not self._present:
             self.shutdown()
-            _ray().actor.exit_actor()
+            _weights.ray().actor.exit_actor()
 
     @_at_caller(_named)
     async def add_module(
@@ -208,18 +202,22 @@ class Synchronizer:
         """
         async with self._storing:
             state = model_state_dict
-            if isinstance(state, (Mapping, _Place)):
+            if isinstance(state, (Mapping, Place)):
                 state = await asyncio.to_thread(self._keep, state, trainer_step)
-            self._state, self.model_version = state, trainer_step
+            self._offer(state, trainer_step)
+
+    def _offer(self, state: Held | str | None, step: int) -> None:
+        self._state, self.model_version = state, step
+        self._news += 1
         self._wake()
 
     def get_model_state_dict(self, version: int | None = None) -> tuple[Any, int]:
         """The newest weights, or those of a version, with their version."""
         of = self._newest() if version is None else self._find(version, "")
-        if not isinstance(of.state, _Held):
+        if not isinstance(of.state, Held):
             return of.state, of.number
         place = self._outlet.place(of.state)
-        return (_Later(_state_dict, place) if self._in_actor else _state_dict(place)), of.number
+        return (Later(_weights.state_dict, place) if self._in_actor else _weights.state_dict(place)), of.number
 
     @_at_caller(_named)
     def get_model_state_dict_iterator(
@@ -233,17 +231,17 @@ class Synchronizer:
         held = self._find(version, caller).state
         if held is None:
             return
-        if not isinstance(held, _Held):
+        if not isinstance(held, Held):
             raise UnsupportedError("the weights are a path, and not tensors by name")
         place = self._outlet.place(held)
         names = list(held.snapshot)
         for name in names:
             arguments = (place, name, name == names[-1])
-            yield _Later(_item, *arguments) if self._in_actor else _item(*arguments)  # type: ignore[misc]
+            yield Later(_weights.item, *arguments) if self._in_actor else _weights.item(*arguments)  # type: ignore[misc]
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Name, dtype and shape of each tensor."""
-        if not isinstance(self._state, _Held):
+        if not isinstance(self._state, Held):
             return None
         return [
             (name, str(tensor.dtype).split(".")[-1], tuple(tensor.shape))
@@ -255,8 +253,8 @@ class Synchronizer:
         """Waits for a version newer than the explorer's.
 
         Returns:
-            The newest version. It is the explorer's own, or an older one, when the trainer has stopped
-            or has nothing new, and after ``sync_timeout`` seconds.
+            The newest version. It is the explorer's own, or an older one, when the trainer has stopped,
+            has nothing new, or has gone back to an earlier step, and after ``sync_timeout`` seconds.
         """
         # The explorer has loaded what it was told of before.
         told = self._told.pop(caller, [])
@@ -265,17 +263,17 @@ class Synchronizer:
             self._told[caller] = [of for of in told if of is not done]
         self._look()
         self._tidy()
-        no_news = self._no_news
+        before = (self._news, self._no_news)
         self._move(caller, _REQUIRE, _RUNNING)
         try:
             await self._until(
                 lambda: self.model_version > current_version
                 or self._trainer is _STOPPED
-                or self._no_news != no_news
+                or (self._news, self._no_news) != before
                 or caller in self._dead
             )
         finally:
-            self._move(caller, _RUNNING, _REQUIRE)
+            self._end_wait(caller)
         if self.model_version > current_version and caller not in self._dead:
             self._tell(caller)
         return self.model_version
@@ -323,23 +321,21 @@ class Synchronizer:
         meeting = self._meeting
         if module == "trainer":
             self._trainer, self._trainer_process, self._offered = _REQUIRE, caller, trainer_step
-            nobody: Callable[[], bool] = lambda: not self._awaited()
         else:
             # Nobody says how the transfer ended. An explorer that comes back with a version has it.
             self.model_version = max(self.model_version, trainer_step)
             self._move(caller, _REQUIRE, _RUNNING)
-            nobody = lambda: self._trainer is _STOPPED
         self._meet()
         self._wake()
         try:
             await self._until(
-                lambda: meeting.version is not None or nobody() or caller in self._dead
+                lambda: meeting.version is not None or self._is_alone(module) or caller in self._dead
             )
         finally:
             if meeting.version is None and module == "trainer" and self._trainer is _REQUIRE:
                 self._trainer = _RUNNING
             elif meeting.version is None and module == "explorer":
-                self._move(caller, _RUNNING, _REQUIRE)
+                self._end_wait(caller)
         if meeting.version is None:
             logger.warning("%s: no sync, the other side has stopped or did not come in time", module)
         return meeting.version
@@ -368,17 +364,17 @@ class Synchronizer:
         for one in (self.config.explorer, self.config.trainer):
             try:
                 await self._actor(one.name).teardown_weight_sync_group.remote()
-            except (ValueError, _ray().exceptions.RayActorError) as error:
+            except (ValueError, _weights.ray().exceptions.RayActorError) as error:
                 logger.warning("%s has left its process group by ending: %s", one.name, error)
 
     def shutdown(self) -> None:
         """Frees what it holds. An actor does so when its last process has gone."""
-        for end in (self._inlet, self._outlet, _reader):
+        for end in (self._inlet, self._outlet, _weights.reader):
             end.close()
         self._end_watch()
 
     def _actor(self, name: str) -> Any:
-        return _ray().get_actor(name, namespace=self.config.ray_namespace)
+        return _weights.ray().get_actor(name, namespace=self.config.ray_namespace)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         # The event loop keeps no task alive.
@@ -394,11 +390,10 @@ class Synchronizer:
         """Waits for a condition, or for ``sync_timeout`` seconds."""
         pause = None
         if self._has_checkpoints():
-            # The kernel does not say what another host writes to a network file system.
-            pause = 1.0
             if self._watch is None or self._watch.loop is not asyncio.get_running_loop():
                 self._end_watch()
                 self._watch = _Watch(Path(self.config.checkpoint_job_dir), self._look)
+            pause = None if self._watch.sees_all else 1.0
             self._look()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.synchronizer.sync_timeout):
@@ -421,6 +416,11 @@ class Synchronizer:
             counts[old] -= 1
         counts[status] += 1
 
+    def _end_wait(self, process: str) -> None:
+        # It may have said meanwhile that it has stopped.
+        if self._explorers.get(process, Counter())[_REQUIRE]:
+            self._move(process, _RUNNING, _REQUIRE)
+
     def _gone(self, process: str) -> None:
         self._dead.add(process)
         self._explorers.pop(process, None)
@@ -441,15 +441,26 @@ class Synchronizer:
 
     def _find(self, version: int | None, caller: str) -> _Version:
         if version is None:
-            told = [(one, of[-1]) for one, of in reversed(self._told.items()) if of and of[-1].number]
-            # False comes before True. Of several that are equal the first is the least.
-            near = min(told, key=lambda of: (of[0] != caller, _job(of[0]) != _job(caller)), default=None)
-            return near[1] if near else self._newest()
+            return self._told_last(caller) or self._newest()
         known = [self._newest(), *itertools.chain(*self._told.values())]
         for of in known:
             if of.number == version:
                 return of
         raise ModelError(f"v{version} is not kept; the newest is v{self.model_version}")
+
+    def _told_last(self, caller: str) -> _Version | None:
+        """What the caller was told of last, or else an explorer of its Ray job, or else any."""
+        told = [(one, of[-1]) for one, of in self._told.items() if of and of[-1].number]
+        own = [of for one, of in told if one == caller]
+        of_job = [of for one, of in told if _job(one) == _job(caller)]
+        for found in (own, of_job, [of for _, of in told]):
+            if found:
+                return found[-1]
+        return None
+
+    def _is_alone(self, module: str) -> bool:
+        """Whether the other side has stopped."""
+        return not self._awaited() if module == "trainer" else self._trainer is _STOPPED
 
     def _awaited(self) -> int:
         counts = self.explorer_status_counts
@@ -466,9 +477,9 @@ class Synchronizer:
         for counts in self._explorers.values():
             counts[_RUNNING] += counts.pop(_REQUIRE, 0)
 
-    def _keep(self, state: Mapping[str, Any] | _Place, step: int) -> _Held:
+    def _keep(self, state: Mapping[str, Any] | Place, step: int) -> Held:
         """Takes weights over from the process that published them, which may end."""
-        if isinstance(state, _Place):
+        if isinstance(state, Place):
             state = self._inlet.snapshot(state)
         return self._outlet.send(dict(state), step)
 
@@ -496,7 +507,10 @@ class Synchronizer:
         if not text.isdecimal():
             return self._complain(f"{pointer}: expected the number of a step, got {text[:40]!r}")
         step, state = int(text), None
-        if step <= self.model_version:
+        # A trainer that was started again may go back. Its file may be older than what it has told.
+        has_gone_back = self._pointed is not None and step < self._pointed
+        if step <= self.model_version and not has_gone_back:
+            self._pointed = step
             return
         try:
             if self.config.trainer.trainer_type == "tinker":
@@ -505,10 +519,10 @@ class Synchronizer:
                 self._folder(step).stat()
         except OSError as error:
             return self._complain(f"{pointer} names step {step}, which cannot be read: {error}")
-        self._state, self.model_version = state, step
+        self._pointed = step
         self._found.add(step)
+        self._offer(state, step)
         self._tidy()
-        self._wake()
 
     def _complain(self, words: str) -> None:
         if words != self._bad:
@@ -533,140 +547,11 @@ class _Meeting:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the weights of a version can be had: what travels through Ray in their place."""
-
-    info: str
-    #: The number that the weights have there. A trainer may begin again at an earlier step.
-    number: int
-    version: int
-    host: str
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The weights of a version, and where others get them."""
-
-    snapshot: Snapshot
-    place: _Place
-
-
-@dataclass(frozen=True)
 class _Version:
     """A version, and its weights; Tinker's are a path."""
 
     number: int
-    state: _Held | str | None
-
-
-class _Later:
-    """Becomes the result of a call in the process that unpickles it."""
-
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self._call = (function, arguments)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._call
-
-
-class _Outlet:
-    """Publishes state dicts of any kind, one after the other."""
-
-    def __init__(self, history: int = 0) -> None:
-        self._history = history
-        self._lock = threading.Lock()
-        self._sender: Sender | None = None
-
-    def send(self, state: Mapping[str, Any], version: int) -> _Held:
-        for name in state:
-            if name.rpartition(".")[2] == _extra.TORCH_NAME:
-                raise UnsupportedError(f"{name}: tensors alone reach explorers, so take it out")
-        with self._lock:
-            # Other names or shapes need another sender.
-            with contextlib.suppress(WrongWeightsError):
-                if self._sender is not None:
-                    self._sender.send(state, wait="sent")
-                    return self._held(self._sender, version)
-            self._end()
-            sender = Sender(state, scheme=_scheme(), history=self._history, slots=(2, 32))
-            # Every send brings its own state dict. The first one would stay in memory.
-            sender._models = dict.fromkeys(sender._models)
-            sender.connect(0, weights=state)
-            self._sender = sender
-            return self._held(sender, version)
-
-    def place(self, held: _Held) -> _Place:
-        """Where to get weights that may not be the newest."""
-        with self._lock:
-            sender, place = self._sender, held.place
-            if sender is None or place.number >= sender.version - self._history:
-                return place
-            # It goes out again, under another number.
-            sender.send(held.snapshot, wait="sent")
-            return self._held(sender, place.version).place
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    @staticmethod
-    def _held(sender: Sender, version: int) -> _Held:
-        info = sender.init_info.to_json()
-        place = _Place(info, sender.version, version, socket.gethostname())
-        return _Held(sender.snapshot(), place)
-
-    def _end(self) -> None:
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            sender.shutdown()
-
-
-class _Inlet:
-    """Fetches versions, and stays connected to where the last one came from."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._info = ""
-        self._receiver: Receiver | None = None
-
-    def snapshot(self, place: _Place) -> Snapshot:
-        with self._lock:
-            try:
-                if self._receiver is None or self._info != place.info:
-                    self._end()
-                    self._receiver, self._info = self._join(place), place.info
-                snapshot = self._receiver.pull(version=place.number)
-            except BaseException:
-                # The next call joins again.
-                self._end()
-                raise
-            assert snapshot is not None
-            return snapshot
-
-    def close(self) -> None:
-        with self._lock:
-            self._end()
-
-    @staticmethod
-    def _join(place: _Place) -> Receiver:
-        # No two readers have the same number, and nobody deals numbers out.
-        receiver = Receiver(place.info, int.from_bytes(os.urandom(4)))
-        try:
-            receiver.connect()
-        except PeerError as error:
-            if place.host == socket.gethostname():
-                raise
-            raise PeerError(
-                f"the weights are on {place.host}, and this is {socket.gethostname()}: give every "
-                "process WEIGHTSYNC_INSECURE_PLAINTEXT=1 and a token (WEIGHTSYNC_TOKEN_FILE), which "
-                f"have weights travel between hosts without encryption ({error})"
-            ) from error
-        return receiver
-
-    def _end(self) -> None:
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.shutdown()
+    state: Held | str | None
 
 
 class _Watch:
@@ -679,13 +564,15 @@ class _Watch:
         libc = ctypes.CDLL(None)
         self._look = look
         self.loop = asyncio.get_running_loop()
-        # Without it, as where the system has no more of them, the folder is looked at every second.
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._descriptor >= 0:
             libc.inotify_add_watch(
                 self._descriptor, os.fsencode(folder), self._CLOSE_WRITE_OR_MOVED_TO
             )
             self.loop.add_reader(self._descriptor, self._written)
+        # Otherwise somebody has to look: the system may have no more of these, and does not say what
+        # another host writes to a network file system.
+        self.sees_all = self._descriptor >= 0 and _is_local(folder)
 
     def _written(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -699,40 +586,16 @@ class _Watch:
             os.close(self._descriptor)
 
 
-# Of this process: what it publishes, what it reads, the version whose tensors it takes one by one,
-# and the calls that say that it is there.
-_published, _reader = _Outlet(), _Inlet()
-_taken: dict[_Place, Snapshot] = {}
-_presence: dict[str, Any] = {}
-
-
-def _in_child() -> None:
-    # A forked child cannot use its parent's ends.
-    global _published, _reader
-    _published, _reader = _Outlet(), _Inlet()
-    _taken.clear()
-    _presence.clear()
-
-
-os.register_at_fork(after_in_child=_in_child)
-
-
-def _state_dict(place: _Place) -> dict[str, Any]:
-    return dict(_reader.snapshot(place))
-
-
-def _item(place: _Place, name: str, last: bool) -> tuple[str, Any]:
-    snapshot = _taken.pop(place, None) or _reader.snapshot(place)
-    _taken.clear()
-    if not last:
-        _taken[place] = snapshot
-    return name, snapshot[name]
-
-
-def _scheme() -> Distributed:
-    if os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") != "1":
-        return Distributed(pull=True)
-    return Distributed(pull=True, listen=f"{_ray().util.get_node_ip_address()}:0", insecure_plaintext=True)
+def _is_local(folder: Path) -> bool:
+    """Whether only this host writes to the file system of a folder."""
+    found = ("", "")
+    # Device, mount point and kind; a space of a mount point is \\040.
+    for line in Path("/proc/mounts").read_text().splitlines():
+        point, kind = line.split(" ")[1:3]
+        point = point.replace("\\040", " ")
+        if folder.resolve().is_relative_to(point) and len(point) >= len(found[0]):
+            found = (point, kind)
+    return found[1] in _LOCAL
 
 
 def _status(status: Any) -> RunningStatus:
@@ -741,113 +604,9 @@ def _status(status: Any) -> RunningStatus:
 
 def _me() -> str:
     """The calling process, after its Ray job."""
-    context = _ray().get_runtime_context()
+    context = _weights.ray().get_runtime_context()
     return f"{context.get_job_id()}/{context.get_worker_id()}"
 
 
 def _job(process: str) -> str:
     return process.partition("/")[0]
-
-
-def _ray() -> Any:
-    # Ray is for programs that use it.
-    return importlib.import_module("ray")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What Trinity's ``synchronizer:`` block says, as arguments of :class:`weightsync.Synchronizer`."""
-
-    #: For ``Synchronizer.local(**settings.local)``.
-    local: dict[str, Any]
-    #: For ``sync.trainer(model, **settings.trainer)``; the method ``"checkpoint"`` also needs ``store=``.
-    trainer: dict[str, Any]
-    #: For ``sync.explorer("e0", model, **settings.explorer)``.
-    explorer: dict[str, Any]
-    #: For each ``sync(step, timeout=settings.timeout)``, in seconds.
-    timeout: float
-
-
-_METHODS = {name: name for name in ("nccl", "memory", "checkpoint")}
-_METHODS |= {"online": "nccl", "offline": "checkpoint"}
-_STYLES = {name: name for name in ("fixed", "explorer_driven", "trainer_driven", "fully_async")}
-_STYLES |= {"dynamic_by_explorer": "explorer_driven", "dynamic_by_trainer": "trainer_driven"}
-_NUMBERS = {
-    "sync_interval": 1,
-    "sync_offset": 0,
-    "sync_timeout": 1,
-    "explorer_sync_interval": 1,
-    "trainer_sync_interval": 1,
-}
-_WORDS = {"sync_method": _METHODS, "sync_style": _STYLES}
-# Of Trinity's own process group and actors.
-_NOT_HERE = ("group_name", "wait_for_checkpoint", "explorer_world_size", "ray_namespace")
-
-
-def settings_of(block: Mapping[str, Any] | str | os.PathLike[str]) -> Settings:
-    """Reads Trinity's ``synchronizer:`` block: a mapping, or the path of a YAML file.
-
-    Either is the block, or the whole configuration that has it.
-
-    Raises:
-        SettingError: naming the key or the value, and the one that was probably meant.
-    """
-    read: Any = block if isinstance(block, Mapping) else _yaml(block)
-    if isinstance(read, Mapping) and "synchronizer" in read:
-        read = read["synchronizer"] or {}
-    if not isinstance(read, Mapping):
-        raise SettingError(f"synchronizer: expected keys and values, got {read!r}")
-    known = [*_WORDS, *_NUMBERS, *_NOT_HERE]
-    for key in read:
-        if key not in known:
-            raise SettingError(f"synchronizer.{key} is no setting; {_nearest(str(key), known)}")
-
-    def word(key: str, default: str) -> str:
-        value = read.get(key)
-        text = str(default if value is None else getattr(value, "value", value)).lower()
-        if text not in _WORDS[key]:
-            raise SettingError(f"synchronizer.{key}: {text!r} is unknown; {_nearest(text, _WORDS[key])}")
-        return _WORDS[key][text]
-
-    def number(key: str, default: int) -> int:
-        value, least = read.get(key), _NUMBERS[key]
-        if value is None:
-            return default
-        if type(value) is not int or value < least:
-            raise SettingError(f"synchronizer.{key}: expected {least} or more, got {value!r}")
-        return value
-
-    interval, offset = number("sync_interval", 1), number("sync_offset", 0)
-    of = {"style": word("sync_style", "fixed")}
-    method = {"method": word("sync_method", "nccl")}
-    ahead = {"offset": offset} if of["style"] == "fixed" else {}
-    if offset and not ahead:
-        logger.warning("synchronizer.sync_offset: the style %s has no offset", of["style"])
-    intervals = {
-        party: {"interval": number(f"{party}_sync_interval", interval)}
-        for party in ("trainer", "explorer")
-    }
-    return Settings(
-        local=method | of | ahead | {"interval": interval},
-        trainer=method | of | ahead | intervals["trainer"],
-        explorer=of | ahead | intervals["explorer"],
-        timeout=float(number("sync_timeout", 3600)),
-    )
-
-
-def _yaml(path: str | os.PathLike[str]) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError:
-        raise UnsupportedError(
-            f"reading {os.fspath(path)} needs PyYAML: pip install pyyaml, or pass the block as a dict"
-        ) from None
-    try:
-        return yaml.safe_load(Path(path).read_text())
-    except yaml.YAMLError as error:
-        raise SettingError(f"{os.fspath(path)}: {error}") from None
-
-
-def _nearest(word: str, known: Any) -> str:
-    near = difflib.get_close_matches(word, list(known), 1)
-    return f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
