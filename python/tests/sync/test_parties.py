@@ -376,3 +376,19 @@ def test_ends_say_what_they_are():
     with Synchronizer.connect(sync.address) as gone:
         with pytest.raises(weightsync.PeerError, match="away"):
             gone.explorer("e0", model(0.0), timeout=0.1)
+
+
+def test_writes_to_loaded_weights_spoil_no_later_version(tmp_path):
+    with Synchronizer.local(method="checkpoint") as sync:
+        trained = model(1.0)
+        with sync.trainer(trained, store=tmp_path / "store") as trainer, sync.explorer("e0") as explorer:
+            assert explorer.sync(0)
+            # Only what changed is read of the next version, and the rest is taken from here.
+            explorer.snapshots["policy"]["weight"].fill_(9.0)
+            with torch.no_grad():
+                trained.bias[0] = 5.0
+            assert trainer.sync(1)
+            assert explorer.sync(1)
+            loaded = explorer.snapshots["policy"]
+            assert torch.equal(loaded["weight"], trained.weight.detach())
+            assert torch.equal(loaded["bias"], trained.bias.detach())

@@ -5,6 +5,7 @@
 //! choices of an earlier run.
 
 mod damage;
+mod follow;
 mod hostile;
 mod kills;
 mod room;
@@ -72,6 +73,8 @@ fn run_tests() -> ExitCode {
         damage::loads_give_no_damaged_weights,
         damage::writers_go_on_after_damage,
         damage::clocks_decide_nothing,
+        follow::worker_reads_what_changed,
+        follow::follower_needs_no_file_that_it_has_read,
         hostile::models_stay_inside_the_store,
         hostile::addresses_are_refused_or_used_as_they_are,
         hostile::version_names_stay_names,
