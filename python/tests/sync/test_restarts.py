@@ -134,6 +134,29 @@ def test_each_process_restarts_and_carries_on(world, method):
     assert server.process.wait(60) == 128 + signal.SIGTERM
 
 
+def test_nccl_processes_restart_and_meet_again(world):
+    server = world.serve("nccl")
+    trainer, _ = world.trainer("nccl")
+    explorer = world.explorer("e0")
+
+    def meet(step):
+        explorer.tell(step)
+        ended, version, lines = trainer.ask(step)
+        assert (ended, lines) == ("synced", f"e0={version}")
+        assert explorer.words() == ["synced", version, str(step), f"{step}.0"]
+
+    meet(1)
+    explorer.kill()
+    explorer = world.explorer("e0")
+    meet(2)
+    trainer.kill()
+    trainer, _ = world.trainer("nccl", step=2)
+    meet(3)
+    server.kill()
+    world.serve("nccl")
+    meet(4)
+
+
 def test_killed_explorer_does_not_hold_up_a_meeting(world):
     world.serve("nccl")
     trainer, _ = world.trainer("nccl")

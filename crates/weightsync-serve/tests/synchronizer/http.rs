@@ -263,7 +263,7 @@ fn pages_of_other_servers_are_refused() {
 fn slow_and_huge_requests_harm_nobody() {
     let (_served, at, training) = served("trainer");
     let mut idle = Vec::new();
-    for _ in 0..300 {
+    for _ in 0..3000 {
         let mut stream = TcpStream::connect(at).unwrap();
         write!(stream, "GET /v1/st").unwrap();
         idle.push(stream);

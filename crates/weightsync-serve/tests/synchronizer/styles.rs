@@ -4,7 +4,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use weightsync_serve::synchronizer::{
-    Ended, Method, PartyOptions, Style, StyleWords, SynchronizerOptions, method,
+    Ended, Fetch, Method, PartyOptions, Style, StyleWords, SynchronizerOptions, method,
 };
 
 use crate::world::{Exploring, LONG, Training, Way, World, style};
@@ -154,4 +154,41 @@ fn words_choose_the_method() {
     let options = PartyOptions::new("other").method(Method::Memory);
     let refused = world.sync.explorer(options, LONG).unwrap_err().to_string();
     assert!(refused.contains("method=memory"), "{refused}");
+}
+
+#[test]
+fn explorer_that_dies_in_a_meeting_is_named() {
+    for way in [Way::InProgram, Way::OverHttp] {
+        let options = SynchronizerOptions::new().method(Method::Direct);
+        let world = World::new(way, options);
+        let scheme = match way {
+            Way::InProgram => "shared-mem",
+            Way::OverHttp => "distributed",
+        };
+        std::thread::scope(|scope| {
+            let sync = &world.sync;
+            let mut training = Training::join(sync, PartyOptions::new("trainer"), scheme, 0);
+            let mut lives = Exploring::join(sync, PartyOptions::new("lives"));
+            let mut dies = sync.explorer(PartyOptions::new("dies"), LONG).unwrap();
+            (lives.step, training.step) = (1, 1);
+            let living = scope.spawn(move || lives.sync(LONG));
+            let dying = scope.spawn(move || {
+                let died = |_: &Fetch| panic!("as a test has it");
+                dies.sync(Some(1), LONG, died)
+            });
+            let answer = training.sync(LONG);
+            assert!(dying.join().is_err());
+            assert!(living.join().unwrap().is_synced());
+            assert!(answer.is_synced(), "{answer}");
+            let mut lines: Vec<_> = answer.explorers.iter().collect();
+            lines.sort_by(|a, b| a.name.cmp(&b.name));
+            let ended: Vec<_> = lines
+                .iter()
+                .map(|line| (&line.name[..], line.ended))
+                .collect();
+            let expected = [("dies", Some(Ended::Left)), ("lives", Some(Ended::Synced))];
+            assert_eq!(ended, expected, "{answer}");
+            assert!(lines[0].reason.is_some(), "{answer}");
+        });
+    }
 }

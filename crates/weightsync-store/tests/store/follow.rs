@@ -82,7 +82,9 @@ pub fn follower_needs_no_file_that_it_has_read() {
     assert!(came < BYTES / 20, "{came} of {BYTES} bytes");
     // One that has nothing of it is told which file is damaged.
     let setup = ReceiverSetup::new(info.clone(), 1);
-    let joined = setup.connect(Some(PATIENCE)).and_then(|mut late| late.recv_timeout(PATIENCE));
+    let joined = setup
+        .connect(Some(PATIENCE))
+        .and_then(|mut late| late.recv_timeout(PATIENCE));
     let error = joined.expect_err("it is damaged").to_string();
     assert!(error.contains(".safetensors"), "{error}");
 }
