@@ -1,7 +1,8 @@
 //! A synchronizer in a process of its own, with its parties: the group of `cargo xtask bench sync`.
 //!
 //! Explorers that load weights are processes. They read a version in place, so loading is joining its
-//! memory. The baseline is a memcpy of as many bytes in the same rounds, into memory that is there.
+//! memory, unless a row says that they copy it. The baseline is a memcpy of as many bytes in the same
+//! rounds, into memory that is there.
 
 use std::error::Error;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -51,6 +52,9 @@ pub struct Args {
 pub struct ExplorerArgs {
     address: String,
     name: String,
+    /// Copy each version into memory of its own
+    #[arg(long)]
+    copy: bool,
 }
 
 /// Longer than anything here takes.
@@ -75,10 +79,14 @@ fn versions(args: &Args, show: &Show) -> Result<(), Box<dyn Error>> {
     let served = Served::start(&[])?;
     let sync = Synchronizer::connect(&served.address, None)?;
     let mut training = Training::join(&sync, args.size.0, "fixed")?;
-    let mut explorers = (0..args.explorers)
-        .map(|number| Exploring::start(&served.address, number))
-        .collect::<Result<Vec<_>, _>>()?;
+    let start = |name: &str, copy| Exploring::start(&served.address, name, copy);
+    let start_all = |name: &str, copy| -> Result<Vec<_>, Box<dyn Error>> {
+        let names = (0..args.explorers).map(|number| format!("{name}{number}"));
+        names.map(|name| Ok(start(&name, copy)?.0)).collect()
+    };
+    let mut explorers = start_all("e", false)?;
     let (mut requested, mut lived, mut fetched) = (Vec::new(), Vec::new(), Vec::new());
+    let mut cold = [Vec::new(), Vec::new()];
     let mut copy = vec![1.0_f32; (args.size.0 / 4) as usize];
     for _ in 0..args.rounds {
         let source = training.weights.slice::<f32>("weight")?;
@@ -94,6 +102,21 @@ fn versions(args: &Args, show: &Show) -> Result<(), Box<dyn Error>> {
         let begun = now();
         training.publish()?;
         lived.push((last(&mut explorers)?.saturating_sub(begun), copied));
+        // A process that has just joined, and has nothing mapped.
+        for (copies, taken) in cold.iter_mut().enumerate() {
+            taken.push((start("new", copies == 1)?.1, copied));
+        }
+    }
+    drop(explorers);
+    let mut explorers = start_all("c", true)?;
+    let mut copied_too = Vec::new();
+    for _ in 0..args.rounds {
+        let source = training.weights.slice::<f32>("weight")?;
+        let copied = timed(|| copy.copy_from_slice(source));
+        training.publish()?;
+        let begun = now();
+        explorers.iter_mut().try_for_each(Exploring::ask)?;
+        copied_too.push((last(&mut explorers)?.saturating_sub(begun), copied));
     }
     let label = |what: &str| {
         format!(
@@ -105,7 +128,16 @@ fn versions(args: &Args, show: &Show) -> Result<(), Box<dyn Error>> {
     show(row(what, &requested, Some(1.3)))?;
     let what = label("trainer's sync to live on all that wait");
     show(row(what, &lived, None))?;
+    let what = label("request to all of them having a copy");
+    show(row(what, &copied_too, None))?;
     drop(explorers);
+    for (taken, how) in cold.iter().zip(["", ", with a copy"]) {
+        let what = format!(
+            "memory, {}: the first sync of a new process{how}",
+            args.size
+        );
+        show(row(what, taken, None))?;
+    }
     let bytes = args.size.0;
     for _ in 0..args.rounds.min(5) {
         let rate = iperf::stream(Path::new(iperf::PROGRAM), STREAM)?;
@@ -342,9 +374,11 @@ struct Exploring {
 }
 
 impl Exploring {
-    fn start(address: &str, number: usize) -> Result<Self, Box<dyn Error>> {
+    /// Starts it; with how long its first sync took.
+    fn start(address: &str, name: &str, copy: bool) -> Result<(Self, Duration), Box<dyn Error>> {
         let mut process = Command::new(std::env::current_exe()?)
-            .args(["explorer", address, &format!("e{number}")])
+            .args(["explorer", address, name])
+            .args(copy.then_some("--copy"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
@@ -353,8 +387,8 @@ impl Exploring {
             output: BufReader::new(process.stdout.take().ok_or("it has no output")?),
             process,
         };
-        exploring.answer()?;
-        Ok(exploring)
+        let (begun, ran) = exploring.times()?;
+        Ok((exploring, ran.saturating_sub(begun)))
     }
 
     fn ask(&mut self) -> Result<(), Box<dyn Error>> {
@@ -363,13 +397,18 @@ impl Exploring {
 
     /// When it ran the new version.
     fn answer(&mut self) -> Result<Duration, Box<dyn Error>> {
+        Ok(self.times()?.1)
+    }
+
+    /// When its sync began, and when it ran the new version.
+    fn times(&mut self) -> Result<(Duration, Duration), Box<dyn Error>> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
-        let nanos = line
-            .trim()
-            .parse()
-            .map_err(|_| format!("an explorer said {line:?}"))?;
-        Ok(Duration::from_nanos(nanos))
+        let nanos: Result<Vec<u64>, _> = line.split_whitespace().map(str::parse).collect();
+        match nanos.as_deref() {
+            Ok([begun, ran]) => Ok((Duration::from_nanos(*begun), Duration::from_nanos(*ran))),
+            _ => Err(format!("an explorer said {line:?}").into()),
+        }
     }
 }
 
@@ -394,13 +433,19 @@ pub fn explore(args: &ExplorerArgs) -> Result<(), Box<dyn Error>> {
     let mut explorer = sync.explorer(options, LONG)?;
     let mut fetcher = Fetcher::default();
     let mut held = None;
+    let mut own = Vec::new();
     let mut step = 0;
     let mut input = std::io::stdin().lines();
     loop {
+        let begun = now();
         let answer = explorer.sync(Some(step), LONG, |fetch| {
             let set = fetcher.fetch(fetch)?;
             let snapshot = &set.members()[0].snapshot;
             let version = snapshot.version();
+            if args.copy {
+                own.resize(snapshot.bytes().len(), 0);
+                own.copy_from_slice(snapshot.bytes());
+            }
             held = Some(snapshot.clone());
             Ok(version)
         })?;
@@ -408,7 +453,7 @@ pub fn explore(args: &ExplorerArgs) -> Result<(), Box<dyn Error>> {
         if held.as_ref().map(|held| held.version()) != Some(Version(answer.version.0)) {
             return Err(answer.to_string().into());
         }
-        println!("{}", ran.as_nanos());
+        println!("{} {}", begun.as_nanos(), ran.as_nanos());
         step += 1;
         if input.next().is_none() {
             return Ok(());
