@@ -37,7 +37,7 @@ def value_of(module):
 
 
 def in_child(call):
-    """Whether a forked child ends by itself: with 0 if the call raises what it should."""
+    """The exit code of a forked child that makes a call; None if it hangs."""
     child = multiprocessing.get_context("fork").Process(target=call)
     child.start()
     child.join(30)
