@@ -151,7 +151,6 @@ class Trainer(_Party):
         self._version = version
 
     def _sync(self, step: int, timeout: float | None, weights: Any, watch: Any) -> Trained:
-        check_step(step)
         several = weights is not None and len(self._sender.models) > 1
         given = {"weights_dict": weights} if several else {"weights": weights}
 
@@ -278,8 +277,6 @@ class Explorer(_Party):
         return self._snapshots
 
     def _sync(self, step: int | None, timeout: float | None, watch: Any) -> Synced:
-        if step is not None:
-            check_step(step)
         self._bytes, self._travelled = 0, None
         return self._synced(self._native.sync(step, timeout, self._load, watch))
 
@@ -417,11 +414,6 @@ def _opened(store: str | None) -> Store:
 
 def _is_stored(info: InitInfo) -> bool:
     return info.scheme.partition(":")[0] == "store"
-
-
-def check_step(step: int) -> None:
-    if step < 0:
-        raise SettingError(f"step: expected 0 or more steps, got {step}")
 
 
 def _need(parts: _Need) -> Need:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
 from weightsync._native import Synchronizer as Native
-from weightsync._parties import Explorer, Trainer, check_step, in_thread
+from weightsync._parties import Explorer, Trainer, in_thread
 from weightsync._targets import target_of
 from weightsync.errors import DeadlineError, LifecycleError, ModelError, SettingError
 from weightsync.mapping import PerModel
@@ -149,7 +149,6 @@ class Synchronizer(_ends.AsyncWith):
             scheme = self._scheme(method, store)
         elif store is not None:
             raise SettingError("store= names the scheme already: give it without scheme=")
-        check_step(step)
         if resume:
             step = self._resume(name, model, models, store, timeout) or step
         if store is None:
@@ -157,7 +156,11 @@ class Synchronizer(_ends.AsyncWith):
             options = {"slots": (2, 32), **options}
         sender = Sender(model, models=models, scheme=scheme, timeout=timeout, **options)
         party = (name, (style, interval, offset, lag), method, step)
-        native = self._native.trainer(party, sender.init_info, timeout)
+        try:
+            native = self._native.trainer(party, sender.init_info, timeout)
+        except BaseException:
+            sender.shutdown()
+            raise
         trainer = Trainer(native, sender, step)
         try:
             native.first(timeout, trainer._first)
@@ -210,7 +213,6 @@ class Synchronizer(_ends.AsyncWith):
             target_of(one, mode)
         if mapping is not None and not given:
             raise SettingError("mapping= is for an explorer with a model; use Snapshot.mapped")
-        check_step(step)
         if eval_interval is not None and eval_interval < 1:
             raise SettingError(f"eval_interval: expected 1 step or more, or None, got {eval_interval}")
         party = (name, (style, interval, offset, lag), None, step)

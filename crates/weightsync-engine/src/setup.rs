@@ -1,5 +1,7 @@
 //! The trainer's first phase: everything is decided, nothing is communicated.
 
+mod model;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,11 +9,12 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Dtype, Layout, ModelId, Version, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
+pub(crate) use self::model::Model;
 use crate::error::{Error, Result, place_of};
-use crate::extract::{WeightExtractor, cast_layout};
+use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
-use crate::publish::{self, Prepared, compare};
+use crate::publish::{self, compare};
 use crate::report::WaitFor;
 use crate::run_dir;
 use crate::scheme::AnyScheme;
@@ -121,13 +124,6 @@ pub struct SenderSetup {
     pub(crate) copy: CopyOptions,
     pub(crate) async_send_limit: AsyncSendLimit,
     pub(crate) send_timeout: Option<Duration>,
-}
-
-/// One model of the set.
-#[derive(Clone)]
-pub(crate) struct Model {
-    pub(crate) prepared: Prepared,
-    source: Option<Source>,
 }
 
 impl SenderSetup {
@@ -545,51 +541,6 @@ impl SenderSetup {
             .scheme()
             .allocate_endpoint(&self.ids(), self.run_dir.as_deref())?;
         Ok(self)
-    }
-}
-
-impl Model {
-    /// The source that was registered.
-    pub(crate) fn source(&self) -> Option<&dyn WeightExtractor> {
-        let source = self.source.as_deref()?;
-        Some(source)
-    }
-
-    fn new(id: &str, source: &dyn WeightExtractor) -> Result<Self> {
-        Ok(Self {
-            prepared: Prepared::new(ModelId::new(id)?, source)?,
-            source: None,
-        })
-    }
-
-    fn cast(mut self, dtype: Option<Dtype>) -> Result<Self> {
-        self.prepared.layout = cast_layout(&self.prepared.source, dtype)?;
-        Ok(self)
-    }
-
-    fn passed_on(spec: ModelSpec) -> Self {
-        let ModelSpec {
-            id,
-            layout,
-            attributes,
-        } = spec;
-        Self {
-            prepared: Prepared {
-                id,
-                source: layout.clone(),
-                layout,
-                attributes,
-            },
-            source: None,
-        }
-    }
-
-    fn spec(&self) -> ModelSpec {
-        ModelSpec {
-            id: self.prepared.id.clone(),
-            layout: self.prepared.layout.clone(),
-            attributes: self.prepared.attributes.clone(),
-        }
     }
 }
 

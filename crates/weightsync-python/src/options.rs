@@ -60,6 +60,18 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Number {
     }
 }
 
+/// How many steps a party has made.
+#[derive(Clone, Copy)]
+pub struct Steps(pub u64);
+
+impl<'a, 'py> FromPyObject<'a, 'py> for Steps {
+    type Error = PyErr;
+
+    fn extract(value: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        whole("step", "a whole number of steps from 0 on", &value).map(Self)
+    }
+}
+
 /// Which workers `connect` waits for.
 pub struct Workers(Expect);
 

@@ -13,7 +13,7 @@ use weightsync_serve::synchronizer::{
 };
 
 use crate::errors::Raised;
-use crate::options::{Number, Seconds, timeout_of};
+use crate::options::{Number, Seconds, Steps, timeout_of};
 use crate::raw::attached;
 use crate::session::InitInfo;
 use crate::wait::{Turns, released};
@@ -114,7 +114,7 @@ impl Synchronizer {
     fn trainer(
         &self,
         py: Python<'_>,
-        party: (String, Words, Option<String>, u64),
+        party: (String, Words, Option<String>, Steps),
         from: &InitInfo,
         timeout: Option<Seconds>,
     ) -> PyResult<SyncTrainer> {
@@ -136,7 +136,7 @@ impl Synchronizer {
     fn explorer(
         &self,
         py: Python<'_>,
-        party: (String, Words, Option<String>, u64),
+        party: (String, Words, Option<String>, Steps),
         eval_interval: Option<NonZero<u64>>,
         timeout: Option<Seconds>,
     ) -> PyResult<SyncExplorer> {
@@ -187,20 +187,24 @@ pub struct SyncTrainer {
 
 #[pymethods]
 impl SyncTrainer {
-    fn need(&self, py: Python<'_>, step: Option<u64>) -> PyResult<NeedParts> {
-        self.with(py, None, |trainer| trainer.need_sync(step).map(need_parts))
+    fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
+        self.with(py, None, |trainer| {
+            trainer.need_sync(steps_of(step)).map(need_parts)
+        })
     }
 
     fn wait_need(
         &self,
         py: Python<'_>,
-        step: Option<u64>,
+        step: Option<Steps>,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
         let timeout = timeout_of(timeout);
         self.with(py, watch, |trainer| {
-            trainer.wait_need_sync(step, timeout).map(need_parts)
+            trainer
+                .wait_need_sync(steps_of(step), timeout)
+                .map(need_parts)
         })
     }
 
@@ -219,14 +223,14 @@ impl SyncTrainer {
     fn sync(
         &self,
         py: Python<'_>,
-        step: u64,
+        step: Steps,
         timeout: Option<Seconds>,
         publish: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<TrainedParts> {
         let mut raised = None;
         let done = self.with(py, watch, |trainer| {
-            let published = trainer.sync(step, timeout_of(timeout), |version, until| {
+            let published = trainer.sync(step.0, timeout_of(timeout), |version, until| {
                 called(&mut raised, |py| {
                     publish.call1(py, (version.0, left(until))).map(drop)
                 })
@@ -281,22 +285,24 @@ pub struct SyncExplorer {
 
 #[pymethods]
 impl SyncExplorer {
-    fn need(&self, py: Python<'_>, step: Option<u64>) -> PyResult<NeedParts> {
+    fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
         self.with(py, None, |explorer| {
-            explorer.need_sync(step).map(need_parts)
+            explorer.need_sync(steps_of(step)).map(need_parts)
         })
     }
 
     fn wait_need(
         &self,
         py: Python<'_>,
-        step: Option<u64>,
+        step: Option<Steps>,
         timeout: Option<Seconds>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
         let timeout = timeout_of(timeout);
         self.with(py, watch, |explorer| {
-            explorer.wait_need_sync(step, timeout).map(need_parts)
+            explorer
+                .wait_need_sync(steps_of(step), timeout)
+                .map(need_parts)
         })
     }
 
@@ -305,14 +311,14 @@ impl SyncExplorer {
     fn sync(
         &self,
         py: Python<'_>,
-        step: Option<u64>,
+        step: Option<Steps>,
         timeout: Option<Seconds>,
         load: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncParts> {
         let mut raised = None;
         let done = self.with(py, watch, |explorer| {
-            let synced = explorer.sync(step, timeout_of(timeout), |fetch| {
+            let synced = explorer.sync(steps_of(step), timeout_of(timeout), |fetch| {
                 called(&mut raised, |py| {
                     let (version, worker) = (fetch.version.0, fetch.worker);
                     let info = InitInfo(fetch.from.clone());
@@ -347,8 +353,8 @@ impl SyncExplorer {
     }
 
     /// Whether it is to evaluate after so many steps.
-    fn need_eval(&self, py: Python<'_>, step: u64) -> PyResult<bool> {
-        self.with(py, None, |explorer| Ok(explorer.need_eval(step)))
+    fn need_eval(&self, py: Python<'_>, step: Steps) -> PyResult<bool> {
+        self.with(py, None, |explorer| Ok(explorer.need_eval(step.0)))
     }
 
     fn pause(&self, py: Python<'_>, paused: bool) -> PyResult<()> {
@@ -435,12 +441,16 @@ fn seconds_of(fetch: &Fetch) -> Option<f64> {
 }
 
 fn options_of(
-    (name, style, method, step): (String, Words, Option<String>, u64),
+    (name, style, method, step): (String, Words, Option<String>, Steps),
 ) -> Result<PartyOptions, Error> {
     Ok(PartyOptions::new(&name)
         .style(style_of(&style)?)
         .method(method_of(method.as_deref())?)
-        .step(step))
+        .step(step.0))
+}
+
+fn steps_of(steps: Option<Steps>) -> Option<u64> {
+    steps.map(|steps| steps.0)
 }
 
 fn method_of(word: Option<&str>) -> Result<Option<Method>, Error> {

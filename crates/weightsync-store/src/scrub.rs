@@ -79,7 +79,7 @@ impl Store {
             }
             // The files are what was written; whether that is the version is another question.
             if damage.len() == whole {
-                match self.load_model(manifest, stored, None) {
+                match self.load_model(manifest, stored, None, None) {
                     Err(StoreError::Damaged(found)) => damage.push(found),
                     loaded => drop(loaded?),
                 }

@@ -343,7 +343,7 @@ impl Store {
         let ((snapshot, sequence, more), damage) = self.read(which, &|manifest| {
             let stored = self.stored_model(manifest, model)?;
             let more = more(stored)?;
-            let snapshot = self.load_model(manifest, stored, None)?;
+            let snapshot = self.load_model(manifest, stored, None, None)?;
             Ok((snapshot, manifest.place.sequence, more))
         })?;
         let loaded = LoadedModel {
@@ -492,25 +492,19 @@ impl Store {
 
     fn load_set(&self, manifest: &Manifest) -> Result<SetSnapshot> {
         let members = manifest.models.iter().map(|stored| {
-            let (snapshot, changed) = (self.load_model(manifest, stored, None)?, stored.changed);
+            let (snapshot, changed) = (
+                self.load_model(manifest, stored, None, None)?,
+                stored.changed,
+            );
             Ok(Member { snapshot, changed })
         });
         let members = members.collect::<Result<Vec<_>>>()?;
         Ok(SetSnapshot::new(manifest.place.sequence, members))
     }
 
-    /// One model of a version, checked. The caller has a lease.
+    /// One model of a version, checked; of a version above `base` only what changed since is read. The
+    /// caller has a lease.
     pub(crate) fn load_model(
-        &self,
-        manifest: &Manifest,
-        stored: &Stored,
-        spare: Option<Image>,
-    ) -> Result<Snapshot> {
-        self.load_model_onto(manifest, stored, spare, None)
-    }
-
-    /// The same, of a version above `base`.
-    pub(crate) fn load_model_onto(
         &self,
         manifest: &Manifest,
         stored: &Stored,

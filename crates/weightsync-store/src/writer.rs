@@ -233,7 +233,7 @@ impl Writer {
             let manifest = catalog::manifest(storage, newest)?;
             let models = manifest.iter().flat_map(|manifest| {
                 let models = manifest.models.iter();
-                models.map(|stored| self.store.load_model(manifest, stored, None))
+                models.map(|stored| self.store.load_model(manifest, stored, None, None))
             });
             models.collect::<Result<Vec<_>>>()
         };

@@ -302,6 +302,9 @@ def test_wrong_argument_replaces_no_explorer():
             with pytest.raises(weightsync.WeightsyncError):
                 sync.explorer("e0", **arguments)
         assert explorer.need_sync(1).connected
+        for step in (-1, 1.5, "x", 2**70):
+            with pytest.raises(weightsync.WeightsyncError, match="step"):
+                explorer.need_sync(step)
     with pytest.raises(weightsync.SettingError, match="history"):
         Synchronizer.local(history=300)
     with pytest.raises(weightsync.SettingError, match="keep"):

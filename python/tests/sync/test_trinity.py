@@ -5,7 +5,6 @@ import enum
 import inspect
 import os
 import pickle
-import sys
 import threading
 import time
 from pathlib import Path
@@ -321,13 +320,14 @@ def test_trainer_that_goes_back_does_not_block(program, tmp_path, method):
     assert call("wait_new_model_state_dict", 7) == 8
 
 
-def test_explorer_that_stops_while_it_waits_is_one(program):
+@pytest.mark.parametrize("old", [RUNNING, REQUIRE])
+def test_explorer_that_stops_while_it_waits_is_one(program, old):
     call = program()
     call("set_trainer_status", RUNNING)
     call("set_explorer_status", RUNNING)
     waiting = call.begin("wait_new_model_state_dict", 0)
     call.until(lambda one: one.explorer_requires_sync())
-    call("set_explorer_status", STOPPED, REQUIRE)
+    call("set_explorer_status", STOPPED, old)
     call("set_trainer_status", STOPPED)
     waiting.result()
     assert +call.synchronizer.explorer_status_counts == {STOPPED: 1}

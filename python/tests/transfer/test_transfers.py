@@ -4,31 +4,22 @@ import asyncio
 import dataclasses
 import gc
 import os
-import pickle
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 
 import pytest
 import torch
 from actors import Raised
 from parties import Net, Rank, Worker, threaded, trainer
-from torch import nn
 from weightsync import transfer
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     LoadError,
     PeerError,
-    SettingError,
     UnsupportedError,
-    WeightsyncError,
-    WrongWeightsError,
 )
-from weightsync.transfer import _group, native
+from weightsync.transfer import _group
 
 LIVE = ["weightsync", "broadcast", "packed_broadcast"]
 
@@ -209,165 +200,6 @@ def _readable(links):
             return
 
 
-def request(version, chunk, last=False, names=("a",)):
-    names = list(names)
-    return transfer.BroadcastWeightUpdateRequest(
-        names=names, dtypes=["float32"] * len(names), shapes=[[2]] * len(names),
-        version=version, chunk=chunk, last=last,
-    )  # fmt: skip
-
-
-class Ready(transfer.WeightTransferReceiver):
-    """A receiver whose tensors are there."""
-
-    request_type = transfer.BroadcastWeightUpdateRequest
-
-    def _receive(self, request):
-        if request.names == ["bad"]:
-            raise PeerError("the link broke")
-        return [torch.full((2,), float(request.version)) for _ in request.names]
-
-
-class Keeping(transfer.WeightLoader):
-    def __init__(self):
-        self.loads = []
-
-    async def load_weights(self, named_tensors):
-        self.loads.append({name: one[0].item() for name, one in named_tensors.items()})
-
-
-def test_chunks_are_staged_until_the_last():
-    receiver, loader = Ready(), Keeping()
-
-    def get(*args, **how):
-        asyncio.run(receiver.receive_and_load_weights(request(*args, **how), loader))
-
-    get(1, 0, names="ab")
-    get(1, 1, names="c")
-    assert loader.loads == [] and receiver.version == 0
-    get(1, 2, last=True, names="")
-    assert loader.loads == [{"a": 1.0, "b": 1.0, "c": 1.0}] and receiver.version == 1
-    # A sync that breaks off is dropped, and the next one is whole.
-    get(2, 0, names="a")
-    with pytest.raises(PeerError, match="the link broke"):
-        get(2, 1, names=["bad"])
-    with pytest.raises(transfer.RequestError, match="expected chunk 0 of sync any|expected chunk"):
-        get(2, 2, last=True, names="")
-    get(3, 0, names="b")
-    get(4, 0, last=True, names="a")
-    assert loader.loads[1:] == [{"a": 4.0}] and receiver.version == 4
-    for wrong, said in (
-        (request(4, 0), "version: expected more than 4, which is loaded, got 4"),
-        (request(5, 1), "got chunk 1 of sync 5"),
-        (transfer.LoraLoadRequest(lora_path="x"), "expected a broadcast request, got 'lora'"),
-    ):
-        with pytest.raises(transfer.RequestError, match=said):
-            asyncio.run(receiver.receive_and_load_weights(wrong, loader))
-    get(5, 0, names="a")
-    with pytest.raises(transfer.RequestError, match="'a' has come with an earlier chunk"):
-        get(5, 1, names="a")
-    receiver.shutdown()
-    with pytest.raises(LifecycleError, match="shut down"):
-        get(6, 0)
-
-
-def test_module_loader_writes_all_or_nothing():
-    model = Net(fill=1.0)
-    state = {name: torch.full_like(one, 2.0) for name, one in model.named_parameters()}
-
-    def load(tensors, **how):
-        asyncio.run(transfer.ModuleLoader(model, **how).load_weights(tensors))
-
-    name = "layers.2.down.bias"
-    for wrong, said in (
-        ({**state, name: torch.zeros(3)}, rf"{name}: expected torch.float32 \[64\], got .* \[3\]"),
-        ({**state, name: state[name].half()}, "got torch.float16"),
-        ({**state, "more": torch.zeros(1)}, "more is unknown"),
-        ({one: state[one] for one in state if one != name}, f"{name} is missing"),
-    ):
-        with pytest.raises(WrongWeightsError, match=said):
-            load(wrong)
-        assert model.value == 1.0
-    load({**state, name: state[name].half()}, cast=True)
-    assert model.value == 2.0
-
-
-def test_engine_loader_restores_what_was_before():
-    engine = {"a": 1}
-
-    def half(pairs):
-        for name, one in pairs:
-            engine[name] = one
-            raise RuntimeError("no room")
-
-    loader = transfer.EngineLoader(half, lambda: engine.update(a=1))
-    with pytest.raises(RuntimeError, match="no room"):
-        asyncio.run(loader.load_weights({"a": torch.zeros(1)}))
-    assert engine == {"a": 1}
-
-
-def test_strategies_are_chosen_by_a_word():
-    assert transfer.strategies()[:5] == [
-        "broadcast", "cuda_ipc", "packed_broadcast", "packed_cuda_ipc", "weightsync",
-    ]  # fmt: skip
-    for wrong in ("other", {}, {"strategy": 3}, None):
-        with pytest.raises(SettingError, match="strategy: expected one of broadcast, "):
-            transfer.strategy_from_config(wrong)
-    for settings, match in (
-        ({"speed": "high"}, "expected settings among backend, .*, got 'speed'"),
-        ({"backend": 3}, "backend: expected a text, got 3"),
-        ({"timeout": "long"}, "timeout: expected a finite number of seconds above 0, got 'long'"),
-        ({"timeout": 0}, "timeout: expected a finite number of seconds above 0, got 0"),
-        ({"timeout": float("inf")}, "timeout: expected a finite number of seconds above 0, got inf"),
-        ("fast", "strategy_settings: expected a dict of settings, got 'fast'"),
-    ):
-        with pytest.raises(SettingError, match=match):
-            transfer.strategy_from_config({"strategy": "broadcast", "strategy_settings": settings})
-    with pytest.raises(SettingError, match="a strategy 'broadcast' is registered"):
-        transfer.register_strategy("broadcast", "other:Class")
-    with pytest.raises(SettingError, match="expected a name and 'module:Class'"):
-        transfer.register_strategy("other", "module.Class")
-    transfer.register_strategy("tests-only", "collections:OrderedDict")
-    with pytest.raises(SettingError, match="no WeightTransferStrategy"):
-        transfer.strategy_from_config("tests-only")
-
-
-class Colored(type(transfer.strategy_from_config("broadcast"))):
-    def __init__(self, color, timeout="soon"):
-        super().__init__(timeout=20.0)
-        self.color = (color, timeout)
-
-
-def test_strategy_with_its_own_constructor_checks_its_settings():
-    transfer.register_strategy("colored", f"{__name__}:Colored")
-    settings = {"color": "red", "timeout": "late"}
-    cfg = {"strategy": "colored", "strategy_settings": settings}
-    assert transfer.strategy_from_config(cfg).color == ("red", "late")
-    with pytest.raises(SettingError, match="cannot be made: .*'speed'"):
-        transfer.strategy_from_config({**cfg, "strategy_settings": {"speed": 1}})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("word", ["cuda_ipc", "packed_cuda_ipc"])
-def test_cuda_strategies_ask_for_a_gpu(word):
-    with pytest.raises(UnsupportedError, match="CUDA IPC needs a GPU"):
-        transfer.strategy_from_config(word)
-
-
-@pytest.mark.parametrize("word", LIVE)
-def test_strategy_is_settings_and_no_handle(word):
-    strategy = transfer.strategy_from_config(config(word))
-    metadata = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[2]]}
-    info = asyncio.run(strategy.create_init_info(1, metadata))
-    assert transfer.init_info_from_dict(info.to_dict()) == info
-    copy = pickle.loads(pickle.dumps(strategy))
-    assert copy == strategy
-    with pytest.raises(WeightsyncError, match="call create_init_info first"):
-        asyncio.run(copy.create_sender(info))
-    if word == "weightsync":
-        strategy.close()
-
-
 class Silent(transfer.InferenceEngineClient):
     """A client that does not answer one of its calls."""
 
@@ -499,118 +331,3 @@ def test_backend_that_torch_lacks_is_named():
 
     for failure in asyncio.run(run()):
         assert isinstance(failure, UnsupportedError) and "expected gloo or nccl" in str(failure)
-
-
-def test_request_beyond_the_model_is_refused():
-    def refused(receiver, loader, size, said):
-        asked = transfer.BroadcastWeightUpdateRequest(
-            names=["a"], dtypes=["float32"], shapes=[[size]], last=False
-        )
-        with pytest.raises(transfer.RequestError, match=said):
-            asyncio.run(receiver.receive_and_load_weights(asked, loader))
-
-    huge = 1 << 43
-    refused(Allocating(), transfer.ModuleLoader(nn.Linear(3, 2)), huge, "at most 32 bytes in a sync")
-    known = Allocating()
-    known.total_bytes = 24
-    refused(known, Keeping(), 7, "at most 24 bytes in a sync, as the init info says, got 28")
-    # Chunks count together.
-    loader = transfer.ModuleLoader(nn.Linear(3, 2))
-    receiver = Allocating()
-    for chunk, names in enumerate("ab"):
-        asked = transfer.BroadcastWeightUpdateRequest(
-            names=[names], dtypes=["float32"], shapes=[[4]], chunk=chunk, last=False
-        )
-        asyncio.run(receiver.receive_and_load_weights(asked, loader))
-    asked = transfer.BroadcastWeightUpdateRequest(
-        names=["c"], dtypes=["float32"], shapes=[[1]], chunk=2, last=False
-    )
-    with pytest.raises(transfer.RequestError, match="got 36"):
-        asyncio.run(receiver.receive_and_load_weights(asked, loader))
-
-
-class Allocating(transfer.WeightTransferReceiver):
-    request_type = transfer.BroadcastWeightUpdateRequest
-
-    def _receive(self, request):
-        return [torch.empty(tuple(shape)) for shape in request.shapes]
-
-
-def test_init_info_bounds_a_sync():
-    strategy = transfer.strategy_from_config("broadcast")
-    metadata = {"names": ["a", "b"], "dtype_names": ["float32", "bfloat16"], "shapes": [[2, 3], [5]]}
-    info = asyncio.run(strategy.create_init_info(1, metadata))
-    assert info.total_bytes == 34
-
-
-def test_strategy_that_lacks_a_part_says_which():
-    receiver = type("Receiver", (transfer.WeightTransferReceiver,), {"request_type": type(request(1, 0))})
-    with pytest.raises(UnsupportedError, match="Receiver must implement _receive"):
-        asyncio.run(receiver().receive_and_load_weights(request(1, 0), Keeping()))
-
-
-def test_cuda_code_is_imported_only_where_it_is_chosen():
-    program = (
-        "import sys, weightsync.transfer as t, weightsync.transfer.skyrl\n"
-        "for word in ('weightsync', 'broadcast', 'packed_broadcast'):\n"
-        "    t.strategy_from_config(word)\n"
-        "assert 'weightsync.transfer.cuda_ipc' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-P", "-c", program], check=True)
-
-
-def test_cancelled_request_leaves_the_loader():
-    loaded = []
-
-    class Loader(transfer.WeightLoader):
-        def __init__(self, name):
-            self.name = name
-
-        async def load_weights(self, named_tensors):
-            loaded.append(self.name)
-
-    class Snapshot(dict):
-        version = 2
-
-    class Native:
-        """As the engine's receiver: version 1 does not come, and version 2 does."""
-
-        version = 0
-        at_it, go_on = threading.Event(), threading.Event()
-
-        def connect(self, timeout):
-            pass
-
-        def pull(self, at_least, timeout):
-            if at_least == 1:
-                self.at_it.set()
-                assert self.go_on.wait(30)
-                raise DeadlineError("version 1 is not here")
-            # Time for the first one's thread to end, if it is still there.
-            self.go_on.set()
-            time.sleep(0.1)
-            target.load_here(Snapshot())
-            self.version = at_least
-
-    receiver = native.WeightsyncReceiver.__new__(native.WeightsyncReceiver)
-    transfer.WeightTransferReceiver.__init__(receiver)
-    receiver._receiver, receiver._target = Native(), native._Target()
-    receiver._connected, receiver._timeout, receiver._fetching = True, 30.0, threading.Lock()
-    target = receiver._target
-
-    def ask(version):
-        request = transfer.WeightsyncUpdateRequest(version=version, model="policy", last=True)
-        return receiver.receive_and_load_weights(request, Loader(version))
-
-    async def run():
-        first = asyncio.ensure_future(ask(1))
-        assert await asyncio.to_thread(Native.at_it.wait, 30)
-        first.cancel()
-        second = asyncio.ensure_future(ask(2))
-        # Time for a thread that does not wait for the first one's.
-        await asyncio.wait({second}, timeout=0.2)
-        Native.go_on.set()
-        await second
-
-    asyncio.run(run())
-    assert (loaded, receiver.version) == ([2], 2)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import logging
-import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -18,6 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from weightsync.errors import ModelError, UnsupportedError
 from weightsync.trinity import _weights
+from weightsync.trinity._watch import Watch
 from weightsync.trinity._weights import Held, Inlet, Later, Outlet, Place
 
 logger = logging.getLogger("weightsync")
@@ -28,9 +27,6 @@ _Invocation = Callable[[Any, Any], Any]
 # Trinity looks for the actor under this name.
 _NAME = "synchronizer"
 _POINTER = "latest_state_dict_iteration.txt"
-
-# File systems of one host.
-_LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "ramfs", "overlay"}
 
 
 class RunningStatus(Enum):
@@ -112,7 +108,7 @@ class Synchronizer:
         # The step that the pointer file named last.
         self._pointed: int | None = None
         self._bad = ""
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
 
     @classmethod
     def get_actor(cls, config: Any = None, namespace: str | None = None) -> Any:
@@ -392,7 +388,7 @@ class Synchronizer:
         if self._has_checkpoints():
             if self._watch is None or self._watch.loop is not asyncio.get_running_loop():
                 self._end_watch()
-                self._watch = _Watch(Path(self.config.checkpoint_job_dir), self._look)
+                self._watch = Watch(Path(self.config.checkpoint_job_dir), self._look)
             pause = None if self._watch.sees_all else 1.0
             self._look()
         with contextlib.suppress(TimeoutError):
@@ -411,6 +407,9 @@ class Synchronizer:
         if process in self._dead:
             return
         counts = self._explorers.setdefault(process, Counter())
+        if old is not None and status is _STOPPED and not counts[old]:
+            # It stops while a wait of its own is open.
+            old = _REQUIRE
         # A synchronizer that was started again has not seen the old state.
         if old is not None and counts[old]:
             counts[old] -= 1
@@ -552,50 +551,6 @@ class _Version:
 
     number: int
     state: Held | str | None
-
-
-class _Watch:
-    """Calls a function when a file of a folder has been written."""
-
-    _CLOSE_WRITE_OR_MOVED_TO = 0x8 | 0x80
-
-    def __init__(self, folder: Path, look: Callable[[], None]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        libc = ctypes.CDLL(None)
-        self._look = look
-        self.loop = asyncio.get_running_loop()
-        self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._descriptor >= 0:
-            libc.inotify_add_watch(
-                self._descriptor, os.fsencode(folder), self._CLOSE_WRITE_OR_MOVED_TO
-            )
-            self.loop.add_reader(self._descriptor, self._written)
-        # Otherwise somebody has to look: the system may have no more of these, and does not say what
-        # another host writes to a network file system.
-        self.sees_all = self._descriptor >= 0 and _is_local(folder)
-
-    def _written(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._descriptor, 65536)
-        self._look()
-
-    def close(self) -> None:
-        if self._descriptor >= 0:
-            if not self.loop.is_closed():
-                self.loop.remove_reader(self._descriptor)
-            os.close(self._descriptor)
-
-
-def _is_local(folder: Path) -> bool:
-    """Whether only this host writes to the file system of a folder."""
-    found = ("", "")
-    # Device, mount point and kind; a space of a mount point is \\040.
-    for line in Path("/proc/mounts").read_text().splitlines():
-        point, kind = line.split(" ")[1:3]
-        point = point.replace("\\040", " ")
-        if folder.resolve().is_relative_to(point) and len(point) >= len(found[0]):
-            found = (point, kind)
-    return found[1] in _LOCAL
 
 
 def _status(status: Any) -> RunningStatus:

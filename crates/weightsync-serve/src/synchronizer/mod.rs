@@ -14,6 +14,7 @@
 
 mod error;
 mod events;
+mod explorer;
 mod fetcher;
 mod files;
 mod lasting;
@@ -38,8 +39,9 @@ use weightsync_net::{Access, Distributed, listen_error};
 use weightsync_store::Keep;
 
 pub use self::error::SyncError;
+pub use self::explorer::{Explorer, Fetch};
 pub use self::fetcher::Fetcher;
-pub use self::party::{Explorer, Fetch, PartyOptions, Trainer};
+pub use self::party::{PartyOptions, Trainer};
 pub use self::settings::{StyleWords, method, method_word};
 pub use self::wire::{Ended, ExplorerLine, NeedAnswer, Role, SyncAnswer, TrainerAnswer};
 pub use weightsync_core::synchronizer::{Method, Need, State, Style};

@@ -259,7 +259,7 @@ impl StoreReceiver {
         let load = |spare, base| {
             let bytes = stored.read_bytes(base);
             self.travelled.fetch_add(bytes, Ordering::Relaxed);
-            self.store.load_model_onto(manifest, stored, spare, base)
+            self.store.load_model(manifest, stored, spare, base)
         };
         let base = base.filter(|base| base.is_below(stored));
         match load(spare, base) {

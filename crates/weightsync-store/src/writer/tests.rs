@@ -366,13 +366,21 @@ fn leased_data_stay_until_the_lease_ends() {
             trainer.claim().unwrap();
         }
         trainer.save(&["policy"]).unwrap();
-        let loaded = trainer.store.load_model(&manifest, stored, None).unwrap();
+        let loaded = trainer
+            .store
+            .load_model(&manifest, stored, None, None)
+            .unwrap();
         assert_eq!(number(&loaded), 2);
     }
     drop(lease);
     trainer.claim().unwrap();
     trainer.save(&["policy"]).unwrap();
-    assert!(trainer.store.load_model(&manifest, stored, None).is_err());
+    assert!(
+        trainer
+            .store
+            .load_model(&manifest, stored, None, None)
+            .is_err()
+    );
     trainer.check();
     trainer.check_tidy();
 }

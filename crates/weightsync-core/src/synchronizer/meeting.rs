@@ -1,0 +1,99 @@
+//! A trainer and explorers that meet, for a version that goes to them directly.
+
+use std::collections::BTreeMap;
+
+use super::{Effect, Explorer, Meeting, Outcome, Style, Synchronizer};
+
+impl Synchronizer {
+    /// Ends the meeting as it stands, and answers the trainer.
+    pub(super) fn abandon(&mut self, outcome: Outcome, effects: &mut Vec<Effect>) {
+        let Some(meeting) = self.trainer.as_mut().and_then(|one| one.meeting.take()) else {
+            return;
+        };
+        self.end_all(&meeting, outcome, effects);
+        self.answer(meeting, outcome, effects);
+    }
+
+    /// Ends the waits of those that have not loaded what a meeting sends them.
+    pub(super) fn end_all(
+        &mut self,
+        meeting: &Meeting,
+        outcome: Outcome,
+        effects: &mut Vec<Effect>,
+    ) {
+        for (party, own) in meeting.invited.iter().flatten() {
+            if own.is_none() {
+                self.end(*party, outcome, effects);
+            }
+        }
+    }
+
+    /// Answers the trainer. Those without an outcome have this one.
+    fn answer(&mut self, meeting: Meeting, outcome: Outcome, effects: &mut Vec<Effect>) {
+        let Some(trainer) = &mut self.trainer else {
+            return;
+        };
+        let all = meeting.invited.into_iter().flatten();
+        let all: BTreeMap<_, _> = all
+            .map(|(party, own)| (party, own.unwrap_or(outcome)))
+            .collect();
+        let loaded = all.values().any(|one| matches!(one, Outcome::Synced(_)));
+        if loaded {
+            trainer.synced = meeting.step;
+        }
+        trainer.failed = !loaded;
+        effects.push(Effect::Met(trainer.party, meeting.version, all));
+    }
+
+    /// Begins the meeting that the trainer waits for. If its style is fixed, all explorers of that style
+    /// come, unless one that was left out of an earlier one asks. In the style driven by explorers those
+    /// that ask come, if any does still; in the others, the first.
+    pub(super) fn begin_meeting(&mut self, effects: &mut Vec<Effect>) {
+        if !self.is_awaited() {
+            return;
+        }
+        let asking = self.asking();
+        let left_out = asking.iter().any(|party| self.is_behind(*party));
+        let there = || self.explorers.values().filter(|one| !one.paused);
+        let is_fixed = |style: Style| matches!(style, Style::Fixed { .. });
+        let some = !asking.is_empty() || there().next().is_none();
+        let ready = |style| match style {
+            Style::Fixed { .. } => {
+                let mut fixed = there().filter(|one| is_fixed(one.style));
+                left_out || some && fixed.all(Explorer::is_asking)
+            }
+            Style::ByExplorer { .. } => true,
+            _ => some,
+        };
+        let is_ready = self.trainer.as_ref().is_some_and(|one| ready(one.style));
+        let Some(trainer) = self.trainer.as_mut().filter(|_| is_ready) else {
+            return;
+        };
+        let party = trainer.party;
+        let Some(meeting) = &mut trainer.meeting else {
+            return;
+        };
+        for party in &asking {
+            let explorer = self.explorers.get_mut(party);
+            if let Some(wait) = explorer.and_then(|explorer| explorer.wait.as_mut()) {
+                wait.told = Some(meeting.version);
+            }
+        }
+        meeting.invited = Some(asking.iter().map(|party| (*party, None)).collect());
+        if !asking.is_empty() {
+            effects.push(Effect::Meet(party, meeting.version, asking));
+        }
+    }
+
+    /// Ends the meeting of which all have loaded, or failed.
+    pub(super) fn end_meeting(&mut self, effects: &mut Vec<Effect>) {
+        let over = |meeting: &mut Meeting| {
+            let invited = meeting.invited.as_ref();
+            invited.is_some_and(|all| all.values().all(Option::is_some))
+        };
+        let trainer = self.trainer.as_mut();
+        if let Some(meeting) = trainer.and_then(|trainer| trainer.meeting.take_if(over)) {
+            self.answer(meeting, Outcome::TrainerLeft, effects);
+        }
+    }
+}
