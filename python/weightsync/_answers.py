@@ -52,7 +52,9 @@ class Synced:
     #: Bytes of the weights that were loaded.
     bytes: int = 0
     #: How many bytes this process has moved since its sync before, over a network or out of a store, as
-    #: they were encoded. None if the weights came through memory of this host, or the trainer of a store is gone.
+    #: they were encoded. None if the weights came through memory of this host; after
+    #: :meth:`Explorer.load`, and if the trainer of a store is gone, since those read the store itself;
+    #: and if nothing was loaded.
     travelled: int | None = None
 
     def __bool__(self) -> bool:
@@ -66,7 +68,7 @@ class Synced:
             of_it = "" if travelled is None else f" of which {_bytes(travelled)} travelled"
             parts.append(_bytes(self.bytes) + of_it)
         if self:
-            parts.append(f"{1000 * self.seconds:.3g} ms")
+            parts.append(_duration(self.seconds))
         if self.steps_behind:
             parts.append(f"{self.steps_behind} step{'s' * (self.steps_behind > 1)} stale")
         return ", ".join(parts) + (f" ({self.reason})" if self.reason else "")
@@ -110,7 +112,7 @@ class Trained:
         return self.ended == "synced"
 
     def __str__(self) -> str:
-        text = f"v{self.version} of step {self.step}: {self.ended}, {1000 * self.seconds:.3g} ms"
+        text = f"v{self.version} of step {self.step}: {self.ended}, {_duration(self.seconds)}"
         if self.reason:
             text += f" ({self.reason})"
         for line in self.explorers:
@@ -122,5 +124,14 @@ class Trained:
 def _bytes(count: int) -> str:
     for size, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            return f"{_short(count / size)} {unit}"
     return f"{count} B"
+
+
+def _duration(seconds: float) -> str:
+    return f"{_short(seconds)} s" if seconds >= 1 else f"{_short(1000 * seconds)} ms"
+
+
+def _short(number: float) -> str:
+    # Three digits of 999.5 and more would have an exponent.
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"

@@ -47,20 +47,17 @@ class _Party(_ends.AsyncWith):
 
     def wait_need_sync(self, timeout: float | None = None, *, step: int | None = None) -> Need:
         """Waits until the party is to synchronise, or for so many seconds."""
-        return self._wait(timeout, step, None)
+        return _need(self._native.wait_need(step, timeout, watching()))
 
     async def need_sync_async(self, step: int | None = None) -> Need:
         """As :meth:`need_sync`, while the event loop goes on."""
-        return await in_thread(lambda _: self.need_sync(step))
+        return await in_thread(lambda: self.need_sync(step))
 
     async def wait_need_sync_async(
         self, timeout: float | None = None, *, step: int | None = None
     ) -> Need:
         """As :meth:`wait_need_sync`, while the event loop goes on. Cancelling it ends the wait."""
-        return await in_thread(lambda watch: self._wait(timeout, step, watch))
-
-    def _wait(self, timeout: float | None, step: int | None, watch: Any) -> Need:
-        return _need(self._native.wait_need(step, timeout, watch))
+        return await in_thread(lambda: self.wait_need_sync(timeout, step=step))
 
     @property
     def method(self) -> str:
@@ -118,13 +115,24 @@ class Trainer(_Party):
             timeout: in seconds.
             weights: the weights, in place of the model's own; of several models a dict by their names.
         """
-        return self._sync(step, timeout, weights, None)
+        several = weights is not None and len(self._sender.models) > 1
+        given = {"weights_dict": weights} if several else {"weights": weights}
+
+        def publish(version: int, left: float | None) -> None:
+            self._sender.send(**given, version=version, wait="sent", timeout=left)
+            self._version = version
+
+        done = self._native.sync(step, timeout, publish, watching())
+        ended, version, step, lines, reason, seconds = done
+        self._step = step
+        explorers = tuple(ExplorerLine(*line) for line in lines)
+        return Trained(ended, version, step, explorers, reason, seconds)
 
     async def sync_async(
         self, step: int, *, timeout: float | None = 60.0, weights: Any = None
     ) -> Trained:
         """As :meth:`sync`, while the event loop goes on. Cancelling it ends the wait."""
-        return await in_thread(lambda watch: self._sync(step, timeout, weights, watch))
+        return await in_thread(lambda: self.sync(step, timeout=timeout, weights=weights))
 
     @property
     def sender(self) -> Sender:
@@ -149,20 +157,6 @@ class Trainer(_Party):
     def _first(self, version: int) -> None:
         self._sender.connect(0, version=version)
         self._version = version
-
-    def _sync(self, step: int, timeout: float | None, weights: Any, watch: Any) -> Trained:
-        several = weights is not None and len(self._sender.models) > 1
-        given = {"weights_dict": weights} if several else {"weights": weights}
-
-        def publish(version: int, left: float | None) -> None:
-            self._sender.send(**given, version=version, wait="sent", timeout=left)
-            self._version = version
-
-        done = self._native.sync(step, timeout, publish, watch)
-        ended, version, step, lines, reason, seconds = done
-        self._step = step
-        explorers = tuple(ExplorerLine(*line) for line in lines)
-        return Trained(ended, version, step, explorers, reason, seconds)
 
     def _end(self, reason: str | None) -> None:
         if os.getpid() == self._pid:
@@ -208,13 +202,14 @@ class Explorer(_Party):
             WrongWeightsError: naming each tensor that does not fit the model.
             LoadError: loading failed, and the model has the version before again.
         """
-        return self._sync(step, timeout, None)
+        self._bytes, self._travelled = 0, None
+        return self._synced(self._native.sync(step, timeout, self._load, watching()))
 
     async def sync_async(
         self, step: int | None = None, *, timeout: float | None = 60.0
     ) -> Synced:
         """As :meth:`sync`, while the event loop goes on. Cancelling it ends the wait."""
-        return await in_thread(lambda watch: self._sync(step, timeout, watch), self._stop_loading)
+        return await in_thread(lambda: self.sync(step, timeout=timeout), self._stop_loading)
 
     def need_eval(self, step: int) -> bool:
         """Whether the explorer is to evaluate after this step: every ``eval_interval`` steps."""
@@ -258,13 +253,13 @@ class Explorer(_Party):
         def load(store: str | None) -> int:
             return self._put(_opened(store).load_set(version, model=model, named=named))
 
-        return self._synced(self._native.load(load))
+        return self._synced(self._native.load(load, watching()))
 
     async def load_async(
         self, version: int | None = None, *, model: str | None = None, named: str | None = None
     ) -> Synced:
         """As :meth:`load`, while the event loop goes on."""
-        return await in_thread(lambda _: self.load(version, model=model, named=named))
+        return await in_thread(lambda: self.load(version, model=model, named=named))
 
     @property
     def version(self) -> int:
@@ -276,10 +271,6 @@ class Explorer(_Party):
         """The weights that were loaded last, by model, for an explorer without a model."""
         return self._snapshots
 
-    def _sync(self, step: int | None, timeout: float | None, watch: Any) -> Synced:
-        self._bytes, self._travelled = 0, None
-        return self._synced(self._native.sync(step, timeout, self._load, watch))
-
     def _synced(self, parts: _Synced) -> Synced:
         return Synced(*parts, bytes=self._bytes, travelled=self._travelled)
 
@@ -290,9 +281,9 @@ class Explorer(_Party):
                 self._version = self._receive(version, info, worker, left)
             except (DeadlineError, PeerError):
                 # Versions in a store do not need the trainer, which may be gone.
-                if not _is_stored(info):
+                if info.store is None:
                     raise
-                self._version = self._read(version, info)
+                self._version = self._read(version, info, info.store)
         except BaseException:
             # The next sync joins again, and finds out more.
             self._leave_sender(None)
@@ -314,7 +305,7 @@ class Explorer(_Party):
             self._counted = 0
             # From here on another thread can end what it waits for.
             self._receiver, self._joined = self._made(info, worker), (info, worker)
-            self._receiver.connect(timeout=0.0 if _is_stored(info) else left)
+            self._receiver.connect(timeout=left if info.store is None else 0.0)
         name = info.models[0]
         left = None if until is None else max(0.0, until - time.monotonic())
         receiver = self._receiver
@@ -335,12 +326,9 @@ class Explorer(_Party):
             self._travelled, self._counted = travelled - before, travelled
         return receiver.versions[name]
 
-    def _read(self, version: int, info: InitInfo) -> int:
+    def _read(self, version: int, info: InitInfo, store: str) -> int:
         """Loads a version of a store whose trainer is gone."""
-        # The scheme's text is `store:URL`, with settings after commas.
-        store = Store(info.scheme.partition(":")[2].partition(",")[0])
-        found = store.load_set(at_least=version, model=info.models[0])
-        return self._put(found)
+        return self._put(Store(store).load_set(at_least=version, model=info.models[0]))
 
     def _put(self, found: SetSnapshot) -> int:
         """Loads all models of a set that was read of a store, or none."""
@@ -397,10 +385,15 @@ class _Evaluating:
         self._explorer._native.pause(False)
 
     async def __aenter__(self) -> None:
-        await in_thread(lambda _: self.__enter__())
+        try:
+            await in_thread(self.__enter__)
+        except BaseException:
+            # It may be paused, and nobody would end that.
+            await in_thread(self.__exit__)
+            raise
 
     async def __aexit__(self, *_: object) -> None:
-        await in_thread(lambda _: self.__exit__())
+        await in_thread(self.__exit__)
 
 
 def _opened(store: str | None) -> Store:
@@ -412,10 +405,6 @@ def _opened(store: str | None) -> Store:
     return Store(store)
 
 
-def _is_stored(info: InitInfo) -> bool:
-    return info.scheme.partition(":")[0] == "store"
-
-
 def _need(parts: _Need) -> Need:
     word, asked_by, newest, stopped, connected = parts
     return Need(word, tuple(asked_by), newest, stopped, connected)
@@ -425,12 +414,27 @@ class _Cancelled(Exception):
     """Ends a call whose task was cancelled."""
 
 
-async def in_thread(
-    call: Callable[[Callable[[], None]], _T], stop: Callable[[], None] | None = None
-) -> _T:
-    """Makes a call in a thread of its own. Cancelling the task ends the call's wait.
+class _Watching(threading.local):
+    """What a call of this thread looks at while it waits."""
+
+    watch: Callable[[], None] | None = None
+
+
+_watching = _Watching()
+
+
+def watching() -> Callable[[], None] | None:
+    """What ends the waits of this thread's calls, for a task that was cancelled."""
+    return _watching.watch
+
+
+async def in_thread(call: Callable[[], _T], stop: Callable[[], None] | None = None) -> _T:
+    """Makes a call in a thread of its own. Cancelling the task ends what the call waits for.
 
     The threads of :func:`asyncio.to_thread` are few: calls that wait would take them all.
+
+    Args:
+        stop: ends waits of the call that do not look whether the task was cancelled.
     """
     over = threading.Event()
 
@@ -452,8 +456,9 @@ async def in_thread(
             loop.call_soon_threadsafe(told)
 
     def run() -> None:
+        _watching.watch = watch
         try:
-            done = context.run(call, watch)
+            done = context.run(call)
         except BaseException as error:
             say(made.set_exception, error)
         else:
@@ -464,12 +469,20 @@ async def in_thread(
         return await asyncio.shield(made)
     except asyncio.CancelledError:
         over.set()
-        while not made.done():
-            if stop is not None:
-                # It may be about to begin what this ends.
-                threading.Thread(target=stop, name="weightsync-stop", daemon=True).start()
-            await asyncio.wait([made], timeout=0.1)
-        if not made.cancelled():
-            # It is of no use any more. Looked at, it is not reported.
-            made.exception()
+        await _ended(made, stop)
         raise
+
+
+async def _ended(made: asyncio.Future[Any], stop: Callable[[], None] | None) -> None:
+    """Waits for the end of a call whose result nobody takes."""
+    stopping: threading.Thread | None = None
+    while not made.done():
+        # The call may be about to begin what this ends.
+        if stop is not None and not (stopping and stopping.is_alive()):
+            stopping = threading.Thread(target=stop, name="weightsync-stop", daemon=True)
+            stopping.start()
+        await asyncio.wait([made], timeout=None if stop is None else 0.1)
+    # Looked at, an exception is not reported.
+    if not made.cancelled() and made.exception() is None and isinstance(made.result(), _Party):
+        # It has joined, and nobody has it.
+        threading.Thread(target=made.result().shutdown, name="weightsync-stop").start()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
 from weightsync._native import Synchronizer as Native
-from weightsync._parties import Explorer, Trainer, in_thread
+from weightsync._parties import Explorer, Trainer, in_thread, watching
 from weightsync._targets import target_of
-from weightsync.errors import DeadlineError, LifecycleError, ModelError, SettingError
+from weightsync.errors import DeadlineError, LifecycleError, ModelError, PeerError, SettingError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode
 from weightsync.scheme import Distributed, Scheme, StoreScheme
@@ -149,21 +149,22 @@ class Synchronizer(_ends.AsyncWith):
             scheme = self._scheme(method, store)
         elif store is not None:
             raise SettingError("store= names the scheme already: give it without scheme=")
-        if resume:
-            step = self._resume(name, model, models, store, timeout) or step
         if store is None:
             # Each explorer holds the version that it runs.
             options = {"slots": (2, 32), **options}
         sender = Sender(model, models=models, scheme=scheme, timeout=timeout, **options)
-        party = (name, (style, interval, offset, lag), method, step)
         try:
-            native = self._native.trainer(party, sender.init_info, timeout)
+            if resume:
+                known = self._resume(name, model, models, sender.init_info.store, timeout)
+                step = step if known is None else known
+            party = (name, (style, interval, offset, lag), method, step)
+            native = self._native.trainer(party, sender.init_info, timeout, watching())
         except BaseException:
             sender.shutdown()
             raise
         trainer = Trainer(native, sender, step)
         try:
-            native.first(timeout, trainer._first)
+            native.first(timeout, trainer._first, watching())
         except BaseException as error:
             trainer._end(_ends.reason_of(error))
             raise
@@ -171,7 +172,7 @@ class Synchronizer(_ends.AsyncWith):
 
     async def trainer_async(self, *args: Any, **kwargs: Any) -> Trainer:
         """As :meth:`trainer`, while the event loop goes on."""
-        return await in_thread(lambda _: self.trainer(*args, **kwargs))
+        return await in_thread(lambda: self.trainer(*args, **kwargs))
 
     def explorer(
         self,
@@ -216,13 +217,13 @@ class Synchronizer(_ends.AsyncWith):
         if eval_interval is not None and eval_interval < 1:
             raise SettingError(f"eval_interval: expected 1 step or more, or None, got {eval_interval}")
         party = (name, (style, interval, offset, lag), None, step)
-        native = self._native.explorer(party, eval_interval, timeout)
+        native = self._native.explorer(party, eval_interval, timeout, watching())
         loading = {"model": model, "models": models, "mode": mode, "mapping": mapping, "device": device}
         return Explorer(native, loading)
 
     async def explorer_async(self, *args: Any, **kwargs: Any) -> Explorer:
         """As :meth:`explorer`, while the event loop goes on."""
-        return await in_thread(lambda _: self.explorer(*args, **kwargs))
+        return await in_thread(lambda: self.explorer(*args, **kwargs))
 
     def shutdown(self) -> None:
         """Ends a synchronizer of this program; its parties are told. Any number of times."""
@@ -261,7 +262,7 @@ class Synchronizer(_ends.AsyncWith):
         name: str,
         model: Any,
         models: Mapping[str, Any] | None,
-        store: str | os.PathLike[str] | None,
+        store: str | None,
         timeout: float | None,
     ) -> int | None:
         """Loads the newest version; its step, if it is known."""
@@ -272,7 +273,10 @@ class Synchronizer(_ends.AsyncWith):
         with reading as reader:
             if reader.method == "nccl":
                 raise SettingError('resume: with method="nccl" nobody keeps versions; load a checkpoint')
-            if reader.need_sync(0):
+            need = reader.need_sync(0)
+            if not need.connected:
+                raise PeerError("resume: the synchronizer is away; start it, and try again", "retry")
+            if need:
                 synced = reader.sync(0, timeout=timeout)
                 if not synced:
                     raise DeadlineError(f"the newest version could not be loaded: {synced}", "retry")

@@ -90,6 +90,8 @@ struct Explorer {
     /// The version that it has verified and loaded.
     version: Version,
     paused: bool,
+    /// Its trainer had stopped before this life of the synchronizer.
+    stopped: bool,
     /// Set while it waits.
     wait: Option<Wait>,
 }
@@ -147,14 +149,18 @@ impl Synchronizer {
         self.highest = self.highest.max(version);
     }
 
-    /// Whether the trainer has stopped in order, and no other has come since.
-    pub fn is_stopped(&self) -> bool {
-        self.stopped
+    /// Whether the trainer of a party has stopped in order, and no other has come since.
+    pub fn is_stopped(&self, party: Party) -> bool {
+        let explorer = self.explorers.get(&party);
+        self.stopped || explorer.is_some_and(|explorer| explorer.stopped)
     }
 
-    /// Notes that the trainer had stopped in order in an earlier life of the synchronizer.
-    pub fn remember_stopped(&mut self) {
-        self.stopped = self.trainer.is_none();
+    /// Notes that an explorer's trainer had stopped in order in an earlier life of the synchronizer.
+    pub fn remember_stopped(&mut self, party: Party) {
+        let is_alone = self.trainer.is_none();
+        if let Some(explorer) = self.explorers.get_mut(&party) {
+            explorer.stopped = is_alone;
+        }
     }
 
     /// Takes an event in. The effects are in the order in which they are to be done.
@@ -343,6 +349,9 @@ impl Synchronizer {
                     effects.push(Effect::Refused(old));
                 }
                 (self.epoch, self.stopped, self.free) = (epoch, false, false);
+                for explorer in self.explorers.values_mut() {
+                    explorer.stopped = false;
+                }
                 self.trainer = Some(Trainer {
                     party,
                     style,
@@ -399,6 +408,7 @@ impl Synchronizer {
                     synced: synced.min(step),
                     version,
                     paused: false,
+                    stopped: false,
                     wait: None,
                 };
                 self.explorers.insert(party, explorer);
@@ -521,7 +531,7 @@ impl Synchronizer {
                     wait.told = Some(newest);
                     effects.push(Effect::Fetch(party, newest));
                 }
-            } else if self.stopped {
+            } else if self.is_stopped(party) {
                 let outcome = match behind {
                     true => Outcome::OutOfReach,
                     false => Outcome::NothingNewer,

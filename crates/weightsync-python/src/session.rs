@@ -51,6 +51,12 @@ impl InitInfo {
         self.0.scheme()
     }
 
+    /// The address of the store that its versions lie in, if they do.
+    #[getter]
+    fn store(&self) -> Option<&str> {
+        weightsync_store::StoreScheme::address_of(&self.0)
+    }
+
     fn __reduce__<'py>(slf: Bound<'py, Self>) -> PyResult<(Bound<'py, PyAny>, (String,))> {
         let read = slf.get_type().getattr("from_json")?;
         Ok((read, (slf.get().to_json()?,)))

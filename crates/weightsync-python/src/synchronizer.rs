@@ -117,9 +117,10 @@ impl Synchronizer {
         party: (String, Words, Option<String>, Steps),
         from: &InitInfo,
         timeout: Option<Seconds>,
+        watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncTrainer> {
         let (timeout, from) = (timeout_of(timeout), from.0.clone());
-        let trainer = self.with(py, move |sync| {
+        let trainer = self.watched(py, watch, move |sync| {
             sync.trainer(options_of(party)?, from, timeout)
         })?;
         Ok(SyncTrainer {
@@ -139,9 +140,10 @@ impl Synchronizer {
         party: (String, Words, Option<String>, Steps),
         eval_interval: Option<NonZero<u64>>,
         timeout: Option<Seconds>,
+        watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncExplorer> {
         let timeout = timeout_of(timeout);
-        let explorer = self.with(py, move |sync| {
+        let explorer = self.watched(py, watch, move |sync| {
             let options = options_of(party)?.eval_interval(eval_interval);
             sync.explorer(options, timeout)
         })?;
@@ -172,7 +174,16 @@ impl Synchronizer {
         py: Python<'_>,
         call: impl FnOnce(&weightsync_serve::synchronizer::Synchronizer) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        self.inner.with(py, |sync| match sync {
+        self.watched(py, None, call)
+    }
+
+    fn watched<T: Send>(
+        &self,
+        py: Python<'_>,
+        watch: Option<Py<PyAny>>,
+        call: impl FnOnce(&weightsync_serve::synchronizer::Synchronizer) -> Result<T, Error> + Send,
+    ) -> PyResult<T> {
+        self.inner.watched(py, watch.as_ref(), |sync| match sync {
             Some(sync) => call(sync),
             None => Err(Error::Interrupted),
         })
@@ -209,9 +220,15 @@ impl SyncTrainer {
     }
 
     /// Publishes the first version with `publish(version)`.
-    fn first(&self, py: Python<'_>, timeout: Option<Seconds>, publish: Py<PyAny>) -> PyResult<()> {
+    fn first(
+        &self,
+        py: Python<'_>,
+        timeout: Option<Seconds>,
+        publish: Py<PyAny>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
         let mut raised = None;
-        let done = self.with(py, None, |trainer| {
+        let done = self.with(py, watch, |trainer| {
             trainer.first(timeout_of(timeout), |version| {
                 called(&mut raised, |py| publish.call1(py, (version.0,)).map(drop))
             })
@@ -334,15 +351,23 @@ impl SyncExplorer {
 
     /// Loads a version with `load(address)`, which gets the address of the store or None, and returns the
     /// version that was loaded.
-    fn load(&self, py: Python<'_>, load: Py<PyAny>) -> PyResult<SyncParts> {
+    fn load(
+        &self,
+        py: Python<'_>,
+        load: Py<PyAny>,
+        watch: Option<Py<PyAny>>,
+    ) -> PyResult<SyncParts> {
         let mut raised = None;
-        let done = self.with(py, None, |explorer| {
+        let begun = Instant::now();
+        let done = self.with(py, watch, |explorer| {
             let store = explorer.store()?;
             let loaded = called(&mut raised, |py| {
                 let loaded: Number = load.call1(py, (store,))?.extract(py)?;
                 Ok(Version(loaded.0))
             })?;
-            explorer.loaded(loaded).map(sync_parts)
+            let mut answer = explorer.loaded(loaded)?;
+            answer.took = begun.elapsed();
+            Ok(sync_parts(answer))
         });
         of_callback(done, raised)
     }

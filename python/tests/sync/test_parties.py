@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import weightsync
-from weightsync import Mapping, Store, Synchronizer
+from weightsync import Mapping, Store, StoreScheme, Synchronizer
 
 PARTIES = Path(__file__).with_name("parties.py")
 
@@ -134,6 +134,36 @@ def test_cancelled_task_ends_a_load():
         finally:
             trainer.kill()
             trainer.wait()
+
+
+def test_cancelled_task_ends_a_join():
+    async def run():
+        with Synchronizer.connect("127.0.0.1:9") as nobody:
+            for join in (nobody.explorer_async("e0", timeout=None), nobody.trainer_async(model(0.0), timeout=None)):
+                task = asyncio.create_task(join)
+                await asyncio.sleep(0.1)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.wait_for(task, 30)
+
+    asyncio.run(run())
+
+
+def test_cancelled_evaluation_pauses_nobody():
+    async def run():
+        with Synchronizer.local(style="trainer_driven") as sync:
+            trainer = await sync.trainer_async(model(0.0))
+            explorer = await sync.explorer_async("e0", model(1.0))
+            task = asyncio.create_task(explorer.evaluating().__aenter__())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await explorer.need_sync_async(0)).must
+            for end in (explorer, trainer):
+                end.shutdown()
+
+    asyncio.run(run())
 
 
 def test_trainer_killed_during_a_load_leaves_the_version():
@@ -289,6 +319,25 @@ def test_restarted_trainer_resumes_from_the_newest(tmp_path, method):
             fresh = model(-1.0)
             with sync.trainer(fresh, resume=True, step=5, **own) as trainer:
                 assert (trainer.version, trainer.step, value_of(fresh)) == (4, 5, 5.0)
+
+
+def test_trainer_resumes_from_the_store_of_its_scheme(tmp_path):
+    scheme = StoreScheme(tmp_path / "store", keep=3)
+    for run in range(2):
+        fresh = model(-1.0)
+        with (
+            Synchronizer.local(method="checkpoint", store=tmp_path / "other") as sync,
+            sync.trainer(fresh, scheme=scheme, resume=True) as trainer,
+            sync.explorer("e0", policy := model(0.0)) as explorer,
+        ):
+            assert value_of(fresh) == (-1.0 if run == 0 else 4.0)
+            for step in range(1, 5):
+                fill(fresh, float(step))
+                assert trainer.sync(step)
+            # The versions are the trainer's, and not those of the other store.
+            assert [one.version for one in explorer.stored()] == [5 * run + 3, 5 * run + 4, 5 * run + 5]
+            assert explorer.load().version == trainer.version
+            assert value_of(policy) == 4.0
 
 
 def test_wrong_argument_replaces_no_explorer():

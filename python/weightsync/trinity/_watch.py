@@ -24,14 +24,15 @@ class Watch:
         self._look = look
         self.loop = asyncio.get_running_loop()
         self._descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        watch = -1
         if self._descriptor >= 0:
-            libc.inotify_add_watch(
+            watch = libc.inotify_add_watch(
                 self._descriptor, os.fsencode(folder), self._CLOSE_WRITE_OR_MOVED_TO
             )
             self.loop.add_reader(self._descriptor, self._written)
         # Otherwise somebody has to look: the system may have no more of these, and does not say what
         # another host writes to a network file system.
-        self.sees_all = self._descriptor >= 0 and _is_local(folder)
+        self.sees_all = watch >= 0 and _is_local(folder)
 
     def _written(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -3,9 +3,9 @@
 use std::time::{Duration, Instant};
 
 use weightsync_engine::{Error, InitInfo, Pull, Receiver, ReceiverSetup, Result, SetSnapshot};
+use weightsync_store::StoreScheme;
 
-use super::lasting::{self, is_stored};
-use super::{Fetch, SyncError};
+use super::{Fetch, SyncError, lasting};
 
 /// The receiver of an explorer. It joins where versions can be had, and joins again where that has
 /// changed.
@@ -51,8 +51,11 @@ impl Fetcher {
         let fetched = self.receive(fetch);
         match fetched {
             // Versions in a store do not need the trainer, which may be gone.
-            Err(error) if is_stored(&fetch.from) && !matches!(error, Error::Interrupted) => {
-                lasting::load(&fetch.from, fetch.version)
+            Err(error) if !matches!(error, Error::Interrupted) => {
+                match StoreScheme::address_of(&fetch.from) {
+                    Some(address) => lasting::load(&fetch.from, address, fetch.version),
+                    None => Err(error),
+                }
             }
             fetched => fetched,
         }
@@ -70,9 +73,9 @@ impl Fetcher {
         {
             self.joined = None;
             let setup = ReceiverSetup::new(fetch.from.clone(), fetch.worker);
-            let timeout = match is_stored(&fetch.from) {
-                true => Some(Duration::ZERO),
-                false => left(),
+            let timeout = match StoreScheme::address_of(&fetch.from) {
+                Some(_) => Some(Duration::ZERO),
+                None => left(),
             };
             let receiver = setup.connect(timeout)?;
             self.joined = Some((fetch.from.clone(), fetch.worker, receiver));

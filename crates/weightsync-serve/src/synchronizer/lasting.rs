@@ -258,10 +258,10 @@ impl Shelf {
 
 /// The newest version of a trainer's store, if its versions go to one.
 pub(super) fn newest_of(from: &InitInfo) -> Result<Version> {
-    if !is_stored(from) {
+    let Some(address) = StoreScheme::address_of(from) else {
         return Ok(Version::NONE);
-    }
-    let store = Store::open(from.endpoint().address())?;
+    };
+    let store = Store::open(address)?;
     let newest = store.newest_versions(1)?.versions;
     let models = newest.iter().flat_map(|newest| &newest.models);
     let versions = models.map(|model| model.version);
@@ -269,14 +269,9 @@ pub(super) fn newest_of(from: &InitInfo) -> Result<Version> {
 }
 
 /// A version of a store, for an explorer whose trainer is gone.
-pub(super) fn load(from: &InitInfo, version: Version) -> Result<SetSnapshot> {
-    let store = Store::open(from.endpoint().address())?;
+pub(super) fn load(from: &InitInfo, address: &str, version: Version) -> Result<SetSnapshot> {
+    let store = Store::open(address)?;
     let model = from.models().first().cloned();
     let which = Which::AtLeast(ModelVersion { model, version });
     Ok(store.load(&which)?.set)
-}
-
-/// Whether versions lie in a store.
-pub(super) fn is_stored(from: &InitInfo) -> bool {
-    from.scheme().split(':').next() == Some("store")
 }

@@ -92,17 +92,25 @@ impl Remote {
         client.unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Looks the name up again, and takes its next address: the service may have moved, or listen at one
-    /// of them only.
-    fn look_up_again(&self) {
-        let Ok(all) = resolve_all(&self.name) else {
+    /// Looks the name up again after an attempt at one of its addresses, and takes the next: the service
+    /// may have moved, or listen at one of them only.
+    fn look_up_again(&self, tried: SocketAddr) {
+        if self.name.parse::<SocketAddr>().is_ok() {
+            return;
+        }
+        // Where nobody answers, a look-up takes as long as the system likes.
+        let (found, all) = mpsc::sync_channel(1);
+        let name = self.name.clone();
+        let look = move || drop(found.send(resolve_all(&name)));
+        self.thread.runtime().spawn_blocking(look);
+        let Ok(Ok(all)) = all.recv_timeout(SHORTEST) else {
             return; // the next attempt goes to the same address
         };
-        let at = self.addr();
-        let known = all.iter().position(|one| *one == at);
+        let known = all.iter().position(|one| *one == tried);
         let next = all[known.map_or(0, |known| known + 1) % all.len()];
-        if next != at && self.access.may_dial(next).is_ok() {
-            let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
+        // Another party of this program may have found it already.
+        if client.addr() == tried && next != tried && self.access.may_dial(next).is_ok() {
             *client = self::client(next, &self.access);
         }
     }
@@ -160,12 +168,16 @@ impl Link {
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
             let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));
+            let tried = match self {
+                Self::Remote(remote) => Some(remote.addr()),
+                Self::Local(..) => None,
+            };
             let why = match self.try_join(join, patience) {
                 Err(Lost::Away(why)) => why,
                 joined => return joined,
             };
-            if let Self::Remote(remote) = self {
-                remote.look_up_again();
+            if let (Self::Remote(remote), Some(tried)) = (self, tried) {
+                remote.look_up_again(tried);
             }
             let left = left();
             if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(..)) {

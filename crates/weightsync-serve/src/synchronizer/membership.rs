@@ -52,6 +52,10 @@ impl Membership {
         Ok(membership)
     }
 
+    fn note_step(&mut self, step: Option<u64>) {
+        self.join.step = self.join.step.max(step.unwrap_or_default());
+    }
+
     fn note_joined(&mut self) {
         self.join.worker = Some(self.joined.worker);
         if self.join.role == Role::Trainer {
@@ -69,9 +73,7 @@ impl Membership {
         until: Deadline,
     ) -> std::result::Result<Reply, Lost> {
         self.owner.check().map_err(Error::from)?;
-        if let Some(step) = step_of(&request) {
-            self.join.step = self.join.step.max(step);
-        }
+        self.note_step(step_of(&request));
         if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
             let before = self.joined.lineage;
             self.rejoin(until)?;
@@ -114,6 +116,7 @@ impl Membership {
     pub(super) fn need_sync(&mut self, step: Option<u64>) -> Result<NeedAnswer> {
         if self.away.is_some_and(|since| since.elapsed() < AGAIN) {
             self.owner.check()?;
+            self.note_step(step);
             return Ok(self.unknown_need());
         }
         // A connection that has ended is noticed by the first question.

@@ -11,7 +11,7 @@ use axum::routing::{get, post};
 use axum::{Json, Router, response};
 use hyper::StatusCode;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{MissedTickBehavior, interval};
 use weightsync_core::synchronizer::Party;
 
@@ -25,6 +25,9 @@ use super::{files, watching};
 use crate::http::{LinesBody, Stopping, read};
 use crate::rpc::wire::line;
 
+/// The most readers of events at a time.
+const READERS: usize = 256;
+
 /// What all routes share.
 #[derive(Clone)]
 pub(super) struct App {
@@ -35,6 +38,8 @@ pub(super) struct App {
     pub(super) shelf: Option<Shelf>,
     /// Whether requests have shown a token.
     pub(super) has_token: bool,
+    /// Room for readers of events.
+    pub(super) readers: Arc<Semaphore>,
 }
 
 impl App {
@@ -51,6 +56,7 @@ impl App {
             held,
             shelf,
             has_token,
+            readers: Arc::new(Semaphore::new(READERS)),
         }
     }
 

@@ -13,11 +13,12 @@ use std::time::{Duration, Instant};
 use weightsync_core::synchronizer::{Event, Method, Moment, Party, Style, Synchronizer};
 use weightsync_engine::transport::random;
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result as EngineResult, Version};
+use weightsync_store::StoreScheme;
 
 pub(super) use self::status::{Counts, ExplorerStatus, Status};
 use super::SyncError;
 use super::events::Events;
-use super::lasting::{Lasting, Record, Shelf, is_stored};
+use super::lasting::{Lasting, Record, Shelf};
 use super::memory::{Bridge, FromBridge, Held};
 use super::wire::{
     Ended, ExplorerLine, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer,
@@ -311,11 +312,11 @@ impl Service {
         }
     }
 
-    /// The address of the store with the versions: the own one, or the trainer's.
+    /// The address of the store with the versions: with the method checkpoint the trainer's, and else the
+    /// own one.
     fn store_address(&self) -> Option<String> {
-        let source = self.source.as_ref().filter(|from| is_stored(from));
-        let source = source.map(|from| from.endpoint().address().to_owned());
-        self.store.clone().or(source)
+        let source = self.source.as_ref().and_then(StoreScheme::address_of);
+        source.map(str::to_owned).or_else(|| self.store.clone())
     }
 
     fn now(&self) -> Moment {

@@ -201,6 +201,10 @@ fn label(name: &str, value: &str) -> String {
 
 /// Everything that happens, as server-sent events.
 pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderMap) -> Response {
+    let Ok(room) = serving.app.readers.clone().try_acquire_owned() else {
+        let reason = "as many read events as may at a time: close one, or ask for /v1/status";
+        return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
+    };
     let last = request
         .get(LAST_EVENT)
         .and_then(|last| last.to_str().ok()?.parse().ok());
@@ -212,6 +216,7 @@ pub(super) async fn events(State(serving): State<Arc<Serving>>, request: HeaderM
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
     let mut stopping = serving.stopping.clone();
     tokio::spawn(async move {
+        let _room = room;
         for record in kept {
             if lines.send(message(&record)).await.is_err() {
                 return;

@@ -214,6 +214,28 @@ fn readers_of_events_hear_of_steps() {
 }
 
 #[test]
+fn readers_of_events_are_limited() {
+    let (_served, at, _training) = served("trainer");
+    let mut readers = Vec::new();
+    let first_line = |stream: TcpStream| {
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).unwrap();
+        (line, reader)
+    };
+    for _ in 0..256 {
+        let (line, reader) = first_line(request(at, "/events", ""));
+        assert!(line.contains("200"), "{line}");
+        readers.push(reader);
+    }
+    let (line, _) = first_line(request(at, "/events", ""));
+    assert!(line.contains("503"), "{line}");
+    drop(readers.pop());
+    // The server notices it a moment later.
+    while !first_line(request(at, "/events", "")).0.contains("200") {}
+}
+
+#[test]
 fn highest_epoch_stops_no_later_trainer() {
     let (served, at, training) = served("trainer");
     let info = serde_json::to_value(training.sender.init_info()).unwrap();

@@ -102,6 +102,13 @@ fn stop_of_the_trainer_outlives_the_service() {
     let _served = Synchronizer::serve(options(), &at).unwrap();
     // One that was here knows that the run goes on, and that nothing comes.
     assert_eq!(exploring.sync(LONG).ended, Ended::NothingNewer);
+    // A new one may be of a run whose trainer is still to come.
+    let mut new = Exploring::join(&sync, PartyOptions::new("new"));
+    assert!(new.sync(LONG).is_synced());
+    new.step = 1;
+    let answer = new.sync(Some(Duration::from_millis(20)));
+    assert_eq!(answer.ended, Ended::TimedOut);
+    assert!(!new.explorer.need_sync(Some(2)).unwrap().trainer_stopped);
 }
 
 #[test]

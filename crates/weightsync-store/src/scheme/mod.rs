@@ -23,7 +23,7 @@ use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Registration,
     Scheme, SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error};
+use weightsync_engine::{AnyScheme, Error, InitInfo};
 
 use crate::address::Address;
 use crate::error::{Result, StoreError};
@@ -63,6 +63,12 @@ register! {
 }
 
 impl StoreScheme {
+    /// The address of the store that the versions of a sender lie in, if they go by this scheme.
+    pub fn address_of(info: &InitInfo) -> Option<&str> {
+        let is_stored = info.scheme().split(':').next() == Some(WORD);
+        is_stored.then(|| info.endpoint().address())
+    }
+
     /// A scheme over the store at an address.
     ///
     /// # Errors

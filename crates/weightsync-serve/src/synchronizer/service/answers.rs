@@ -215,7 +215,7 @@ impl Service {
                 .map(|member| member.name.clone())
                 .collect(),
             newest: self.core.newest().0,
-            trainer_stopped: self.core.is_stopped(),
+            trainer_stopped: self.core.is_stopped(party),
             connected: true,
         }
     }

@@ -1,7 +1,10 @@
 //! Parties that join and leave.
 
+use std::collections::BTreeSet;
+
 use weightsync_core::synchronizer::{Departure, Event, Method, Party, Style};
 use weightsync_engine::{Epoch, Version};
+use weightsync_store::StoreScheme;
 
 use super::super::events::{What, since_1970};
 use super::super::memory::{Bridge, FromBridge};
@@ -103,8 +106,7 @@ impl Service {
             None => Epoch(since_1970().max(self.core.epoch().0.saturating_add(1))),
         };
         let method = join.method.unwrap_or(self.core.method());
-        let is_stored = from.scheme().split(':').next() == Some("store");
-        if method == Method::Checkpoint && !is_stored {
+        if method == Method::Checkpoint && StoreScheme::address_of(&from).is_none() {
             let reason = format!(
                 "with the method checkpoint a trainer's versions go to a store, and those of {:?} go by \
                  {}: give it the store",
@@ -159,13 +161,13 @@ impl Service {
             true => join.version,
             false => Version::NONE,
         };
-        // It was here before this life of the service was. Others may wait for the trainer of a new run.
-        if self.record.stopped && !version.is_none() {
-            self.core.remember_stopped();
-        }
         let party = self.enter(Role::Explorer, join.name, style);
         let steps = [join.step, join.synced];
         self.tell(Event::ExplorerJoined(party, version, steps, style));
+        // It was here before this life of the service was. Others may wait for the trainer of a new run.
+        if self.record.stopped && !version.is_none() {
+            self.core.remember_stopped(party);
+        }
         self.joined(party, style, worker)
     }
 
@@ -173,6 +175,11 @@ impl Service {
     fn worker_of(&mut self, join: &Join) -> u32 {
         if let Some(known) = self.workers.get(&join.name) {
             return *known;
+        }
+        // Names that no party has are forgotten, some at a time.
+        if self.workers.len() >= 2 * self.options.max_parties {
+            let there: BTreeSet<_> = self.members.values().map(|one| &one.name).collect();
+            self.workers.retain(|name, _| there.contains(name));
         }
         let is_free = |number: &u32| {
             *number <= MOST_WORKERS && !self.workers.values().any(|other| other == number)
@@ -240,6 +247,7 @@ impl Service {
     /// A party is not there any more: in order, or for a reason.
     pub(super) fn leave(&mut self, party: Party, reason: Option<String>) {
         let line = self.line(party);
+        self.note_saves();
         let Some(member) = self.members.remove(&party) else {
             return;
         };
