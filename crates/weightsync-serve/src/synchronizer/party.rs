@@ -55,7 +55,7 @@ impl PartyOptions {
         }
     }
 
-    /// After how many steps an explorer [evaluates](Explorer::need_eval); never by default.
+    /// After how many steps an explorer [evaluates](super::Explorer::need_eval); never by default.
     pub fn eval_interval(self, steps: impl Into<Option<NonZero<u64>>>) -> Self {
         Self {
             eval_interval: steps.into(),
@@ -124,7 +124,7 @@ impl Trainer {
         })
     }
 
-    /// As [`Explorer::need_sync`].
+    /// As [`Explorer::need_sync`](super::Explorer::need_sync).
     ///
     /// # Errors
     ///
