@@ -79,6 +79,7 @@ fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     match args {
         [] => {
+            tools::IPROUTE.provide()?;
             tools::CHROMIUM.provide()?;
             let python = python::TESTS.provide(places)?;
             let oldest = python::OLDEST.provide(places)?;
@@ -104,8 +105,10 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
         }
         chosen => {
             // Most tests do without. The others say so themselves.
-            if let Err(error) = tools::CHROMIUM.provide() {
-                eprintln!("warning: {error}");
+            for package in [tools::IPROUTE, tools::CHROMIUM] {
+                if let Err(error) = package.provide() {
+                    eprintln!("warning: {error}");
+                }
             }
             let own = installed(places)?;
             step::run_last("python tests", pytest(places, &own)?.args(chosen))

@@ -157,6 +157,9 @@ def test_submodule_forward_sees_one_version(mode, later):
         if later:
             worker.part = Slow(1.0)
             _applied(sender)
+            # The sender is told a moment before the status is.
+            while background.version < sender.version:
+                time.sleep(0.001)
         before = background.version
         seen = []
         with beside(lambda: seen.append(worker.part())):
