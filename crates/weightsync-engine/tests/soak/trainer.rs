@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -156,6 +157,8 @@ fn ceiling(plan: &Plan, sender: &Sender) -> usize {
 /// A trainer's own workers, and the thread that kills and restarts them.
 struct Crew {
     workers: Arc<Workers>,
+    /// The one that was killed last.
+    victim: Arc<AtomicU32>,
     thread: thread::JoinHandle<Result<(), String>>,
 }
 
@@ -179,8 +182,10 @@ impl Crew {
             .start()?;
         let workers = Arc::new(workers);
         let (theirs, trainer) = (workers.clone(), trainer.clone());
+        let victim = Arc::new(AtomicU32::new(0));
+        let last = victim.clone();
         let thread = thread::spawn(move || {
-            let done = watch(&trainer, &theirs, roles);
+            let done = watch(&trainer, &theirs, roles, &last);
             if let Err(error) = &done {
                 // The trainer may be in the middle of anything: its end tells.
                 eprintln!("{error}");
@@ -188,12 +193,18 @@ impl Crew {
             }
             done
         });
-        Ok(Self { workers, thread })
+        Ok(Self {
+            workers,
+            victim,
+            thread,
+        })
     }
 
     fn end(self) -> Result<(), Failure> {
         for exit in self.workers.shutdown(Some(PATIENCE)) {
-            if !exit.is_success() && !exit.stderr_text().contains(BURNT) {
+            // It may have been killed just before the end.
+            let killed = self.victim.load(Ordering::SeqCst) == exit.pid;
+            if !exit.is_success() && !killed && !exit.stderr_text().contains(BURNT) {
                 return Err(format!("at the end: {exit}").into());
             }
         }
@@ -227,7 +238,12 @@ impl Roles {
 }
 
 /// Passes on what the workers report, kills some, and replaces the dead.
-fn watch(trainer: &WorkerProcess, workers: &Workers, mut roles: Roles) -> Result<(), String> {
+fn watch(
+    trainer: &WorkerProcess,
+    workers: &Workers,
+    mut roles: Roles,
+    last: &AtomicU32,
+) -> Result<(), String> {
     let text = |error: &dyn std::fmt::Display| error.to_string();
     let mut victim = None;
     let span = roles.own.kill_every.as_micros() as u64;
@@ -268,6 +284,7 @@ fn watch(trainer: &WorkerProcess, workers: &Workers, mut roles: Roles) -> Result
                 let index = roles.dice.below(u64::from(roles.own.count)) as usize;
                 if victim.is_none() && !trainer.is_closed() {
                     victim = workers.pid(index);
+                    last.store(victim.unwrap_or_default(), Ordering::SeqCst);
                     workers.kill(index).map_err(|error| text(&error))?;
                 }
             }
