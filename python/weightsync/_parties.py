@@ -251,7 +251,7 @@ class Explorer(_Party):
         self._bytes, self._travelled = 0, None
 
         def load(store: str | None) -> int:
-            return self._put(_opened(store).load_set(version, model=model, named=named))
+            return self._put(_opened(store)._load_set(version, model=model, named=named))
 
         return self._synced(self._native.load(load, watching()))
 
@@ -328,7 +328,7 @@ class Explorer(_Party):
 
     def _read(self, version: int, info: InitInfo, store: str) -> int:
         """Loads a version of a store whose trainer is gone."""
-        return self._put(Store(store).load_set(at_least=version, model=info.models[0]))
+        return self._put(Store(store)._load_set(at_least=version, model=info.models[0]))
 
     def _put(self, found: SetSnapshot) -> int:
         """Loads all models of a set that was read of a store, or none."""

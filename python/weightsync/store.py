@@ -151,10 +151,10 @@ class Store:
         Args:
             model: the model of which ``version`` is a version, where the store has several.
         """
-        found = self.load_set(version, model=model, named=named, timeout=timeout)
+        found = self._load_set(version, model=model, named=named, timeout=timeout)
         return {one.model: Snapshot(one) for one, _ in found.members()}
 
-    def load_set(
+    def _load_set(
         self,
         version: int | None = None,
         *,
@@ -163,11 +163,7 @@ class Store:
         named: str | None = None,
         timeout: float | None = 0,
     ) -> SetSnapshot:
-        """As :meth:`load`, for every model of the version; ``load_into`` of it loads all or none.
-
-        Args:
-            model: the model of which ``version`` is a version, where the store has several.
-        """
+        """As :meth:`load`, for every model of the version; ``load_into`` of it loads all or none."""
         loaded = self._native.load((model, version, at_least, named), timeout)
         found, damage = self._in_time(loaded, at_least, timeout)
         _warn(damage)

@@ -283,5 +283,5 @@ class Synchronizer(_ends.AsyncWith):
                 return synced.step
             # The synchronizer knows nothing of a store whose trainer is not there.
             if store is not None and (stored := Store(store)).versions():
-                reader._put(stored.load_set())
+                reader._put(stored._load_set())
         return None

@@ -9,7 +9,8 @@ use weightsync_engine::Origin;
 
 /// A thread with a runtime of its own: it serves and calls, and nothing else.
 ///
-/// **Guarantee.** Dropping it tells its tasks to stop, and joins the thread. In a forked child,
+/// **Guarantee.** Dropping it tells its tasks to stop, and joins the thread. A blocking call of a task,
+/// such as a read of a store, ends later and alone. In a forked child,
 /// which has no such thread, it does nothing.
 #[derive(Debug)]
 pub(crate) struct HttpThread {

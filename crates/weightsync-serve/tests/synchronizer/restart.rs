@@ -25,6 +25,14 @@ fn lasting(dir: &Path, method: Method) -> SynchronizerOptions {
         .run_dir(dir.join("run"))
 }
 
+/// How a trainer's versions reach that service, or its store.
+fn scheme(dir: &Path, method: Method) -> String {
+    match method {
+        Method::Checkpoint => format!("store:{}", dir.join("store").display()),
+        _ => "distributed".into(),
+    }
+}
+
 fn connect(served: &Synchronizer) -> Synchronizer {
     Synchronizer::connect(&served.address().unwrap().to_string(), None).unwrap()
 }
@@ -171,10 +179,7 @@ fn service_begins_with_the_newest_of_its_store() {
         let dir = dir.path().join(format!("{method:?}"));
         let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
         let sync = connect(&served);
-        let scheme = match method {
-            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
-            _ => "distributed".into(),
-        };
+        let scheme = scheme(&dir, method);
         let mut training = Training::join(&sync, trainer("trainer"), &scheme, 0);
         for step in [3, 7] {
             training.step = step;
@@ -204,10 +209,7 @@ fn explorer_runs_an_older_version_of_the_store() {
         let dir = dir.path().join(format!("{method:?}"));
         let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
         let sync = connect(&served);
-        let scheme = match method {
-            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
-            _ => "distributed".into(),
-        };
+        let scheme = scheme(&dir, method);
         let mut training = Training::join(&sync, trainer("trainer"), &scheme, 0);
         let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
         let store = Store::open(&explorer.explorer.store().unwrap().unwrap()).unwrap();
@@ -251,10 +253,7 @@ fn version_that_is_only_in_the_store_is_served() {
         let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
         let at = served.address().unwrap();
         let sync = connect(&served);
-        let scheme = match method {
-            Method::Checkpoint => format!("store:{}", dir.join("store").display()),
-            _ => "distributed".into(),
-        };
+        let scheme = scheme(&dir, method);
         let mut training = Training::join(&sync, trainer("trainer"), &scheme, 10);
         for step in [11, 12, 13] {
             // Each is saved before the next.

@@ -36,6 +36,8 @@ impl Service {
             Effect::Fetch(party, version) => self.fetch(party, version),
             Effect::Meet(party, _, explorers) => {
                 self.meeting = explorers;
+                // Of a meeting whose trainer has left, too.
+                self.gone.clear();
                 if let Some(member) = self.members.get_mut(&party) {
                     member.met = None;
                 }
