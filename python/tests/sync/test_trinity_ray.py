@@ -23,6 +23,9 @@ from trinity_world import (
 
 from weightsync.trinity import Synchronizer
 
+# Ray waits a minute for a process that does not come up before it starts another.
+pytestmark = pytest.mark.timeout(300)
+
 
 class Party:
     """A process as those of Trinity's trainer and explorers."""
@@ -42,6 +45,14 @@ class Party:
         # As Trinity's engines, which have its name alone.
         synchronizer = Synchronizer.get_actor(namespace=self.namespace)
         return dict(ray.get(item) for item in synchronizer.get_model_state_dict_iterator.remote())
+
+    def ask(self):
+        return list(self.synchronizer.get_model_state_dict_iterator.remote())
+
+    def read(self, items):
+        import ray
+
+        return value_of(ray.get(items))
 
     def pid(self):
         return os.getpid()
@@ -194,8 +205,14 @@ def test_ray_explorers_load_what_they_are_told(cluster, crew, tmp_path, method, 
     trainer, *explorers = crew
     training = trainer.train.remote(method, style)
     # Explorers that begin before the trainer are told at once that there is nothing.
-    asked = explorers[0]
-    while style != "fixed" and cluster.get(asked.call.remote("trainer_requires_weight_sync")) is None:
+    synchronizer = Synchronizer.get_actor(namespace=of.ray_namespace)
+
+    def has_begun():
+        if style == "fixed":
+            return cluster.get(synchronizer.get_latest_model_version.remote()) > 0
+        return cluster.get(synchronizer.trainer_requires_weight_sync.remote()) is not None
+
+    while not has_begun():
         time.sleep(0.01)
     exploring = [
         party.explore.remote(method, pause) for party, pause in zip(explorers, (0.02, 0.0), strict=True)
@@ -222,6 +239,27 @@ def test_ray_trainer_and_explorer_meet_for_nccl(cluster, started, tmp_path, styl
     assert len(explored) == STEPS // 2
     check(explored)
     cluster.get(synchronizer.coordinate_weight_sync_teardown.remote())
+
+
+def test_old_answer_still_brings_its_weights(cluster, started, tmp_path):
+    of = config(tmp_path, namespace="old answer")
+    trainer, explorer = started(of), started(of)
+
+    def publish(*steps):
+        for step in steps:
+            cluster.get(trainer.call.remote("set_model_state_dict", state(float(step)), step))
+
+    publish(1)
+    assert cluster.get(explorer.call.remote("wait_new_model_state_dict", 0)) == 1
+    items = cluster.get(explorer.ask.remote())
+    publish(2)
+    newest = Synchronizer.get_actor(namespace=of.ray_namespace).get_model_state_dict.remote()
+    cluster.wait([newest])
+    publish(3, 4, 5)
+    assert cluster.get(explorer.read.remote(items)) == 1.0
+    # No explorer was told of v2, so it is gone.
+    weights, version = cluster.get(newest)
+    assert (value_of(weights), version) == (5.0, 5)
 
 
 def test_synchronizer_outlives_the_trainer(cluster, started, tmp_path):

@@ -24,8 +24,6 @@ logger = logging.getLogger("weightsync")
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Invocation = Callable[[Any, Any], Any]
 
-# Trinity looks for the actor under this name.
-_NAME = "synchronizer"
 _POINTER = "latest_state_dict_iteration.txt"
 
 
@@ -119,10 +117,10 @@ class Synchronizer:
         """
         ray = _weights.ray()
         if config is None:
-            return ray.get_actor(_NAME, namespace=namespace)
+            return ray.get_actor(_weights.NAME, namespace=namespace)
         options = {"namespace": config.ray_namespace, "get_if_exists": True, "lifetime": "detached"}
         # Each present process and each wait is a call that is open.
-        made = ray.remote(cls).options(name=_NAME, num_cpus=0, max_concurrency=10_000, **options)
+        made = ray.remote(cls).options(name=_weights.NAME, num_cpus=0, max_concurrency=10_000, **options)
         actor = made.remote(config, module_ref=_me())
         key = actor._actor_id.hex()
         if key not in _weights.presence:
@@ -212,8 +210,10 @@ class Synchronizer:
         of = self._newest() if version is None else self._find(version, "")
         if not isinstance(of.state, Held):
             return of.state, of.number
-        place = self._outlet.place(of.state)
-        return (Later(_weights.state_dict, place) if self._in_actor else _weights.state_dict(place)), of.number
+        if not self._in_actor:
+            return dict(of.state.snapshot), of.number
+        exact = version is not None
+        return Later(_weights.state_dict, of.state.place, self.config.ray_namespace, exact)  # type: ignore[return-value]
 
     @_at_caller(_named)
     def get_model_state_dict_iterator(
@@ -229,11 +229,19 @@ class Synchronizer:
             return
         if not isinstance(held, Held):
             raise UnsupportedError("the weights are a path, and not tensors by name")
-        place = self._outlet.place(held)
-        names = list(held.snapshot)
+        if not self._in_actor:
+            yield from held.snapshot.items()
+            return
+        names, where = list(held.snapshot), (held.place, self.config.ray_namespace)
         for name in names:
-            arguments = (place, name, name == names[-1])
-            yield Later(_weights.item, *arguments) if self._in_actor else _weights.item(*arguments)  # type: ignore[misc]
+            yield Later(_weights.item, *where, name, name == names[-1])  # type: ignore[misc]
+
+    async def place_of(self, place: Place, exact: bool) -> Place:
+        """Where the weights are now that were first at this place; unless ``exact``, or newer ones."""
+        held = {of.state.place: of.state for of in self._known() if isinstance(of.state, Held)}
+        if place not in held and (exact or not isinstance(self._state, Held)):
+            raise ModelError(f"v{place.version} is not kept; the newest is v{self.model_version}")
+        return await asyncio.to_thread(self._outlet.place, held.get(place, self._state))
 
     async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]] | None:
         """Name, dtype and shape of each tensor."""
@@ -434,6 +442,9 @@ class Synchronizer:
     def _newest(self) -> _Version:
         return _Version(self.model_version, self._state)
 
+    def _known(self) -> list[_Version]:
+        return [self._newest(), *itertools.chain(*self._told.values())]
+
     def _tell(self, caller: str) -> None:
         # The last that was told is at the end.
         self._told[caller] = [*self._told.pop(caller, []), self._newest()]
@@ -441,8 +452,7 @@ class Synchronizer:
     def _find(self, version: int | None, caller: str) -> _Version:
         if version is None:
             return self._told_last(caller) or self._newest()
-        known = [self._newest(), *itertools.chain(*self._told.values())]
-        for of in known:
+        for of in self._known():
             if of.number == version:
                 return of
         raise ModelError(f"v{version} is not kept; the newest is v{self.model_version}")

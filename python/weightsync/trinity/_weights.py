@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from weightsync import _extra
-from weightsync.errors import PeerError, UnsupportedError, WrongTypeError, WrongWeightsError
+from weightsync.errors import ModelError, PeerError, UnsupportedError, WrongTypeError, WrongWeightsError
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
+
+# Trinity looks for the actor under this name.
+NAME = "synchronizer"
 
 
 @dataclass(frozen=True)
@@ -168,16 +171,30 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-def state_dict(place: Place) -> dict[str, Any]:
-    return dict(reader.snapshot(place))
+def state_dict(place: Place, namespace: str, exact: bool) -> tuple[dict[str, Any], int]:
+    snapshot, at = _read(place, namespace, exact)
+    return dict(snapshot), at.version
 
 
-def item(place: Place, name: str, last: bool) -> tuple[str, Any]:
-    snapshot = _taken.pop(place, None) or reader.snapshot(place)
+def item(place: Place, namespace: str, name: str, last: bool) -> tuple[str, Any]:
+    snapshot = _taken.pop(place, None) or _read(place, namespace, exact=True)[0]
     _taken.clear()
     if not last:
         _taken[place] = snapshot
     return name, snapshot[name]
+
+
+def _read(place: Place, namespace: str, exact: bool) -> tuple[Snapshot, Place]:
+    at = place
+    while True:
+        try:
+            return reader.snapshot(at), at
+        except ModelError:
+            # Newer versions went out since. The actor says where this one is now.
+            actor = ray().get_actor(NAME, namespace=namespace)
+            before, at = at, ray().get(actor.place_of.remote(place, exact))
+            if at == before:
+                raise
 
 
 def _scheme() -> Distributed:
