@@ -231,7 +231,7 @@ fn slow() {
         stage.listen(published + Duration::from_millis(100));
         of_slow += u64::from(stage.seen(slow_worker) != seen);
         assert!(
-            begun.elapsed() < Duration::from_secs(90),
+            begun.elapsed() < Duration::from_secs(110),
             "starved: {before:?}, {:?}",
             stage.seen(slow_worker)
         );
@@ -240,8 +240,12 @@ fn slow() {
         "{} versions at the fast ones, in {took:?}; {of_slow} at the slow one",
         took.len()
     ));
-    // One of its versions takes ten seconds. A pause or two of a busy machine proves nothing.
+    // One of its versions takes ten seconds, which all of theirs would take if they waited for it.
+    // The pauses of a busy machine are few among many.
     let long = took.iter().filter(|one| **one > Duration::from_secs(2));
-    assert!(long.count() <= 2 && took.len() > 20, "{took:?}");
+    assert!(
+        long.count() * 10 <= took.len() && took.len() > 20,
+        "{took:?}"
+    );
     stage.until_all_newest();
 }
