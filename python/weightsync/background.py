@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from weightsync import _ends
@@ -93,6 +94,17 @@ class Background:
     def failure(self) -> str | None:
         """The reason why the newest version could not be applied, or None."""
         return self._native.state()[2]
+
+    def _move(self, begin: Callable[[], Native]) -> None:
+        """Exchanges the thread for one that ``begin`` starts, while no thread uses the models."""
+        before = self._native
+
+        def exchange() -> None:
+            self._native = begin()
+            self._hold.move(self._native.acquire_permit)
+
+        before.exclusively(exchange)
+        before.shutdown(None)
 
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep their weights."""

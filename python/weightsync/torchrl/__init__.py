@@ -10,6 +10,7 @@ from torchrl.weight_update import TransportBackend, WeightStrategy
 
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._older import WeightReceiver, WeightSender
+from weightsync.torchrl._ray import RayModuleTransformScheme, RayWeightSyncScheme
 from weightsync.torchrl._schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -27,6 +28,8 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",

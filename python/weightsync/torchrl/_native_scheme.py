@@ -58,6 +58,8 @@ class NativeScheme(WeightSyncScheme):
         self._group: Group | None = None
         self._worker_model: WorkerModel | None = None
         self._seen = 0
+        # The calls by which workers join, where the scheme has made them.
+        self._calls: Any = None
         # Sends that its transports have not waited for, by worker.
         self._pending: dict[int | None, Any] = {}
         self._devices: list[Any] | None = None
@@ -179,7 +181,7 @@ class NativeScheme(WeightSyncScheme):
             return
         assert self._group is not None
         _ends.opened(self)
-        context = self.context
+        context = self.context or self._calls
         if context is None:
             # The scheme was initialised before its collector was made.
             context = _collector.connecting_collector(self)

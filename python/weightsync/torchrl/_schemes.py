@@ -166,13 +166,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
-        if backend not in _OVER_TCP:
-            raise UnsupportedError(
-                f"there is no backend {backend!r}: weights go over TCP here, by "
-                f"backend={' or '.join(map(repr, _OVER_TCP))}, also those of models on a GPU, "
-                "by way of the host's memory"
-            )
-        self.backend = backend
+        self.backend = over_tcp(backend)
         self.timeout = timeout
         self._scheme = Distributed(
             listen=listen,
@@ -242,6 +236,21 @@ class RPCWeightSyncScheme(NativeScheme):
         if context is not None and self._initial is None:
             self._scheme = replace(self._scheme, initial="connect")
         return super()._group_in(context)
+
+
+def over_tcp(backend: str) -> str:
+    """Checks the name of a backend.
+
+    Raises:
+        UnsupportedError: for a backend that is not over TCP.
+    """
+    if backend not in _OVER_TCP:
+        raise UnsupportedError(
+            f"there is no backend {backend!r}: weights go over TCP here, by "
+            f"backend={' or '.join(map(repr, _OVER_TCP))}, also those of models on a GPU, "
+            "by way of the host's memory"
+        )
+    return backend
 
 
 def _host_and_port(address: str) -> dict[str, Any]:

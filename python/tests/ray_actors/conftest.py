@@ -1,0 +1,54 @@
+"""A Ray cluster for all tests of a file: a head and two nodes, on this host."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    # Sockets lie below it, whose paths may not be long.
+    folder = tempfile.mkdtemp(prefix="r-", dir="/tmp")
+    Path(folder, "ray").mkdir()
+    node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_TMPDIR", folder)
+        # Its processes import the files next to this one.
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        made = Cluster(initialize_head=True, head_node_args=node)
+        del node["include_dashboard"]
+        made.nodes = [made.add_node(**node, resources={f"node{at}": 9}) for at in range(2)]
+        ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
+        made.ray = ray
+        yield made
+        ray.shutdown()
+        made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def name(request):
+    """The name of the test's model, and so of its group."""
+    return request.node.name
+
+
+@pytest.fixture
+def start(cluster, name):
+    """Starts an actor of a class."""
+    made = []
+
+    def start(kind, *arguments, options=None, **named):
+        actor = cluster.ray.remote(kind).options(num_cpus=0, **(options or {}))
+        made.append(actor.remote(*arguments, **{"name": name, **named}))
+        return made[-1]
+
+    yield start
+    for one in made:
+        cluster.ray.kill(one)
