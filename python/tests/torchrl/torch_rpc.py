@@ -1,0 +1,196 @@
+"""The scenarios of torch's RPC: workers of plain processes, and those of TorchRL's collectors."""
+
+import contextlib
+import os
+import signal
+import tempfile
+
+import torch
+import weightsync
+from crew import Probe, _die_with_parent, hurry, line
+from torch import multiprocessing as mp
+from torch.distributed import rpc
+from weightsync.torchrl import WeightStrategy
+
+# A send to workers that are there. Only a fault lets it pass.
+PROMPT = 10.0
+
+# What a worker's process keeps, by number: its scheme and its model.
+_kept = {}
+
+
+@contextlib.contextmanager
+def processes(workers):
+    """This process and its workers, in one group of torch's RPC; their names and processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"worker{number}" for number in range(workers)]
+        started = []
+        for rank, name in enumerate(names, 1):
+            started.append(mp.Process(target=_serve, args=(name, rank, workers + 1, folder)))
+            started[-1].start()
+        _begin("trainer", 0, workers + 1, folder)
+        try:
+            yield names, started
+        finally:
+            # A worker may be dead, and would be waited for.
+            rpc.shutdown(graceful=False)
+            for process in started:
+                process.kill()
+                process.join()
+
+
+def _serve(name, rank, world, folder):
+    _die_with_parent()
+    torch.set_num_threads(1)
+    _begin(name, rank, world, folder)
+    rpc.shutdown()
+
+
+def _begin(name, rank, world, folder):
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/group", num_worker_threads=4, _transports=["uv"]
+    )
+    rpc.init_rpc(name, rank=rank, world_size=world, rpc_backend_options=options)
+
+
+@contextlib.contextmanager
+def following(module, workers=2, strategy=None, **how):
+    """A sender's scheme, and workers that follow it; the names and the processes."""
+    with processes(workers) as (names, started):
+        scheme = module.RPCWeightSyncScheme(**how)
+        scheme.init_on_sender(model_id="policy", model=Probe(1.0), workers=names)
+        for number, name in enumerate(names):
+            rpc.rpc_sync(name, follow, args=(scheme, number, strategy))
+        try:
+            with hurry("the rendez-vous", 30.0):
+                scheme.connect()
+            yield scheme, names, started
+        finally:
+            scheme.shutdown()
+
+
+# What workers do when they are called.
+
+
+def follow(scheme, number, strategy):
+    model = Probe()
+    _kept[number] = scheme, model
+    if strategy is not None:
+        scheme.strategy = strategy()
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=number)
+    scheme.connect(worker_idx=number)
+
+
+def read(number):
+    scheme, model = _kept[number]
+    return scheme.version, model()
+
+
+def watch(number, last):
+    """Reads until a pass sees the last value; the passes that saw a mix."""
+    torn, model = [], _kept[number][1]
+    while (seen := model())[1] < last:
+        if seen[0] != seen[1]:
+            torn.append(seen)
+    return torn
+
+
+def values(names):
+    return [rpc.rpc_sync(name, read, args=(number,))[1][0] for number, name in enumerate(names)]
+
+
+class Refusing(WeightStrategy):
+    """Refuses one value."""
+
+    def apply_weights(self, destination, weights, inplace=True):
+        if weights["layers", "0"][0] == 2.0:
+            raise ValueError("no twos here")
+        super().apply_weights(destination, weights, inplace)
+
+
+# The scenarios.
+
+
+def calls_load(module, mode):
+    """First weights with `connect`; then all workers, one, and each its own."""
+    with following(module, mode=mode) as (scheme, names, _):
+        assert values(names) == [1.0, 1.0]
+        with hurry("sends", PROMPT):
+            assert scheme.send(Probe(2.0)).all_applied
+            assert values(names) == [2.0, 2.0]
+            assert line(scheme.send(Probe(3.0), worker_ids=[1]), 1) == "applied"
+            assert values(names) == [2.0, 3.0]
+            scheme.send({0: Probe(4.0), 1: Probe(5.0)})
+            assert values(names) == [4.0, 5.0]
+            report = scheme.send(Probe(6.0))
+        versions = [rpc.rpc_sync(name, read, args=(at,))[0] for at, name in enumerate(names)]
+        assert versions == [report.version] * 2 and values(names) == [6.0, 6.0]
+
+
+def dead_worker(module):
+    """A worker that was killed is a line, and the other has the version."""
+    with following(module) as (scheme, names, started):
+        os.kill(started[0].pid, signal.SIGKILL)
+        started[0].join()
+        for value in (2.0, 3.0):
+            with hurry("a send without a worker", PROMPT):
+                report = scheme.send(Probe(value), timeout=60.0)
+            assert line(report, 0) == "died" and line(report, 1) == "applied", report
+            assert rpc.rpc_sync(names[1], read, args=(1,))[1] == (value, value)
+
+
+def refusal(module):
+    """A worker that cannot load a version says why at once, and takes the next one."""
+    with following(module, strategy=Refusing) as (scheme, names, _):
+        with hurry("a send that is refused", PROMPT):
+            report = scheme.send(Probe(2.0), timeout=60.0)
+        assert [one.outcome for one in report.failed] == ["refused"] * 2, report
+        assert "no twos here" in report.failed[0].reason
+        with hurry("a send", PROMPT):
+            assert scheme.send(Probe(3.0)).all_applied
+        assert values(names) == [3.0, 3.0]
+
+
+def wrong_weights(module):
+    """Weights that cannot be sent leave no worker waiting for them."""
+    with following(module) as (scheme, names, _):
+        for wrong in (Probe(2.0, numel=5), {0: Probe(2.0, numel=5)}):
+            try:
+                scheme.send(wrong)
+            except weightsync.WrongWeightsError:
+                pass
+            else:
+                raise AssertionError("these are not the model's weights")
+        with hurry("a send", PROMPT):
+            assert scheme.send(Probe(3.0)).all_applied
+        assert values(names) == [3.0, 3.0]
+
+
+def forwards(module, mode):
+    """Forwards of another thread see one version each."""
+    with following(module, workers=1, mode=mode) as (scheme, names, _):
+        watching = rpc.rpc_async(names[0], watch, args=(0, 60.0))
+        with hurry("sends", 30.0):
+            for value in range(2, 61):
+                assert scheme.send(Probe(float(value))).all_applied
+        assert watching.wait() == []
+
+
+def missing_worker(module):
+    """A worker that has not connected, and one that is dead, are named by the trainer's `connect`."""
+    with processes(2) as (names, started):
+        scheme = module.RPCWeightSyncScheme()
+        scheme.init_on_sender(model_id="policy", model=Probe(1.0), workers=names)
+        rpc.rpc_sync(names[0], follow, args=(scheme, 0, None))
+        try:
+            scheme.connect()
+        except weightsync.PeerError as error:
+            assert "1 of 2" in str(error) and "worker 1 (worker1)" in str(error), error
+            assert "init_on_receiver" in str(error)
+        else:
+            raise AssertionError("worker 1 is not there")
+        rpc.rpc_sync(names[1], follow, args=(scheme, 1, None))
+        scheme.connect()
+        assert scheme.send(Probe(2.0)).all_applied
+        assert values(names) == [2.0, 2.0]
+        scheme.shutdown()
