@@ -1,6 +1,7 @@
 """The scenarios of TorchRL's collectors whose workers may be on other hosts; here they are not."""
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -18,12 +19,15 @@ PROMPT = 10.0
 
 
 @contextlib.contextmanager
-def collecting(kind, workers=2, **how):
-    """A collector of worker processes on this host, and its batches."""
+def collecting(kind, workers=2, first=policy, **how):
+    """A collector of worker processes on this host, and its batches.
+
+    `first` makes the trainer's policy; it is None if only the workers' factory makes one.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     collector = kind(
         [Counting] * workers,
-        policy(1.0),
+        first and first(1.0),
         frames_per_batch=4 * workers if how.get("sync") else 4,
         total_frames=100_000,
         launcher="mp",
@@ -70,6 +74,32 @@ def updates(module, name, sync):
         with hurry("an update of the policy", PROMPT):
             made.update_policy_weights_()
         eventually(batches, 4.0)
+        assert getattr(made, "prepared", 3) == 3, "an update of the scheme is one of the collector"
+
+
+def nested(module, name):
+    """Workers that are collectors with workers of their own pass each version on."""
+    kind, scheme = KINDS[name]
+    how = {"collector_class": "sync", "num_workers_per_collector": 2, "sync": True}
+    schemes = {"policy": getattr(module, scheme)()}
+    with collecting(kind, workers=1, weight_sync_schemes=schemes, **how) as (made, batches):
+        assert acted(batches) == {1.0}
+        for weight in (2.0, 3.0):
+            with hurry("an update", PROMPT):
+                assert made.update_policy_weights_(policy(weight)).all_applied
+            eventually(batches, weight)
+
+
+def factory(module, name):
+    """A policy that only the workers make."""
+    kind, scheme = KINDS[name]
+    how = {"first": None, "policy_factory": functools.partial(policy, 1.0), "sync": True}
+    schemes = {"policy": getattr(module, scheme)()}
+    with collecting(kind, weight_sync_schemes=schemes, **how) as (made, batches):
+        assert acted(batches) == {1.0}
+        with hurry("an update", PROMPT):
+            assert made.update_policy_weights_(policy(2.0)).all_applied
+        eventually(batches, 2.0)
 
 
 def halves(batches):
@@ -100,9 +130,19 @@ def killed(module, name):
     schemes["policy"].shutdown()
 
 
+class Preparing(DistributedCollector):
+    """Does something of its own before an update, as RayCollector does."""
+
+    prepared = 0
+
+    def _weight_update_impl(self, *args, **how):
+        self.prepared += 1
+        super()._weight_update_impl(*args, **how)
+
+
 KINDS = {
     "rpc": (RPCCollector, "RPCWeightSyncScheme"),
-    "distributed": (DistributedCollector, "DistributedWeightSyncScheme"),
+    "distributed": (Preparing, "DistributedWeightSyncScheme"),
 }
 
 

@@ -12,6 +12,16 @@ def test_collector_updates_its_workers(ours, kind, sync):
 
 
 @pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_nested_collector_passes_versions_on(ours, kind):
+    bounded(scenarios.nested, ours, kind)
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
+def test_collector_updates_policies_of_a_factory(ours, kind):
+    bounded(scenarios.factory, ours, kind)
+
+
+@pytest.mark.parametrize("kind", ["rpc", "distributed"])
 def test_collector_reports_a_worker_killed(ours, kind):
     bounded(scenarios.killed, ours, kind)
 

@@ -30,6 +30,10 @@ def test_call_loads_while_no_forward_runs(ours, mode):
     bounded(scenarios.forwards, ours, mode)
 
 
+def test_shutdown_leaves_no_file_or_thread(ours):
+    bounded(scenarios.shut_down, ours)
+
+
 def test_connect_names_a_worker_that_is_not_there(ours):
     bounded(scenarios.missing_worker, ours)
 

@@ -1,6 +1,7 @@
 """The scenarios of torch's RPC: workers of plain processes, and those of TorchRL's collectors."""
 
 import contextlib
+import gc
 import os
 import signal
 import tempfile
@@ -81,6 +82,16 @@ def follow(scheme, number, strategy):
     scheme.connect(worker_idx=number)
 
 
+def leave(number):
+    _kept.pop(number)[0].shutdown()
+
+
+def open_files():
+    """The number of files that the process has open, once unused objects are gone."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def read(number):
     scheme, model = _kept[number]
     return scheme.version, model()
@@ -154,6 +165,9 @@ def refusal(module):
 def wrong_weights(module):
     """Weights that cannot be sent leave no worker waiting for them."""
     with following(module) as (scheme, names, _):
+        group, calls = scheme._group, []
+        call = group._call
+        group._call = lambda *how: calls.append(how) or call(*how)
         for wrong in (Probe(2.0, numel=5), {0: Probe(2.0, numel=5)}):
             try:
                 scheme.send(wrong)
@@ -161,6 +175,7 @@ def wrong_weights(module):
                 pass
             else:
                 raise AssertionError("these are not the model's weights")
+        assert calls == [], "no worker was called"
         with hurry("a send", PROMPT):
             assert scheme.send(Probe(3.0)).all_applied
         assert values(names) == [3.0, 3.0]
@@ -174,6 +189,23 @@ def forwards(module, mode):
             for value in range(2, 61):
                 assert scheme.send(Probe(float(value))).all_applied
         assert watching.wait() == []
+
+
+def shut_down(module):
+    """Trainer and worker shut down, and leave no file and no thread; the worker can join again."""
+    with processes(1) as (names, _):
+        left = []
+        for _ in range(3):
+            scheme = module.RPCWeightSyncScheme()
+            scheme.init_on_sender(model_id="policy", model=Probe(1.0), workers=names)
+            rpc.rpc_sync(names[0], follow, args=(scheme, 0, None))
+            scheme.connect()
+            assert scheme.send(Probe(2.0)).all_applied
+            rpc.rpc_sync(names[0], leave, args=(0,))
+            scheme.shutdown()
+            threads = len(os.listdir("/proc/self/task"))
+            left.append((threads, open_files(), rpc.rpc_sync(names[0], open_files)))
+        assert left[1] == left[2], left
 
 
 def missing_worker(module):

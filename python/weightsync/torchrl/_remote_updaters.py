@@ -6,6 +6,7 @@ begins all workers' updates and then waits for every one.
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
@@ -20,13 +21,13 @@ class _Remote(Checked):
 
     policy_weights: Any
 
+    @abc.abstractmethod
     def _begin(self, worker: int, weights: Any) -> Any:
         """Begins a worker's update, and returns the argument of :meth:`_finish`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _finish(self, worker: int, begun: Any) -> None:
         """Waits until the worker has the weights."""
-        raise NotImplementedError
 
     def _shared(self, weights: Any) -> Any:
         """The weights in the form in which all workers get them."""

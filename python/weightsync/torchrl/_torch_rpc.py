@@ -114,11 +114,13 @@ class CallGroup(Group):
     ) -> Any:
         require()
         sender = self._own_sender()
-        for one in weights.values():
-            # A worker that was called would wait for weights that are refused.
-            sender._place(name, one)
-        # The workers' versions differ, and all are newer than the one sent last.
-        calls = self._call_loads(list(weights), sender.versions[name] + 1, timeout)
+        expected = sorted(sender._session.sent(name).layout.tensors())
+        placed = [sender._source(name).place(one) for one in weights.values()]
+        calls = {}
+        # The send refuses weights that do not fit: no worker is to wait for those.
+        if all(sorted(one.layout.tensors()) == expected for one in placed):
+            # The workers' versions differ, and all are newer than the one sent last.
+            calls = self._call_loads(list(weights), sender.versions[name] + 1, timeout)
         report = super().send_each(name, weights, wait, timeout)
         return self._answered(report, calls, wait)
 
