@@ -34,6 +34,11 @@ def test_shutdown_leaves_no_file_or_thread(ours):
     bounded(scenarios.shut_down, ours)
 
 
+@pytest.mark.parametrize("ends", ["trainer", "worker"])
+def test_waiting_call_ends_by_a_shutdown(ours, ends):
+    bounded(scenarios.waiting_call, ours, ends)
+
+
 def test_connect_names_a_worker_that_is_not_there(ours):
     bounded(scenarios.missing_worker, ours)
 

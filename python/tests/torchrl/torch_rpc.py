@@ -208,6 +208,18 @@ def shut_down(module):
         assert left[1] == left[2], left
 
 
+def waiting_call(module, ends):
+    """A call for a version that never comes ends when either end shuts down."""
+    with following(module, workers=1) as (scheme, names, _):
+        call = scheme._group._call_loads(None, 99, 60.0)[0]
+        with hurry("the end of a call", PROMPT):
+            if ends == "worker":
+                rpc.rpc_sync(names[0], leave, args=(0,))
+            else:
+                scheme.shutdown()
+            assert call.wait(), "there was nothing to load"
+
+
 def missing_worker(module):
     """A worker that has not connected, and one that is dead, are named by the trainer's `connect`."""
     with processes(2) as (names, started):
