@@ -221,7 +221,7 @@ def waiting_call(module, ends):
 
 
 def missing_worker(module):
-    """A worker that has not connected, and one that is dead, are named by the trainer's `connect`."""
+    """The trainer's `connect` names a worker that has not connected, and can be called again."""
     with processes(2) as (names, started):
         scheme = module.RPCWeightSyncScheme()
         scheme.init_on_sender(model_id="policy", model=Probe(1.0), workers=names)

@@ -28,7 +28,7 @@ class DistributedSyncCollector(_TorchRLCollector):
 
 
 class _GroupScheme(DistributedWeightSyncScheme):
-    """A scheme whose ``connect`` also makes the process group, by which the collector gets frames."""
+    """A scheme whose ``connect`` also makes the process group, which carries the frames."""
 
     def __init__(self, group_backend: str, world_size: int) -> None:
         super().__init__()

@@ -137,10 +137,10 @@ class CallGroup(Group):
         """Begins a call of a worker; :func:`_failure` waits for what went wrong."""
         from torch.distributed import rpc
 
-        args = (self._key, worker, *args)
+        callee, args = self._callees[worker], (self._key, worker, *args)
         # torch takes 0 for no limit.
         try:
-            return rpc.rpc_async(self._callees[worker], function, args=args, timeout=max(limit, 1e-3))
+            return rpc.rpc_async(callee, function, args=args, timeout=max(limit, 1e-3))
         except RuntimeError as error:
             return error
 
@@ -168,7 +168,8 @@ class CallGroup(Group):
                 missing.append(f"worker {worker} ({name}): {failure}")
         if missing:
             raise PeerError(
-                f"{len(missing)} of {len(calls)} workers did not join: {'; '.join(missing)}", "retry"
+                f"{len(missing)} of {len(calls)} workers did not join: {'; '.join(missing)}",
+                "retry",
             )
 
     # A worker's half.
