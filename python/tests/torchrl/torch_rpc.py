@@ -9,6 +9,7 @@ import tempfile
 import torch
 import weightsync
 from crew import Probe, _die_with_parent, hurry, line
+from tiny import weights_of
 from torch import multiprocessing as mp
 from torch.distributed import rpc
 from weightsync.torchrl import WeightStrategy
@@ -238,3 +239,40 @@ def missing_worker(module):
         assert scheme.send(Probe(2.0)).all_applied
         assert values(names) == [2.0, 2.0]
         scheme.shutdown()
+
+
+def transport(module, has_collector):
+    """`RPCTransport`, constructed as TorchRL's: with a collector that it calls, or without one."""
+    with processes(1) as (names, _):
+        holder = rpc.remote(names[0], Holder, args=(module.RPCTransport(worker_rank=1),))
+        sending = module.RPCTransport(
+            collector_info=rpc.get_worker_info(names[0]),
+            collector_rref=holder if has_collector else None,
+            worker_rank=1,
+        )
+        for value in (1.0, 2.0, 3.0):
+            received = None if has_collector else holder.rpc_async()._receive_weights_scheme()
+            with hurry("weights", PROMPT):
+                report = sending.send_weights(weights_of(Probe(value)))
+                assert value == 1.0 or report.all_applied
+                if received is not None:
+                    received.wait()
+            assert holder.rpc_sync().read() == (value, value)
+        holder.rpc_sync().shutdown()
+        sending.shutdown()
+
+
+class Holder:
+    """A model that a transport brings weights for, with the method of a collector."""
+
+    def __init__(self, transport):
+        self.transport, self.model = transport, Probe()
+
+    def _receive_weights_scheme(self):
+        assert self.transport.receive_weights(model=self.model) is not None
+
+    def read(self):
+        return self.model()
+
+    def shutdown(self):
+        self.transport.shutdown()

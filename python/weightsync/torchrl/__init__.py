@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torchrl.weight_update import TransportBackend, WeightStrategy
 
 from weightsync.torchrl._base import WeightSyncScheme
+from weightsync.torchrl._network_transports import DistributedTransport, RPCTransport
 from weightsync.torchrl._older import WeightReceiver, WeightSender
 from weightsync.torchrl._registry import register
 from weightsync.torchrl._remote_updaters import (
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedSyncCollector",
+    "DistributedTransport",
     "DistributedWeightSyncScheme",
     "DistributedWeightUpdater",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
+    "RPCTransport",
     "RPCWeightSyncScheme",
     "RPCWeightUpdater",
     "RayWeightUpdater",
