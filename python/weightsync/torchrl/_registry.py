@@ -44,4 +44,5 @@ def _ray_scheme(**kwargs: Any) -> Any:
     """Makes the scheme for Ray, which is looked up here because Ray may not be installed."""
     from weightsync import torchrl
 
-    return torchrl.RayWeightSyncScheme(**kwargs)  # type: ignore[attr-defined]
+    package: Any = torchrl
+    return package.RayWeightSyncScheme(**kwargs)
