@@ -36,18 +36,13 @@ class WeightSyncScheme(_TorchRLScheme):
         Raises:
             SettingError: for another backend.
         """
-        from weightsync.torchrl import _ray, _schemes
+        from weightsync.torchrl._registry import SCHEMES
 
-        kinds: dict[str, type[WeightSyncScheme]] = {
-            "none": _schemes.NoWeightSyncScheme,
-            "direct": _schemes.NoWeightSyncScheme,
-            "shared": _schemes.SharedMemWeightSyncScheme,
-            "thread": _schemes.SharedMemWeightSyncScheme,
-            "process": _schemes.MultiProcessWeightSyncScheme,
-            "multiprocessing": _schemes.MultiProcessWeightSyncScheme,
-            "distributed": _schemes.DistributedWeightSyncScheme,
-            "rpc": _schemes.RPCWeightSyncScheme,
-            "ray": _ray.RayWeightSyncScheme,
+        kinds = {
+            **SCHEMES,
+            "direct": SCHEMES["none"],
+            "thread": SCHEMES["shared"],
+            "multiprocessing": SCHEMES["process"],
         }
         if backend not in kinds:
             raise SettingError(

@@ -240,6 +240,10 @@ class Group:
         """Whether a model has connected, so that no other can be added."""
         return self._connected
 
+    @property
+    def can_join(self) -> bool:
+        """Whether a worker's ``connect`` knows enough."""
+        return self._info is not None
 
     def in_this_process(self) -> Group:
         """This group, without its parent's ends in a forked child."""
