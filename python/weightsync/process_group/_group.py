@@ -43,8 +43,8 @@ _MOST_TEXT = 256 << 20
 
 _FOREVER = timedelta(days=3650)
 
-# How often a wait for other members looks whether one of them has given up.
-_LOOK = 0.2
+# How often the store is asked whether all members are there.
+_LOOK = 0.01
 
 #: What to do once a group is closed.
 AGAIN = (
@@ -302,24 +302,20 @@ def _outer(group: Any) -> tuple[Any, int, int, str]:
 
 def _wait_for_ends(store: Any, size: int, name: str, timeout: float) -> list[tuple[str, str]]:
     keys, deadline = [f"end/{rank}" for rank in range(size)], time.monotonic() + timeout
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            # In short turns: other threads use the store meanwhile, and Ctrl-C ends the wait.
-            store.wait(keys, timedelta(seconds=max(0.001, min(_LOOK, left))))
-            break
-        except (RuntimeError, dist.DistError):
-            missing = [str(rank) for rank in range(size) if not store.check([f"end/{rank}"])]
-            if missing and left <= _LOOK:
-                raise DeadlineError(
-                    f"after {timeout} s rank {', '.join(missing)} of the group of {size} has made no "
-                    f"Sender or Receiver of {name!r}: each rank makes one, in the same order",
-                    "retry",
-                ) from None
-            if store.check(["over"]):
-                raise PeerError(
-                    "another rank has given up its wait for all ends: make the ends again", "retry"
-                ) from None
+    # Not `store.wait`: other threads could not use the store meanwhile, nor Ctrl-C end the wait.
+    while not store.check(keys):
+        if store.check(["over"]):
+            raise PeerError(
+                "another rank has given up its wait for all ends: make the ends again", "retry"
+            )
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+            raise DeadlineError(
+                f"after {timeout} s rank {', '.join(missing)} of the group of {size} has made no "
+                f"Sender or Receiver of {name!r}: each rank makes one, in the same order",
+                "retry",
+            )
+        time.sleep(_LOOK)
     found = [store.get(key).decode(errors="replace").partition(" ") for key in keys]
     return [(role, known) for role, _, known in found]
 

@@ -15,7 +15,7 @@ from weightsync.errors import PeerError
 from weightsync.transfer.chunk import dtype_name, dtype_of, layout, unpack
 
 #: The bytes of a broadcast, the checksums of the last one apart.
-PIECE = 64 << 20
+PIECE = 16 << 20
 
 #: Tensors begin at multiples of this, so that parameters can lie in a received buffer.
 _ALIGNMENT = 64

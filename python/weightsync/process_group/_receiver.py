@@ -6,6 +6,8 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -77,6 +79,8 @@ class Receiver:
         self._lock = threading.Lock()
         self._version = 0
         self._layout: Layout | None = None
+        # What is entered while the model changes: its forwards may run in other threads.
+        self._around_load: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
         # One that parameters lie in, and one for the next version.
         self._memory = Memory(2)
         members = meet(group, src, name, True, self._timeout)
@@ -160,7 +164,9 @@ class Receiver:
             try:
                 if refusal is not None:
                     raise refusal
-                self._target.load(layout, arrival.checked(number))
+                tensors = arrival.checked(number)
+                with self._around_load():
+                    self._target.load(layout, tensors)
             except _REFUSALS as error:
                 group.tell(0, KEPT, number, str(error).encode())
                 raise

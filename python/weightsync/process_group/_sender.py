@@ -190,7 +190,7 @@ class _Send:
         self._lines: dict[int, RankReport] = {}
         self._failed: dict[int, str] = {}
         self._entered: set[int] = set()
-        self._travelling: list[int] = []
+        self._travelling: set[int] = set()
 
     def run(self, sender: Sender) -> Report:
         group, weights, layout = self._group, self._weights, self._weights.layout
@@ -206,10 +206,13 @@ class _Send:
                 self._failed[member] = str(error)
         sender._layout = layout
         buffers, sums = sender._staging(layout), [self._version]
+        works: list[int] = []
         for piece, (begin, end) in enumerate(layout.pieces):
             if self._failed:
                 break
-            self._wait(lambda: len(self._travelling) < len(buffers))
+            # Not any of the two: the later one may have ended first.
+            mine = works[-len(buffers)] if len(works) >= len(buffers) else 0
+            self._wait(lambda mine=mine: mine not in self._travelling)
             before = weights.gathered
             buffer = buffers[piece % len(buffers)][: layout.end_of(piece) - begin]
             weights.fill(piece, buffer)
@@ -218,7 +221,8 @@ class _Send:
             sums.append(checksum(buffer[: end - begin]))
             if piece == len(layout.pieces) - 1:
                 layout.sums(buffer).copy_(torch.tensor(sums))
-            self._travelling.append(group.broadcast(buffer))
+            works.append(group.broadcast(buffer))
+            self._travelling.add(works[-1])
         self._wait(lambda: not self._travelling and len(self._lines) == group.size - 1)
         sender._version = self._version
         lines = tuple(self._lines[member] for member in sorted(self._lines))

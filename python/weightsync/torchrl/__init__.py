@@ -10,6 +10,7 @@ from torchrl.weight_update import TransportBackend, WeightStrategy
 
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._older import WeightReceiver, WeightSender
+from weightsync.torchrl._process_group import ProcessGroupWeightSyncScheme
 from weightsync.torchrl._schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -26,6 +27,7 @@ __all__ = [
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
+    "ProcessGroupWeightSyncScheme",
     "RPCWeightSyncScheme",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
