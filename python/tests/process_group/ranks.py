@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.down = nn.Linear(200, width, bias=False)
         self.again = nn.Linear(200, width, bias=False)
         self.again.weight = self.down.weight
-        self.half = nn.Parameter(torch.zeros(33, dtype=torch.bfloat16))
+        self.narrow = nn.Parameter(torch.zeros(33, dtype=torch.bfloat16))
         self.scale = nn.Parameter(torch.zeros(()))
         self.none = nn.Parameter(torch.zeros(0, 4))
         self.turned = nn.Parameter(torch.zeros(6, 4).t())
@@ -99,6 +99,7 @@ class Rank:
     def open(self, kind="net", fill=0.0, **how):
         self.model = make(kind, fill)
         how.setdefault("timeout", self.timeout)
+        how["name"] = how.pop("model", "policy")
         receives = how.pop("receives", self.rank != how.get("src", 0))
         end = process_group.Receiver if receives else process_group.Sender
         self.end = end(self.model, self.group, **how)

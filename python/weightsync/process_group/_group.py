@@ -26,7 +26,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightsyncError,
 )
-from weightsync.transfer._group import Links, own_name
+from weightsync.transfer._group import GRACE, Links, own_name
 
 # The tags of messages to receivers, and of messages to the sender.
 _HEAD, _TEXT, _ANSWER, _REASON = 11, 12, 13, 14
@@ -76,7 +76,8 @@ class Members(NamedTuple):
     #: What errors call them.
     names: list[str]
     backend: str
-    over: Callable[[], None]
+    #: Says in the store that this group of ends is over, and why; empty for an orderly end.
+    over: Callable[[str], None]
 
 
 def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> Members:
@@ -99,17 +100,17 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
     known[name] = number
     store = dist.PrefixStore(str(number), base)
 
-    def over() -> None:
+    def over(why: str) -> None:
         # The store may have ended with its process.
         with contextlib.suppress(RuntimeError, dist.DistError):
-            store.set("over", "")
+            store.set("over", why)
 
     try:
         role = "receiver" if is_receiver else "sender"
         store.set(f"end/{rank}", f"{role} {own_name(rank)}")
         roles = _wait_for_ends(store, size, name, timeout)
     except BaseException as error:
-        over()
+        over("its members were not there in time")
         if isinstance(error, (RuntimeError, dist.DistError)) and not isinstance(error, WeightsyncError):
             raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
         raise
@@ -134,20 +135,24 @@ class Group(Links):
         at = members.ranks.index(rank)
         super().__init__(at, len(members.ranks), timeout)
         self.ranks, self._names = members.ranks, members.names
-        self._over = members.over
+        self._over, self._store = members.over, members.store
         self._pid = os.getpid()
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended: WeightsyncError | None = None
+        #: At the sender: the members whose links have ended, and why.
+        self.gone: dict[int, str] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        # The broadcasts of this process that have not ended.
+        self._running: set[int] = set()
         self.device = torch.device("cpu")
         if members.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
         try:
             self._form(members.store, members.backend, _device())
         except BaseException as error:
-            self._over()
+            self._over("its links were not made")
             self._close_links()
             if isinstance(error, (RuntimeError, dist.DistError)):
                 raise PeerError(f"the links to the other ranks were not made: {error}") from error
@@ -188,8 +193,8 @@ class Group(Links):
         Raises:
             RuntimeError: from gloo, if the link has ended.
         """
-        # A message this small waits for a member that stands still only if many are unread.
-        control, limit = self._control, self._limit(0.5)
+        # It waits for a member that has not read what was sent to it before.
+        control, limit = self._control, min(self._limit(), timedelta(seconds=GRACE))
         if control is None:
             return
         head, body = (_HEAD, _TEXT) if self._rank == 0 else (_ANSWER, _REASON)
@@ -211,7 +216,7 @@ class Group(Links):
         Returns:
             The message's source.
         """
-        number, messages = -next(self._numbers), self._messages
+        number, messages, running = -next(self._numbers), self._messages, self._running
         if self._data is None:
             messages.put(Message(number, None, text=b"the links are closed"))
             return number
@@ -222,50 +227,57 @@ class Group(Links):
                 messages.put(Message(number, APPLIED))
             except BaseException as error:
                 messages.put(Message(number, None, text=str(error).encode()))
+            finally:
+                running.discard(number)
 
+        running.add(number)
         try:
             self._start_broadcast(tensor).get_future().add_done_callback(done)
         except RuntimeError as error:
+            running.discard(number)
             messages.put(Message(number, None, text=str(error).encode()))
         return number
 
-    def close(self, ended: WeightsyncError, told: str | None = None) -> None:
-        """Closes the links, once. Later calls of this end raise this error.
-
-        Args:
-            told: what the sender tells its receivers; empty for an orderly end.
-        """
+    def close(self, ended: WeightsyncError) -> None:
+        """Closes the links, once. Later calls of this end raise this error."""
         if os.getpid() != self._pid:
             return
         with self._lock:
             if self._ended is not None:
                 return
             self._ended = ended
+        is_orderly = isinstance(ended, LifecycleError)
         if self._rank == 0:
-            self._over()
-        if told is not None:
-            for member in range(1, self.size) if self._rank == 0 else [0]:
-                with contextlib.suppress(RuntimeError):
-                    self.tell(member, OVER if self._rank == 0 else LEFT, 0, told.encode())
+            self._over("" if is_orderly else str(ended))
+        for member in range(1, self.size) if self._rank == 0 else [0]:
+            # In an orderly end nothing that was sent before is in the way.
+            with contextlib.suppress(RuntimeError):
+                if is_orderly and member not in self.gone:
+                    self.tell(member, OVER if self._rank == 0 else LEFT, 0)
+        links = (self._control, self._data)
         self._close_links()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._timeout)
         self._threads = []
+        _finish(links, self._running)
         # A call in another thread may wait.
         self._messages.put(Message(0, None))
 
-
-def ended_by(message: Message, name: str) -> WeightsyncError:
-    """The error at a receiver whose sender's link has ended, or whose sender has said so."""
-    if message.kind == OVER and not message.text:
+    def ended_by(self, message: Message) -> WeightsyncError:
+        """The error at a receiver whose sender has shut down, or whose link to it has ended."""
+        why, name = "" if message.kind == OVER else None, self._names[0]
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            # The store may have ended with the sender.
+            if why is None and self._store.check(["over"]):
+                why = self._store.get("over").decode(errors="replace")
+        if why is None:
+            return PeerError(
+                f"the sender, {name}, died: the model keeps its weights, and {AGAIN}", "reconnect"
+            )
+        if why:
+            return PeerError(f"the sender, {name}, has closed the group: {why}", "reconnect")
         return SenderClosedError("the sender has shut down: no version comes any more")
-    if message.kind == OVER:
-        why = message.text.decode(errors="replace")
-        return PeerError(f"the sender, {name}, has closed the group: {why}", "reconnect")
-    return PeerError(
-        f"the sender, {name}, died; the model keeps its weights, and {AGAIN}", "reconnect"
-    )
 
 
 def seconds(timeout: float | None, name: str = "timeout") -> float:
@@ -350,6 +362,22 @@ def _listen(
     except BaseException as error:
         messages.put(Message(member, None, text=str(error).encode()))
 
+
+def _finish(links: tuple[Any, Any], running: set[int]) -> None:
+    """Waits until broadcasts over closed links have ended, which gloo's threads are part of.
+
+    One that has not keeps the links until later: to drop them would wait for it.
+    """
+    deadline = time.monotonic() + GRACE
+    while running and time.monotonic() < deadline:
+        time.sleep(_LOOK)
+    _unfinished[:] = [one for one in _unfinished if one[1]]
+    if running:
+        _unfinished.append((links, running))
+
+
+# Closed links that a broadcast still uses, and the broadcasts.
+_unfinished: list[tuple[tuple[Any, Any], set[int]]] = []
 
 # How often a process has met the others, by group and name.
 _met: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()

@@ -31,7 +31,6 @@ from weightsync.process_group._group import (
     VERSION,
     Group,
     Message,
-    ended_by,
     meet,
     rank_in,
     seconds,
@@ -85,7 +84,7 @@ class Receiver:
         self._memory = Memory(2)
         members = meet(group, src, name, True, self._timeout)
         self._group = Group(members, rank_in(group), self._timeout)
-        weakref.finalize(self, Group.close, self._group, _shut_down(), "").atexit = False
+        weakref.finalize(self, Group.close, self._group, _shut_down()).atexit = False
         _ends.opened(self)
 
     @property
@@ -134,14 +133,14 @@ class Receiver:
 
     def shutdown(self) -> None:
         """Leaves the group, which ends the sender's next send. Any number of times."""
-        self._group.close(_shut_down(), "")
+        self._group.close(_shut_down())
         _ends.closed(self)
 
     def _end(self, message: Message) -> WeightsyncError:
         """Closes this end, as the sender's link has ended, and returns the error."""
         # Not if this end was shut down in another thread.
         self._group.check()
-        error = ended_by(message, self._group.names()[0])
+        error = self._group.ended_by(message)
         self._group.close(error)
         return error
 
@@ -272,7 +271,7 @@ class _Arrival:
                     raise PeerError(f"the broadcast failed: {reason}; {AGAIN}", "reconnect")
             if message.source == 0:
                 self._group.check()
-                raise ended_by(message, self._group.names()[0])
+                raise self._group.ended_by(message)
             self._done.add(message.source)
         if self._keep:
             begin, end = self._layout.pieces[len(self._sums)]

@@ -32,6 +32,10 @@ from weightsync.process_group._weights import Weights
 from weightsync.transfer._group import GRACE, REFUSED
 
 
+# Why the link of a receiver has ended that has shut down.
+_LEFT = "it has left"
+
+
 class Sender:
     """The trainer's end in a process group. It broadcasts versions to the receivers.
 
@@ -83,7 +87,7 @@ class Sender:
         rank = rank_in(group)
         if rank == src:
             self._group = Group(members, rank, self._timeout)
-            weakref.finalize(self, Group.close, self._group, _shut_down(), "").atexit = False
+            weakref.finalize(self, Group.close, self._group, _shut_down()).atexit = False
         _ends.opened(self)
 
     @property
@@ -133,7 +137,7 @@ class Sender:
         """Closes this end, and tells the receivers. Any number of times."""
         self._is_closed = True
         if self._group is not None:
-            self._group.close(_shut_down(), "")
+            self._group.close(_shut_down())
         _ends.closed(self)
 
     def _broadcast(self, group: Group, weights: Weights) -> Report:
@@ -141,7 +145,7 @@ class Sender:
             return _Send(group, weights, self._version + 1, self._timeout).run(self)
         except BaseException as error:
             # The receivers wait for the rest.
-            group.close(_closed(error), str(error) or type(error).__name__)
+            group.close(_closed(error))
             raise
 
     def _check(self) -> None:
@@ -188,7 +192,8 @@ class _Send:
         self._deadline = self._began + timeout
         self._what = f"v{version}"
         self._lines: dict[int, RankReport] = {}
-        self._failed: dict[int, str] = {}
+        # By rank among the links, why its link has ended; 0 stands for the broadcast.
+        self._failed: dict[int, str] = dict(group.gone)
         self._entered: set[int] = set()
         self._travelling: set[int] = set()
 
@@ -251,10 +256,11 @@ class _Send:
             # This end was shut down in another thread.
             self._group.check()
         text = message.text.decode(errors="replace")
-        if message.kind is None:
-            self._failed.setdefault(at, text or "its link has ended")
-        elif message.kind == LEFT:
-            self._failed.setdefault(at, "it has left")
+        if message.kind in (None, LEFT):
+            self._group.gone[at] = _LEFT if message.kind == LEFT else text or "its link has ended"
+            # One that has answered ends the next send, and not this one.
+            if at not in self._lines:
+                self._failed.setdefault(at, self._group.gone[at])
         elif message.kind == BROKE:
             self._failed.setdefault(at, REFUSED)
         elif message.number == self._version and message.kind == ENTERED:
@@ -276,7 +282,7 @@ class _Send:
             if message is None:
                 break
             self._take(message)
-        gone = [at for at, reason in self._failed.items() if reason == "it has left"]
+        gone = [at for at, reason in self._failed.items() if reason == _LEFT]
         if gone:
             named = ", ".join(group.names()[at] for at in gone)
             raise PeerError(f"receiver {named} has left before {self._what}: {AGAIN}", "reconnect")
@@ -288,7 +294,8 @@ class _Send:
 
 def _closed(error: BaseException) -> WeightsyncError:
     """The error of later calls after one that has closed the group."""
-    kind = type(error) if isinstance(error, WeightsyncError) else PeerError
+    is_own = isinstance(error, WeightsyncError) and not isinstance(error, LifecycleError)
+    kind = type(error) if is_own else PeerError
     text = str(error) or type(error).__name__
     return kind(text if AGAIN in text else f"{text}; {AGAIN}", "reconnect")
 
