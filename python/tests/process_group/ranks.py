@@ -277,3 +277,34 @@ class Rank:
         total = self.own_collectives(count)
         thread.join(LONG)
         return total, versions[-1]
+
+    # TorchRL's scheme.
+
+    def scheme(self, **how):
+        from weightsync.torchrl import ProcessGroupWeightSyncScheme
+
+        self.model = make("net", 3.0 if self.rank == 0 else -1.0)
+        self.end = ProcessGroupWeightSyncScheme(timeout=self.timeout, **how)
+        if self.rank == 0:
+            self.end.init_on_sender(model_id="policy", model=self.model)
+        else:
+            worker = self.rank - 1
+            self.end.init_on_receiver(model_id="policy", model=self.model, worker_idx=worker)
+        self.end.connect()
+
+    def scheme_send(self, workers=None):
+        return self.end.send(worker_ids=workers).version
+
+    def scheme_receive(self, timeout=LONG):
+        return self.end.receive(timeout) is not None
+
+    def scheme_values(self):
+        with self.end.frozen():
+            return values_of(self.model)
+
+    def scheme_shutdown(self):
+        self.end.shutdown()
+        self.end.shutdown()
+
+    def scheme_pickle(self):
+        pickle.dumps(self.end)
