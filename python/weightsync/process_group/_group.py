@@ -187,14 +187,21 @@ class Group(Links):
         if self._ended is not None:
             raise type(self._ended)(str(self._ended), self._ended.remedy)
 
-    def tell(self, member: int, kind: int, number: int, text: bytes = b"", size: int = 0) -> None:
-        """Sends a message to a member.
+    def tell(
+        self,
+        member: int,
+        kind: int,
+        number: int,
+        text: bytes = b"",
+        size: int = 0,
+        within: float = GRACE,
+    ) -> None:
+        """Sends a message to a member, which takes it within so many seconds.
 
         Raises:
             RuntimeError: from gloo, if the link has ended.
         """
-        # It waits for a member that has not read what was sent to it before.
-        control, limit = self._control, min(self._limit(), timedelta(seconds=GRACE))
+        control, limit = self._control, timedelta(seconds=max(0.001, within))
         if control is None:
             return
         head, body = (_HEAD, _TEXT) if self._rank == 0 else (_ANSWER, _REASON)

@@ -65,7 +65,7 @@ class Layout:
 
     def size_of(self, at: int) -> int:
         """The bytes of a tensor."""
-        return math.prod(self.shapes[at]) * self.dtypes[at].itemsize
+        return int(math.prod(self.shapes[at]) * self.dtypes[at].itemsize)
 
     def end_of(self, piece: int) -> int:
         """The end of what travels with a piece: the checksums come with the last one."""

@@ -164,8 +164,9 @@ class Sender:
         if len(self._buffers) < count or self._buffers[0].numel() < size:
             self._buffers = []
             device = self._group.device
-            make = lambda: torch.zeros(size, dtype=torch.uint8, device=device)  # noqa: E731
-            self._buffers = [make() for _ in range(count)]
+            self._buffers = [
+                torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)
+            ]
         return self._buffers
 
     def __enter__(self) -> Sender:
@@ -205,9 +206,13 @@ class _Send:
             self._fail()
         text = b"" if layout == sender._layout else layout.to_text()
         for member in range(1, group.size):
+            left = self._deadline - time.monotonic()
             try:
-                group.tell(member, VERSION, self._version, text, layout.size)
+                group.tell(member, VERSION, self._version, text, layout.size, left)
             except RuntimeError as error:
+                if time.monotonic() >= self._deadline:
+                    # It stands still: gloo sends to a member that takes it.
+                    raise group._failure({}, {member}, self._what, AGAIN) from error
                 self._failed[member] = str(error)
         sender._layout = layout
         buffers, sums = sender._staging(layout), [self._version]
@@ -294,10 +299,11 @@ class _Send:
 
 def _closed(error: BaseException) -> WeightsyncError:
     """The error of later calls after one that has closed the group."""
-    is_own = isinstance(error, WeightsyncError) and not isinstance(error, LifecycleError)
-    kind = type(error) if is_own else PeerError
     text = str(error) or type(error).__name__
-    return kind(text if AGAIN in text else f"{text}; {AGAIN}", "reconnect")
+    text = text if AGAIN in text else f"{text}; {AGAIN}"
+    if isinstance(error, WeightsyncError) and not isinstance(error, LifecycleError):
+        return type(error)(text, "reconnect")
+    return PeerError(text, "reconnect")
 
 
 def _shut_down() -> LifecycleError:
