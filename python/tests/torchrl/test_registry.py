@@ -21,34 +21,28 @@ def registry(monkeypatch):
     monkeypatch.setattr(weight_sync_schemes, "_WEIGHT_SYNC_SCHEMES", known)
 
 
-def of(word):
-    if word.endswith("ray") and not hasattr(ours, "RayWeightSyncScheme"):
-        pytest.skip("the scheme for Ray is not here")
-    return WeightSyncScheme.from_backend(word)
-
-
 @pytest.mark.parametrize("word", WORDS)
 def test_register_adds_words_to_torchrl(word):
     for _ in range(2):
         ours.register()
-    assert type(of(f"weightsync-{word}")) is getattr(ours, WORDS[word])
-    assert type(of(word)) is getattr(weight_update, WORDS[word])
+    assert type(WeightSyncScheme.from_backend(f"weightsync-{word}")) is getattr(ours, WORDS[word])
+    assert type(WeightSyncScheme.from_backend(word)) is getattr(weight_update, WORDS[word])
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_register_replaces_words_on_request(word):
     ours.register(replace=True)
-    assert type(of(word)) is getattr(ours, WORDS[word])
+    assert type(WeightSyncScheme.from_backend(word)) is getattr(ours, WORDS[word])
 
 
 def test_register_gives_aliases_and_arguments():
     ours.register(replace=True)
-    assert type(of("weightsync")) is ours.SharedMemWeightSyncScheme
-    assert type(of("thread")) is ours.SharedMemWeightSyncScheme
+    assert type(WeightSyncScheme.from_backend("weightsync")) is ours.SharedMemWeightSyncScheme
+    assert type(WeightSyncScheme.from_backend("thread")) is ours.SharedMemWeightSyncScheme
     scheme = WeightSyncScheme.from_backend("weightsync-rpc", strategy="state_dict", sync=False)
     assert (scheme.strategy_str, scheme.sync) == ("state_dict", False)
 
 
 def test_torchrl_has_no_words_before_register():
     with pytest.raises(ValueError, match="weightsync"):
-        of("weightsync")
+        WeightSyncScheme.from_backend("weightsync")

@@ -20,6 +20,7 @@ from weightsync.torchrl._remote_updaters import (
     RayWeightUpdater,
     RPCWeightUpdater,
 )
+from weightsync.torchrl._process_group import ProcessGroupWeightSyncScheme
 from weightsync.torchrl._schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -43,6 +44,7 @@ __all__ = [
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
     "RPCTransport",
+    "ProcessGroupWeightSyncScheme",
     "RPCWeightSyncScheme",
     "RPCWeightUpdater",
     "RayModuleTransformScheme",
