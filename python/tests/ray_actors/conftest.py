@@ -27,6 +27,8 @@ def cluster():
         made.nodes = [made.add_node(**node, resources={f"node{at}": 9}) for at in range(2)]
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
         made.ray = ray
+        # A test's own timeout ends no wait of Ray's.
+        made.get = lambda answers, seconds=40: ray.get(answers, timeout=seconds)
         yield made
         ray.shutdown()
         made.shutdown()

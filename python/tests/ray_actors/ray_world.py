@@ -31,7 +31,7 @@ class Trainer:
     def send(self, value):
         fill(self.model, value)
         report = self.sender.send()
-        return report.version, {one.worker: one.outcome for one in report.workers}
+        return report.version, [(one.worker, one.outcome) for one in report.workers]
 
     def expect(self, workers):
         """Waits until these have joined."""
@@ -86,6 +86,6 @@ class Worker:
         self.receiver.shutdown()
 
 
-def kill(ray, actor):
+def kill(cluster, actor):
     """Ends an actor's process as the system does where memory is short."""
-    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+    os.kill(cluster.get(actor.pid.remote()), signal.SIGKILL)

@@ -14,17 +14,21 @@ import weightsync.ray
 pytestmark = pytest.mark.timeout(300)
 
 
+def directory(ray, name):
+    return ray.get_actor(f"{ray.get_runtime_context().namespace}/{name}", namespace="weightsync")
+
+
 def test_actors_have_what_is_sent(cluster, start):
     ray = cluster.ray
     trainer = start(Trainer)
-    info = ray.get(trainer.info.remote())
+    info = cluster.get(trainer.info.remote())
     workers = [start(Worker, info) for _ in range(2)]
     # They have the first version before they answer.
-    assert sorted(ray.get([one.state.remote() for one in workers])) == [(0, 1, 1.0, 1.0), (1, 1, 1.0, 1.0)]
-    assert ray.get(trainer.send.remote(2.0)) == (2, {0: "applied", 1: "applied"})
+    assert sorted(cluster.get([one.state.remote() for one in workers])) == [(0, 1, 1.0, 1.0), (1, 1, 1.0, 1.0)]
+    assert cluster.get(trainer.send.remote(2.0)) == (2, [(0, "applied"), (1, "applied")])
     late = start(Worker, info)
-    assert ray.get(late.state.remote()) == (2, 2, 2.0, 2.0)
-    names = ray.get(trainer.actors.remote())
+    assert cluster.get(late.state.remote()) == (2, 2, 2.0, 2.0)
+    names = cluster.get(trainer.actors.remote())
     assert list(names) == [0, 1, 2]
     assert "pid" in names[0]
 
@@ -41,26 +45,26 @@ def test_driver_sends_to_async_and_threaded_actors(cluster, start, name):
         info = pickle.loads(pickle.dumps(sender.init_info))
         asynchronous = start(Async, info)
         threaded = start(Worker, info, options={"max_concurrency": 4})
-        ray.get([asynchronous.told.remote(), threaded.state.remote()])
+        cluster.get([asynchronous.told.remote(), threaded.state.remote()])
         report = sender.send(net(3.0))
         assert report.all_applied and len(report.workers) == 2
-        assert ray.get(asynchronous.told.remote()) == (2, 3.0)
-        states = ray.get([threaded.state.remote() for _ in range(4)])
+        assert cluster.get(asynchronous.told.remote()) == (2, 3.0)
+        states = cluster.get([threaded.state.remote() for _ in range(4)])
         assert [one[1:] for one in states] == [(2, 1.0, 3.0)] * 4
 
 
 def test_placement_group_actors_have_what_is_sent(cluster, start):
     ray = cluster.ray
     group = ray.util.placement_group([{"node0": 1}, {"node1": 1}], strategy="STRICT_SPREAD")
-    ray.get(group.ready())
+    cluster.get(group.ready())
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     trainer = start(Trainer)
     workers = [
         start(Worker, options={"scheduling_strategy": strategy(group, placement_group_bundle_index=at)})
         for at in range(2)
     ]
-    ray.get([one.state.remote() for one in workers])
-    assert ray.get(trainer.send.remote(4.0)) == (2, {0: "applied", 1: "applied"})
+    cluster.get([one.state.remote() for one in workers])
+    assert cluster.get(trainer.send.remote(4.0)) == (2, [(0, "applied"), (1, "applied")])
     ray.util.remove_placement_group(group)
 
 
@@ -69,55 +73,53 @@ def test_restarted_worker_has_the_newest_before_it_acts(cluster, start):
     trainer = start(Trainer)
     worker = start(Worker, options={"max_restarts": 1, "max_task_retries": -1})
     other = start(Worker)
-    number, *_ = ray.get(worker.state.remote())
-    ray.get([other.state.remote(), trainer.send.remote(5.0)])
-    kill(ray, worker)
+    number, *_ = cluster.get(worker.state.remote())
+    cluster.get([other.state.remote(), trainer.send.remote(5.0)])
+    kill(cluster, worker)
     # It has its number again, and began with the newest.
-    assert ray.get(worker.state.remote()) == (number, 2, 5.0, 5.0)
-    ray.get(trainer.expect.remote([0, 1]))
-    version, outcomes = ray.get(trainer.send.remote(6.0))
-    assert set(outcomes.values()) == {"applied"} and len(outcomes) == 2
+    assert cluster.get(worker.state.remote()) == (number, 2, 5.0, 5.0)
+    cluster.get(trainer.expect.remote([0, 1]))
+    version, outcomes = cluster.get(trainer.send.remote(6.0))
+    assert sorted(outcomes) == sorted([(number, "died"), (0, "applied"), (1, "applied")])
 
 
 def test_restarted_trainer_finds_its_workers(cluster, start):
     ray = cluster.ray
     trainer = start(Trainer, options={"max_restarts": 1, "max_task_retries": -1})
     workers = [start(Worker) for _ in range(2)]
-    ray.get([one.state.remote() for one in workers])
-    ray.get(trainer.send.remote(7.0))
+    cluster.get([one.state.remote() for one in workers])
+    cluster.get(trainer.send.remote(7.0))
     waiting = [one.until.remote(8.0) for one in workers]
-    kill(ray, trainer)
+    kill(cluster, trainer)
     # The workers have moved to it: a send reaches both.
-    ray.get(trainer.expect.remote([0, 1]))
-    assert ray.get(trainer.send.remote(8.0)) == (2, {0: "applied", 1: "applied"})
-    assert ray.get(waiting) == [2, 2]
+    cluster.get(trainer.expect.remote([0, 1]))
+    assert cluster.get(trainer.send.remote(8.0)) == (2, [(0, "applied"), (1, "applied")])
+    assert cluster.get(waiting) == [2, 2]
 
 
 def test_trained_model_changes_in_safe_points_alone(cluster, start):
     ray = cluster.ray
     trainer = start(Trainer, options={"max_restarts": 1, "max_task_retries": -1})
     worker = start(Worker, safe_points="declared", mode="copy")
-    ray.get(worker.state.remote())
+    cluster.get(worker.state.remote())
     trained = worker.train.remote(9.0)
-    ray.get(trainer.send.remote(9.0))
-    assert ray.get(trained) == 9.0
-    kill(ray, trainer)
-    ray.get(trainer.pid.remote())
+    cluster.get(trainer.send.remote(9.0))
+    assert cluster.get(trained) == 9.0
+    kill(cluster, trainer)
+    cluster.get(trainer.pid.remote())
     # It moves to the restarted trainer in a safe point.
-    assert ray.get(worker.train.remote(1.0)) == 1.0
+    assert cluster.get(worker.train.remote(1.0)) == 1.0
 
 
 def test_end_of_all_ends_the_directory(cluster, start, name):
     ray = cluster.ray
     trainer, worker = start(Trainer), start(Worker)
-    ray.get(worker.state.remote())
-    directory = ray.get_actor(f"weightsync/{name}")
-    ray.get([worker.end.remote(), trainer.end.remote()])
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(directory.after.remote(9))
+    cluster.get(worker.state.remote())
+    assert directory(ray, name)
+    cluster.get([worker.end.remote(), trainer.end.remote()])
     while True:
         try:
-            ray.get_actor(f"weightsync/{name}")
+            directory(ray, name)
         except ValueError:
             return
         time.sleep(0.01)
@@ -126,13 +128,13 @@ def test_end_of_all_ends_the_directory(cluster, start, name):
 def test_killed_directory_is_started_again(cluster, start, name):
     ray = cluster.ray
     trainer, worker = start(Trainer), start(Worker)
-    ray.get(worker.state.remote())
-    ray.kill(ray.get_actor(f"weightsync/{name}"))
+    cluster.get(worker.state.remote())
+    ray.kill(directory(ray, name))
     # Sends need no directory, and workers that join later make one.
-    assert ray.get(trainer.send.remote(2.0)) == (2, {0: "applied"})
+    assert cluster.get(trainer.send.remote(2.0)) == (2, [(0, "applied")])
     late = start(Worker)
-    assert ray.get(late.state.remote())[1:] == (2, 2.0, 2.0)
-    assert ray.get(trainer.send.remote(3.0)) == (3, {0: "applied", 1: "applied"})
+    assert cluster.get(late.state.remote())[1:] == (2, 2.0, 2.0)
+    assert cluster.get(trainer.send.remote(3.0)) == (3, [(0, "applied"), (1, "applied")])
 
 
 def test_second_sender_of_a_name_is_refused(cluster, name):

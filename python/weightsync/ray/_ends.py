@@ -130,6 +130,7 @@ class Receiver(_ends.AsyncWith):
         # A sender that waits for a safe point.
         self._next: Offer | None = None
         self._arrived = threading.Event()
+        self._receiver: Any = None
         self._group = Group(names, self._join_again)
         number = 0
         try:
@@ -263,6 +264,9 @@ class Receiver(_ends.AsyncWith):
 
     def _join_again(self) -> None:
         """Joins the directory that was started again, and the sender if it is another one."""
+        if self._receiver is None:
+            # The constructor asks the directory itself.
+            return
         self._group.join(None)
         offer = self._group.after(0, None)
         if self._receiver.info != read(offer.info):

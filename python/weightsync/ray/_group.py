@@ -22,6 +22,8 @@ from weightsync.ray._relay import Relay
 
 logger = logging.getLogger("weightsync")
 
+# Of the actors here. Their names begin with the namespace of the job, which may be made up by Ray.
+_NAMESPACE = "weightsync"
 
 @dataclass(frozen=True)
 class Member:
@@ -88,8 +90,11 @@ class Directory:
     async def offer(self, key: str, offer: Offer) -> None:
         """Takes a sender, once the one before has gone."""
         if self._offer is None or self._offer.info != offer.info:
-            while self._sender and self._sender != key and not self._has_ended:
+            while self._sender and self._sender != key:
                 await self._changed.wait()
+                if key not in self._presence:
+                    # It has given up.
+                    return
             number = 1 if self._offer is None else self._offer.number + 1
             self._offer = replace(offer, number=number)
             relays, self._relays = self._relays, {}
@@ -132,6 +137,7 @@ class Directory:
         there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
         # Ray starts it again if it dies, and not if it ends.
         options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": there}
+        options |= {"namespace": _NAMESPACE}
         name = f"{ray.get_runtime_context().get_actor_name()}/relay/{address}/{offer.number}"
         made = ray.remote(Relay).options(name=name, **options)
         self._relays[address] = made.remote(offer.info, offer.token)
@@ -164,7 +170,8 @@ class Group:
     """
 
     def __init__(self, models: Iterable[str], again: Callable[[], None]) -> None:
-        self.name = "weightsync/" + "+".join(sorted(models))
+        namespace = _cluster.running().get_runtime_context().namespace
+        self.name = f"{namespace}/{'+'.join(sorted(models))}"
         self._again = again
         self._key = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -185,7 +192,7 @@ class Group:
             self._ask("offer", self._key, offer, timeout=timeout)
         except DeadlineError:
             raise SettingError(
-                f"a sender of {self.name!r} in this Ray namespace is alive: shut it down, or give the "
+                f"a sender of {self.name!r} is alive: shut it down, or give the "
                 "model of this one another name"
             ) from None
 
@@ -247,19 +254,20 @@ class Group:
         until = None if timeout is None else time.monotonic() + timeout
         for left_tries in reversed(range(5)):
             left = None if until is None else max(0.0, until - time.monotonic())
-            asked = getattr(self._found(), call).remote(*arguments)
+            directory = self._found()
+            asked = getattr(directory, call).remote(*arguments)
             try:
                 return ray.get(asked, timeout=left)
             except ray.exceptions.GetTimeoutError:
                 ray.cancel(asked)
                 raise DeadlineError(
-                    f"the group {self.name!r} of this Ray namespace had no answer to {call!r} within "
+                    f"the group {self.name!r} had no answer to {call!r} within "
                     f"{timeout:g} s: is there a sender of this name in the job, and is it alive?",
                     "retry",
                 ) from None
             except ray.exceptions.RayActorError:
                 # The directory ends with its last end, or dies with its node.
-                self._lost()
+                self._lost(directory)
                 if not left_tries:
                     raise
                 time.sleep(0.05)
@@ -274,30 +282,32 @@ class Group:
             if self._directory is not None:
                 return self._directory
             ray = _cluster.running()
-            options = {"name": self.name, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0}
+            options = {"name": self.name, "namespace": _NAMESPACE, "get_if_exists": True}
+            options |= {"lifetime": "detached", "num_cpus": 0}
             # Each end and each wait is a call that is open.
             directory = ray.remote(Directory).options(max_concurrency=10_000, **options).remote()
             self._directory, self._present = directory, directory.present.remote(self._key)
             directory.watch.remote(self._key, [self._present])
-            self._present.future().add_done_callback(self._ended)
+
+            def ended(_: Future[None]) -> None:
+                # It answers when this end has left, and when it ends or has died.
+                if not self._is_left and _cluster.ray().is_initialized():
+                    threading.Thread(target=self._renew, args=(directory,), daemon=True).start()
+
+            self._present.future().add_done_callback(ended)
             return directory
 
-    def _ended(self, present: Future[None]) -> None:
-        """The directory has answered, as this end leaves, or has died."""
-        is_over = self._is_left or not _cluster.ray().is_initialized()
-        if not is_over and present.exception() is not None:
-            threading.Thread(target=self._renew, daemon=True).start()
-
-    def _renew(self) -> None:
-        self._lost()
+    def _renew(self, before: Any) -> None:
+        self._lost(before)
         try:
             self._again()
         except Exception:
             logger.exception("the group %r was not joined again", self.name)
 
-    def _lost(self) -> None:
+    def _lost(self, directory: Any) -> None:
         with self._lock:
-            self._directory = self._present = None
+            if self._directory is directory:
+                self._directory = self._present = None
 
     def _then(self, call: str, arguments: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         if self._directory is None:

@@ -25,17 +25,25 @@ class Presence:
     def __init__(self, gone: Callable[[str], None], ended: Callable[[], None]) -> None:
         self._gone, self._ended = gone, ended
         self._here: dict[str, asyncio.Event] = {}
+        self._left: set[str] = set()
+        self._has_ended = False
         # The event loop keeps no task alive.
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __contains__(self, key: str) -> bool:
-        return key in self._here
+        return key in self._here and key not in self._left
 
     async def hold(self, key: str) -> None:
         """Returns when the process has gone. The actor ends with the last one."""
+        if self._has_ended:
+            # The actor would wait for this call before it ends.
+            return
         await self._here.setdefault(key, asyncio.Event()).wait()
         del self._here[key]
         if not self._here:
+            self._has_ended = True
+            for task in self._tasks:
+                task.cancel()
             self._ended()
             _cluster.ray().actor.exit_actor()
 
@@ -52,6 +60,9 @@ class Presence:
         task.add_done_callback(self._tasks.discard)
 
     def leave(self, key: str) -> None:
-        """Notes that a process has gone."""
+        """Notes that a process has gone. Again for the same one it does nothing."""
+        if key in self._left:
+            return
+        self._left.add(key)
         self._gone(key)
         self._here.setdefault(key, asyncio.Event()).set()
