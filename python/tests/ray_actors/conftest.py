@@ -1,14 +1,19 @@
-"""A Ray cluster for all tests of a file: a head and two nodes, on this host."""
+"""A Ray cluster: a head and two nodes, on this host."""
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
+# Files that tests and their actors import; those of TorchRL are with its other tests.
+PLACES = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "torchrl")]
+sys.path.append(PLACES[1])
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture(scope="session")
 def cluster():
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
@@ -20,8 +25,7 @@ def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TMPDIR", folder)
-        # Its processes import the files next to this one.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", os.pathsep.join(PLACES), prepend=os.pathsep)
         made = Cluster(initialize_head=True, head_node_args=node)
         del node["include_dashboard"]
         made.nodes = [made.add_node(**node, resources={f"node{at}": 9}) for at in range(2)]

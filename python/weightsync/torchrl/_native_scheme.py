@@ -184,7 +184,7 @@ class NativeScheme(WeightSyncScheme):
             return
         assert self._group is not None
         _ends.opened(self)
-        context = self.context or self._calls
+        context = self._calls if self.context is None else self.context
         if context is None:
             # The scheme was initialised before its collector was made.
             context = _collector.connecting_collector(self)

@@ -1,10 +1,5 @@
 """The older updater for Ray: it waits for all actors, and names those that failed."""
 
-import os
-import shutil
-import tempfile
-from pathlib import Path
-
 import pytest
 import ray
 import weightsync
@@ -17,27 +12,6 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    # The paths of Ray's sockets are this folder's and some 60 characters more.
-    folder = tempfile.mkdtemp(dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # Its processes import this file.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=folder,
-        )
-        yield
-        ray.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture
