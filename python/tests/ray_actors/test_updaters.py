@@ -14,18 +14,24 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def places(cluster):
-    actors = [ray.remote(num_cpus=0)(Place).remote() for _ in range(2)]
-    yield actors
-    for actor in actors:
+@pytest.fixture(scope="module")
+def actors(cluster):
+    made = [ray.remote(num_cpus=0)(Place).remote() for _ in range(2)]
+    yield made
+    for actor in made:
         ray.kill(actor)
+
+
+@pytest.fixture
+def places(actors):
+    ray.get([actor.reset.remote() for actor in actors])
+    return actors
 
 
 class Place:
     """An actor that is updated as TorchRL's collectors are."""
 
-    def __init__(self):
+    def reset(self):
         self.value = 0.0
 
     def update_policy_weights_(self, policy_or_weights):

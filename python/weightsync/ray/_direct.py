@@ -62,8 +62,8 @@ class Transport(TensorTransportManager):
         info = ""
         if rdt_object:
             tensors = {str(at): one.detach() for at, one in enumerate(rdt_object)}
-            scheme = _cluster.listening(Distributed(pull=True, share="all"))
-            sender = Sender(tensors, scheme=scheme, slots=(1, 1))
+            scheme = _cluster.listening(Distributed(pull=True))
+            sender = Sender(tensors, scheme=scheme)
             sender.connect(0)
             self._senders[obj_id] = sender
             info = sender.init_info.to_json()
