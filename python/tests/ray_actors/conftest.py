@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 # Files that tests and their actors import; those of TorchRL are with its other tests.
-PLACES = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "torchrl")]
-sys.path.append(PLACES[1])
+HERE = Path(__file__).parent
+PLACES = [str(HERE), str(HERE.parent / "torchrl")]
+sys.path += [PLACES[1], str(HERE.parent / "sync")]
 
 
 @pytest.fixture(scope="session")
