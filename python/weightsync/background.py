@@ -12,6 +12,7 @@ from weightsync._checks import only_version
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._targets import ModuleTarget, Target
+from weightsync.errors import LifecycleError
 
 
 class Background:
@@ -25,6 +26,7 @@ class Background:
     def __init__(self, native: Native, targets: dict[str, Target]) -> None:
         self._pid = os.getpid()
         self._native = native
+        self._has_ended = False
         self._targets = targets
         self._hold = Hold(native.acquire_permit)
         self._guards: list[Guard] = []
@@ -100,10 +102,12 @@ class Background:
         before = self._native
 
         def exchange() -> None:
+            if self._has_ended:
+                raise LifecycleError("the receiver was shut down")
             self._native = begin()
             self._hold.move(self._native.acquire_permit)
 
-        before.exclusively(exchange)
+        before.hand_over(exchange)
         before.shutdown(None)
 
     def shutdown(self) -> None:
@@ -111,8 +115,11 @@ class Background:
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:
-        # Modules stay guarded until the thread that loads has ended.
-        self._native.shutdown(reason)
+        # Modules stay guarded until the thread that loads has ended, and one that a move has begun.
+        self._has_ended, ended = True, None
+        while ended is not self._native:
+            ended = self._native
+            ended.shutdown(reason)
         self._hold.end()
         for guard in self._guards:
             guard.remove()

@@ -151,10 +151,10 @@ class ModelReceiver(Receiving):
         """Follows another sender from here on, such as a trainer that was restarted on another host.
 
         The models get its newest version: while no forward runs, if there is a background
-        receiver. They keep their weights, and the receiver its sender, if that fails.
+        receiver. If this fails, the receiver still follows the sender before.
 
         Raises:
-            As :meth:`connect`.
+            As :meth:`connect`; a :class:`LifecycleError` if this thread keeps the models unchanged.
         """
         info = read(info)
         session = Session.prepare_receiver(info, self._worker, self._models, self._device)

@@ -57,11 +57,11 @@ impl Background {
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
-    /// Calls a function while this thread is alone with the models, as in a load of a version.
-    fn exclusively(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
+    /// Calls a function while this thread alone is with the models. If it returns, nothing is applied
+    /// from here on.
+    fn hand_over(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
         self.call(py, |inner| {
-            let _alone = inner.write()?;
-            Ok(Python::attach(|py| function.call0(py).map(drop)))
+            inner.hand_over(|| Python::attach(|py| function.call0(py).map(drop)))
         })?
     }
 

@@ -33,7 +33,7 @@ def cluster():
         ray.init(address=made.address, log_to_driver=False, logging_level="ERROR")
         made.ray = ray
         # A test's own timeout ends no wait of Ray's.
-        made.get = lambda answers, seconds=40: ray.get(answers, timeout=seconds)
+        made.get = lambda answers, seconds=120: ray.get(answers, timeout=seconds)
         yield made
         ray.shutdown()
         made.shutdown()

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends
-from weightsync._checks import only_version
+from weightsync._checks import choice, only_version
 from weightsync._native import InitInfo
 from weightsync._receiving import read
-from weightsync.errors import PeerError, WeightsyncError
+from weightsync.errors import LifecycleError, PeerError, WeightsyncError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.ray import _cluster
-from weightsync.ray._group import Group, Member, Offer
+from weightsync.ray._group import Group, Member, Offer, left
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender as _Sender
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 logger = logging.getLogger("weightsync")
+
+# Seconds until a sender that could not be joined is tried again.
+_AGAIN = 1.0
 
 
 class Sender(_Sender):
@@ -59,7 +62,8 @@ class Sender(_Sender):
         _cluster.running()
         own = _cluster.listening(Distributed() if scheme is None else scheme, insecure_plaintext)
         super().__init__(model, name=name, scheme=own, timeout=timeout, **options)
-        self._group = Group(self.models, lambda: self._offer(None))
+        self._own_scheme = own
+        self._group = Group(self.models, self._offer_again)
         try:
             self.connect(0, version=version, timeout=timeout)
             self._offer(timeout)
@@ -68,13 +72,15 @@ class Sender(_Sender):
             raise
 
     def _offer(self, timeout: float | None) -> None:
-        is_open = self._info.scheme != str(Distributed()) and "listen=" in self._info.scheme
-        token = _cluster.token() if is_open else None
-        self._group.offer(Offer(self._info.to_json(), _cluster.address(), is_open, token), timeout)
+        taken = [one.worker for one in self.workers]
+        self._group.offer(Offer.of(self._info.to_json(), self._own_scheme, taken), timeout)
+
+    def _offer_again(self) -> None:
+        self._offer(None)
 
     @property
     def actors(self) -> dict[int, Member]:
-        """The workers that have joined, by the numbers that reports give them."""
+        """Every worker that has joined, also if it has left since, by the number that reports have."""
         return self._group.members()
 
     def shutdown(self) -> None:
@@ -121,38 +127,46 @@ class Receiver(_ends.AsyncWith):
         safe_points: Literal["implied", "declared"] = "implied",
         timeout: float | None = 60.0,
     ) -> None:
+        choice("safe_points", safe_points, "implied", "declared")
         _cluster.running()
         until = None if timeout is None else time.monotonic() + timeout
         names = [name] if info is None else read(info).models
         self._declared = safe_points == "declared"
-        self._lock = threading.RLock()
-        self._is_closed = False
-        # A sender that waits for a safe point.
+        # The thread that moves to another sender has it.
+        self._moving = threading.Lock()
+        # A sender to which this worker is to move, and how often one has come or was taken.
         self._next: Offer | None = None
-        self._arrived = threading.Event()
+        self._news = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
         self._receiver: Any = None
         self._group = Group(names, self._join_again)
-        number = 0
         try:
-            worker = self._group.join(_left(until))
-            while True:
-                offer = self._group.after(number, _left(until))
+            while self._receiver is None:
+                offer = self._group.after("", left(until))
+                self._group.reach(offer)
                 receiver = ModelReceiver(
-                    offer.info, worker, model=model, models=models, context=context, mode=mode,
-                    mapping=mapping, device=device,
+                    offer.info, self._group.join(left(until)), model=model, models=models,
+                    context=context, mode=mode, mapping=mapping, device=device,
                 )  # fmt: skip
                 try:
-                    receiver.connect(timeout=_left(until))
-                    break
+                    receiver.connect(timeout=left(until))
+                    self.background = receiver.start_background(safe_points)
+                    self._receiver = receiver
                 except PeerError:
-                    # That sender has ended since; another may come.
-                    number = offer.number
+                    # That sender has ended since, or has not noticed the end of this actor's last life.
+                    receiver.shutdown()
+                    if left(until) == 0:
+                        raise
+                    time.sleep(0.1)
+                except BaseException:
+                    receiver.shutdown()
+                    raise
+            self._current = offer
+            self._group.follow(offer.info, self._moved)
         except BaseException:
-            self._group.leave()
+            self._end(None)
             raise
-        self._receiver = receiver
-        self.background = receiver.start_background(safe_points)
-        self._follow(offer)
         _ends.opened(self)
 
     @property
@@ -194,23 +208,27 @@ class Receiver(_ends.AsyncWith):
             False if the timeout came first, or if the sender has shut down.
         """
         until = None if timeout is None else time.monotonic() + timeout
+        run = self.run
         while True:
-            self._arrived.clear()
-            run = self.run
-            self._take()
+            news, native = self._news, self.background._native
+            self._take(left(until))
             if version is None and self.run != run:
                 return True
+            wanted = dict.fromkeys(self.versions, version) if isinstance(version, int) else version
             try:
-                if self.background.wait(version, timeout=_left(until)):
+                if native.wait(wanted or {}, left(until)):
                     return True
             except WeightsyncError:
-                if self._is_closed:
+                # It has moved, or it is wrong to wait here.
+                if self._is_closed or native is self.background._native:
                     raise
-            if self._is_closed or self.background.state == "closed" or _left(until) == 0:
+                continue
+            if self._is_closed or self.background.state == "closed" or left(until) == 0:
                 return False
             # Its sender has died.
-            if not self._arrived.wait(_left(until)):
-                return False
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._news != news, left(until)):  # noqa: B023
+                    return False
 
     def safe_point(self) -> dict[str, int] | None:
         """Lets the models change here and now.
@@ -218,7 +236,7 @@ class Receiver(_ends.AsyncWith):
         Returns:
             The models' versions by name if they changed, else None.
         """
-        return self._take() or self.background.safe_point()
+        return self._take(0) or self.background.safe_point()
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
         """Keeps the models unchanged inside ``with receiver.frozen():``, in this thread."""
@@ -230,49 +248,60 @@ class Receiver(_ends.AsyncWith):
 
     def _end(self, reason: str | None) -> None:
         self._is_closed = True
-        self._arrived.set()
+        self._tell()
         self._group.leave()
-        # A move to another sender goes on until it is there, or has failed.
-        self._receiver._end(reason)
+        if self._receiver is not None:
+            self._receiver._end(reason)
         _ends.closed(self)
 
-    def _follow(self, offer: Offer) -> None:
-        self._group.follow(offer.number, self._moved)
+    def _tell(self) -> None:
+        with self._changed:
+            self._news += 1
+            self._changed.notify_all()
 
     def _moved(self, offer: Offer) -> None:
-        """There is a newer sender."""
-        with self._lock:
-            self._next = offer
-        if not self._declared:
-            self._take()
-        self._arrived.set()
-        self._follow(offer)
+        """There is another sender."""
+        self._next = offer
+        self._tell()
+        with contextlib.suppress(LifecycleError):
+            self._group.follow(offer.info, self._moved)
+        while not self._declared and self._next is offer and not self._is_closed:
+            self._take(None)
+            with self._changed:
+                # A sender that cannot be joined now may be joined later.
+                if self._next is offer:
+                    self._changed.wait_for(lambda: self._is_closed, _AGAIN)
 
-    def _take(self) -> dict[str, int] | None:
-        """Moves to a newer sender, if there is one."""
-        with self._lock:
-            offer, self._next = self._next, None
+    def _take(self, timeout: float | None) -> dict[str, int] | None:
+        """Moves to another sender, if there is one; in a safe point if those are declared."""
+        if self._next is None or self.background._hold._entered.calls:
+            return None
+        if not self._moving.acquire(timeout=-1 if timeout is None else timeout):
+            return None
+        try:
+            offer = self._next
             if offer is None or self._is_closed:
                 return None
             try:
+                self._group.reach(offer)
                 self._receiver.rejoin(offer.info)
             except WeightsyncError as error:
-                logger.warning("worker %d cannot join the restarted sender: %s", self.worker, error)
+                if not self._is_closed:
+                    logger.warning("worker %d cannot join the next sender: %s", self.worker, error)
                 return None
-            logger.info("worker %d has joined the restarted sender", self.worker)
-            return self.versions
+            self._current = offer
+            if self._next is offer:
+                self._next = None
+        finally:
+            self._moving.release()
+        self._tell()
+        logger.info("worker %d has joined the next sender", self.worker)
+        return self.versions
 
     def _join_again(self) -> None:
-        """Joins the directory that was started again, and the sender if it is another one."""
-        if self._receiver is None:
-            # The constructor asks the directory itself.
-            return
-        self._group.join(None)
-        offer = self._group.after(0, None)
-        if self._receiver.info != read(offer.info):
-            self._moved(offer)
-        else:
-            self._follow(offer)
+        """Joins the directory that was started again; the constructor does so itself."""
+        if self._receiver is not None:
+            self._group.follow(self._current.info, self._moved)
 
     def __enter__(self) -> Self:
         return self
@@ -283,6 +312,3 @@ class Receiver(_ends.AsyncWith):
     def __repr__(self) -> str:
         return f"<weightsync.ray.Receiver {self.worker}: {self.background!r}>"
 
-
-def _left(until: float | None) -> float | None:
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
 from weightsync.errors import LifecycleError
 from weightsync.ray import _cluster
@@ -67,10 +68,9 @@ class RayWeightSyncScheme(NativeScheme):
     ) -> None:
         self._scheme = _cluster.listening(self._scheme, self._insecure_plaintext)
         if context is not None:
-            remote_collectors = remote_collectors or context.remote_collectors
             # The collector's own model is looked up at each send.
             model = None
-        if remote_collectors is not None and context is None:
+        elif remote_collectors is not None:
             num_workers = len(remote_collectors)
         super()._init_on_sender_impl(
             model_id=model_id, context=context, model=model, num_workers=num_workers, **kwargs
@@ -80,31 +80,34 @@ class RayWeightSyncScheme(NativeScheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
-        assert self._group is not None and self._group.info is not None
-        is_open = self._scheme.listen is not None
-        token = _cluster.token() if is_open else None
-        offer = Offer(self._group.info, _cluster.address(), is_open, token)
-        self._ray_group = group = Group([self._ray_name], lambda: group.offer(offer, None))
-        group.offer(offer, 60.0)
+        if not self._local:
+            assert self._group is not None and self._group.info is not None
+            self._ray_group = Group([self._ray_name], self._offer)
+            self._offer()
         super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
+
+    def _offer(self) -> None:
+        self._ray_group.offer(Offer.of(self._group.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
         # This asks for the host's relay, too.
-        group = Group([self._ray_name], lambda: None)
+        group = Group([self._ray_name], self._offer)
         try:
-            group.after(0, 60.0)
+            group.reach(group.after("", WEIGHT_SYNC_TIMEOUT))
         finally:
             group.leave()
         super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
 
     def shutdown(self) -> None:
         """Shuts down this process's end. Any number of times."""
-        super().shutdown()
-        group, self._ray_group = getattr(self, "_ray_group", None), None
-        if group is not None and self._is_own():
-            group.leave()
+        try:
+            super().shutdown()
+        finally:
+            group, self._ray_group = getattr(self, "_ray_group", None), None
+            if group is not None and self._is_own():
+                group.leave()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_ray_group": None}
