@@ -36,6 +36,7 @@ def address(hosts, monkeypatch):  # noqa: F811
     Path(folder, "ray").mkdir()
     monkeypatch.setenv("RAY_TMPDIR", folder)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("PYTHONPATH", str(HERE), prepend=os.pathsep)
     # Ray's own token: the sender makes one.
     monkeypatch.delenv("WEIGHTSYNC_TOKEN")
