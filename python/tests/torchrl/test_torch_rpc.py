@@ -39,6 +39,14 @@ def test_waiting_call_ends_by_a_shutdown(ours, ends):
     bounded(scenarios.waiting_call, ours, ends)
 
 
+def test_joining_worker_shuts_down_at_once(ours):
+    bounded(scenarios.joining_worker, ours)
+
+
+def test_own_waits_end_by_their_limits(ours):
+    bounded(scenarios.own_waits, ours)
+
+
 def test_connect_names_a_worker_that_is_not_there(ours):
     bounded(scenarios.missing_worker, ours)
 
