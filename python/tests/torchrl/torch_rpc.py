@@ -119,6 +119,15 @@ def is_joining(number):
     return _kept[number][0]._group._session is not None
 
 
+def freeze(number):
+    """Holds the model in a thread that does not come back to it."""
+    _kept[number][0].frozen().__enter__()
+
+
+def is_waiting(number):
+    return _kept[number][0].background._native._lock._is_wanted
+
+
 def receive(number, timeout):
     """The version that came by a call of the worker's own, or None."""
     scheme = _kept[number][0]
@@ -269,6 +278,18 @@ def joining_worker(module):
             rpc.rpc_sync(names[0], leave, args=(0,))
             assert joining.wait(), "the worker has left"
         scheme.shutdown()
+
+
+def waiting_load(module):
+    """A load that waits for a forward ends when its worker shuts down."""
+    with following(module, workers=1) as (scheme, names, _), futures.ThreadPoolExecutor() as pool:
+        rpc.rpc_sync(names[0], freeze, args=(0,))
+        sent = pool.submit(scheme.send, Probe(2.0))
+        with hurry("the end of a load", PROMPT):
+            while not rpc.rpc_sync(names[0], is_waiting, args=(0,)):
+                time.sleep(0.01)
+            rpc.rpc_sync(names[0], leave, args=(0,))
+            assert not sent.result().all_applied
 
 
 def own_waits(module):
