@@ -4,8 +4,9 @@ import pytest
 import torch_rpc as scenarios
 import weightsync
 from crew import Probe, bounded
+from tiny import weights_of
 from torch.distributed import rpc
-from weightsync.torchrl import RPCWeightSyncScheme
+from weightsync.torchrl import RPCTransport, RPCWeightSyncScheme
 
 
 @pytest.mark.parametrize("mode", ["bind", "copy"])
@@ -39,6 +40,18 @@ def test_waiting_call_ends_by_a_shutdown(ours, ends):
     bounded(scenarios.waiting_call, ours, ends)
 
 
+def test_joining_worker_shuts_down_at_once(ours):
+    bounded(scenarios.joining_worker, ours)
+
+
+def test_load_that_waits_for_a_forward_ends_by_a_shutdown(ours):
+    bounded(scenarios.waiting_load, ours)
+
+
+def test_own_waits_end_by_their_limits(ours):
+    bounded(scenarios.own_waits, ours)
+
+
 def test_connect_names_a_worker_that_is_not_there(ours):
     bounded(scenarios.missing_worker, ours)
 
@@ -55,3 +68,10 @@ def test_torch_without_rpc_names_the_http_scheme(monkeypatch):
 def test_torch_rpc_is_wanted_before_the_scheme():
     with pytest.raises(weightsync.LifecycleError, match="init_rpc"):
         RPCWeightSyncScheme().init_on_sender(model_id="policy", model=Probe(), workers=["one"])
+
+
+def test_transport_wants_torch_rpc():
+    sending = RPCTransport(collector_info="one", worker_rank=1)
+    with pytest.raises(weightsync.LifecycleError, match="init_rpc"):
+        sending.send_weights(weights_of(Probe(1.0)))
+    sending.shutdown()

@@ -5,6 +5,8 @@ import gc
 import os
 import signal
 import tempfile
+import time
+from concurrent import futures
 
 import torch
 import weightsync
@@ -13,6 +15,8 @@ from tiny import weights_of
 from torch import multiprocessing as mp
 from torch.distributed import rpc
 from weightsync.torchrl import WeightStrategy
+from weightsync.torchrl._group import Group
+from weightsync.torchrl._torch_rpc import _join
 
 # A send to workers that are there. Only a fault lets it pass.
 PROMPT = 10.0
@@ -109,6 +113,44 @@ def watch(number, last):
 
 def values(names):
     return [rpc.rpc_sync(name, read, args=(number,))[1][0] for number, name in enumerate(names)]
+
+
+def is_joining(number):
+    return _kept[number][0]._group._session is not None
+
+
+def freeze(number):
+    """Holds the model in a thread that does not come back to it."""
+    _kept[number][0].frozen().__enter__()
+
+
+def is_waiting(number):
+    return _kept[number][0].background._native._lock._is_wanted
+
+
+def receive(number, timeout):
+    """The version that came by a call of the worker's own, or None."""
+    scheme = _kept[number][0]
+    return None if scheme.receive(timeout) is None else scheme.version
+
+
+def receive_while_frozen(number, held):
+    """A thread that holds the model cannot wait for it; another one looks, and gives up."""
+    scheme = _kept[number][0]
+    background = scheme.background
+    with scheme.frozen():
+        if held == "another thread":
+            with futures.ThreadPoolExecutor() as threads:
+                assert threads.submit(background.safe_point).result() is None
+                assert not threads.submit(background.wait, timeout=0.05).result()
+            return
+        for call in (background.safe_point, background.wait):
+            try:
+                call()
+            except weightsync.LifecycleError as error:
+                assert "frozen" in str(error)
+            else:
+                raise AssertionError("this thread would wait for itself")
 
 
 class Refusing(WeightStrategy):
@@ -219,6 +261,49 @@ def waiting_call(module, ends):
             else:
                 scheme.shutdown()
             assert call.wait(), "there was nothing to load"
+
+
+def joining_worker(module):
+    """A worker whose rendez-vous does not end shuts down at once."""
+    with processes(1) as (names, _):
+        scheme = module.RPCWeightSyncScheme()
+        scheme.init_on_sender(model_id="policy", model=Probe(1.0), workers=names)
+        rpc.rpc_sync(names[0], follow, args=(scheme, 0, None))
+        group = scheme._group
+        # Nothing was published: the worker waits for it.
+        joining = group._call(0, 60.0, _join, group.__getstate__(), 60.0)
+        with hurry("the end of a rendez-vous", PROMPT):
+            while not rpc.rpc_sync(names[0], is_joining, args=(0,)):
+                time.sleep(0.01)
+            rpc.rpc_sync(names[0], leave, args=(0,))
+            assert joining.wait(), "the worker has left"
+        scheme.shutdown()
+
+
+def waiting_load(module):
+    """A load that waits for a forward ends when its worker shuts down."""
+    with following(module, workers=1) as (scheme, names, _), futures.ThreadPoolExecutor() as pool:
+        rpc.rpc_sync(names[0], freeze, args=(0,))
+        sent = pool.submit(scheme.send, Probe(2.0))
+        with hurry("the end of a load", PROMPT):
+            while not rpc.rpc_sync(names[0], is_waiting, args=(0,)):
+                time.sleep(0.01)
+            rpc.rpc_sync(names[0], leave, args=(0,))
+            assert not sent.result().all_applied
+
+
+def own_waits(module):
+    """A worker's own calls wait no longer than they say, and load what the trainer sent."""
+    with following(module, workers=1) as (scheme, names, _):
+        with hurry("calls of a worker", PROMPT):
+            assert rpc.rpc_sync(names[0], receive, args=(0, 0.05)) is None
+            for held in ("this thread", "another thread"):
+                rpc.rpc_sync(names[0], receive_while_frozen, args=(0, held))
+            taken = rpc.rpc_async(names[0], receive, args=(0, 30.0))
+            # Without the call that makes the worker load.
+            Group.send(scheme._group, {"policy": Probe(2.0)}, None, "applied")
+            assert taken.wait() == 2
+        assert values(names) == [2.0]
 
 
 def missing_worker(module):

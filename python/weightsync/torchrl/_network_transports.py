@@ -10,8 +10,10 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from weightsync.errors import SettingError
+from weightsync.errors import PeerError, SettingError
 from weightsync.scheme import Distributed
+from weightsync.torchrl import _torch_rpc
+from weightsync.torchrl._remote_updaters import words
 from weightsync.torchrl._transports import _QueueTransport
 
 # The timeout of calls that have none, in seconds.
@@ -108,7 +110,10 @@ class RPCTransport(_OneWorkerTransport):
         report = super().wait_ack(timeout)
         call, self._call = self._call, None
         if call is not None and (report is None or report.all_applied):
-            call.wait()
+            try:
+                call.wait()
+            except Exception as error:
+                raise _failed(self._rank(), error) from error
         return report
 
 
@@ -144,10 +149,18 @@ class _Box:
     def put(self, text: str) -> None:
         from torch.distributed import rpc
 
-        rpc.rpc_sync(self._callee, _fill, args=(self._rank, text), timeout=_TIMEOUT)
+        _torch_rpc.require()
+        try:
+            rpc.rpc_sync(self._callee, _fill, args=(self._rank, text), timeout=_TIMEOUT)
+        except RuntimeError as error:
+            raise _failed(self._rank, error) from error
 
     def get(self, block: bool = True, timeout: float | None = None) -> str:
         return _box(self._rank).get(block, timeout)
+
+
+def _failed(rank: int, error: Exception) -> PeerError:
+    return PeerError(f"the call of worker {rank} failed: {words(error)}", "retry")
 
 
 # The boxes of this process, by rank.

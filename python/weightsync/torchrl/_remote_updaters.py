@@ -74,7 +74,7 @@ class _Remote(Checked):
             except Exception as error:
                 failed[worker] = error
         if failed:
-            lines = [f"worker {worker}: {_words(error)}" for worker, error in failed.items()]
+            lines = [f"worker {worker}: {words(error)}" for worker, error in failed.items()]
             raise PeerError(
                 f"{len(failed)} of {len({*begun, *failed})} workers did not take the weights: "
                 f"{'; '.join(lines)}",
@@ -252,7 +252,7 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         self._batches_since_weight_update[worker] = 0
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     """What an error says, without the tracebacks of other processes."""
     # Ray's errors have the worker's own as their cause.
     error = getattr(error, "cause", None) or error

@@ -38,6 +38,10 @@ logger = logging.getLogger("weightsync")
 # because another forward may be waiting for this one.
 _GIVES_WAY = 0.01
 
+# A worker's own wait looks for a version at this interval, in seconds. The trainer's call, which
+# loads it, does not wait so.
+_LOOK_INTERVAL = 0.005
+
 
 def is_running() -> bool:
     """Whether this process has called ``torch.distributed.rpc.init_rpc``."""
@@ -189,6 +193,8 @@ class CallGroup(Group):
     def join(self, name: str, worker: int, own: WorkerModel, declared: bool) -> None:
         """Guards the model. The trainer's first call does the rest."""
         with self._join_lock:
+            if self._session is not None:
+                raise LifecycleError(f"worker {worker} has joined: shut its scheme down first")
             self.models = {name: own}
             # A forward that runs as the first weights come is guarded too.
             self.background = Background(_Native(name, own), {})  # type: ignore[arg-type]
@@ -196,25 +202,37 @@ class CallGroup(Group):
 
     def join_by(self, state: dict[str, Any], worker: int, timeout: float) -> bool:
         """Joins by the trainer's init info, and loads the first weights; False if it has before."""
-        with self._join_lock:
-            if self._session is not None:
-                return False
-            if self.background is None:
-                raise LifecycleError(f"worker {worker} has left: make its scheme again")
-            self._info, self._own_weights = state["info"], state["own_weights"]
-            info = InitInfo.from_json(state["info"])
-            session = Session.prepare_receiver(info, worker, state["names"], "cpu")
-            native: Any = self.background._native
+        until = time.monotonic() + timeout
+        native = self._own_native()
+        # Another call may be joining.
+        if not native.receiving.acquire(timeout=timeout):
+            raise DeadlineError(f"worker {worker} was joining for {timeout:.0f} s", "retry")
+        try:
+            with self._join_lock:
+                if native is not self._own_native():
+                    raise LifecycleError(f"worker {worker} has left, and connected again")
+                if self._session is not None:
+                    return False
+                self._info, self._own_weights = state["info"], state["own_weights"]
+                info = InitInfo.from_json(state["info"])
+                session = Session.prepare_receiver(info, worker, state["names"], "cpu")
+                native.session = self._session = session
+                _ends.opened(self)
+            # Not under the lock: a shutdown ends this.
             try:
-                with native.loading_into() as models:
-                    session.connect_receiver(models, timeout)
+                with native.loading_into(until) as models:
+                    session.connect_receiver(models, _left(until))
                     self._receive_own(session, worker, models)
             except BaseException:
+                # The trainer's next call joins again, unless this worker has left meanwhile.
+                with self._join_lock:
+                    if self._session is session:
+                        native.session = self._session = None
                 session.shutdown()
                 raise
-            native.session = self._session = session
-            _ends.opened(self)
             return True
+        finally:
+            native.receiving.release()
 
     def load(self, version: int, timeout: float) -> None:
         """Loads this version, or a newer one, in this thread.
@@ -222,11 +240,15 @@ class CallGroup(Group):
         Raises:
             DeadlineError: if the version is not here in time.
         """
-        if self.background is None:
-            raise LifecycleError("this worker has left")
-        native: Any = self.background._native
-        if not native.receive(version, timeout):
+        if not self._own_native().receive(version, timeout):
             raise DeadlineError(f"v{version} was not here within {timeout:.0f} s", "retry")
+
+    def _own_native(self) -> _Native:
+        background = self.background
+        if background is None:
+            raise LifecycleError("this worker has left: make its scheme again")
+        native: Any = background._native
+        return native  # type: ignore[no-any-return]
 
 
 class _Native:
@@ -237,10 +259,11 @@ class _Native:
 
     def __init__(self, name: str, model: WorkerModel) -> None:
         self.session: Session | None = None
+        # The thread that joins or loads has it.
+        self.receiving = threading.Lock()
         self._name = name
         self._model = model
         self._lock = _ModelLock()
-        self._receiving = threading.Lock()
         self._state = "following"
         self._failure: str | None = None
 
@@ -248,59 +271,90 @@ class _Native:
         self._lock.acquire()
         return self._lock
 
-    def loading_into(self) -> _Loading:
+    def loading_into(self, until: float) -> _Loading:
         """The targets to load into; the model is unlocked at the end of the ``with`` block."""
-        return _Loading(self._name, self._model, self._lock)
+        return _Loading(self._name, self._model, self._lock, until)
 
-    def receive(self, version: int, timeout: float | None) -> bool:
+    def receive(self, version: int, timeout: float) -> bool:
         """Loads until the model has this version; False if the timeout came first."""
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + timeout
         # Another call may be waiting for the version.
-        if not self._receiving.acquire(timeout=-1 if timeout is None else timeout):
+        if not self.receiving.acquire(timeout=timeout):
             return False
         try:
             while self._model.version < version:
-                left = None if until is None else max(until - time.monotonic(), 0.0)
-                if self.session is None:
-                    return False
-                with self.loading_into() as models:
-                    if self.session.receive_into(models, left) is None:
+                with self.loading_into(until) as models:
+                    if not self._receive_into(models, _left(until)):
                         return False
+            return True
+        finally:
+            self.receiving.release()
+
+    def _receive_into(self, models: list[tuple[str, Target]], timeout: float) -> bool:
+        if self.session is None:
+            raise LifecycleError("this worker has not joined yet: the trainer's connect calls it")
+        try:
+            received = self.session.receive_into(models, timeout)
         except WeightsyncError as error:
             self._failure = str(error)
             if isinstance(error, PeerError):
                 self._state = "closed" if isinstance(error, SenderClosedError) else "died"
             raise
-        finally:
-            self._receiving.release()
-        self._failure = None
-        return True
+        if received is not None:
+            self._failure = None
+        return received is not None
 
     def wait(self, versions: dict[str, int], timeout: float | None = None) -> bool:
         wanted = versions.get(self._name, self._model.version + 1)
-        try:
-            return self.receive(wanted, timeout)
-        except PeerError:
-            return False
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._model.version < wanted and self._state == "following":
+            # Not a wait for the version, as in the trainer's call: a version that came while a
+            # forward of another thread runs would be lost at the timeout.
+            if self.safe_point() is not None:
+                continue
+            left = _LOOK_INTERVAL if until is None else _left(until)
+            if left <= 0:
+                break
+            time.sleep(min(left, _LOOK_INTERVAL))
+        return self._model.version >= wanted
 
     def safe_point(self) -> dict[str, int] | None:
-        return self.versions() if self.receive(self._model.version + 1, 0.0) else None
+        self._lock.refuse_holder()
+        # What another thread loads, or keeps from a load, is not waited for.
+        if self.session is None or not self.receiving.acquire(blocking=False):
+            return None
+        try:
+            loading = self.loading_into(time.monotonic())
+            with loading as models:
+                # Before the version is taken: one that cannot be loaded is refused.
+                if not loading.enter_alone():
+                    return None
+                return self.versions() if self._receive_into(models, 0.0) else None
+        except PeerError:
+            return None
+        finally:
+            self.receiving.release()
 
     def versions(self) -> dict[str, int]:
         return {self._name: self._model.version}
 
     def run(self) -> tuple[int, str]:
-        if self.session is None:
+        # Not of the session, which a call of the trainer may be using.
+        last = self._model._last
+        if last is None:
             raise LifecycleError("this worker has not joined yet: the trainer's connect calls it")
-        return self.session.run()
+        return last.run
 
     def state(self) -> tuple[str, str, str | None]:
         return self._state, self._state, self._failure
 
     def shutdown(self, reason: str | None = None) -> None:
-        # This ends the wait of another thread's call.
-        if self.session is not None:
-            self.session.shutdown(reason)
+        # These end the waits of other threads' calls.
+        self._state = "closed"
+        self._lock.close()
+        session = self.session
+        if session is not None:
+            session.shutdown(reason)
 
     def __repr__(self) -> str:
         return f"<called by its trainer, {self._name} {self._model.version}: {self._state}>"
@@ -309,8 +363,8 @@ class _Native:
 class _Loading(Target):
     """A model that is locked from its load on, until a ``with`` block ends."""
 
-    def __init__(self, name: str, model: WorkerModel, lock: _ModelLock) -> None:
-        self._name, self._model, self._lock = name, model, lock
+    def __init__(self, name: str, model: WorkerModel, lock: _ModelLock, until: float) -> None:
+        self._name, self._model, self._lock, self._until = name, model, lock, until
         self._is_alone = False
 
     def __enter__(self) -> list[tuple[str, Target]]:
@@ -327,10 +381,17 @@ class _Loading(Target):
         return self._model.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
-        if not self._is_alone:
-            self._lock.enter_alone(WEIGHT_SYNC_TIMEOUT)
-            self._is_alone = True
+        if not self.enter_alone():
+            raise DeadlineError(
+                "a forward, or a block of frozen(), did not end within the call's limit", "retry"
+            )
         self._model.load(snapshot)
+
+    def enter_alone(self) -> bool:
+        """Locks the model; False if a forward does not end in time."""
+        if not self._is_alone:
+            self._is_alone = self._lock.enter_alone(_left(self._until))
+        return self._is_alone
 
 
 class _ModelLock:
@@ -338,36 +399,48 @@ class _ModelLock:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._permits = 0
-        self._is_wanted = self._is_taken = False
+        # The threads that have permits.
+        self._holders: list[int] = []
+        self._is_wanted = self._is_taken = self._is_closed = False
 
     def acquire(self) -> None:
         with self._changed:
             if self._is_wanted:
                 self._changed.wait_for(lambda: not self._is_wanted, _GIVES_WAY)
             self._changed.wait_for(lambda: not self._is_taken)
-            self._permits += 1
+            self._holders.append(threading.get_ident())
 
     def release(self) -> None:
         with self._changed:
-            self._permits -= 1
+            self._holders.remove(threading.get_ident())
             self._changed.notify_all()
 
-    def enter_alone(self, timeout: float) -> None:
-        """Waits until no permit is left.
+    def refuse_holder(self) -> None:
+        """Checks that this thread does not keep itself from a load.
 
         Raises:
-            DeadlineError: if a forward does not end in time.
+            LifecycleError: inside a forward, or inside ``frozen()``.
+        """
+        if threading.get_ident() in self._holders:
+            raise LifecycleError(
+                "this thread keeps the model unchanged, in a forward or in a block of frozen(): "
+                "receive after that"
+            )
+
+    def enter_alone(self, timeout: float) -> bool:
+        """Waits until no permit is left; False if a forward does not end in time.
+
+        Raises:
+            LifecycleError: if the worker shuts down.
         """
         with self._changed:
             self._is_wanted = True
             try:
-                if not self._changed.wait_for(lambda: not self._permits, timeout):
-                    raise DeadlineError(
-                        f"a forward, or a block of frozen(), did not end within {timeout:.0f} s",
-                        "retry",
-                    )
-                self._is_taken = True
+                self._changed.wait_for(lambda: not self._holders or self._is_closed, timeout)
+                if self._is_closed:
+                    raise LifecycleError("this worker has left")
+                self._is_taken = not self._holders
+                return self._is_taken
             finally:
                 self._is_wanted = False
                 self._changed.notify_all()
@@ -376,6 +449,17 @@ class _ModelLock:
         with self._changed:
             self._is_taken = False
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the wait of a thread that is to load, and refuses later ones."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+def _left(until: float) -> float:
+    """The seconds until then; 0 once it has passed."""
+    return max(until - time.monotonic(), 0.0)
 
 
 def _failure(call: Any) -> str | None:
