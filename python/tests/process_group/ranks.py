@@ -62,6 +62,16 @@ def make(kind, fill):
         return Net(fill)
     if kind == "wide":
         return Net(fill, width=96)
+    if kind == "meta":
+        return Net(fill).to("meta")
+    if kind == "lazy":
+        net = Net(fill)
+        net.up = nn.LazyLinear(200)
+        return net
+    if kind == "expanded":
+        net = Net(fill)
+        net.norm.running_mean = torch.zeros(1).expand(3)
+        return net
     if kind == "state dict":
         return Net(fill).state_dict()
     if kind in ("tensordict", "dict"):
@@ -123,6 +133,13 @@ class Rank:
     def receive(self, timeout=LONG):
         return self.end.receive(timeout)
 
+    def receive_interrupted(self):
+        """What ends a receive, Ctrl-C included."""
+        try:
+            return self.receive()
+        except BaseException as error:
+            return type(error).__name__
+
     def values(self):
         return values_of(self.model)
 
@@ -167,6 +184,19 @@ class Rank:
             return plain(data)
 
         module.checksum = other
+
+    def interrupt_load(self, kind):
+        """Makes the next load fail after it has changed a part of the model."""
+        import weightsync.process_group._target as module
+
+        plain, error = module._exchange, {"error": RuntimeError, "Ctrl-C": KeyboardInterrupt}[kind]
+
+        def other(pairs):
+            module._exchange = plain
+            plain(pairs[:1])
+            raise error("the load was interrupted")
+
+        module._exchange = other
 
     def die_at(self, piece):
         """Kills this process as it sends, or has received, a piece."""
@@ -226,6 +256,30 @@ class Rank:
 
         thread = threading.Thread(target=wait)
         thread.start()
+        self.end.shutdown()
+        thread.join(LONG)
+        return said
+
+    def shutdown_while_sending(self):
+        """What a send that waits in another thread gets as this end shuts down."""
+        said, waits = [], threading.Event()
+        plain = self.end._group.next
+
+        def following(timeout):
+            if timeout:
+                waits.set()
+            return plain(timeout)
+
+        def wait():
+            try:
+                said.append(self.end.send())
+            except weightsync.WeightsyncError as error:
+                said.append(type(error).__name__)
+
+        self.end._group.next = following
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waits.wait(LONG)
         self.end.shutdown()
         thread.join(LONG)
         return said
@@ -301,6 +355,15 @@ class Rank:
     def scheme_values(self):
         with self.end.frozen():
             return values_of(self.model)
+
+    def scheme_frozen_receive(self):
+        """A version that comes while this thread holds the model."""
+        with self.end.frozen():
+            return self.end.receive(LONG)
+
+    def scheme_frozen_shutdown(self):
+        with self.end.frozen():
+            self.end.shutdown()
 
     def scheme_shutdown(self):
         self.end.shutdown()

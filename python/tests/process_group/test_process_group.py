@@ -125,6 +125,55 @@ def test_damage_is_found_before_the_model_changes(ranks, piece):
     assert send(made)[1] == [2, 2] and made[1].ask("values") == [2.0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("meta", "'narrow' has no memory yet"),
+        ("lazy", "'up.weight' has no memory yet"),
+        ("expanded", "'norm.running_mean' has several elements in one place"),
+    ],
+)
+def test_tensor_that_cannot_be_written_is_refused(ranks, kind, why):
+    made = ranks(2)
+    made[0].order("open", "net", 1.0)
+    made[1].order("open", kind, -1.0 if kind == "meta" else 0.0)
+    for one in made:
+        one.answer()
+    report, ((refusal, said),) = send(made)
+    assert refusal == "WrongTypeError" and why in said
+    assert report["ranks"][0]["reason"] == said
+
+
+def test_load_that_fails_halfway_is_undone(ranks):
+    made = start(ranks, kind="wide", fill=2.0)
+    made[1].ask("interrupt_load", "error")
+    report, (bad, good) = send(made)
+    assert bad == ("LoadError", "the model refused a tensor: the load was interrupted")
+    assert good == 1 and report["ranks"][0]["reason"] == bad[1]
+    assert made[1].ask("values") == [-1.0] and made[2].ask("values") == [2.0]
+    assert send(made)[1] == [2, 2] and made[1].ask("values") == [2.0]
+
+
+def test_load_that_is_interrupted_is_undone(ranks):
+    made = start(ranks, world=2, kind="wide", fill=2.0)
+    made[1].ask("interrupt_load", "Ctrl-C")
+    made[1].order("receive_interrupted")
+    assert raised(lambda: made[0].ask("send"))[0] == "PeerError"
+    assert made[1].answer() == "KeyboardInterrupt"
+    assert made[1].ask("values") == [-1.0]
+    assert "the model keeps its weights" in raised(lambda: made[1].ask("receive"))[1]
+
+
+def test_load_that_cannot_be_undone_says_so(ranks):
+    made = start(ranks, world=2, kind="5", fill=2.0)
+    made[1].ask("interrupt_load", "error")
+    made[1].order("receive")
+    assert raised(lambda: made[0].ask("send"))[0] == "PeerError"
+    kind, said = raised(made[1].answer)
+    assert kind == "LoadError" and "the model may have a part of v1" in said
+    assert "a part of v1" in raised(lambda: made[1].ask("receive"))[1]
+
+
 def test_receive_returns_none_at_the_timeout(ranks):
     made = start(ranks)
     for one in made[1:]:
@@ -187,7 +236,7 @@ def test_ends_say_what_they_are_not(ranks):
     for one in made:
         one.order("open", receives=False)
     assert {raised(one.answer)[0] for one in made} == {"SettingError"}
-    # The failed ones are in nobody's way.
+    # The failed ends do not disturb the next ones.
     for one in made:
         one.order("open", "dict", 1.0)
     for one in made:
@@ -243,6 +292,11 @@ def test_shutdown_ends_a_receive_that_waits(ranks):
     assert made[1].ask("shutdown_while_receiving") == ["LifecycleError"]
     kind, said = raised(lambda: made[0].ask("send"))
     assert kind == "PeerError" and f"pid {made[1].pid}) has left" in said
+
+
+def test_shutdown_ends_a_send_and_blames_nobody(ranks):
+    made = start(ranks)
+    assert made[0].ask("shutdown_while_sending") == ["LifecycleError"]
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 from test_process_group import raised
 
 
-def connect(ranks, world=3, **how):
-    made = ranks(world)
+def connect(ranks, world=3, timeout=60.0, **how):
+    made = ranks(world, timeout)
     for one in made:
         one.order("scheme", **how)
     for one in made:
@@ -40,6 +40,34 @@ def test_scheme_follows_in_a_thread(ranks, strategy):
     assert raised(lambda: made[1].ask("scheme_receive"))[0] == "SenderClosedError"
     for one in made[1:]:
         one.ask("scheme_shutdown")
+
+
+def test_forward_without_an_end_refuses_a_version(ranks):
+    made = connect(ranks, world=2, sync=False, timeout=8.0)
+    made[1].order("scheme_frozen_receive")
+    assert made[0].ask("scheme_send") == 2
+    kind, said = raised(made[1].answer)
+    assert kind == "LoadError" and "did not end in time" in said
+    assert made[1].ask("scheme_values") == [3.0]
+    # The group goes on.
+    made[0].ask("fill", 5.0)
+    assert made[0].ask("scheme_send") == 3
+    assert made[1].ask("scheme_receive") and made[1].ask("scheme_values") == [5.0]
+
+
+def test_shutdown_inside_frozen_ends(ranks):
+    made = connect(ranks, world=2, sync=False)
+    made[1].ask("scheme_frozen_shutdown")
+
+
+def test_connect_without_first_weights_names_the_rank(ranks):
+    made = ranks(2, 3.0)
+    made[0].order("open", "net", 1.0)
+    made[1].order("scheme")
+    kind, said = raised(made[1].answer)
+    assert kind == "DeadlineError" and "rank 0 has not sent the first weights" in said
+    made[0].answer()
+    assert "has left before v1" in raised(lambda: made[0].ask("send"))[1]
 
 
 def test_scheme_refuses_what_a_broadcast_cannot(ranks):

@@ -75,7 +75,6 @@ class Members(NamedTuple):
     ranks: list[int]
     #: What errors call them.
     names: list[str]
-    backend: str
     #: Says in the store that this group of ends is over, and why; empty for an orderly end.
     over: Callable[[str], None]
 
@@ -86,7 +85,7 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
     Raises:
         DeadlineError: naming the ranks that have not.
     """
-    outer, rank, size, backend = _outer(group)
+    outer, rank, size = _outer(group)
     if not isinstance(src, int) or not 0 <= src < size:
         raise SettingError(f"src: expected a rank of the group, 0 to {size - 1}, got {src!r}")
     if is_receiver and rank == src:
@@ -120,7 +119,7 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
     if not receivers:
         raise SettingError(f"no rank of the group of {size} has made a Receiver: expected one or more")
     ranks = [src, *receivers]
-    return Members(store, ranks, [roles[at][1] for at in ranks], backend, over)
+    return Members(store, ranks, [roles[at][1] for at in ranks], over)
 
 
 def rank_in(group: Any) -> int:
@@ -146,11 +145,8 @@ class Group(Links):
         self._numbers = itertools.count(1)
         # The broadcasts of this process that have not ended.
         self._running: set[int] = set()
-        self.device = torch.device("cpu")
-        if members.backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
         try:
-            self._form(members.store, members.backend, _device())
+            self._form(members.store, "gloo", _device())
         except BaseException as error:
             self._over("its links were not made")
             self._close_links()
@@ -298,8 +294,8 @@ def seconds(timeout: float | None, name: str = "timeout") -> float:
     return float(timeout)
 
 
-def _outer(group: Any) -> tuple[Any, int, int, str]:
-    """A process group, this process's rank in it, its size, and the backend for weights."""
+def _outer(group: Any) -> tuple[Any, int, int]:
+    """A process group, this process's rank in it, and its size."""
     if not dist.is_available() or not dist.is_initialized():
         raise LifecycleError(
             "this process has no process group: call torch.distributed.init_process_group first"
@@ -310,13 +306,13 @@ def _outer(group: Any) -> tuple[Any, int, int, str]:
             f"group: expected a process group that has this process, or None, got {outer!r}"
         )
     backend = dist.get_backend(outer)
-    if backend not in ("gloo", "nccl", "undefined"):
+    # A group that was made without a backend has gloo for the host's memory.
+    if backend not in ("gloo", "undefined"):
         raise UnsupportedError(
-            f"the process group has the backend {backend!r}: expected gloo or nccl. Make a gloo "
-            'group of these ranks, dist.new_group(backend="gloo"), and pass it as group'
+            f"the process group has the backend {backend!r}: expected gloo. Make a gloo group of "
+            "these ranks, dist.new_group(backend='gloo'), and pass it as group"
         )
-    found = "nccl" if backend == "nccl" else "gloo"
-    return outer, dist.get_rank(outer), dist.get_world_size(outer), found
+    return outer, dist.get_rank(outer), dist.get_world_size(outer)
 
 
 def _wait_for_ends(store: Any, size: int, name: str, timeout: float) -> list[tuple[str, str]]:

@@ -17,6 +17,9 @@ from weightsync.transfer.chunk import dtype_name, dtype_of, layout, unpack
 #: The bytes of a broadcast, the checksums of the last one apart.
 PIECE = 16 << 20
 
+#: The pieces that travel at once.
+AT_ONCE = 2
+
 #: Tensors begin at multiples of this, so that parameters can lie in a received buffer.
 _ALIGNMENT = 64
 
@@ -99,7 +102,7 @@ class Layout:
         """The layout that a sender has sent.
 
         Raises:
-            PeerError: if it is none.
+            PeerError: if the text is no layout.
         """
         try:
             read: dict[str, Any] = json.loads(text)
@@ -111,6 +114,9 @@ class Layout:
             ties = {str(name): str(of) for name, of in read["ties"].items()}
             if len({*names, *ties}) != len(names) + len(ties) or min(map(min, filter(None, shapes)), default=0) < 0:  # fmt: skip
                 raise PeerError("the sender's layout has a name twice, or a negative size")
+            unknown = sorted({*ties.values()} - {*names})
+            if unknown:
+                raise PeerError(f"the sender's layout ties a tensor to {unknown[0]!r}, which it lacks")
             return cls(names, dtypes, shapes, ties)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise PeerError(f"the sender's layout cannot be read: {error}") from error
@@ -119,8 +125,8 @@ class Layout:
 def checksum(piece: torch.Tensor) -> int:
     """A checksum of whole lines of bytes: the CRC-32 of the sums of the lines.
 
-    It finds what a transfer damages: changed bytes, and bytes at another place. To sum first is
-    several times as fast as a CRC of everything.
+    It finds a changed byte, and lines in another place. It does not see words exchanged within a
+    line. To sum first is several times as fast as a CRC of everything.
     """
     if not piece.numel():
         return 0

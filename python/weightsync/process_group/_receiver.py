@@ -17,6 +17,7 @@ from weightsync.errors import (
     CorruptError,
     LifecycleError,
     LoadError,
+    OperatingSystemError,
     PeerError,
     WeightsyncError,
     WrongTypeError,
@@ -35,7 +36,7 @@ from weightsync.process_group._group import (
     rank_in,
     seconds,
 )
-from weightsync.process_group._packing import PIECE, Layout, checksum
+from weightsync.process_group._packing import AT_ONCE, PIECE, Layout, checksum
 from weightsync.process_group._target import Target
 from weightsync.transfer._group import GRACE
 from weightsync.transfer.extractor import Memory
@@ -80,7 +81,7 @@ class Receiver:
         self._layout: Layout | None = None
         # What is entered while the model changes: its forwards may run in other threads.
         self._around_load: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-        # One that parameters lie in, and one for the next version.
+        # Two buffers: parameters lie in one, and the next version comes into the other.
         self._memory = Memory(2)
         members = meet(group, src, name, True, self._timeout)
         self._group = Group(members, rank_in(group), self._timeout)
@@ -108,7 +109,10 @@ class Receiver:
             WrongWeightsError: the version does not fit the model, which keeps its weights. Later
                 versions can still be received.
             CorruptError: what came differs from what was sent; the model keeps its weights.
-            LoadError: torch refused a tensor.
+            WrongTypeError: a tensor of the model cannot be written, as one on the meta device.
+            LoadError: torch refused a tensor. The model keeps its weights, unless the error says
+                that it may have a part of the version; the group is closed then.
+            OperatingSystemError: there is no memory for the version; the group is closed.
             LifecycleError: after :meth:`shutdown`, and in a forked child.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -157,7 +161,7 @@ class Receiver:
                 self._target.fit(layout)
             except _REFUSALS as error:
                 refusal = error
-            group.tell(0, ENTERED, number)
+            group.tell(0, ENTERED, number, within=self._timeout)
             arrival = _Arrival(group, layout, self._memory, refusal is None, self._timeout)
             arrival.run()
             try:
@@ -166,31 +170,48 @@ class Receiver:
                 tensors = arrival.checked(number)
                 with self._around_load():
                     self._target.load(layout, tensors)
+                    self._version = number
             except _REFUSALS as error:
-                group.tell(0, KEPT, number, str(error).encode())
+                if not self._target.is_torn:
+                    text = str(error).encode()
+                    group.tell(0, KEPT, number, text, within=self._timeout)
                 raise
-            self._version = number
-            group.tell(0, APPLIED, number)
+            # The model has the version. If the link has ended, the next call says so.
+            with contextlib.suppress(RuntimeError):
+                group.tell(0, APPLIED, number, within=self._timeout)
             return number
-        except _REFUSALS:
-            raise
         except BaseException as error:
+            if isinstance(error, _REFUSALS) and not self._target.is_torn:
+                raise
             # The others wait for this one, or for what comes through it.
             with contextlib.suppress(RuntimeError):
                 group.tell(0, BROKE, number)
-            ended: WeightsyncError = PeerError(
-                f"receiving v{number} was not finished: {str(error) or type(error).__name__}; the "
-                f"model keeps its weights, and {AGAIN}",
-                "reconnect",
-            )
-            if isinstance(error, WeightsyncError):
-                ended = type(error)(str(error), error.remedy)
+            ended = self._broken(error, number)
             group.close(ended)
-            if isinstance(error, (RuntimeError, torch.distributed.DistError)) and not isinstance(
-                error, WeightsyncError
-            ):
-                raise ended from error
-            raise
+            is_whole = isinstance(error, WeightsyncError) and not self._target.is_torn
+            if is_whole or not isinstance(error, Exception):
+                # Ctrl-C stays what it is.
+                raise
+            raise ended from error
+
+    def _broken(self, error: BaseException, number: int) -> WeightsyncError:
+        """The error after which the group is closed, as a version did not come to its end."""
+        is_ours = isinstance(error, WeightsyncError)
+        if is_ours and not self._target.is_torn:
+            return type(error)(str(error), error.remedy)  # type: ignore[attr-defined,no-any-return]
+        if self._target.is_torn:
+            has = f"the model may have a part of v{number}"
+        elif self._version == number:
+            has = f"the model has v{number}"
+        else:
+            has = "the model keeps its weights"
+        kind: type[WeightsyncError] = PeerError
+        if is_ours:
+            kind = type(error)  # type: ignore[assignment]
+        elif isinstance(error, (OSError, MemoryError)):
+            kind = OperatingSystemError
+        said = str(error) or type(error).__name__
+        return kind(f"receiving v{number} was not finished: {said}; {has}, and {AGAIN}", "reconnect")
 
     def __enter__(self) -> Receiver:
         return self
@@ -217,7 +238,7 @@ class _Arrival:
         # Longer than the sender's, which says who is late.
         self._timeout = 1.5 * timeout
         size = layout.size if keep else min(layout.size, PIECE + layout.size - layout.pieces[-1][1])
-        self._whole = memory.take(size, group.device)
+        self._whole = memory.take(size, torch.device("cpu"))
         self._sums: list[int] = []
         self._done: set[int] = set()
 
@@ -228,7 +249,7 @@ class _Arrival:
             start = begin if self._keep else 0
             buffer = self._whole[start : start + self._layout.end_of(piece) - begin]
             travelling.append(self._group.broadcast(buffer))
-            if len(travelling) == (2 if self._keep else 1):
+            if len(travelling) == (AT_ONCE if self._keep else 1):
                 self._finish(travelling.pop(0))
         for one in travelling:
             self._finish(one)
@@ -242,10 +263,13 @@ class _Arrival:
         begin = self._layout.pieces[-1][0]
         expected = self._layout.sums(self._whole[begin:]).tolist()
         wrong = [at for at, one in enumerate(self._sums) if one != expected[at + 1]]
-        if expected[0] != version or wrong:
+        differs = f"the checksums of pieces {wrong} of {len(self._sums)} differ" if wrong else None
+        if expected[0] != version:
+            differs = differs or f"its last piece says that it is v{expected[0]}"
+        if differs:
             raise CorruptError(
-                f"v{version} did not come as it was sent: the checksums of pieces {wrong} of "
-                f"{len(self._sums)} differ; the model keeps its weights. Send again",
+                f"v{version} did not come as it was sent: {differs}; the model keeps its weights. "
+                "Send again",
                 "retry",
             )
         return self._layout.unpack(self._whole)

@@ -21,7 +21,7 @@ class RankReport:
     outcome: Literal["applied", "refused"]
     #: Why it refused.
     reason: str | None
-    #: Seconds from the begin of the send to its answer.
+    #: Seconds from the start of the send to its answer.
     after: float
 
     def __str__(self) -> str:

@@ -12,7 +12,13 @@ import torch
 
 from weightsync import _ends
 from weightsync._checks import choice
-from weightsync.errors import LifecycleError, PeerError, WeightsyncError
+from weightsync.errors import (
+    LifecycleError,
+    OperatingSystemError,
+    PeerError,
+    SendError,
+    WeightsyncError,
+)
 from weightsync.process_group._group import (
     AGAIN,
     APPLIED,
@@ -26,7 +32,7 @@ from weightsync.process_group._group import (
     rank_in,
     seconds,
 )
-from weightsync.process_group._packing import Layout, checksum
+from weightsync.process_group._packing import AT_ONCE, Layout, checksum
 from weightsync.process_group._report import RankReport, Report
 from weightsync.process_group._weights import Weights
 from weightsync.transfer._group import GRACE, REFUSED
@@ -55,13 +61,14 @@ class Sender:
         name: the model's name; the ends of one model have the same one.
         strategy: ``"state_dict"`` leaves out buffers that are not persistent, ``"tensordict"``
             sends them too.
-        timeout: how long each wait lasts at most, in seconds.
+        timeout: how long each wait lasts at most, in seconds: for a piece to travel, and for the
+            answers after the last piece.
 
     Raises:
         DeadlineError: naming the ranks that have made no end.
         SettingError: if no rank receives, or ``src`` does.
         LifecycleError: if this process has no process group.
-        UnsupportedError: for a group of another backend than gloo and nccl.
+        UnsupportedError: for a group of a backend without gloo, as nccl or mpi.
     """
 
     def __init__(
@@ -118,6 +125,8 @@ class Sender:
                 Each has the version as a whole, or the one before.
             WrongTypeError, WrongWeightsError, SendError: for weights that cannot be sent. Nothing
                 was sent.
+            SendError, OperatingSystemError: torch could not read the weights, or there is no
+                memory; the error says that the group is closed.
             LifecycleError: after :meth:`shutdown`.
         """
         with self._lock:
@@ -146,6 +155,10 @@ class Sender:
         except BaseException as error:
             # The receivers wait for the rest.
             group.close(_closed(error))
+            if isinstance(error, (OSError, MemoryError)) and not isinstance(error, WeightsyncError):
+                raise OperatingSystemError(f"the weights were not sent: {error}; {AGAIN}") from error
+            if isinstance(error, RuntimeError) and not isinstance(error, WeightsyncError):
+                raise SendError(f"the weights were not sent: {error}; {AGAIN}") from error
             raise
 
     def _check(self) -> None:
@@ -158,15 +171,11 @@ class Sender:
 
     def _staging(self, layout: Layout) -> list[torch.Tensor]:
         """One buffer for each of the pieces that travel at once. They are used again."""
-        assert self._group is not None
         ends = [layout.end_of(at) - begin for at, (begin, _) in enumerate(layout.pieces)]
-        count, size = min(2, len(ends)), max(ends)
+        count, size = min(AT_ONCE, len(ends)), max(ends)
         if len(self._buffers) < count or self._buffers[0].numel() < size:
             self._buffers = []
-            device = self._group.device
-            self._buffers = [
-                torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)
-            ]
+            self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
         return self._buffers
 
     def __enter__(self) -> Sender:
@@ -190,7 +199,7 @@ class _Send:
     def __init__(self, group: Group, weights: Weights, version: int, timeout: float) -> None:
         self._group, self._weights, self._version = group, weights, version
         self._began = time.monotonic()
-        self._deadline = self._began + timeout
+        self._timeout, self._deadline = timeout, self._began + timeout
         self._what = f"v{version}"
         self._lines: dict[int, RankReport] = {}
         # By rank among the links, why its link has ended; 0 stands for the broadcast.
@@ -220,7 +229,7 @@ class _Send:
         for piece, (begin, end) in enumerate(layout.pieces):
             if self._failed:
                 break
-            # Not any of the two: the later one may have ended first.
+            # Not any of those that travel: a later one may have ended first.
             mine = works[-len(buffers)] if len(works) >= len(buffers) else 0
             self._wait(lambda mine=mine: mine not in self._travelling)
             before = weights.gathered
@@ -254,7 +263,10 @@ class _Send:
         if at < 0:
             if at in self._travelling:
                 self._travelling.remove(at)
-                if message.kind is None:
+                if message.kind is not None:
+                    # The timeout is that of each wait, and not that of all pieces.
+                    self._deadline = time.monotonic() + self._timeout
+                else:
                     self._failed.setdefault(0, message.text.decode(errors="replace"))
             return
         if at == 0:
@@ -279,6 +291,8 @@ class _Send:
 
     def _fail(self) -> None:
         """Raises the error of this send. Others are heard, to tell the cause from what follows."""
+        # This end may have been shut down in another thread: then no receiver is the cause.
+        self._group.check()
         group, until = self._group, time.monotonic() + GRACE
         while self._failed:
             left = min(until, max(self._deadline, time.monotonic())) - time.monotonic()

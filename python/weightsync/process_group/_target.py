@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +13,14 @@ from weightsync import _dtypes, _extra
 from weightsync._checks import choice
 from weightsync._source import module_tensors, tree
 from weightsync._targets.base import copy_values, is_plain, not_inferring
-from weightsync._targets.module import BIND_FROM, _exchange
+from weightsync._targets.module import BIND_FROM, _exchange, _forking
 from weightsync.errors import LoadError, WrongTypeError, WrongWeightsError
 from weightsync.process_group._packing import Layout
 from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.loaders import check_fit
+
+# The most bytes of copied tensors of which a load keeps the old values, to undo what fails.
+_KEPT_BYTES = 16 << 20
 
 
 class Target:
@@ -33,12 +37,15 @@ class Target:
         self._model, self._mode = model, mode
         # An empty dict takes the sender's tensors.
         self._is_empty = isinstance(model, dict) and not model
+        #: Whether a load has failed that could not be undone.
+        self.is_torn = False
 
     def fit(self, layout: Layout) -> list[tuple[torch.Tensor, int, bool]]:
         """Where each tensor goes: the model's own tensor, the index of the one that comes, is a buffer.
 
         Raises:
             WrongWeightsError: naming the tensors that do not fit.
+            WrongTypeError: naming a tensor that cannot be written.
         """
         if self._is_empty:
             return []
@@ -61,6 +68,7 @@ class Target:
                 raise WrongTypeError(
                     f"{name!r} is a {type(tensor).__name__}: a receiver's model has whole tensors of torch"
                 )
+            _check_memory(name, tensor)
         came = {
             name: (layout.dtypes[at], layout.shapes[at])
             for name, at in index.items()
@@ -75,12 +83,16 @@ class Target:
 
         Raises:
             WrongWeightsError: if it does not fit, or if tensors that are one tensor here differ.
-            LoadError: if torch refuses a tensor.
+            LoadError: if torch refuses a tensor. The model is as it was, unless `is_torn` says
+                that it may have a part of the version.
         """
         if self._is_empty:
             every = dict(zip(layout.names, tensors, strict=True))
             every |= {name: every[of] for name, of in layout.ties.items()}
-            self._model.update({name: one.clone() for name, one in every.items()})
+            try:
+                self._model.update({name: one.clone() for name, one in every.items()})
+            except RuntimeError as error:
+                raise LoadError(f"there is no memory for the version: {error}") from error
             self._is_empty = False
             return
         bound: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,19 +109,65 @@ class Target:
             if known is not None:
                 continue
             may_bind = self._mode == "bind" and not is_buffer and not own.is_inference()
-            plain = is_plain(own) or (own.device.type != "cpu" and own.is_contiguous())
-            lies = own.device == tensors[at].device and plain and own.nbytes >= BIND_FROM
+            lies = is_plain(own) and own.nbytes >= BIND_FROM
             (bound if may_bind and lies else copied).append((own, tensors[at]))
+        # A process that forks meanwhile would give its child a part of the version.
+        with _forking, not_inferring(), torch.no_grad():
+            self._write(bound, copied)
+
+    def _write(
+        self,
+        bound: list[tuple[torch.Tensor, torch.Tensor]],
+        copied: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Writes all, or none."""
+        can_undo = sum(own.nbytes for own, _ in copied) <= _KEPT_BYTES
         try:
-            with not_inferring(), torch.no_grad():
-                _copy(copied)
-                _exchange(bound)
-                changed = [own for own, _ in bound if own.requires_grad]
-                if changed:
-                    # Autograd then refuses a backward over values that it has saved of them.
-                    torch.autograd.graph.increment_version(changed)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise LoadError(f"the model refused a tensor: {error}") from error
+            before_bound = [(own, own.detach()) for own, _ in bound]
+            before_copied = [(own, own.detach().clone()) for own, _ in copied if can_undo]
+        except RuntimeError as error:
+            raise LoadError(f"the model's old values cannot be kept: {error}") from error
+        try:
+            _copy(copied)
+            _exchange(bound)
+            changed = [own for own, _ in bound if own.requires_grad]
+            if changed:
+                # Autograd then refuses a backward over values that it has saved of them.
+                torch.autograd.graph.increment_version(changed)
+        except BaseException as error:
+            # Until all is undone.
+            self.is_torn = True
+            _exchange(before_bound)
+            _undo(before_copied)
+            self.is_torn = not can_undo
+            if isinstance(error, (RuntimeError, TypeError, ValueError)):
+                raise LoadError(f"the model refused a tensor: {error}") from error
+            raise
+
+
+def _check_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that values cannot be written to."""
+    if _dtypes.is_lazy(tensor) or tensor.device.type == "meta":
+        raise WrongTypeError(
+            f"{name!r} has no memory yet: give the model memory, or run it once, first"
+        )
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        raise WrongTypeError(
+            f"{name!r} is nested, sparse or quantized: a receiver's model has plain tensors"
+        )
+    repeats = [size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    if tensor.numel() and any(repeats):
+        raise WrongTypeError(
+            f"{name!r} has several elements in one place, as expand makes them, and cannot be "
+            "written: give the model a clone of it"
+        )
+
+
+def _undo(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for own, old in pairs:
+        # A tensor that refuses every write has its old values.
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            copy_values(own, old)
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -14,8 +14,11 @@ from torch import nn
 from weightsync import _ends, _paths
 from weightsync._guard import Guard, Hold, loading
 from weightsync.errors import (
+    DeadlineError,
     LifecycleError,
+    LoadError,
     ModelError,
+    PeerError,
     SettingError,
     UnsupportedError,
     WeightsyncError,
@@ -210,9 +213,15 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
         )
         _ends.opened(self)
         if self._receiver.receive(self.timeout) is None:
-            raise LifecycleError(f"the first weights have not come within {self.timeout} s")
+            # The trainer's next send must not wait for this worker.
+            self._receiver.shutdown()
+            self._receiver = None
+            _ends.closed(self)
+            raise DeadlineError(
+                f"rank {self._src} has not sent the first weights within {self.timeout} s", "retry"
+            )
         if not self.sync:
-            self._following = _Following(self._receiver, self.model)
+            self._following = _Following(self._receiver, self.model, self.timeout)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Receives and applies a version; with ``sync=False`` waits until the thread has.
@@ -223,6 +232,7 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
         Raises:
             SenderClosedError: the trainer has shut down.
             WrongWeightsError: the weights do not fit the model, which keeps its own.
+            LoadError: with ``sync=False``: a forward of the model did not end in time.
         """
         if not self.initialized_on_receiver or self._receiver is None:
             raise LifecycleError("receive: call init_on_receiver and connect first")
@@ -294,11 +304,15 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
 class _Following:
     """A worker's thread that receives, and changes the model while no forward of it runs."""
 
-    def __init__(self, receiver: Receiver, model: Any) -> None:
+    def __init__(self, receiver: Receiver, model: Any, timeout: float) -> None:
         self._receiver, self._seen = receiver, receiver.version
+        # Shorter than the sender's wait for the answer, which ends the group.
+        self._timeout = timeout / 2
         self._changed = threading.Condition()
-        self._reads, self._loads = 0, False
-        self._failure: WeightsyncError | None = None
+        self._reads, self._loads, self._is_over = 0, False, False
+        # Why the thread has ended; and why the latest version was not applied.
+        self._failure: BaseException | None = None
+        self._refusal: WeightsyncError | None = None
         self._hold = Hold(self._permit)
         self._guard = Guard(self._hold, model) if isinstance(model, nn.Module) else None
         receiver._around_load = self._alone
@@ -308,15 +322,24 @@ class _Following:
     def receive(self, timeout: float | None) -> int | None:
         """Waits for a version that this was not called for yet."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._receiver.version > self._seen or self._failure is not None, timeout
-            )
+            self._changed.wait_for(self._has_news, timeout)
+            refusal, self._refusal = self._refusal, None
+            if refusal is not None:
+                raise refusal
             if self._receiver.version > self._seen:
                 self._seen = self._receiver.version
                 return self._seen
-            if self._failure is not None:
-                raise type(self._failure)(str(self._failure), self._failure.remedy)
+            failure = self._failure
+            if isinstance(failure, WeightsyncError):
+                raise type(failure)(str(failure), failure.remedy)
+            if failure is not None:
+                said = str(failure) or type(failure).__name__
+                raise PeerError(f"the thread that receives has ended: {said}", "reconnect") from failure
             return None
+
+    def _has_news(self) -> bool:
+        is_new = self._receiver.version > self._seen
+        return is_new or self._refusal is not None or self._failure is not None
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -328,6 +351,10 @@ class _Following:
 
     def end(self) -> None:
         """Waits for the end of the thread, once the receiver has shut down."""
+        with self._changed:
+            # This thread may hold the model: the other thread then does not wait to change it.
+            self._is_over = True
+            self._changed.notify_all()
         self._thread.join()
         self._hold.end()
         if self._guard is not None:
@@ -337,20 +364,31 @@ class _Following:
         while True:
             try:
                 self._receiver.receive()
-            except WeightsyncError as error:
-                try:
-                    self._receiver._group.check()
-                    # The next version may fit.
-                    logger.warning("a version was not applied: %s", error)
-                    continue
-                except WeightsyncError:
-                    pass
+            except BaseException as error:
+                is_refusal = isinstance(error, WeightsyncError) and self._goes_on()
+                if isinstance(error, WeightsyncError):
+                    # Without the traceback, whose frames keep the version's memory.
+                    error = type(error)(str(error), error.remedy)
                 with self._changed:
-                    self._failure = error
+                    if is_refusal:
+                        self._refusal = error
+                    else:
+                        self._failure = error
                     self._changed.notify_all()
-                return
+                if not is_refusal:
+                    return
+                # The next version may fit.
+                logger.warning("a version was not applied: %s", error)
+                continue
             with self._changed:
                 self._changed.notify_all()
+
+    def _goes_on(self) -> bool:
+        try:
+            self._receiver._group.check()
+        except WeightsyncError:
+            return False
+        return True
 
     def _permit(self) -> Any:
         with self._changed:
@@ -368,7 +406,15 @@ class _Following:
     def _alone(self) -> Iterator[None]:
         with self._changed:
             self._loads = True
-            self._changed.wait_for(lambda: not self._reads)
+            # A forward may wait for one in another thread, which does not begin until the load
+            # has ended.
+            self._changed.wait_for(lambda: not self._reads or self._is_over, self._timeout)
+            if self._reads:
+                self._loads = False
+                self._changed.notify_all()
+                raise LoadError(
+                    "a forward of the model did not end in time: the version was not loaded", "retry"
+                )
         try:
             with loading:
                 yield
