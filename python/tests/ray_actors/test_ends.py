@@ -68,7 +68,7 @@ def test_placement_group_actors_have_what_is_sent(cluster, start):
     ray.util.remove_placement_group(group)
 
 
-def test_restarted_worker_has_the_newest_before_it_acts(cluster, start):
+def test_restarted_worker_acts_with_the_newest(cluster, start):
     ray = cluster.ray
     trainer = start(Trainer)
     worker = start(Worker, options={"max_restarts": 1, "max_task_retries": -1})
