@@ -119,9 +119,13 @@ class CallGroup(Group):
         require()
         sender = self._own_sender()
         expected = sorted(sender._session.sent(name).layout.tensors())
-        placed = [sender._source(name).place(one) for one in weights.values()]
+        # Workers may share weights.
+        distinct = {id(one): one for one in weights.values()}.values()
+        placed = [sender._source(name).place(one) for one in distinct]
         calls = {}
-        # The send refuses weights that do not fit: no worker is to wait for those.
+        # The calls come first: the send publishes one version after the other, and may need the
+        # room of one that its workers have not loaded. The send refuses weights that do not fit:
+        # no worker is to wait for those.
         if all(sorted(one.layout.tensors()) == expected for one in placed):
             # The workers' versions differ, and all are newer than the one sent last.
             calls = self._call_loads(list(weights), sender.versions[name] + 1, timeout)
