@@ -50,7 +50,7 @@ class RayWeightSyncScheme(NativeScheme):
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points)
         self.backend = over_tcp(backend)
-        self._scheme = Distributed()
+        self._scheme: Distributed = Distributed()
         self._insecure_plaintext = insecure_plaintext
         # The sender's end of the group, and the actors' name of it.
         self._ray_group: Any = None
