@@ -139,7 +139,7 @@ class Receiver(_ends.AsyncWith):
         self._news = 0
         self._changed = threading.Condition()
         self._is_closed = False
-        self._receiver: Any = None
+        self._receiver: ModelReceiver | None = None
         self._group = Group(names, self._join_again)
         try:
             while self._receiver is None:
@@ -172,7 +172,7 @@ class Receiver(_ends.AsyncWith):
     @property
     def worker(self) -> int:
         """This worker's number, which reports have."""
-        return self._receiver.worker
+        return self._own().worker
 
     @property
     def version(self) -> int:
@@ -186,12 +186,12 @@ class Receiver(_ends.AsyncWith):
     @property
     def versions(self) -> dict[str, int]:
         """The version of each model that this worker runs, by name."""
-        return self._receiver.versions
+        return self._own().versions
 
     @property
     def run(self) -> tuple[int, str]:
         """The run of these versions: its epoch and id. A restarted trainer has another run."""
-        return self._receiver.run
+        return self._own().run
 
     def wait(
         self, version: int | dict[str, int] | None = None, *, timeout: float | None = None
@@ -246,6 +246,10 @@ class Receiver(_ends.AsyncWith):
         """Tells the sender that this worker leaves in order. Any number of times."""
         self._end(_ends.why)
 
+    def _own(self) -> ModelReceiver:
+        assert self._receiver is not None
+        return self._receiver
+
     def _end(self, reason: str | None) -> None:
         self._is_closed = True
         self._tell()
@@ -284,7 +288,7 @@ class Receiver(_ends.AsyncWith):
                 return None
             try:
                 self._group.reach(offer)
-                self._receiver.rejoin(offer.info)
+                self._own().rejoin(offer.info)
             except WeightsyncError as error:
                 if not self._is_closed:
                     logger.warning("worker %d cannot join the next sender: %s", self.worker, error)

@@ -81,12 +81,12 @@ class RayWeightSyncScheme(NativeScheme):
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         if not self._local:
-            assert self._group is not None and self._group.info is not None
             self._ray_group = Group([self._ray_name], self._offer)
             self._offer()
         super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
 
     def _offer(self) -> None:
+        assert self._group is not None and self._group.info is not None
         self._ray_group.offer(Offer.of(self._group.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
 
     def _setup_connection_and_weights_on_receiver_impl(
