@@ -120,6 +120,10 @@ class Rank:
         group = dist.new_group(members)
         self.group = group if self.rank in members else None
 
+    def wait_at_most(self, seconds):
+        """Bounds the waits of a send, and not those in which the ends were made."""
+        self.end._timeout = self.end._group._timeout = seconds
+
     def fill(self, value):
         if isinstance(self.model, nn.Module):
             self.model.fill(value)
@@ -358,6 +362,7 @@ class Rank:
 
     def scheme_frozen_receive(self):
         """A version that comes while this thread holds the model."""
+        self.end._following._timeout = 1.0
         with self.end.frozen():
             return self.end.receive(LONG)
 
