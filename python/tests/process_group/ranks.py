@@ -360,11 +360,14 @@ class Rank:
         with self.end.frozen():
             return values_of(self.model)
 
-    def scheme_frozen_receive(self):
-        """A version that comes while this thread holds the model."""
+    def scheme_freeze(self):
+        """Holds the model in this thread, for longer than a load waits."""
         self.end._following._timeout = 1.0
-        with self.end.frozen():
-            return self.end.receive(LONG)
+        self.holding = self.end.frozen()
+        self.holding.__enter__()
+
+    def scheme_thaw(self):
+        self.holding.__exit__(None, None, None)
 
     def scheme_frozen_shutdown(self):
         with self.end.frozen():

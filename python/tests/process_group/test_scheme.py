@@ -44,10 +44,11 @@ def test_scheme_follows_in_a_thread(ranks, strategy):
 
 def test_forward_without_an_end_refuses_a_version(ranks):
     made = connect(ranks, world=2, sync=False)
-    made[1].order("scheme_frozen_receive")
+    made[1].ask("scheme_freeze")
     assert made[0].ask("scheme_send") == 2
-    kind, said = raised(made[1].answer)
+    kind, said = raised(lambda: made[1].ask("scheme_receive"))
     assert kind == "LoadError" and "did not end in time" in said
+    made[1].ask("scheme_thaw")
     assert made[1].ask("scheme_values") == [3.0]
     # The group goes on.
     made[0].ask("fill", 5.0)
