@@ -120,6 +120,10 @@ class Rank:
         group = dist.new_group(members)
         self.group = group if self.rank in members else None
 
+    def wait_at_most(self, seconds):
+        """Bounds the waits of a send, and not those in which the ends were made."""
+        self.end._timeout = self.end._group._timeout = seconds
+
     def fill(self, value):
         if isinstance(self.model, nn.Module):
             self.model.fill(value)
@@ -356,10 +360,14 @@ class Rank:
         with self.end.frozen():
             return values_of(self.model)
 
-    def scheme_frozen_receive(self):
-        """A version that comes while this thread holds the model."""
-        with self.end.frozen():
-            return self.end.receive(LONG)
+    def scheme_freeze(self):
+        """Holds the model in this thread, for longer than a load waits."""
+        self.end._following._timeout = 1.0
+        self.holding = self.end.frozen()
+        self.holding.__enter__()
+
+    def scheme_thaw(self):
+        self.holding.__exit__(None, None, None)
 
     def scheme_frozen_shutdown(self):
         with self.end.frozen():

@@ -68,7 +68,8 @@ def test_death_of_the_sender_during_a_send(ranks):
 
 
 def test_receiver_that_never_comes_is_named_in_time(ranks):
-    made = start(ranks, timeout=2.0)
+    made = start(ranks)
+    made[0].ask("wait_at_most", 2.0)
     made[2].order("receive")
     kind, said = raised(lambda: made[0].ask("send"))
     assert kind == "DeadlineError" and f"pid {made[1].pid}" in said
@@ -83,7 +84,8 @@ def test_receiver_that_never_comes_is_named_in_time(ranks):
 
 
 def test_receiver_that_stands_still_is_named_in_time(ranks):
-    made = start(ranks, kind="20", timeout=2.0)
+    made = start(ranks, kind="20")
+    made[0].ask("wait_at_most", 2.0)
     made[2].order("receive")
     made[1].signal(signal.SIGSTOP)
     kind, said = raised(lambda: made[0].ask("send"))

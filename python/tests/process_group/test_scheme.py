@@ -4,8 +4,8 @@ import pytest
 from test_process_group import raised
 
 
-def connect(ranks, world=3, timeout=60.0, **how):
-    made = ranks(world, timeout)
+def connect(ranks, world=3, **how):
+    made = ranks(world)
     for one in made:
         one.order("scheme", **how)
     for one in made:
@@ -43,11 +43,12 @@ def test_scheme_follows_in_a_thread(ranks, strategy):
 
 
 def test_forward_without_an_end_refuses_a_version(ranks):
-    made = connect(ranks, world=2, sync=False, timeout=8.0)
-    made[1].order("scheme_frozen_receive")
+    made = connect(ranks, world=2, sync=False)
+    made[1].ask("scheme_freeze")
     assert made[0].ask("scheme_send") == 2
-    kind, said = raised(made[1].answer)
+    kind, said = raised(lambda: made[1].ask("scheme_receive"))
     assert kind == "LoadError" and "did not end in time" in said
+    made[1].ask("scheme_thaw")
     assert made[1].ask("scheme_values") == [3.0]
     # The group goes on.
     made[0].ask("fill", 5.0)
@@ -62,7 +63,7 @@ def test_shutdown_inside_frozen_ends(ranks):
 
 def test_connect_without_first_weights_names_the_rank(ranks):
     made = ranks(2, 3.0)
-    made[0].order("open", "net", 1.0)
+    made[0].order("open", "net", 1.0, timeout=60.0)
     made[1].order("scheme")
     kind, said = raised(made[1].answer)
     assert kind == "DeadlineError" and "rank 0 has not sent the first weights" in said

@@ -37,6 +37,15 @@ def main(kind):
                 assert report.ensure_applied().version == version
                 assert [line.rank for line in report.ranks] == [2, 3]
         dist.barrier()
+        if rank == 0:
+            sender.shutdown()
+        dist.barrier()
+        # Rank 1 does not wait for rank 0, which gathers no more.
+        try:
+            sender.send()
+            raise AssertionError("a send of a closed group has returned")
+        except (weightsync.PeerError, weightsync.errors.LifecycleError) as error:
+            assert ("has shut down" in str(error)) == (rank == 1)
         sender.shutdown()
     else:
         model, want = net(rank), net(5).state_dict()
@@ -45,6 +54,7 @@ def main(kind):
             assert receiver.receive() == version
             state = model.state_dict()
             assert all(torch.equal(state[name], one) for name, one in want.items())
+        dist.barrier()
         dist.barrier()
         receiver.shutdown()
     dist.destroy_process_group()

@@ -146,12 +146,17 @@ class Group(Links):
         # The broadcasts of this process that have not ended.
         self._running: set[int] = set()
         try:
+            members.store.set(f"linking/{at}", "")
             self._form(members.store, "gloo", _device())
         except BaseException as error:
+            missing = self._not_linking(members.store)
             self._over("its links were not made")
             self._close_links()
             if isinstance(error, (RuntimeError, dist.DistError)):
-                raise PeerError(f"the links to the other ranks were not made: {error}") from error
+                named = f", since {', '.join(missing)} made none" if missing else ""
+                raise PeerError(
+                    f"the links to the other ranks were not made{named}: {error}", "retry"
+                ) from error
             raise
         others = range(1, self.size) if at == 0 else [0]
         tags = (_ANSWER, _REASON) if at == 0 else (_HEAD, _TEXT)
@@ -167,6 +172,14 @@ class Group(Links):
     def names(self) -> list[str]:
         """What errors call the members."""
         return self._names
+
+    def _not_linking(self, store: Any) -> list[str]:
+        """The members that have not begun to make their links."""
+        try:
+            return [name for at, name in enumerate(self._names) if not store.check([f"linking/{at}"])]
+        except (RuntimeError, dist.DistError):
+            # The store has ended with its process.
+            return []
 
     def check(self) -> None:
         """Refuses a call at an end that is closed, or that another process has made.

@@ -196,9 +196,9 @@ class Receiver:
 
     def _broken(self, error: BaseException, number: int) -> WeightsyncError:
         """The error after which the group is closed, as a version did not come to its end."""
-        is_ours = isinstance(error, WeightsyncError)
-        if is_ours and not self._target.is_torn:
-            return type(error)(str(error), error.remedy)  # type: ignore[attr-defined,no-any-return]
+        if isinstance(error, WeightsyncError) and not self._target.is_torn:
+            # Without the traceback, whose frames keep the version's memory.
+            return type(error)(str(error), error.remedy)
         if self._target.is_torn:
             has = f"the model may have a part of v{number}"
         elif self._version == number:
@@ -206,8 +206,8 @@ class Receiver:
         else:
             has = "the model keeps its weights"
         kind: type[WeightsyncError] = PeerError
-        if is_ours:
-            kind = type(error)  # type: ignore[assignment]
+        if isinstance(error, WeightsyncError):
+            kind = type(error)
         elif isinstance(error, (OSError, MemoryError)):
             kind = OperatingSystemError
         said = str(error) or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ import weakref
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from weightsync import _ends
 from weightsync._checks import choice
@@ -91,7 +93,7 @@ class Sender:
         self._group: Group | None = None
         self._is_closed = False
         members = meet(group, src, name, False, self._timeout)
-        rank = rank_in(group)
+        self._store, rank = members.store, rank_in(group)
         if rank == src:
             self._group = Group(members, rank, self._timeout)
             weakref.finalize(self, Group.close, self._group, _shut_down()).atexit = False
@@ -130,17 +132,18 @@ class Sender:
             LifecycleError: after :meth:`shutdown`.
         """
         with self._lock:
+            self._check()
             weights = Weights(self._model if model is None else model, self._strategy)
             try:
-                self._check()
-                if self._group is None:
-                    self._version += 1
-                    return None
-                weights.check_source()
-                return self._broadcast(self._group, weights)
-            finally:
-                # The other ranks of the trainer gather, whatever became of this send.
-                weights.drain()
+                report = self._send(weights)
+            except Exception:
+                # The other ranks of the trainer gather, whatever became of this send. Ctrl-C
+                # ends them all.
+                with contextlib.suppress(PeerError):
+                    weights.drain()
+                raise
+            weights.drain()
+            return report
 
     def shutdown(self) -> None:
         """Closes this end, and tells the receivers. Any number of times."""
@@ -148,6 +151,13 @@ class Sender:
         if self._group is not None:
             self._group.close(_shut_down())
         _ends.closed(self)
+
+    def _send(self, weights: Weights) -> Report | None:
+        if self._group is None:
+            self._version += 1
+            return None
+        weights.check_source()
+        return self._broadcast(self._group, weights)
 
     def _broadcast(self, group: Group, weights: Weights) -> Report:
         try:
@@ -166,8 +176,17 @@ class Sender:
             raise _shut_down()
         if self._group is not None:
             self._group.check()
-        elif self._pid != os.getpid():
+            return
+        if self._pid != os.getpid():
             raise LifecycleError("this end was made by the parent of this process: use it there")
+        # Rank src does not gather any more: this rank would wait for it.
+        try:
+            is_over = self._store.check(["over"])
+            why = self._store.get("over").decode(errors="replace") if is_over else ""
+        except (RuntimeError, dist.DistError) as error:
+            raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
+        if is_over:
+            raise PeerError(why or f"the sender of rank src has shut down: {AGAIN}", "reconnect")
 
     def _staging(self, layout: Layout) -> list[torch.Tensor]:
         """One buffer for each of the pieces that travel at once. They are used again."""

@@ -50,6 +50,8 @@ class Weights:
         shapes = [tuple(one.shape) for one in each]
         self.layout = Layout(list(tensors), [one.dtype for one in each], shapes, ties)
         self._tensors = each
+        # The index of a tensor, and its bytes: a copy if it is not contiguous.
+        self._flat_one: tuple[int, torch.Tensor] = (-1, torch.empty(0))
         #: Whether the trainer's ranks gather the tensors together.
         self.is_sharded = any(isinstance(one, DTensor) for one in each)
         #: Seconds that were spent in gathering.
@@ -78,26 +80,41 @@ class Weights:
                 buffer[place : place + last - first].copy_(flat_bytes(self._gathered(at))[first:last])
             return
         places = [buffer[place : place + last - first] for _, first, last, place in parts]
-        values = [flat_bytes(self._tensors[at])[first:last] for at, first, last, _ in parts]
+        values = [self._flat(at)[first:last] for at, first, last, _ in parts]
         if places:
             torch._foreach_copy_(places, values)
 
     def drain(self) -> None:
-        """Goes through what is left of gathering, which is collective."""
-        for _ in self._chunks or ():
+        """Goes through what is left of gathering, which is collective.
+
+        Raises:
+            PeerError: if the ranks could not gather.
+        """
+        self._held.clear()
+        while self._chunks is not None and self._next() is not None:
             pass
+
+    def _flat(self, at: int) -> torch.Tensor:
+        # The next piece goes on with the tensor that this one ended in.
+        if self._flat_one[0] != at:
+            self._flat_one = at, flat_bytes(self._tensors[at])
+        return self._flat_one[1]
+
+    def _next(self) -> Any:
+        """What the ranks gather next; None at the end."""
+        try:
+            return next(self._chunks, None)
+        except (RuntimeError, torch.distributed.DistError) as error:
+            self._chunks = None
+            raise PeerError(
+                f"the trainer's ranks could not gather the weights: {error}", "reconnect"
+            ) from error
 
     def _gathered(self, at: int) -> torch.Tensor:
         began = time.monotonic()
         while at not in self._held:
             self._held.clear()
-            try:
-                chunk = next(self._chunks)
-            except (RuntimeError, torch.distributed.DistError) as error:
-                self._chunks = None
-                raise PeerError(
-                    f"the trainer's ranks could not gather the weights: {error}", "reconnect"
-                ) from error
+            chunk = self._next()
             for tensor in chunk.tensors:
                 self._held[self._count] = tensor
                 self._count += 1

@@ -365,17 +365,16 @@ class _Following:
             try:
                 self._receiver.receive()
             except BaseException as error:
-                is_refusal = isinstance(error, WeightsyncError) and self._goes_on()
+                refusal: WeightsyncError | None = None
                 if isinstance(error, WeightsyncError):
                     # Without the traceback, whose frames keep the version's memory.
                     error = type(error)(str(error), error.remedy)
+                    refusal = error if self._goes_on() else None
                 with self._changed:
-                    if is_refusal:
-                        self._refusal = error
-                    else:
-                        self._failure = error
+                    self._refusal = refusal or self._refusal
+                    self._failure = error if refusal is None else None
                     self._changed.notify_all()
-                if not is_refusal:
+                if refusal is None:
                     return
                 # The next version may fit.
                 logger.warning("a version was not applied: %s", error)
