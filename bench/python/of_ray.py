@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import time
 from typing import Any
@@ -62,7 +63,7 @@ class Ray:
             log_to_driver=False,
             logging_level="error",
             _temp_dir=Ray._folder,
-            runtime_env={"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}},
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         )
 
     def connect(self) -> None:

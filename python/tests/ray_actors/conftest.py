@@ -1,5 +1,6 @@
 """A Ray cluster: a head and two nodes, on this host."""
 
+import fcntl
 import os
 import shutil
 import sys
@@ -14,8 +15,16 @@ PLACES = [str(HERE), str(HERE.parent / "torchrl")]
 sys.path += [PLACES[1], str(HERE.parent / "sync")]
 
 
-@pytest.fixture(scope="session")
-def cluster():
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One file at a time has a cluster: each takes a core to start. Timeouts leave this wait out."""
+    with open(tmp_path_factory.getbasetemp().parent / "ray", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(alone):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 

@@ -16,7 +16,7 @@ from torchrl.envs.transforms.module import ModuleTransform
 from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme
 
 # Ray waits a minute for a process that does not come up before it starts another.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import weightsync
 import weightsync.ray
 
 # Ray waits a minute for a process that does not come up before it starts another.
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 
 def directory(ray, name):

@@ -12,7 +12,7 @@ import pytest
 from hosts import FAR, NEAR, hosts  # noqa: F401
 
 # Ray waits a minute for a process that does not come up before it starts another.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 
 HERE = Path(__file__).parent
 
@@ -29,7 +29,7 @@ def ray(host, *arguments):
 
 
 @pytest.fixture
-def address(hosts, monkeypatch):  # noqa: F811
+def address(alone, hosts, monkeypatch):  # noqa: F811
     """A cluster of both hosts."""
     near, far = hosts
     folder = tempfile.mkdtemp(prefix="r-", dir="/tmp")

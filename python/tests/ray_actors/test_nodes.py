@@ -9,7 +9,7 @@ import pytest
 from ray_world import Trainer, Worker, kill
 
 # Ray waits a minute for a process that does not come up before it starts another.
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 
 EXAMPLE = Path(__file__).parents[3] / "examples/ray_actors.py"
 

@@ -9,7 +9,7 @@ from weightsync.torchrl import RayWeightUpdater
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(300, func_only=True),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
