@@ -1,6 +1,5 @@
 """Nodes of a cluster that come and go, with what runs there."""
 
-import os
 import subprocess
 import sys
 import time
@@ -41,7 +40,6 @@ def node(cluster):
         time.sleep(0.01)
 
 
-@pytest.mark.skipif("WEIGHTSYNC_SOAK" not in os.environ, reason="it runs with WEIGHTSYNC_SOAK=full")
 def test_live_actors_end_on_the_newest(cluster, start, node):
     ray, gone = cluster.ray, node("gone")
     on = lambda name, **options: {"resources": {name: 1}, **options}  # noqa: E731

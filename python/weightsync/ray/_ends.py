@@ -265,6 +265,9 @@ class Receiver(_ends.AsyncWith):
 
     def _moved(self, offer: Offer) -> None:
         """There is another sender."""
+        if offer.info == self._current.info:
+            # Two directories have told of it.
+            return
         self._next = offer
         self._tell()
         with contextlib.suppress(LifecycleError):
@@ -285,6 +288,9 @@ class Receiver(_ends.AsyncWith):
         try:
             offer = self._next
             if offer is None or self._is_closed:
+                return None
+            if offer.info == self._current.info:
+                self._next = None
                 return None
             try:
                 self._group.reach(offer)

@@ -17,7 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from weightsync.errors import DeadlineError, LifecycleError, PeerError, SettingError
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    PeerError,
+    SettingError,
+    WeightsyncError,
+)
 from weightsync.ray import _cluster
 from weightsync.ray._presence import Presence
 from weightsync.ray._relay import Relay
@@ -342,6 +348,8 @@ class Group:
             ray = _cluster.running()
             options = {"name": self.name, "namespace": _NAMESPACE, "get_if_exists": True}
             options |= {"lifetime": "detached", "num_cpus": 0}
+            # On the head, which no cluster outlives: it is not to go with a node of workers.
+            options |= {"resources": {"node:__internal_head__": 0.001}}
             # Each end and each wait is a call that is open.
             directory = ray.remote(Directory).options(max_concurrency=10_000, **options).remote()
             self._key = key = uuid.uuid4().hex
@@ -360,13 +368,18 @@ class Group:
 
     def _renew(self, before: Any) -> None:
         self._lost(before)
-        again = self._again()
-        try:
-            if again is not None:
+        pause = 0.1
+        while (again := self._again()) is not None and not self._is_left:
+            try:
                 again()
-        except Exception:
-            if not self._is_left:
-                logger.exception("%r was not joined again", self.name)
+                return
+            except WeightsyncError as error:
+                # Ray may take a while to notice that a node has died.
+                logger.warning("%r was not joined again: %s", self.name, error)
+            # An end that is dropped meanwhile is not kept.
+            del again
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
 
     def _lost(self, directory: Any) -> None:
         with self._lock:
