@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.errors import LifecycleError
+
 logger = logging.getLogger("weightsync")
 
 
@@ -135,7 +137,12 @@ class Hold:
 
     def _acquire(self) -> Any:
         while (acquire_permit := self._acquire_permit) is not None:
-            permit = acquire_permit()
+            try:
+                permit = acquire_permit()
+            except LifecycleError:
+                if acquire_permit is self._acquire_permit:
+                    raise
+                continue
             if acquire_permit is self._acquire_permit:
                 return permit
             # The receiver has moved to another sender while this thread waited.

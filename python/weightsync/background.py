@@ -44,7 +44,8 @@ class Background:
         Returns:
             The models' versions by name if they changed, else None.
         """
-        return self._native.safe_point()
+        versions: dict[str, int] | None = self._ask("safe_point")
+        return versions
 
     def wait(
         self, version: int | dict[str, int] | None = None, *, timeout: float | None = None
@@ -75,12 +76,14 @@ class Background:
     @property
     def versions(self) -> dict[str, int]:
         """The version of each model that this worker runs, by name."""
-        return self._native.versions()
+        versions: dict[str, int] = self._ask("versions")
+        return versions
 
     @property
     def run(self) -> tuple[int, str]:
         """The run of these versions: its epoch and id."""
-        return self._native.run()
+        run: tuple[int, str] = self._ask("run")
+        return run
 
     @property
     def state(self) -> str:
@@ -90,12 +93,14 @@ class Background:
         a sender has shut down the state is "closed", and the receiver still follows the
         next sender.
         """
-        return self._native.state()[0]
+        state: str = self._ask("state")[0]
+        return state
 
     @property
     def failure(self) -> str | None:
         """The reason why the newest version could not be applied, or None."""
-        return self._native.state()[2]
+        failure: str | None = self._ask("state")[2]
+        return failure
 
     def _move(self, begin: Callable[[], Native]) -> None:
         """Exchanges the thread for one that ``begin`` starts, while no thread uses the models."""
@@ -107,8 +112,22 @@ class Background:
             self._native = begin()
             self._hold.move(self._native.acquire_permit)
 
-        before.hand_over(exchange)
-        before.shutdown(None)
+        try:
+            before.hand_over(exchange)
+        finally:
+            # Also where Ctrl-C came after the exchange.
+            if self._native is not before:
+                before.shutdown(None)
+
+    def _ask(self, call: str) -> Any:
+        while True:
+            native = self._native
+            try:
+                return getattr(native, call)()
+            except LifecycleError:
+                # The receiver may have moved to another sender meanwhile.
+                if native is self._native:
+                    raise
 
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep their weights."""

@@ -13,7 +13,7 @@ from weightsync import _ends
 from weightsync._checks import choice, only_version
 from weightsync._native import InitInfo
 from weightsync._receiving import read
-from weightsync.errors import LifecycleError, PeerError, WeightsyncError
+from weightsync.errors import PeerError, WeightsyncError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.ray import _cluster
@@ -134,8 +134,10 @@ class Receiver(_ends.AsyncWith):
         self._declared = safe_points == "declared"
         # The thread that moves to another sender has it.
         self._moving = threading.Lock()
-        # A sender to which this worker is to move, and how often one has come or was taken.
+        # A sender to which this worker is to move, and when to try that again.
         self._next: Offer | None = None
+        self._retry = 0.0
+        # Counts the senders that came or were taken.
         self._news = 0
         self._changed = threading.Condition()
         self._is_closed = False
@@ -152,6 +154,7 @@ class Receiver(_ends.AsyncWith):
                 try:
                     receiver.connect(timeout=left(until))
                     self.background = receiver.start_background(safe_points)
+                    self._current = offer
                     self._receiver = receiver
                 except PeerError:
                     # That sender has ended since, or has not noticed the end of this actor's last life.
@@ -162,7 +165,6 @@ class Receiver(_ends.AsyncWith):
                 except BaseException:
                     receiver.shutdown()
                     raise
-            self._current = offer
             self._group.follow(offer.info, self._moved)
         except BaseException:
             self._end(None)
@@ -198,7 +200,7 @@ class Receiver(_ends.AsyncWith):
     ) -> bool:
         """Waits until all models have at least this version, or, without one, a new one.
 
-        The wait goes on while the trainer is restarted.
+        The wait goes on after the trainer has died, until it is back.
 
         Args:
             version: of every model, or by name.
@@ -223,15 +225,21 @@ class Receiver(_ends.AsyncWith):
                 if self._is_closed or native is self.background._native:
                     raise
                 continue
-            if self._is_closed or self.background.state == "closed" or left(until) == 0:
+            has_next = self._next is not None
+            is_over = self.background.state == "closed" and not has_next
+            if self._is_closed or is_over or left(until) == 0:
                 return False
-            # Its sender has died.
+            # Its sender has died. A sender that cannot be joined now may be joined later.
+            rest = left(until)
+            if has_next:
+                rest = _AGAIN if rest is None else min(_AGAIN, rest)
             with self._changed:
-                if not self._changed.wait_for(lambda: self._news != news, left(until)):  # noqa: B023
-                    return False
+                is_new = self._changed.wait_for(lambda: self._news != news, rest)  # noqa: B023
+            if not is_new and left(until) == 0:
+                return False
 
     def safe_point(self) -> dict[str, int] | None:
-        """Lets the models change here and now.
+        """Lets the models change here and now. It may wait some seconds for a restarted trainer.
 
         Returns:
             The models' versions by name if they changed, else None.
@@ -268,9 +276,10 @@ class Receiver(_ends.AsyncWith):
         if offer.info == self._current.info:
             # Two directories have told of it.
             return
-        self._next = offer
+        self._next, self._retry = offer, 0.0
         self._tell()
-        with contextlib.suppress(LifecycleError):
+        # A directory that has died is followed again by `_join_again`.
+        with contextlib.suppress(Exception):
             self._group.follow(offer.info, self._moved)
         while not self._declared and self._next is offer and not self._is_closed:
             self._take(None)
@@ -281,7 +290,8 @@ class Receiver(_ends.AsyncWith):
 
     def _take(self, timeout: float | None) -> dict[str, int] | None:
         """Moves to another sender, if there is one; in a safe point if those are declared."""
-        if self._next is None or self.background._hold._entered.calls:
+        is_held = bool(self.background._hold._entered.calls)
+        if self._next is None or is_held or time.monotonic() < self._retry:
             return None
         if not self._moving.acquire(timeout=-1 if timeout is None else timeout):
             return None
@@ -294,8 +304,9 @@ class Receiver(_ends.AsyncWith):
                 return None
             try:
                 self._group.reach(offer)
-                self._own().rejoin(offer.info)
+                self._own().rejoin(offer.info, timeout=5.0 if self._declared else 60.0)
             except WeightsyncError as error:
+                self._retry = time.monotonic() + _AGAIN
                 if not self._is_closed:
                     logger.warning("worker %d cannot join the next sender: %s", self.worker, error)
                 return None
@@ -312,6 +323,8 @@ class Receiver(_ends.AsyncWith):
         """Joins the directory that was started again; the constructor does so itself."""
         if self._receiver is not None:
             self._group.follow(self._current.info, self._moved)
+            # The relays ended with the directory.
+            self._group.reach(self._current)
 
     def __enter__(self) -> Self:
         return self

@@ -151,12 +151,14 @@ class Directory:
         return self._members
 
     async def relay(self, address: str, node: str) -> None:
-        """Has a host get its relay, unless it is the sender's own, or has one."""
+        """Starts the relay of a host that needs one."""
         offer, (of, before) = self._offer, self._relays.get(address, ("", None))
         if offer is None or not offer.is_open or address == offer.address or of == node:
             return
         ray = _cluster.ray()
         if before is not None:
+            if of in {one["NodeID"] for one in ray.nodes() if one["Alive"]}:
+                return
             # The host has left the cluster, and is back as another node.
             ray.kill(before)
         there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
@@ -252,13 +254,18 @@ class Group:
         Raises:
             DeadlineError: if none comes in time.
         """
-        offer: Offer | None = None
-        while offer is None:
-            offer = self._ask(lambda directory, _: directory.after.remote(known), timeout, "a sender")
-        return offer
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            offer: Offer | None = self._ask(
+                lambda directory, _: directory.after.remote(known), left(until), "a sender"
+            )
+            if offer is not None:
+                return offer
+            # That directory is ending.
+            time.sleep(0.05)
 
     def reach(self, offer: Offer) -> None:
-        """Has this host get its relay.
+        """Asks for this host's relay.
 
         Raises:
             PeerError: if this host cannot reach the sender.
@@ -373,7 +380,7 @@ class Group:
             try:
                 again()
                 return
-            except WeightsyncError as error:
+            except (WeightsyncError, _cluster.ray().exceptions.RayError) as error:
                 # Ray may take a while to notice that a node has died.
                 logger.warning("%r was not joined again: %s", self.name, error)
             # An end that is dropped meanwhile is not kept.
@@ -383,8 +390,12 @@ class Group:
 
     def _lost(self, directory: Any) -> None:
         with self._lock:
-            if self._directory is directory:
-                self._directory = self._present = None
+            if self._directory is not directory:
+                return
+            key, self._directory, self._present = self._key, None, None
+        # If it was only out of reach, this end is there again under another key.
+        with contextlib.suppress(Exception):
+            directory.leave.remote(key)
 
 
 def left(until: float | None) -> float | None:

@@ -86,8 +86,10 @@ class RayWeightSyncScheme(NativeScheme):
         super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
 
     def _offer(self) -> None:
-        assert self._group is not None and self._group.info is not None
-        self._ray_group.offer(Offer.of(self._group.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
+        group, own = self._ray_group, self._group
+        # A receiver, and a sender that shuts down, have nothing to offer.
+        if group is not None and own is not None and own.info is not None:
+            group.offer(Offer.of(own.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
