@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
 
 from actors import actors
-from ranks import Rank, free_port
+from group_ranks import Rank, free_port
 
 
 @pytest.fixture
