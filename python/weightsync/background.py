@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from weightsync import _ends
@@ -12,7 +11,6 @@ from weightsync._checks import only_version
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._targets import ModuleTarget, Target
-from weightsync.errors import LifecycleError
 
 
 class Background:
@@ -26,7 +24,6 @@ class Background:
     def __init__(self, native: Native, targets: dict[str, Target]) -> None:
         self._pid = os.getpid()
         self._native = native
-        self._has_ended = False
         self._targets = targets
         self._hold = Hold(native.acquire_permit)
         self._guards: list[Guard] = []
@@ -97,29 +94,13 @@ class Background:
         """The reason why the newest version could not be applied, or None."""
         return self._native.state()[2]
 
-    def _move(self, begin: Callable[[], Native]) -> None:
-        """Exchanges the thread for one that ``begin`` starts, while no thread uses the models."""
-        before = self._native
-
-        def exchange() -> None:
-            if self._has_ended:
-                raise LifecycleError("the receiver was shut down")
-            self._native = begin()
-            self._hold.move(self._native.acquire_permit)
-
-        before.hand_over(exchange)
-        before.shutdown(None)
-
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep their weights."""
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:
-        # Modules stay guarded until the thread that loads has ended, and one that a move has begun.
-        self._has_ended, ended = True, None
-        while ended is not self._native:
-            ended = self._native
-            ended.shutdown(reason)
+        # Modules stay guarded until the thread that loads has ended.
+        self._native.shutdown(reason)
         self._hold.end()
         for guard in self._guards:
             guard.remove()
