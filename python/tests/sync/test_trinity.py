@@ -26,6 +26,7 @@ from trinity_world import (
 
 import weightsync
 from weightsync.trinity import Synchronizer
+from weightsync.trinity._weights import Outlet
 
 
 class Theirs(enum.Enum):
@@ -342,6 +343,20 @@ def test_kept_versions_take_the_memory_of_two(program):
     blocks = {file.st_ino: file.st_blocks for file in files}
     assert blocks
     assert 512 * sum(blocks.values()) < 5 * 4 * size * (size + 1)
+
+
+def test_old_version_goes_out_again_once():
+    outlet = Outlet(history=1)
+    try:
+        first, *_ = [outlet.send(state(float(step)), step) for step in (1, 2, 3)]
+        again = outlet.place(first)
+        assert again != first.place and again.version == 1
+        assert outlet.place(first) == again
+        for step in (4, 5):
+            outlet.send(state(float(step)), step)
+        assert outlet.place(first) not in (again, first.place)
+    finally:
+        outlet.close()
 
 
 def _is_segment(path):

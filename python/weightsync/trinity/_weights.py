@@ -58,6 +58,8 @@ class Outlet:
         self._history = history
         self._lock = threading.Lock()
         self._sender: Sender | None = None
+        # Where versions are that went out again, by their first place.
+        self._again: dict[Place, Place] = {}
 
     def send(self, state: Mapping[str, Any], version: int) -> Held:
         for name in state:
@@ -82,12 +84,15 @@ class Outlet:
     def place(self, held: Held) -> Place:
         """Where to get weights that may not be the newest."""
         with self._lock:
-            sender, place = self._sender, held.place
+            sender, place = self._sender, self._again.get(held.place, held.place)
             if sender is None or place.number >= sender.version - self._history:
                 return place
-            # It goes out again, under another number.
+            # It goes out again, under another number, once for all who ask.
             sender.send(held.snapshot, wait="sent")
-            return self._held(sender, place.version).place
+            self._again[held.place] = place = self._held(sender, place.version).place
+            oldest = sender.version - self._history
+            self._again = {one: at for one, at in self._again.items() if at.number >= oldest}
+            return place
 
     def close(self) -> None:
         with self._lock:
@@ -100,7 +105,7 @@ class Outlet:
         return Held(sender.snapshot(), place)
 
     def _end(self) -> None:
-        sender, self._sender = self._sender, None
+        sender, self._sender, self._again = self._sender, None, {}
         if sender is not None:
             sender.shutdown()
 
@@ -189,9 +194,13 @@ def _read(place: Place, namespace: str, exact: bool) -> tuple[Snapshot, Place]:
     while True:
         try:
             return reader.snapshot(at), at
-        except ModelError:
+        except ModelError as gone:
             # Newer versions went out since. The actor says where this one is now.
-            actor = ray().get_actor(NAME, namespace=namespace)
+            try:
+                actor = ray().get_actor(NAME, namespace=namespace)
+            except ValueError:
+                # The actor has ended.
+                raise gone from None
             before, at = at, ray().get(actor.place_of.remote(place, exact))
             if at == before:
                 raise
