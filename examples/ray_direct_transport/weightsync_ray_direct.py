@@ -1,35 +1,24 @@
 """Strategy ``ray_direct``: each chunk is a Ray object that travels by one of Ray's transports.
 
-An outline of a strategy in a package of its own. It was run on the CPU, with the transport below,
-which copies through files in ``/dev/shm``. Ray's own one-sided transports, ``"nixl"`` and
-``"cuda_ipc"``, are chosen by their words and have not been run here.
+An outline of a strategy in a package of its own. It was run on the CPU, with the transport that
+``weightsync.ray.register()`` adds. Ray's own one-sided transports, ``"nixl"`` and ``"cuda_ipc"``, are
+chosen by their words and have not been run here.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import ray
 import torch
-from ray.experimental import (
-    CommunicatorMetadata,
-    TensorTransportManager,
-    TensorTransportMetadata,
-    register_tensor_transport,
-)
-from ray.experimental.rdt.util import transport_manager_info
 
+import weightsync.ray
 from weightsync import transfer
 from weightsync.transfer.chunk import WeightChunk, unpack
 from weightsync.transfer.requests import RequestError, described
 from weightsync.transfer.strategy import Draining
-
-#: The transport of this module, as Ray knows it.
-SHARED_MEMORY = "SHARED_MEMORY_FILES"
 
 
 @dataclass
@@ -41,13 +30,12 @@ class RayDirectStrategy(transfer.WeightTransferStrategy):
         timeout: how long each wait lasts at most, in seconds.
     """
 
-    transport: str = SHARED_MEMORY
+    transport: str = "weightsync"
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
         # Every process that sends or receives makes the strategy, and so knows the transport.
-        if self.transport == SHARED_MEMORY and SHARED_MEMORY not in transport_manager_info:
-            register_tensor_transport(SHARED_MEMORY, ["cpu"], SharedMemoryFiles, torch.Tensor)
+        weightsync.ray.register()
 
     async def create_init_info(
         self, inference_world_size: int, metadata: Mapping[str, list[Any]] | None = None
@@ -116,73 +104,3 @@ class RayDirectReceiver(transfer.WeightTransferReceiver):
             raise RequestError("ref: a chunk needs a reference, got none")
         (buffer,) = ray.get(request.ref, timeout=self._timeout)
         return unpack(buffer, request.torch_dtypes, request.shapes)
-
-
-@dataclass
-class Files(TensorTransportMetadata):
-    """Where the tensors of an object are."""
-
-    path: str = ""
-
-
-class SharedMemoryFiles(TensorTransportManager):
-    """Tensors of the CPU as a file in ``/dev/shm``: for actors of one host."""
-
-    def tensor_transport_backend(self) -> str:
-        return SHARED_MEMORY
-
-    @staticmethod
-    def is_one_sided() -> bool:
-        return True
-
-    @staticmethod
-    def can_abort_transport() -> bool:
-        return True
-
-    def actor_has_tensor_transport(self, actor: Any) -> bool:
-        return True
-
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> Files:
-        path = f"/dev/shm/weightsync-ray-{os.getpid()}-{obj_id}"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            for tensor in rdt_object:
-                file.write(tensor.contiguous().view(torch.uint8).numpy())
-        return Files([(one.shape, one.dtype) for one in rdt_object], "cpu", path)
-
-    def get_communicator_metadata(
-        self, src_actor: Any, dst_actor: Any, backend: str | None = None
-    ) -> CommunicatorMetadata:
-        return CommunicatorMetadata()
-
-    def recv_multiple_tensors(
-        self,
-        obj_id: str,
-        tensor_transport_metadata: Any,
-        communicator_metadata: CommunicatorMetadata,
-        target_buffers: list[Any] | None = None,
-    ) -> list[Any]:
-        with open(tensor_transport_metadata.path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            # A private map: what a worker writes is its own.
-            memory = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=3)
-        begin, tensors = 0, []
-        for shape, dtype in tensor_transport_metadata.tensor_meta:
-            count = torch.Size(shape).numel()
-            one = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
-            tensors.append(one.view(shape))
-            begin += count * dtype.itemsize
-        return tensors
-
-    def send_multiple_tensors(
-        self, tensors: list[Any], tensor_transport_metadata: Any, communicator_metadata: Any
-    ) -> None:
-        raise NotImplementedError("a one-sided transport sends nothing")
-
-    def garbage_collect(
-        self, obj_id: str, tensor_transport_meta: Any, tensors: list[Any]
-    ) -> None:
-        if os.path.exists(tensor_transport_meta.path):
-            os.unlink(tensor_transport_meta.path)
-
-    def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
-        pass

@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from weightsync.errors import LifecycleError
+
 logger = logging.getLogger("weightsync")
 
 
@@ -107,8 +109,7 @@ class Hold:
         calls = self._entered.calls
         if not calls:
             # The outermost call has the permit. A thread that loads is alone with the models.
-            acquire_permit = None if loading.depth else self._acquire_permit
-            calls.append((module, frame, None if acquire_permit is None else acquire_permit()))
+            calls.append((module, frame, None if loading.depth else self._acquire()))
             return
         around = calls[-1][1]
         if around is not None:
@@ -134,6 +135,24 @@ class Hold:
         while len(calls) > at:
             self._release(calls.pop())
 
+    def _acquire(self) -> Any:
+        while (acquire_permit := self._acquire_permit) is not None:
+            try:
+                permit = acquire_permit()
+            except LifecycleError:
+                if acquire_permit is self._acquire_permit:
+                    raise
+                continue
+            if acquire_permit is self._acquire_permit:
+                return permit
+            # The receiver has moved to another sender while this thread waited.
+            permit.release()
+        return None
+
+    def move(self, acquire_permit: Callable[[], Any]) -> None:
+        """Takes permits of another background receiver from here on."""
+        self._acquire_permit = acquire_permit
+
     def end(self) -> None:
         """Makes the hold do nothing from here on: the models do not change any more."""
         self._acquire_permit = None
@@ -148,7 +167,7 @@ class Guard:
     """Holds the models while a forward of a module, or of a part of it, runs."""
 
     def __init__(self, hold: Hold, module: Any) -> None:
-        hide_from_compiler(_Hook.before, _Hook.after, Hold.enter, Hold.leave, Hold._release)
+        hide_from_compiler(_Hook.before, _Hook.after, Hold.enter, Hold.leave, Hold._acquire, Hold._release)
         self._hook = _Hook(hold)
         self._module = weakref.ref(module)
         self._handles: list[Any] = []

@@ -24,7 +24,7 @@ class Receiving(_ends.AsyncWith):
     ) -> None:
         self._pid = os.getpid()
         self._session = Session.prepare_receiver(info, worker, models, str(device))
-        self._worker = worker
+        self._info, self._worker, self._device = info, worker, str(device)
         self._models = list(info.models if models is None else models)
         self._connected = False
 
@@ -41,6 +41,11 @@ class Receiving(_ends.AsyncWith):
 
     def _join(self, timeout: float | None) -> None:
         self._session.connect_receiver(None, timeout)
+
+    @property
+    def info(self) -> InitInfo:
+        """The init info of the sender."""
+        return self._info
 
     @property
     def models(self) -> list[str]:

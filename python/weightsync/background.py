@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from weightsync import _ends
@@ -11,6 +12,7 @@ from weightsync._checks import only_version
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._targets import ModuleTarget, Target
+from weightsync.errors import LifecycleError
 
 
 class Background:
@@ -24,6 +26,7 @@ class Background:
     def __init__(self, native: Native, targets: dict[str, Target]) -> None:
         self._pid = os.getpid()
         self._native = native
+        self._has_ended = False
         self._targets = targets
         self._hold = Hold(native.acquire_permit)
         self._guards: list[Guard] = []
@@ -41,7 +44,8 @@ class Background:
         Returns:
             The models' versions by name if they changed, else None.
         """
-        return self._native.safe_point()
+        versions: dict[str, int] | None = self._ask("safe_point")
+        return versions
 
     def wait(
         self, version: int | dict[str, int] | None = None, *, timeout: float | None = None
@@ -72,12 +76,14 @@ class Background:
     @property
     def versions(self) -> dict[str, int]:
         """The version of each model that this worker runs, by name."""
-        return self._native.versions()
+        versions: dict[str, int] = self._ask("versions")
+        return versions
 
     @property
     def run(self) -> tuple[int, str]:
         """The run of these versions: its epoch and id."""
-        return self._native.run()
+        run: tuple[int, str] = self._ask("run")
+        return run
 
     @property
     def state(self) -> str:
@@ -87,20 +93,52 @@ class Background:
         a sender has shut down the state is "closed", and the receiver still follows the
         next sender.
         """
-        return self._native.state()[0]
+        state: str = self._ask("state")[0]
+        return state
 
     @property
     def failure(self) -> str | None:
         """The reason why the newest version could not be applied, or None."""
-        return self._native.state()[2]
+        failure: str | None = self._ask("state")[2]
+        return failure
+
+    def _move(self, begin: Callable[[], Native]) -> None:
+        """Exchanges the thread for one that ``begin`` starts, while no thread uses the models."""
+        before = self._native
+
+        def exchange() -> None:
+            if self._has_ended:
+                raise LifecycleError("the receiver was shut down")
+            self._native = begin()
+            self._hold.move(self._native.acquire_permit)
+
+        try:
+            before.hand_over(exchange)
+        finally:
+            # Also where Ctrl-C came after the exchange.
+            if self._native is not before:
+                before.shutdown(None)
+
+    def _ask(self, call: str) -> Any:
+        while True:
+            native = self._native
+            try:
+                return getattr(native, call)()
+            except LifecycleError:
+                # The receiver may have moved to another sender meanwhile.
+                if native is self._native:
+                    raise
 
     def shutdown(self) -> None:
         """Ends the thread and leaves. Any number of times; models keep their weights."""
         self._end(_ends.why)
 
     def _end(self, reason: str | None) -> None:
-        # Modules stay guarded until the thread that loads has ended.
-        self._native.shutdown(reason)
+        # Modules stay guarded until the thread that loads has ended, and one that a move has begun.
+        self._has_ended, ended = True, None
+        while ended is not self._native:
+            ended = self._native
+            ended.shutdown(reason)
         self._hold.end()
         for guard in self._guards:
             guard.remove()

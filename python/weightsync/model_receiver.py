@@ -62,6 +62,7 @@ class ModelReceiver(Receiving):
             # Mapped weights do not lie in the version, so parameters cannot be bound to it.
             mode = "copy"
         self._background: Background | None = None
+        self._is_declared = False
         self._targets = _targets(info, model, models, context, mode)
         mappings = by_model(mapping, self._targets)
         # The library loads into these: the targets, some behind a mapping.
@@ -140,10 +141,39 @@ class ModelReceiver(Receiving):
         """
         choice("safe_points", safe_points, "implied", "declared")
         session = self._own("start_background")
-        native = session.start_background(self._loaders, safe_points == "declared")
+        self._is_declared = safe_points == "declared"
+        native = session.start_background(self._loaders, self._is_declared)
         self._background = Background(native, self._targets)
         _ends.opened(self._background)
         return self._background
+
+    def rejoin(self, info: InitInfo | str, *, timeout: float | None = 60.0) -> None:
+        """Follows another sender from here on, such as a trainer that was restarted on another host.
+
+        The models get its newest version: while no forward runs, if there is a background
+        receiver. If this fails, the receiver still follows the sender before.
+
+        Raises:
+            As :meth:`connect`; a :class:`LifecycleError` if this thread keeps the models unchanged.
+        """
+        info = read(info)
+        session = Session.prepare_receiver(info, self._worker, self._models, self._device)
+        try:
+            if self._background is None:
+                session.connect_receiver(self._loaders, timeout)
+            else:
+                session.join_receiver(timeout)
+
+                def begin() -> Any:
+                    session.load_joined(self._loaders)
+                    return session.start_background(self._loaders, self._is_declared)
+
+                self._background._move(begin)
+        except BaseException:
+            session.shutdown(None)
+            raise
+        before, self._session, self._info = self._session, session, info
+        before.shutdown(None)
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
         """Keeps the models unchanged inside ``with receiver.frozen():``, in this thread.

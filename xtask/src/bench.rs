@@ -39,6 +39,14 @@ const GROUPS: &[Group] = &[
         },
     },
     Group {
+        name: "ray",
+        about: "Ray's actors and process groups of torch.distributed, compared with Ray's object \
+                store and gloo's own calls",
+        measured: Measured::InPython {
+            program: "bench/ray",
+        },
+    },
+    Group {
         name: "engines",
         about: "updates of a vLLM engine, compared with vLLM's own load; extraction from sharded \
                 trainers, compared with full_tensor()",
@@ -195,7 +203,11 @@ fn program_of(places: &Places, python: &Path, program: &str, flags: &[&str]) -> 
     let mut command = python::command(places, python);
     command.arg(program);
     command.args(flags.iter().filter(|flag| **flag == "--json"));
-    command.env("PYTHONPATH", places.root().join("bench/common"));
+    let shared = ["bench/common", "bench/python"].map(|folder| places.root().join(folder));
+    command.env(
+        "PYTHONPATH",
+        std::env::join_paths(shared).unwrap_or_default(),
+    );
     command.env("PYTHONDONTWRITEBYTECODE", "1");
     command
 }
@@ -308,7 +320,7 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
-        for name in ["python", "delta", "engines"] {
+        for name in ["python", "ray", "delta", "engines"] {
             let (group, flags) = parse(&["--json", name]).expect("a known group");
             assert_eq!((group.name, flags), (name, vec!["--json"]));
         }

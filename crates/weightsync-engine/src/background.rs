@@ -284,6 +284,25 @@ impl<M: Send + Sync + 'static> Background<M> {
         }
     }
 
+    /// Calls a function while this thread alone is with the models, as in a load. If it succeeds, nothing
+    /// is applied from here on: the models have another receiver, and this one is to be stopped.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::GuardHeld`] if this thread holds a guard, and [`Error::Interrupted`].
+    pub fn hand_over<T, E>(
+        &self,
+        call: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> Result<std::result::Result<T, E>> {
+        let handoff = self.follower.handoff()?;
+        let _permit = Permit::take(handoff, Access::Alone, "Background::hand_over")?;
+        let done = call();
+        if done.is_ok() {
+            handoff.notify(|inner| inner.stop = true);
+        }
+        Ok(done)
+    }
+
     /// Lets the models change, here and now, in this thread; says which versions
     /// they have if they did. Does not wait for anybody: while another thread
     /// holds a guard, it is no safe point, and nothing happens.

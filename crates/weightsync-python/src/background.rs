@@ -57,6 +57,14 @@ impl Background {
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
+    /// Calls a function while this thread alone is with the models. If it returns, nothing is applied
+    /// from here on.
+    fn hand_over(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
+        self.call(py, |inner| {
+            inner.hand_over(|| Python::attach(|py| function.call0(py).map(drop)))
+        })?
+    }
+
     /// The state (`following`, `searching`, `closed`, `died` or `failed`), its description, and why
     /// the newest version could not be applied.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {

@@ -1,6 +1,7 @@
 """Who stands still, is silent or has gone, and what a report says of it."""
 
 import signal
+import threading
 import time
 
 import pytest
@@ -93,3 +94,41 @@ def test_a_trainer_that_was_stopped_finds_its_workers(actor, scheme, seconds):
     while not trainer.ask("send", 3.0):
         assert time.monotonic() < until
     assert [worker.ask("value") for worker in workers] == [3.0, 3.0]
+
+
+def test_receiver_moves_to_another_sender_for_good():
+    first, second = (weightsync.Sender(Net(value)) for value in (1.0, 3.0))
+    worker, done = Net(), threading.Event()
+    for sender in (first, second):
+        sender.connect(0)
+    receiver = weightsync.ModelReceiver(first.init_info, 0, model=worker, mode="copy")
+    receiver.connect(timeout=LONG)
+    background = receiver.start_background()
+    run = receiver.run
+
+    def move():
+        receiver.rejoin(second.init_info, timeout=LONG)
+        done.set()
+
+    with receiver.frozen():
+        # A version of the first sender waits for the block to end, and so does the move.
+        first.send(Net(2.0), wait="sent")
+        moving = threading.Thread(target=move)
+        moving.start()
+        assert not done.wait(0.2)
+        assert worker.value == 1.0
+    moving.join(LONG)
+    assert (worker.value, receiver.version) == (3.0, 1)
+    assert receiver.run != run and receiver.info == second.init_info
+    # Nothing of the first sender comes any more, and the guard is that of the second.
+    first.send(Net(4.0), wait="sent")
+    assert worker.value == 3.0
+    with receiver.frozen():
+        second.send(Net(5.0), wait="sent")
+        assert worker.value == 3.0
+    assert background.wait(2, timeout=LONG) and worker.value == 5.0
+    receiver.shutdown()
+    with pytest.raises(weightsync.LifecycleError):
+        receiver.rejoin(first.init_info, timeout=LONG)
+    for sender in (first, second):
+        sender.shutdown()

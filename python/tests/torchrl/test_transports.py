@@ -1,8 +1,11 @@
 """Transports without a scheme of this package's: see `transports`."""
 
 import pytest
+import torch_rpc
 import transports
+import weightsync
 from crew import bounded
+from weightsync.torchrl import DistributedTransport, RPCTransport
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -19,3 +22,18 @@ def test_shared_transport(ours, per_worker):
 @pytest.mark.parametrize("module", ["ours", "theirs"])
 def test_own_transport(module):
     bounded(transports.own_transport, module)
+
+
+def test_store_transport_brings_weights(ours):
+    bounded(transports.store_transport, ours)
+
+
+@pytest.mark.parametrize("has_collector", [True, False], ids=["collector", "loop"])
+def test_rpc_transport_brings_weights(ours, has_collector):
+    bounded(torch_rpc.transport, ours, has_collector)
+
+
+@pytest.mark.parametrize("kind", [DistributedTransport, RPCTransport])
+def test_transport_wants_to_know_its_worker(kind):
+    with pytest.raises(weightsync.SettingError, match="expected a .*rank"):
+        kind()

@@ -1,6 +1,7 @@
 """Transports by TorchRL's protocol: named ones that stand alone, and one of a program's own."""
 
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from crew import Probe, hurry
@@ -207,3 +208,25 @@ def own_transport(module):
         raise AssertionError("a worker that does not exist raises nothing")
     worker.join(SOON)
     assert worker.exitcode == 0
+
+
+def store_transport(module):
+    """`DistributedTransport`, constructed as TorchRL's: a store brings a worker the init info."""
+    store = torch.distributed.HashStore()
+    sending = module.DistributedTransport(store=store, rank=2)
+    receiving = module.DistributedTransport(store=store, rank=2)
+    model, strategy = Probe(), WeightStrategy()
+    assert receiving.receive_weights(timeout=0.01, model=model, strategy=strategy) is None
+    with hurry("weights", PROMPT), ThreadPoolExecutor() as threads:
+        sending.send_weights(weights_of(Probe(1.0)))
+        joined = threads.submit(
+            receiving.setup_connection_and_weights_on_receiver, model=model, strategy=strategy
+        )
+        sending.wait_ack()
+        assert joined.result() is not None and model() == (1.0, 1.0)
+        for value in (2.0, 3.0):
+            received = threads.submit(receiving.receive_weights, model=model, strategy=strategy)
+            assert sending.send_weights(weights_of(Probe(value))).all_applied
+            assert received.result() is not None and model() == (value, value)
+    receiving.shutdown()
+    sending.shutdown()

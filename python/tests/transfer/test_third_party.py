@@ -47,7 +47,6 @@ def test_installed_strategy_syncs(tmp_path, monkeypatch):
             break
     assert done.returncode == 0, done.stdout + done.stderr
     assert "version 1 is on 2 workers\nversion 2 is on 2 workers\n" in done.stdout
-    assert not [one for one in Path("/dev/shm").iterdir() if one.name.startswith("weightsync-ray")]
 
 
 def test_entry_point_is_loaded_when_chosen(tmp_path, monkeypatch):

@@ -6,10 +6,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torchrl.weight_update import TransportBackend, WeightStrategy
 
 from weightsync.torchrl._base import WeightSyncScheme
+from weightsync.torchrl._network_transports import DistributedTransport, RPCTransport
 from weightsync.torchrl._older import WeightReceiver, WeightSender
+from weightsync.torchrl._ray import RayModuleTransformScheme, RayWeightSyncScheme
+from weightsync.torchrl._registry import register
+from weightsync.torchrl._remote_updaters import (
+    DistributedWeightUpdater,
+    RayWeightUpdater,
+    RPCWeightUpdater,
+)
+from weightsync.torchrl._process_group import ProcessGroupWeightSyncScheme
 from weightsync.torchrl._schemes import (
     DistributedWeightSyncScheme,
     MultiProcessWeightSyncScheme,
@@ -20,13 +31,25 @@ from weightsync.torchrl._schemes import (
 from weightsync.torchrl._transports import MPTransport, SharedMemTransport
 from weightsync.torchrl._updaters import MultiProcessedWeightUpdater, VanillaWeightUpdater
 
+if TYPE_CHECKING:
+    from weightsync.torchrl._sync_collector import DistributedSyncCollector
+
 __all__ = [
+    "DistributedSyncCollector",
+    "DistributedTransport",
     "DistributedWeightSyncScheme",
+    "DistributedWeightUpdater",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
     "NoWeightSyncScheme",
+    "RPCTransport",
+    "ProcessGroupWeightSyncScheme",
     "RPCWeightSyncScheme",
+    "RPCWeightUpdater",
+    "RayModuleTransformScheme",
+    "RayWeightSyncScheme",
+    "RayWeightUpdater",
     "SharedMemTransport",
     "SharedMemWeightSyncScheme",
     "TransportBackend",
@@ -35,4 +58,14 @@ __all__ = [
     "WeightSender",
     "WeightStrategy",
     "WeightSyncScheme",
+    "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # TorchRL's module of distributed collectors takes long to import.
+    if name == "DistributedSyncCollector":
+        from weightsync.torchrl._sync_collector import DistributedSyncCollector
+
+        return DistributedSyncCollector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 
-from weightsync.errors import SettingError, UnsupportedError
+from weightsync.errors import SettingError
 
 
 def _own_flag(name: str) -> property:
@@ -30,29 +30,20 @@ class WeightSyncScheme(_TorchRLScheme):
         """The scheme of a backend, made with the given arguments.
 
         Args:
-            backend: ``none``, ``shared``, ``process``, ``distributed`` or ``rpc``, or one of
-                TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
+            backend: ``none``, ``shared``, ``process``, ``distributed``, ``rpc`` or ``ray``, or one
+                of TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
 
         Raises:
-            UnsupportedError: for ``ray``, which is not here yet.
+            SettingError: for another backend.
         """
-        from weightsync.torchrl import _schemes
+        from weightsync.torchrl._registry import SCHEMES
 
-        kinds: dict[str, type[WeightSyncScheme]] = {
-            "none": _schemes.NoWeightSyncScheme,
-            "direct": _schemes.NoWeightSyncScheme,
-            "shared": _schemes.SharedMemWeightSyncScheme,
-            "thread": _schemes.SharedMemWeightSyncScheme,
-            "process": _schemes.MultiProcessWeightSyncScheme,
-            "multiprocessing": _schemes.MultiProcessWeightSyncScheme,
-            "distributed": _schemes.DistributedWeightSyncScheme,
-            "rpc": _schemes.RPCWeightSyncScheme,
+        kinds = {
+            **SCHEMES,
+            "direct": SCHEMES["none"],
+            "thread": SCHEMES["shared"],
+            "multiprocessing": SCHEMES["process"],
         }
-        if backend == "ray":
-            raise UnsupportedError(
-                "there is no backend 'ray' here yet: use 'distributed', and pass the scheme, or "
-                "its init info, to the actors when you make them"
-            )
         if backend not in kinds:
             raise SettingError(
                 f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from functools import cache
 from typing import Any
@@ -23,6 +24,13 @@ def is_single(context: Any) -> bool:
     from torchrl.collectors import Collector
 
     return isinstance(context, Collector)
+
+
+def first_worker(context: Any) -> int:
+    """The number of a collector's first worker: its rank, where rank 0 is the trainer."""
+    ranked = ("DistributedCollector", "DistributedSyncCollector")
+    bases = [one for one in type(context).__mro__ if one.__module__.startswith("torchrl.")]
+    return int(any(one.__name__ in ranked for one in bases))
 
 
 def apply_here(context: Any, model_id: str | None, weights: Any, strategy: WeightStrategy) -> None:
@@ -110,7 +118,21 @@ def _together(base: type) -> type:
             unknown = [name for name in wanted if name not in schemes]
             if unknown:
                 raise MissingModelError.among(unknown[0], schemes)
-            return send_set(schemes, wanted, worker_ids) if wanted else None
+            # TorchRL's collector first does what it does before an update, as RayCollector
+            # connects its workers. It then sends the models one by one, which only notes them.
+            noted = _noting.models = {}
+            try:
+                super()._weight_update_impl(worker_ids=worker_ids, weights_dict=wanted)
+            finally:
+                _noting.models = None
+            schemes = self._weight_sync_schemes or {}
+            return send_set(schemes, noted, worker_ids) if noted else None
+
+        def _send_weights_scheme(self, **given: Any) -> None:
+            if _noting.models is None:
+                super()._send_weights_scheme(**given)
+            else:
+                _noting.models[given["model_id"]] = given["processed_weights"]
 
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
             from weightsync.torchrl._native_scheme import NativeScheme
@@ -125,6 +147,15 @@ def _together(base: type) -> type:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Together, name, getattr(base, name))
     return Together
+
+
+class _NotedModels(threading.local):
+    """The weights by model of the update that this thread is about to send."""
+
+    models: dict[str, Any] | None = None
+
+
+_noting = _NotedModels()
 
 
 def connecting_collector(scheme: Any) -> Any:

@@ -25,6 +25,7 @@ from weightsync._targets.base import not_inferring
 from weightsync._view import weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, MissingModelError
+from weightsync.ray import _cluster
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
 
@@ -209,7 +210,7 @@ class Group:
         """Waits for the workers, but not for workers whose processes have ended."""
         since = time.monotonic()
         # A collector's processes are watched, so the longer limit is for living workers only.
-        watched = bool(getattr(context, "procs", None))
+        watched = bool(getattr(context, "procs", None) or getattr(context, "_sync_futures", None))
         limit = max(_START_LIMIT, WEIGHT_SYNC_TIMEOUT) if watched else WEIGHT_SYNC_TIMEOUT
         workers = self.worker_ids
         while True:
@@ -239,6 +240,10 @@ class Group:
         """Whether a model has connected, so that no other can be added."""
         return self._connected
 
+    @property
+    def can_join(self) -> bool:
+        """Whether a worker's ``connect`` knows enough."""
+        return self._info is not None
 
     def in_this_process(self) -> Group:
         """This group, without its parent's ends in a forked child."""
@@ -478,8 +483,25 @@ def _joined_workers(sender: Sender) -> set[int]:
     return {one.worker for one in sender.workers if any(one.versions) or not is_sent}
 
 
+def _failed(ray: Any, call: Any) -> bool:
+    try:
+        ray.get(call)
+    except Exception:
+        return True
+    return False
+
+
 def _ended_workers(context: Any, there: set[int]) -> str:
     """The first worker of a collector that ended, or failed, before it connected."""
+    # Of Ray: the calls in which the workers join, for each worker one for each model.
+    calls = getattr(context, "_sync_futures", None) or []
+    if calls:
+        ray = _cluster.ray()
+        for at, call in enumerate(calls):
+            if ray.wait([call], timeout=0)[0] and _failed(ray, call):
+                models = len(getattr(context, "_weight_sync_schemes", None) or [None])
+                return f"worker {at // models}"
+        return ""
     processes = getattr(context, "procs", None) or []
     pipes = getattr(context, "pipes", None) or []
     for worker, process in enumerate(processes):

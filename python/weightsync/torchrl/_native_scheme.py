@@ -58,12 +58,16 @@ class NativeScheme(WeightSyncScheme):
         self._group: Group | None = None
         self._worker_model: WorkerModel | None = None
         self._seen = 0
+        # The calls by which workers join, where the scheme has made them.
+        self._calls: Any = None
         # Sends that its transports have not waited for, by worker.
         self._pending: dict[int | None, Any] = {}
         self._devices: list[Any] | None = None
         self._map: Callable[[int, Any], Any] | None = None
         # Whether the model is in this process, with a collector that has no workers.
         self._local = False
+        # The number that the collector gives its first worker.
+        self._first_worker = 0
 
     # The trainer's half.
 
@@ -107,6 +111,7 @@ class NativeScheme(WeightSyncScheme):
                 each = lambda: params_map  # noqa: E731
         elif context is not None:
             self.context = context
+            self._first_worker = _collector.first_worker(context)
             self._devices = list(_given.devices_of(context))
             workers = list(range(len(self._devices)))
             current, each = self._of_context(context, name)
@@ -179,7 +184,7 @@ class NativeScheme(WeightSyncScheme):
             return
         assert self._group is not None
         _ends.opened(self)
-        context = self.context
+        context = self._calls if self.context is None else self.context
         if context is None:
             # The scheme was initialised before its collector was made.
             context = _collector.connecting_collector(self)
@@ -296,13 +301,14 @@ class NativeScheme(WeightSyncScheme):
         worker_idx: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if self._group is None or self._group.in_this_process().info is None:
+        if self._group is None or not self._group.in_this_process().can_join:
             raise LifecycleError(
                 "this scheme knows no sender: call init_on_sender in the trainer, and then pass "
                 "the scheme to the worker"
             )
         if context is not None:
-            worker_idx = getattr(context, "worker_idx", worker_idx)
+            if worker_idx is None:
+                worker_idx = getattr(context, "worker_idx", None)
             model = _given.model_of(context, model_id)
         if model is None and self._model_ref is not None:
             model = self._model_ref()
@@ -315,7 +321,7 @@ class NativeScheme(WeightSyncScheme):
             self.context = context
         if model is not None:
             self.model = model
-        self._worker_idx = worker_idx
+        self._worker_idx = None if worker_idx is None else worker_idx - self._first_worker
 
     @property
     def model(self) -> Any:
@@ -339,13 +345,15 @@ class NativeScheme(WeightSyncScheme):
         self, *, worker_idx: int | None = None
     ) -> None:
         assert self._group is not None and self._worker_model is not None
-        worker_idx = self._worker_idx if worker_idx is None else worker_idx
-        if worker_idx is None:
+        if worker_idx is not None:
+            self._worker_idx = worker_idx - self._first_worker
+        if self._worker_idx is None:
             raise LifecycleError("a worker needs its number: connect(worker_idx=…)")
-        self._worker_idx = worker_idx
         _ends.opened(self)
         declared = self._safe_points == "declared"
-        self._group.join(self._model_id or "policy", worker_idx, self._worker_model, declared)
+        self._group.join(
+            self._model_id or "policy", self._worker_idx, self._worker_model, declared
+        )
         self._seen = self._worker_model.count
         self._pass_on_first()
 
@@ -353,6 +361,8 @@ class NativeScheme(WeightSyncScheme):
         """Sends this worker's first weights to sub-workers that have joined before it did."""
         schemes = getattr(self.context, "_weight_sync_schemes", None) or {}
         own = schemes.get(self._model_id)
+        if self._worker_model is None or self._worker_model.weights() is None:
+            return
         if isinstance(own, NativeScheme) and own.synchronized_on_sender:
             self._pass_on()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,9 +13,11 @@ from torch import nn
 
 from weightsync.errors import LifecycleError, UnsupportedError
 from weightsync.scheme import Distributed, MultiProcess, Rpc
+from weightsync.torchrl import _torch_rpc
 from weightsync.torchrl._given import model_of
 from weightsync.torchrl._group import Group
 from weightsync.torchrl._native_scheme import NativeScheme
+from weightsync.torchrl._torch_rpc import CallGroup
 
 
 class SharedMemWeightSyncScheme(NativeScheme):
@@ -166,13 +170,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
-        if backend not in _OVER_TCP:
-            raise UnsupportedError(
-                f"there is no backend {backend!r}: weights go over TCP here, by "
-                f"backend={' or '.join(map(repr, _OVER_TCP))}, also those of models on a GPU, "
-                "by way of the host's memory"
-            )
-        self.backend = backend
+        self.backend = over_tcp(backend)
         self.timeout = timeout
         self._scheme = Distributed(
             listen=listen,
@@ -199,19 +197,22 @@ class DistributedWeightSyncScheme(NativeScheme):
 
 
 class RPCWeightSyncScheme(NativeScheme):
-    """The trainer calls each worker's HTTP endpoint; the worker fetches, checks, applies
-    and answers. Nothing in the worker waits for weights.
+    """The trainer calls each worker; the worker fetches, checks, applies and answers.
+    Nothing in the worker waits for weights.
 
-    A drop-in for TorchRL's, without torch.distributed's RPC: the endpoint is the
-    scheme's own.
+    A drop-in for TorchRL's. In TorchRL's RPCCollector, and with ``workers`` of
+    :meth:`init_on_sender`, the calls are those of ``torch.distributed.rpc``, and the
+    weights go as with :class:`DistributedWeightSyncScheme`. Otherwise torch's RPC is not
+    needed: the trainer calls an HTTP endpoint of the scheme's own.
 
     Args:
         strategy: "tensordict" or "state_dict".
         sync: whether ``send`` waits until every worker has applied the version.
-        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
+        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`. Calls of torch's RPC
+            are safe points.
         initial: "send": the first weights come with the first send, as TorchRL has it;
             "connect": with the rendez-vous. The default is "connect" in a collector, whose
-            workers begin to act before the first send, and otherwise "send".
+            workers begin to act before the first send, and with torch's RPC; otherwise "send".
         listen, advertise, insecure_plaintext: as of :class:`weightsync.Rpc`.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
     """
@@ -237,11 +238,96 @@ class RPCWeightSyncScheme(NativeScheme):
             advertise=advertise,
             insecure_plaintext=insecure_plaintext,
         )
+        # torch RPC: what the workers know this scheme by, and the workers.
+        self._key = uuid.uuid4().hex
+        self._callees: list[Any] = []
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        context: Any = None,
+        workers: Sequence[Any] | None = None,
+        num_workers: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """As TorchRL's.
+
+        Args:
+            context: a collector, or another object that has the models.
+            workers: the workers' names in torch's RPC, or their ``WorkerInfo``, by number.
+            num_workers: how many workers there are, if neither of the others says it.
+
+        Raises:
+            UnsupportedError: if the installed torch has no RPC, or for a setting that does
+                not go with it.
+            LifecycleError: if torch's RPC is not initialised in this process.
+        """
+        infos = getattr(context, "collector_infos", None) if workers is None else workers
+        self._callees = list(infos or [])
+        if self._callees:
+            _torch_rpc.require()
+            if self._run_dir is not None or self._initial == "send":
+                raise UnsupportedError(
+                    "torch's RPC goes with neither run_dir nor initial='send': its processes "
+                    "cannot take a restarted trainer in, and connect brings the first weights"
+                )
+            num_workers = len(self._callees)
+        super()._init_on_sender_impl(context=context, num_workers=num_workers, **kwargs)
 
     def _group_in(self, context: Any) -> Group:
+        if self._callees:
+            return self._call_group()
         if context is not None and self._initial is None:
             self._scheme = replace(self._scheme, initial="connect")
         return super()._group_in(context)
+
+    def _call_group(self) -> CallGroup:
+        bulk = Distributed(
+            listen=self._scheme.listen,
+            advertise=self._scheme.advertise,
+            insecure_plaintext=self._scheme.insecure_plaintext,
+        )
+        return CallGroup(bulk, self._mode, self._key, self._callees)
+
+    def _init_on_receiver_impl(self, *, model_id: str, **kwargs: Any) -> None:
+        if self._group is None and _torch_rpc.is_running():
+            # RPCCollector makes its workers before it initialises the sender.
+            self._group = self._call_group()
+        super()._init_on_receiver_impl(model_id=model_id, **kwargs)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+        if isinstance(self._group, CallGroup):
+            assert self._worker_idx is not None
+            _torch_rpc.wait_for_calls(self, self._key, self._worker_idx)
+
+    def _join_by(self, state: dict[str, Any], timeout: float) -> None:
+        """Joins by the trainer's first call."""
+        assert isinstance(self._group, CallGroup) and self._worker_model is not None
+        assert self._worker_idx is not None
+        if self._group.join_by(state, self._worker_idx, timeout):
+            self._seen = self._worker_model.count
+            self._pass_on_first()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_callees": []}
+
+
+def over_tcp(backend: str) -> str:
+    """Checks the name of a backend.
+
+    Raises:
+        UnsupportedError: for a backend that is not over TCP.
+    """
+    if backend not in _OVER_TCP:
+        raise UnsupportedError(
+            f"there is no backend {backend!r}: weights go over TCP here, by "
+            f"backend={' or '.join(map(repr, _OVER_TCP))}, also those of models on a GPU, "
+            "by way of the host's memory"
+        )
+    return backend
 
 
 def _host_and_port(address: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Transports by TorchRL's protocol, which pass the model as an argument.
 
-A scheme returns its own transports. :class:`SharedMemTransport` and :class:`MPTransport`
-also work alone, with TorchRL's constructors. Through the queues that they are given they send
-an init info, and no weights.
+A scheme returns its own transports. :class:`SharedMemTransport` and :class:`MPTransport`, and
+those of ``_network_transports``, also work alone, with TorchRL's constructors. Through the
+queues that they are given they send an init info, and no weights.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from weightsync.torchrl._collector import compare
 from weightsync.torchrl._given import unknown_worker
 
 
-class _Checked:
-    """The base of both updaters: a mapping hook between server and worker, and whole updates."""
+class Checked:
+    """The base of all updaters: a mapping hook between server and worker, and whole updates."""
 
     def _maybe_map_weights(self, server_weights: Any) -> Any:
         """The hook from the server's weights to the workers'; by default they are the same."""
@@ -39,22 +39,26 @@ class _Checked:
         # The vanilla updater has no workers: its policy is in this process.
         wanted = [None] if wanted is None else [one for one in wanted if not self._skip_update(one)]
         for worker in wanted:
-            compare(self._place(worker), mapped, "the policy")
-        for worker in wanted:
-            self._sync_weights_with_worker(worker_id=worker, server_weights=mapped)
+            if (place := self._place(worker)) is not None:
+                compare(place, mapped, "the policy")
+        self._sync_workers(wanted, mapped)
+
+    def _sync_workers(self, workers: list[Any], weights: Any) -> None:
+        for worker in workers:
+            self._sync_weights_with_worker(worker_id=worker, server_weights=weights)
 
     def _sync_weights_with_worker(self, worker_id: Any = None, server_weights: Any = None) -> None:
         self._place(worker_id).data.update_(server_weights.data)
 
 
-class VanillaWeightUpdater(_Checked, _Vanilla):
+class VanillaWeightUpdater(Checked, _Vanilla):
     """Updates a policy in this process; TorchRL's, with checks."""
 
     def _place(self, worker: Any) -> Any:
         return self.policy_weights
 
 
-class MultiProcessedWeightUpdater(_Checked, _MultiProcessed):
+class MultiProcessedWeightUpdater(Checked, _MultiProcessed):
     """Updates the weights of each device's workers; TorchRL's, with checks."""
 
     def _place(self, worker: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A process group of rank 0 of the trainer and all inference workers."""
+"""Groups of one sender and its receivers, over a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TAG = 7
 # Nothing is ever sent under this one.
 _NEVER = 8
 # How long other links are listened to after one has failed, to tell the cause from what follows.
-_GRACE = 1.0
+GRACE = 1.0
 
 
 def open_store(address: str, timeout: float) -> dist.TCPStore:
@@ -71,7 +71,87 @@ def join_store(info: TorchDistributedWeightSyncInitInfo, timeout: float) -> dist
         ) from error
 
 
-class UpdateGroup:
+class Links:
+    """A fixed set of processes that weights are broadcast in: rank 0 sends, the others receive.
+
+    gloo's links carry messages, and with the backend gloo the weights too. They are apart from
+    any other group of these processes. A member that dies, or closes its links, is noticed by
+    all that wait for it.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self._timeout, self._rank, self.size = timeout, rank, size
+        self._control: Any = None
+        self._data: Any = None
+        self._names = [f"rank {other}" for other in range(size)]
+
+    def _form(self, store: Any, backend: str, device: Any) -> None:
+        """Returns when all members are there."""
+        # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
+        limit = self._limit(2)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = limit
+        options._devices = [device]
+        control = dist.PrefixStore("control", store)
+        self._control = dist.ProcessGroupGloo(control, self._rank, self.size, options)
+        if backend == "gloo":
+            self._data = self._control
+        elif backend == "nccl" and hasattr(dist, "ProcessGroupNCCL"):
+            data = dist.PrefixStore("data", store)
+            self._data = dist.ProcessGroupNCCL(data, self._rank, self.size, limit)
+        else:
+            raise UnsupportedError(f"backend: expected gloo or nccl of this torch, got {backend!r}")
+
+    def _start_broadcast(self, tensor: torch.Tensor) -> Any:
+        """Begins a broadcast from rank 0, and returns its work."""
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        return self._data.broadcast([tensor], options)
+
+    def _close_links(self) -> None:
+        """Closes all links, so that every member that waits in the group fails at once."""
+        control, self._control = self._control, None
+        data, self._data = self._data, None
+        if data is not None and data is not control:
+            data.abort()
+        if control is not None:
+            # gloo closes its links when a wait times out, and at no other call of ours.
+            nothing = torch.zeros(1, dtype=torch.int64)
+            for other in range(self.size):
+                # The wait for a member that is dead fails at once, and closes nothing.
+                with contextlib.suppress(RuntimeError):
+                    if other != self._rank:
+                        control.recv([nothing], other, _NEVER).wait(timedelta(milliseconds=1))
+
+    def _limit(self, times: float = 1) -> timedelta:
+        return timedelta(seconds=self._timeout * times)
+
+    def _failure(
+        self, failed: dict[int, str], waiting: set[int], what: str, then: str
+    ) -> WeightsyncError:
+        """The error of a broadcast: by rank, why it failed, and the ranks that have not answered.
+
+        Rank 0 stands for the broadcast itself.
+        """
+
+        def named(ranks: list[int]) -> str:
+            return ", ".join(self._names[rank] for rank in ranks)
+
+        lost = [at for at, reason in failed.items() if at and reason != REFUSED]
+        refused = [at for at, reason in failed.items() if at and reason == REFUSED]
+        if lost:
+            return PeerError(f"receiver {named(lost)} died during {what}: {then}", "reconnect")
+        if refused:
+            return PeerError(f"receiver {named(refused)} failed during {what}: {then}", "reconnect")
+        if failed:
+            return PeerError(f"the broadcast of {what} failed: {failed[0]}; {then}", "reconnect")
+        late = named(sorted(waiting - {0})) or "nobody"
+        return DeadlineError(
+            f"after {self._timeout} s {what} was not acknowledged by {late}: {then}", "reconnect"
+        )
+
+
+class UpdateGroup(Links):
     """The group that weights are broadcast in, apart from any default group.
 
     The constructor waits until all members are there. After any failure in it the group is
@@ -85,26 +165,19 @@ class UpdateGroup:
         rank: int,
         timeout: float,
     ) -> None:
-        self._timeout, self._rank, self.size = timeout, rank, info.world_size
-        self._control: Any = None
-        self._data: Any = None
+        super().__init__(rank, info.world_size, timeout)
         self._store: Any = dist.PrefixStore(info.group_name, store)
-        self._names = [f"rank {other}" for other in range(self.size)]
-        # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
-        limit = self._limit(2)
         try:
             if self._store.check(["formed"]):
                 raise UnsupportedError(
                     f"the group {info.group_name!r} has its {self.size} members, and they are fixed: "
                     "initialize the weight sync again, with all workers"
                 )
-            name = f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
-            self._store.set(f"name/{rank}", name)
+            self._store.set(f"name/{rank}", own_name(rank))
             if rank == 0:
                 self._wait_for_all(timeout)
                 self._store.set("formed", "")
-            self._control = self._gloo(info, rank, limit)
-            self._data = self._made(info.backend, rank, limit)
+            self._form(self._store, info.backend, _device(info))
         except BaseException as error:
             # The others may have formed theirs, and would wait for this member.
             self.close()
@@ -147,14 +220,15 @@ class UpdateGroup:
                 at, reason = results.get(timeout=max(0.0, deadline - time.monotonic()))
                 waiting.discard(at)
                 if reason is not None:
-                    deadline = min(deadline, time.monotonic() + _GRACE) if not failed else deadline
+                    deadline = min(deadline, time.monotonic() + GRACE) if not failed else deadline
                     failed[at] = reason
                 continue
             break
         if not waiting and not failed:
             return
         self.close()
-        raise self._failure(failed, waiting, what)
+        then = "no receiver loads this sync; create sender and receivers from a new init info"
+        raise self._failure(failed, waiting, what, then)
 
     def receive(self, tensors: list[torch.Tensor], number: int) -> None:
         """Receives from rank 0, and acknowledges it."""
@@ -177,53 +251,22 @@ class UpdateGroup:
 
     def close(self) -> None:
         """Closes all links, so that every member that waits in the group fails at once."""
-        control, self._control = self._control, None
-        data, self._data, self._store = self._data, None, None
-        if data is not None and data is not control:
-            data.abort()
-        if control is not None:
-            # gloo closes its links when a wait times out, and at no other call of ours.
-            with contextlib.suppress(RuntimeError):
-                other = 1 if self._rank == 0 else 0
-                nothing = torch.zeros(1, dtype=torch.int64)
-                control.recv([nothing], other, _NEVER).wait(timedelta(milliseconds=1))
+        self._store = None
+        self._close_links()
 
     def _broadcast(self, tensors: list[torch.Tensor], times: float) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
         for tensor in tensors:
             if tensor.numel():
-                self._open()._data.broadcast([tensor], options).wait(self._limit(times))
+                self._open()._start_broadcast(tensor).wait(self._limit(times))
 
     def _acknowledge(self, number: int, status: int) -> None:
         message = torch.tensor([number, status])
         self._open()._control.send([message], 0, _TAG).wait(self._limit())
 
-    def _failure(self, failed: dict[int, str], waiting: set[int], what: str) -> Exception:
-        def named(ranks: list[int]) -> str:
-            return ", ".join(self._names[rank] for rank in ranks)
-
-        lost = [at for at, reason in failed.items() if at and reason != _REFUSED]
-        refused = [at for at, reason in failed.items() if at and reason == _REFUSED]
-        then = "no receiver loads this sync; create sender and receivers from a new init info"
-        if lost:
-            return PeerError(f"receiver {named(lost)} died during {what}: {then}", "reconnect")
-        if refused:
-            return PeerError(f"receiver {named(refused)} failed during {what}: {then}", "reconnect")
-        if failed:
-            return PeerError(f"the broadcast of {what} failed: {failed[0]}; {then}", "reconnect")
-        late = named(sorted(waiting - {0})) or "nobody"
-        return DeadlineError(
-            f"after {self._timeout} s {what} was not acknowledged by {late}: {then}", "reconnect"
-        )
-
     def _open(self) -> UpdateGroup:
         if self._control is None:
             raise LifecycleError("the group is closed: create both ends from a new init info")
         return self
-
-    def _limit(self, times: float = 1) -> timedelta:
-        return timedelta(seconds=self._timeout * times)
 
     def _wait_for_all(self, timeout: float) -> None:
         keys = [f"name/{rank}" for rank in range(self.size)]
@@ -238,36 +281,14 @@ class UpdateGroup:
             ) from error
         self._names = [self._store.get(key).decode(errors="replace") for key in keys]
 
-    def _gloo(
-        self, info: TorchDistributedWeightSyncInitInfo, rank: int, limit: timedelta
-    ) -> dist.ProcessGroupGloo:
-        store = dist.PrefixStore("control", self._store)
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = limit
-        # What is on loopback stays there; else the interface is gloo's choice.
-        address = info.master_addr if _is_loopback(info.master_addr) else ""
-        interface = "" if address else os.environ.get("GLOO_SOCKET_IFNAME", "")
-        device = dist.ProcessGroupGloo.create_device(
-            **({"interface": interface} if interface else {"hostname": address})
-        )
-        options._devices = [device]
-        return dist.ProcessGroupGloo(store, rank, self.size, options)
-
-    def _made(self, backend: str, rank: int, limit: timedelta) -> Any:
-        if backend == "gloo":
-            return self._control
-        if backend == "nccl" and hasattr(dist, "ProcessGroupNCCL"):
-            store = dist.PrefixStore("data", self._store)
-            return dist.ProcessGroupNCCL(store, rank, self.size, limit)
-        raise UnsupportedError(f"backend: expected gloo or nccl of this torch, got {backend!r}")
-
 
 class _Refused(Exception):
     def __str__(self) -> str:
-        return _REFUSED
+        return REFUSED
 
 
-_REFUSED = "it said that it failed"
+#: The reason of a receiver that said so, and did not die.
+REFUSED = "it said that it failed"
 
 
 def _run(
@@ -279,6 +300,20 @@ def _run(
         results.put((at, str(error) or type(error).__name__))
     else:
         results.put((at, None))
+
+
+def own_name(rank: int) -> str:
+    """How errors of the other members call this process."""
+    return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
+
+
+def _device(info: TorchDistributedWeightSyncInitInfo) -> Any:
+    # What is on loopback stays there; else the interface is gloo's choice.
+    address = info.master_addr if _is_loopback(info.master_addr) else ""
+    interface = "" if address else os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return dist.ProcessGroupGloo.create_device(
+        **({"interface": interface} if interface else {"hostname": address})
+    )
 
 
 def _is_loopback(address: str) -> bool:

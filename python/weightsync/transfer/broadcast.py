@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from weightsync.errors import LifecycleError, WrongTypeError
 from weightsync.transfer._group import UpdateGroup, join_store, open_store
-from weightsync.transfer.chunk import WeightChunk, allocate, dtype_of
+from weightsync.transfer.chunk import WeightChunk, allocate, dtype_of, flat_bytes
 from weightsync.transfer.extractor import trainer_rank
 from weightsync.transfer.init_info import (
     TorchDistributedWeightSyncInitInfo,
@@ -146,7 +146,7 @@ class BroadcastSender(WeightTransferSender):
     async def _send_chunk(
         self, chunk: WeightChunk, request: WeightUpdateRequest, client: InferenceEngineClient
     ) -> None:
-        tensors = [chunk.pack()] if self._packed else [_bytes(one) for one in chunk.tensors]
+        tensors = [chunk.pack()] if self._packed else [flat_bytes(one) for one in chunk.tensors]
         what = self._what()
         call = asyncio.ensure_future(
             within(client.update_named_weights(request.to_dict()), self.timeout, what)
@@ -193,17 +193,12 @@ class BroadcastReceiver(WeightTransferReceiver):
         assert isinstance(request, BroadcastWeightUpdateRequest)
         buffer, views = allocate(request.torch_dtypes, request.shapes, self._device)
         packed = request.sizes is not None
-        self._group.receive([buffer] if packed else [_bytes(one) for one in views], request.chunk)
+        self._group.receive([buffer] if packed else [flat_bytes(one) for one in views], request.chunk)
         return views
 
     def shutdown(self) -> None:
         super().shutdown()
         self._group.close()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory: backends know few dtypes, and all know bytes."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _bytes_of(metadata: Mapping[str, list[Any]]) -> int:

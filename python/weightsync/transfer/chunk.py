@@ -138,6 +138,15 @@ def allocate(
     return buffer, unpack(buffer, dtypes, shapes)
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values as bytes: backends know few dtypes, and all know bytes.
+
+    They lie in the tensor's own memory where that has them in order, and else in a copy.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
 def dtype_of(value: Any) -> torch.dtype:
     """A dtype as it is or by its name, with or without ``torch.``."""
     if isinstance(value, torch.dtype):

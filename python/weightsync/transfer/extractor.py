@@ -258,23 +258,34 @@ def _gathered(
 
 
 class Memory:
-    """Buffers for batches on the host: one is used again once no tensor of it is held.
+    """Buffers on the host: one is used again once no tensor of it is held.
 
     Memory that is new costs as much time in page faults as the gathering itself.
+
+    Args:
+        count: how many buffers are kept.
     """
 
-    def __init__(self) -> None:
-        self._last: mmap.mmap | None = None
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self._kept: list[mmap.mmap] = []
 
     def take(self, size: int, device: torch.device) -> torch.Tensor:
         """A buffer of bytes."""
         if device.type != "cpu" or not size:
             return torch.empty(size, dtype=torch.uint8, device=device)
-        # The references: this attribute, the call's argument, and torch's while a tensor lives.
-        if self._last is None or len(self._last) < size or sys.getrefcount(self._last) > 2:
-            self._last = None
-            self._last = mmap.mmap(-1, size)
-        return torch.frombuffer(self._last, dtype=torch.uint8, count=size)
+        at = next((at for at in range(len(self._kept)) if self._is_free(at, size)), None)
+        if at is None:
+            # Before the new one is made, so that one that is not held is freed.
+            del self._kept[: len(self._kept) + 1 - self._count]
+            # Private: a forked child must not see what is written later.
+            self._kept.append(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            at = -1
+        return torch.frombuffer(self._kept[at], dtype=torch.uint8, count=size)
+
+    def _is_free(self, at: int, size: int) -> bool:
+        # The references: the list, the call's argument, and torch's while a tensor lives.
+        return len(self._kept[at]) >= size and sys.getrefcount(self._kept[at]) <= 2
 
 
 def _chunk(
@@ -290,10 +301,15 @@ def _untied(raw: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[Any] = set()
     found = {}
     for name, tensor in raw.items():
-        key: Any = id(tensor)
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not tensor.is_meta:
-            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = identity(tensor)
         if key not in seen:
             found[name] = tensor
         seen.add(key)
     return found
+
+
+def identity(tensor: torch.Tensor) -> Any:
+    """A value that two tensors share if they are one tensor under two names."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not tensor.is_meta:
+        return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+    return id(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,23 +38,8 @@ class ModuleLoader(WeightLoader):
 
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
         own = self._own()
-        wrong = [f"{name} is unknown" for name in named_tensors if name not in own]
-        for name, tensor in named_tensors.items():
-            if name not in own:
-                continue
-            target = own[name]
-            if target.shape != tensor.shape or not (self._cast or target.dtype == tensor.dtype):
-                wrong.append(
-                    f"{name}: expected {target.dtype} {list(target.shape)}, "
-                    f"got {tensor.dtype} {list(tensor.shape)}"
-                )
-        # A tied tensor comes under one of its names.
-        given = {id(own[name]) for name in named_tensors if name in own}
-        if self._strict:
-            wrong += [f"{name} is missing" for name, one in own.items() if id(one) not in given]
-        if wrong:
-            more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-            raise WrongWeightsError(f"nothing was loaded: {'; '.join(wrong[:8])}{more}")
+        came = {name: (one.dtype, tuple(one.shape)) for name, one in named_tensors.items()}
+        check_fit(own, came, cast=self._cast, strict=self._strict)
         # Not around a coroutine: it would hold for whatever runs between.
         with torch.no_grad():
             for name, tensor in named_tensors.items():
@@ -142,6 +127,41 @@ class VllmLoader(WeightLoader):
         if in_memory:
             tensors = self._checkpoint.of_memory(tensors)
         _load.load(self._place, tensors)
+
+
+def check_fit(
+    own: Mapping[str, torch.Tensor],
+    came: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    *,
+    cast: bool = False,
+    strict: bool = True,
+) -> None:
+    """Refuses weights that do not fit a model's own tensors.
+
+    Args:
+        own: the model's tensors by name.
+        came: dtypes and shapes of the weights. A tied tensor comes under one of its names.
+        cast: whether another dtype fits.
+        strict: whether all of the model's tensors must be there.
+
+    Raises:
+        WrongWeightsError: naming the tensors, with what was expected and what came.
+    """
+    wrong = [f"{name} is unknown" for name in came if name not in own]
+    for name, (dtype, shape) in came.items():
+        target = own.get(name)
+        if target is None:
+            continue
+        if tuple(target.shape) != shape or not (cast or target.dtype == dtype):
+            wrong.append(
+                f"{name}: expected {target.dtype} {list(target.shape)}, got {dtype} {list(shape)}"
+            )
+    given = {id(own[name]) for name in came if name in own}
+    if strict:
+        wrong += [f"{name} is missing" for name, one in own.items() if id(one) not in given]
+    if wrong:
+        more = f", and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise WrongWeightsError(f"nothing was loaded: {'; '.join(wrong[:8])}{more}")
 
 
 async def _done(result: Any) -> Any:

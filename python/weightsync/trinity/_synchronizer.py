@@ -8,13 +8,15 @@ import itertools
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from weightsync.errors import ModelError, UnsupportedError
+from weightsync.ray import _cluster
+from weightsync.ray._presence import Presence
 from weightsync.trinity import _weights
 from weightsync.trinity._watch import Watch
 from weightsync.trinity._weights import Held, Inlet, Later, Outlet, Place
@@ -82,10 +84,8 @@ class Synchronizer:
         self._trainer_process = ""
         # States by process. Calls outside Ray do not say whose they are: "" counts all of these.
         self._explorers: dict[str, Counter[RunningStatus]] = {}
-        # The processes that are there, with what is set when they are gone.
-        self._present: dict[str, asyncio.Event] = {}
+        self._presence = Presence(self._gone, self.shutdown)
         self._dead: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._no_news = 0
         # Counts what becomes the newest version, also one of an earlier step.
@@ -115,7 +115,7 @@ class Synchronizer:
         With a ``config`` the calling process counts as present until it ends. The actor ends with the
         last one.
         """
-        ray = _weights.ray()
+        ray = _cluster.ray()
         if config is None:
             return ray.get_actor(_weights.NAME, namespace=namespace)
         options = {"namespace": config.ray_namespace, "get_if_exists": True, "lifetime": "detached"}
@@ -133,25 +133,15 @@ class Synchronizer:
     @_at_caller(_named)
     async def present(self, *, caller: str) -> None:
         """Returns when the calling process has ended. The actor ends with the last one."""
-        await self._present.setdefault(caller, asyncio.Event()).wait()
-        del self._present[caller]
-        if not self._present:
-            self.shutdown()
-            _weights.ray().actor.exit_actor()
+        await self._presence.hold(caller)
 
     @_at_caller(_named)
     async def add_module(
         self, module_ref: Any = None, presence: list[Any] | None = None, *, caller: str = ""
     ) -> None:
         """Counts the calling process as present. :meth:`get_actor` calls it."""
-
-        async def watch(answer: Any) -> None:
-            with contextlib.suppress(Exception):
-                await answer
-            self._gone(caller)
-
         for answer in presence or ():
-            self._begin(watch(answer))
+            self._presence.watch(caller, answer)
 
     @_at_caller(_named)
     async def set_trainer_status(self, status: Any, *, caller: str = "") -> None:
@@ -291,7 +281,7 @@ class Synchronizer:
     async def get_latest_model_version(self, *, caller: str = "") -> int:
         """The newest version."""
         self._look()
-        if caller in self._present:
+        if caller in self._presence:
             self._told.pop(caller, None)
             self._tell(caller)
         return self.model_version
@@ -368,7 +358,7 @@ class Synchronizer:
         for one in (self.config.explorer, self.config.trainer):
             try:
                 await self._actor(one.name).teardown_weight_sync_group.remote()
-            except (ValueError, _weights.ray().exceptions.RayActorError) as error:
+            except (ValueError, _cluster.ray().exceptions.RayActorError) as error:
                 logger.warning("%s has left its process group by ending: %s", one.name, error)
 
     def shutdown(self) -> None:
@@ -378,13 +368,7 @@ class Synchronizer:
         self._end_watch()
 
     def _actor(self, name: str) -> Any:
-        return _weights.ray().get_actor(name, namespace=self.config.ray_namespace)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        # The event loop keeps no task alive.
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        return _cluster.ray().get_actor(name, namespace=self.config.ray_namespace)
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -434,7 +418,6 @@ class Synchronizer:
         self._told.pop(process, None)
         if process == self._trainer_process:
             self._trainer = _STOPPED
-        self._present.setdefault(process, asyncio.Event()).set()
         self._tidy()
         self._meet()
         self._wake()
@@ -569,7 +552,7 @@ def _status(status: Any) -> RunningStatus:
 
 def _me() -> str:
     """The calling process, after its Ray job."""
-    context = _weights.ray().get_runtime_context()
+    context = _cluster.ray().get_runtime_context()
     return f"{context.get_job_id()}/{context.get_worker_id()}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import socket
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 from weightsync import _extra
 from weightsync.errors import ModelError, PeerError, UnsupportedError, WrongTypeError, WrongWeightsError
+from weightsync.ray import _cluster
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
@@ -74,7 +74,8 @@ class Outlet:
                     self._sender.send(state, wait="sent")
                     return self._held(self._sender, version)
             self._end()
-            sender = Sender(state, scheme=_scheme(), history=self._history, slots=(2, 32))
+            scheme = _cluster.listening(Distributed(pull=True))
+            sender = Sender(state, scheme=scheme, history=self._history, slots=(2, 32))
             # Every send brings its own state dict. The first one would stay in memory.
             sender._models = dict.fromkeys(sender._models)
             sender.connect(0, weights=state)
@@ -190,28 +191,22 @@ def item(place: Place, namespace: str, name: str, last: bool) -> tuple[str, Any]
 
 
 def _read(place: Place, namespace: str, exact: bool) -> tuple[Snapshot, Place]:
-    at = place
+    ray, at = _cluster.ray(), place
     while True:
         try:
             return reader.snapshot(at), at
         except ModelError as gone:
             # Newer versions went out since. The actor says where this one is now.
+<<<<<<< HEAD
+            actor = ray.get_actor(NAME, namespace=namespace)
+            before, at = at, ray.get(actor.place_of.remote(place, exact))
+=======
             try:
                 actor = ray().get_actor(NAME, namespace=namespace)
             except ValueError:
                 # The actor has ended.
                 raise gone from None
             before, at = at, ray().get(actor.place_of.remote(place, exact))
+>>>>>>> 3859336 (Trinity: an old version goes out again once for all explorers that ask, and a reader whose actor has ended is told that the version is not kept)
             if at == before:
                 raise
-
-
-def _scheme() -> Distributed:
-    if os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") != "1":
-        return Distributed(pull=True)
-    return Distributed(pull=True, listen=f"{ray().util.get_node_ip_address()}:0", insecure_plaintext=True)
-
-
-def ray() -> Any:
-    # Ray is for programs that use it.
-    return importlib.import_module("ray")

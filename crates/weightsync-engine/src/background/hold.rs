@@ -155,7 +155,8 @@ pub(super) enum Entry {
 /// be told, if it is to.
 pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: bool) -> Entry {
     handoff.update(|inner| {
-        if !inner.shared.has_staged() {
+        // After the end nothing is applied: the models may have another receiver.
+        if inner.stop || !inner.shared.has_staged() {
             return Entry::Nothing;
         }
         match inner.shared.take_staged(me, ask) {

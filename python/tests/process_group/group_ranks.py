@@ -1,0 +1,381 @@
+"""What a rank of a process group does in these tests."""
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import socket
+import threading
+
+import torch
+import torch.distributed as dist
+import weightsync
+from tensordict import TensorDict
+from torch import nn
+from weightsync import process_group
+
+# What a test waits for at most where only a failure would let it pass.
+LONG = 40.0
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+class Net(nn.Module):
+    """A tied weight, buffers of both kinds, a scalar, an empty tensor, small and large tensors."""
+
+    def __init__(self, fill, width=64):
+        super().__init__()
+        self.up = nn.Linear(width, 200)
+        self.down = nn.Linear(200, width, bias=False)
+        self.again = nn.Linear(200, width, bias=False)
+        self.again.weight = self.down.weight
+        self.narrow = nn.Parameter(torch.zeros(33, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.none = nn.Parameter(torch.zeros(0, 4))
+        self.turned = nn.Parameter(torch.zeros(6, 4).t())
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.fill(fill)
+
+    def fill(self, value):
+        with torch.no_grad():
+            for one in self.state_dict().values():
+                one.fill_(value)
+        return self
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+
+def tree_of(fill, kind):
+    """The same nested tensors as a dict, or as a TensorDict."""
+    made = {"a": {"w": torch.full((3, 5), fill)}, "b": torch.full((2,), int(fill))}
+    return TensorDict(made) if kind == "tensordict" else made
+
+
+def make(kind, fill):
+    if kind == "net":
+        return Net(fill)
+    if kind == "wide":
+        return Net(fill, width=96)
+    if kind == "meta":
+        return Net(fill).to("meta")
+    if kind == "lazy":
+        net = Net(fill)
+        net.up = nn.LazyLinear(200)
+        return net
+    if kind == "expanded":
+        net = Net(fill)
+        net.norm.running_mean = torch.zeros(1).expand(3)
+        return net
+    if kind == "state dict":
+        return Net(fill).state_dict()
+    if kind in ("tensordict", "dict"):
+        return tree_of(fill, kind)
+    if kind == "empty":
+        return {}
+    # A send of several pieces takes long enough for a test to come in between.
+    return {f"part{at}": torch.full((5 << 18,), float(fill)) for at in range(int(kind))}
+
+
+def values_of(model):
+    """All values that the model's tensors have."""
+    if isinstance(model, nn.Module):
+        tensors = model.state_dict().values()
+    else:
+        tensors = TensorDict(model).flatten_keys(".").values()
+    return sorted({v for one in tensors if one.numel() for v in (one.min().item(), one.max().item())})
+
+
+def leftovers():
+    """This process's threads and descriptors."""
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+class Rank:
+    """One rank of a gloo group, with its end."""
+
+    def __init__(self, rank, world, port, timeout):
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world
+        )
+        self.rank, self.timeout, self.group = rank, timeout, None
+        self.ends = []
+
+    def open(self, kind="net", fill=0.0, **how):
+        self.model = make(kind, fill)
+        how.setdefault("timeout", self.timeout)
+        how["name"] = how.pop("model", "policy")
+        receives = how.pop("receives", self.rank != how.get("src", 0))
+        end = process_group.Receiver if receives else process_group.Sender
+        self.end = end(self.model, self.group, **how)
+        self.ends.append(self.end)
+
+    def subgroup(self, members):
+        # Every rank of the default group makes it.
+        group = dist.new_group(members)
+        self.group = group if self.rank in members else None
+
+    def wait_at_most(self, seconds):
+        """Bounds the waits of a send, and not those in which the ends were made."""
+        self.end._timeout = self.end._group._timeout = seconds
+
+    def fill(self, value):
+        if isinstance(self.model, nn.Module):
+            self.model.fill(value)
+        else:
+            TensorDict(self.model).apply_(lambda one: one.fill_(value))
+
+    def send(self, *model):
+        report = self.end.send(*[make(*one) for one in model])
+        return None if report is None else report.to_dict() | {"text": str(report)}
+
+    def receive(self, timeout=LONG):
+        return self.end.receive(timeout)
+
+    def receive_interrupted(self):
+        """What ends a receive, Ctrl-C included."""
+        try:
+            return self.receive()
+        except BaseException as error:
+            return type(error).__name__
+
+    def values(self):
+        return values_of(self.model)
+
+    def version(self):
+        return self.end.version
+
+    def shutdown(self):
+        self.end.shutdown()
+        self.end.shutdown()
+
+    def drop(self, which):
+        """Drops the end, the model and the group in an order."""
+        for name in which:
+            if name == "group":
+                dist.destroy_process_group()
+            elif name == "end":
+                self.end, self.ends = None, []
+            else:
+                self.model = None
+            gc.collect()
+
+    def tied(self):
+        return self.model.again.weight is self.model.down.weight
+
+    def forward(self):
+        return self.model(torch.ones(64)).sum().item()
+
+    def addresses(self):
+        return [one.data_ptr() for one in self.model.parameters()]
+
+    def damage(self, piece=0):
+        """Makes the checksums of the next version wrong: as if bytes had changed on their way."""
+        import weightsync.process_group._receiver as module
+
+        plain, seen = module.checksum, []
+
+        def other(data):
+            seen.append(data)
+            if len(seen) == piece + 1:
+                module.checksum = plain
+                data[3] ^= 16
+            return plain(data)
+
+        module.checksum = other
+
+    def interrupt_load(self, kind):
+        """Makes the next load fail after it has changed a part of the model."""
+        import weightsync.process_group._target as module
+
+        plain, error = module._exchange, {"error": RuntimeError, "Ctrl-C": KeyboardInterrupt}[kind]
+
+        def other(pairs):
+            module._exchange = plain
+            plain(pairs[:1])
+            raise error("the load was interrupted")
+
+        module._exchange = other
+
+    def die_at(self, piece):
+        """Kills this process as it sends, or has received, a piece."""
+        import weightsync.process_group._receiver as receiver
+        import weightsync.process_group._sender as sender
+
+        module, seen = (sender if self.rank == 0 else receiver), []
+        plain = module.checksum
+
+        def other(data):
+            seen.append(data)
+            if len(seen) == piece + 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(data)
+
+        module.checksum = other
+
+    def begun(self):
+        """Whether a version has begun to arrive; returns once it has."""
+        message = self.end._group.next(LONG)
+        self.end._group._messages.put(message)
+        return message is not None
+
+    def pickle(self):
+        pickle.dumps(self.end)
+
+    def fork(self):
+        """What a forked child gets from the calls of this end, and how it ends."""
+        here, there = os.pipe()
+        child = os.fork()
+        if child == 0:
+            call = self.end.send if hasattr(self.end, "send") else self.end.receive
+            try:
+                call()
+                said = "nothing"
+            except weightsync.errors.LifecycleError as error:
+                said = str(error)
+            self.end.shutdown()
+            self.end = self.ends = None
+            gc.collect()
+            os.write(there, said.encode())
+            os._exit(0)
+        os.close(there)
+        with os.fdopen(here, "rb") as pipe:
+            said = pipe.read().decode()
+        return said, os.waitpid(child, 0)[1]
+
+    def shutdown_while_receiving(self):
+        """What a receive that waits in another thread gets as this end shuts down."""
+        said = []
+
+        def wait():
+            try:
+                said.append(self.end.receive())
+            except weightsync.WeightsyncError as error:
+                said.append(type(error).__name__)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        self.end.shutdown()
+        thread.join(LONG)
+        return said
+
+    def shutdown_while_sending(self):
+        """What a send that waits in another thread gets as this end shuts down."""
+        said, waits = [], threading.Event()
+        plain = self.end._group.next
+
+        def following(timeout):
+            if timeout:
+                waits.set()
+            return plain(timeout)
+
+        def wait():
+            try:
+                said.append(self.end.send())
+            except weightsync.WeightsyncError as error:
+                said.append(type(error).__name__)
+
+        self.end._group.next = following
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waits.wait(LONG)
+        self.end.shutdown()
+        thread.join(LONG)
+        return said
+
+    def send_in_threads(self, count):
+        reports = []
+        threads = [
+            threading.Thread(target=lambda: reports.append(self.end.send().version))
+            for _ in range(count)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LONG)
+        return sorted(reports)
+
+    def cycles(self, count, world):
+        """Opens, uses and closes ends; returns what is left after the first and the last."""
+        left = []
+        for _ in range(count):
+            self.open("net", 1.0)
+            self.send() if self.rank == 0 else self.receive()
+            with contextlib.suppress(weightsync.PeerError):
+                self.end.shutdown()
+            dist.barrier()
+            self.drop(["end", "model"])
+            left.append(leftovers())
+        return left[1], left[-1]
+
+    def own_collectives(self, count):
+        """The group's own collectives, while the end waits in another thread."""
+        total = 0
+        for at in range(count):
+            one = torch.tensor([at])
+            dist.all_reduce(one)
+            total += one.item()
+        return total
+
+    def own_collectives_and_versions(self, count):
+        """Both at once: what the collectives gave, and the last version."""
+        versions = []
+
+        def follow():
+            for _ in range(count):
+                versions.append(self.end.send().version if self.rank == 0 else self.receive())
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        total = self.own_collectives(count)
+        thread.join(LONG)
+        return total, versions[-1]
+
+    # TorchRL's scheme.
+
+    def scheme(self, **how):
+        from weightsync.torchrl import ProcessGroupWeightSyncScheme
+
+        self.model = make("net", 3.0 if self.rank == 0 else -1.0)
+        self.end = ProcessGroupWeightSyncScheme(timeout=self.timeout, **how)
+        if self.rank == 0:
+            self.end.init_on_sender(model_id="policy", model=self.model)
+        else:
+            worker = self.rank - 1
+            self.end.init_on_receiver(model_id="policy", model=self.model, worker_idx=worker)
+        self.end.connect()
+
+    def scheme_send(self, workers=None):
+        return self.end.send(worker_ids=workers).version
+
+    def scheme_receive(self, timeout=LONG):
+        return self.end.receive(timeout) is not None
+
+    def scheme_values(self):
+        with self.end.frozen():
+            return values_of(self.model)
+
+    def scheme_freeze(self):
+        """Holds the model in this thread, for longer than a load waits."""
+        self.end._following._timeout = 1.0
+        self.holding = self.end.frozen()
+        self.holding.__enter__()
+
+    def scheme_thaw(self):
+        self.holding.__exit__(None, None, None)
+
+    def scheme_frozen_shutdown(self):
+        with self.end.frozen():
+            self.end.shutdown()
+
+    def scheme_shutdown(self):
+        self.end.shutdown()
+        self.end.shutdown()
+
+    def scheme_pickle(self):
+        pickle.dumps(self.end)

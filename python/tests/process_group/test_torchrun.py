@@ -1,0 +1,35 @@
+"""Programs that torchrun starts, as in docs/process-group.md; trainers of several ranks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[2] / "docs" / "process-group.md"
+
+
+def torchrun(*program):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "4", *map(str, program)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_torchrun_runs_the_page(tmp_path):
+    program = tmp_path / "train.py"
+    (first,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
+    program.write_text(first)
+    said = torchrun(program)
+    assert re.search(r"v3, .* to 3 ranks", said) and said.count("has v3") == 3
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
+def test_sharded_trainer_sends_whole_tensors(kind):
+    said = torchrun(HERE / "trainers.py", kind)
+    assert said.count("is done") == 4

@@ -1,0 +1,67 @@
+"""A program for torchrun: two ranks of a trainer with sharded weights, and two workers."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import weightsync
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+def net(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 30), nn.Linear(30, 5), nn.BatchNorm1d(5))
+
+
+def main(kind):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    # new_group is collective: all ranks of the default group make the mesh's groups.
+    trainers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))["shard"]
+    if rank < 2:
+        model = net(5)
+        if kind == "fsdp":
+            fully_shard(model, mesh=trainers)
+        else:
+            parallelize_module(model, trainers, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        assert any(isinstance(one, DTensor) for one in model.parameters())
+        sender = weightsync.process_group.Sender(model, timeout=60)
+        for version in (1, 2):
+            report = sender.send()
+            assert (report is None) == (rank == 1) and sender.version == version
+            if report is not None:
+                assert report.ensure_applied().version == version
+                assert [line.rank for line in report.ranks] == [2, 3]
+        dist.barrier()
+        if rank == 0:
+            sender.shutdown()
+        dist.barrier()
+        # Rank 1 does not wait for rank 0, which gathers no more.
+        try:
+            sender.send()
+            raise AssertionError("a send of a closed group has returned")
+        except (weightsync.PeerError, weightsync.errors.LifecycleError) as error:
+            assert ("has shut down" in str(error)) == (rank == 1)
+        sender.shutdown()
+    else:
+        model, want = net(rank), net(5).state_dict()
+        receiver = weightsync.process_group.Receiver(model, timeout=60)
+        for version in (1, 2):
+            assert receiver.receive() == version
+            state = model.state_dict()
+            assert all(torch.equal(state[name], one) for name, one in want.items())
+        dist.barrier()
+        dist.barrier()
+        receiver.shutdown()
+    dist.destroy_process_group()
+    print(f"rank {rank} is done", flush=True)
+
+
+if __name__ == "__main__":
+    import weightsync.process_group
+
+    main(sys.argv[1])

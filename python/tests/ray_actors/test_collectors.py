@@ -1,0 +1,117 @@
+"""TorchRL's RayCollector and RayModuleTransform with the schemes here, by one changed import."""
+
+import functools
+
+import pytest
+import torch
+import weightsync
+from crew import line
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from tiny import Counting, One, acted, policy
+from torchrl.collectors import Collector
+from torchrl.collectors.distributed import RayCollector
+from torchrl.envs import TransformedEnv
+from torchrl.envs.transforms.module import ModuleTransform
+from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme
+
+# Ray waits a minute for a process that does not come up before it starts another.
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+
+@pytest.fixture
+def collecting(cluster):
+    """Makes a collector of Ray actors; its workers have this host's two cores, or none."""
+    made = []
+
+    def collect(first=policy, workers=2, **how):
+        scheme = RayWeightSyncScheme()
+        collector = RayCollector(
+            [Counting] * workers,
+            first and first(1.0),
+            frames_per_batch=4 * workers,
+            total_frames=100_000,
+            sync=True,
+            remote_configs={"num_cpus": 0},
+            collector_kwargs={"auto_register_policy_transforms": False},
+            weight_sync_schemes={"policy": scheme},
+            **how,
+        )
+        made.append(collector)
+        return collector, scheme, iter(collector)
+
+    yield collect
+    for one in made:
+        one.shutdown()
+
+
+def test_ray_collector_updates_its_workers(collecting):
+    collector, _, batches = collecting()
+    assert acted(batches) == {1.0}
+    report = collector.update_policy_weights_(policy(2.0))
+    assert report.all_applied and len(report.workers) == 2
+    assert acted(batches) == {2.0}
+    report = collector.update_policy_weights_(policy(3.0), worker_ids=[1])
+    assert line(report, 1) == "applied"
+    assert acted(batches) == {2.0, 3.0}
+    collector.policy.module.weight.data.fill_(4.0)
+    collector.update_policy_weights_()
+    assert acted(batches) == {4.0}
+
+
+def test_ray_collector_updates_a_factorys_policy(collecting):
+    collector, _, batches = collecting(first=None, policy_factory=functools.partial(policy, 1.0))
+    assert acted(batches) == {1.0}
+    collector.update_policy_weights_(policy(2.0))
+    assert acted(batches) == {2.0}
+
+
+def test_nested_ray_collector_passes_versions_on(collecting):
+    how = {"collector_class": "sync", "num_workers_per_collector": 2}
+    collector, _, batches = collecting(workers=1, **how)
+    assert acted(batches) == {1.0}
+    assert collector.update_policy_weights_(policy(2.0)).all_applied
+    assert acted(batches) == {2.0}
+
+
+def test_killed_collector_is_a_line_of_the_report(cluster, collecting):
+    collector, scheme, _ = collecting()
+    collector.update_policy_weights_()
+    cluster.ray.kill(collector.remote_collectors[0])
+    report = scheme.send(policy(2.0))
+    assert line(report, 1) == "applied"
+    while line(report, 0) != "died":
+        report = scheme.send(policy(2.0))
+
+
+def test_ray_transform_gets_its_weights_from_the_sender(cluster):
+    scheme = RayModuleTransformScheme()
+    with pytest.raises(weightsync.LifecycleError, match="RayModuleTransform"):
+        scheme.init_on_sender()
+    module = TensorDictModule(One(1.0), in_keys=["observation"], out_keys=["observation"])
+    transform = ModuleTransform(
+        module=module, weight_sync_scheme=scheme, use_ray_service=True, num_cpus=0
+    )
+    rows = TensorDict({"observation": torch.zeros(2, 1)}, [2])
+    assert transform(rows)["observation"].tolist() == [[1.0]] * 2
+    other = TensorDictModule(One(2.0), in_keys=["observation"], out_keys=["observation"])
+    assert scheme.send(other).all_applied
+    assert transform(rows)["observation"].tolist() == [[2.0]] * 2
+    with pytest.raises(weightsync.ModelError, match="pass the"):
+        scheme.send()
+    # A collector in this process sends to it as it does to its policy.
+    collector = Collector(
+        TransformedEnv(Counting(), transform),
+        policy(0.0),
+        frames_per_batch=4,
+        total_frames=-1,
+        auto_register_policy_transforms=False,
+        weight_sync_schemes={"transform_module": scheme},
+    )
+    batches = iter(collector)
+    collector.update_policy_weights_(
+        TensorDict.from_module(other).data * 0 + 3.0, model_id="transform_module"
+    )
+    assert acted(batches, ("next", "observation")) == {3.0}
+    collector.shutdown()
+    scheme.shutdown()

@@ -1,0 +1,123 @@
+"""The trainer's weights: read where they lie, or gathered from several ranks while they are sent."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weightsync import _dtypes
+from weightsync._source import Places, _check_whole, _spec, module_weights, tree
+from weightsync.errors import PeerError, UnsupportedError, WrongTypeError
+from weightsync.process_group._packing import PIECE, Layout
+from weightsync.transfer.chunk import flat_bytes
+from weightsync.transfer.extractor import identity, trainer_rank
+from weightsync.transfer.extractors import FsdpExtractor
+
+
+class Weights:
+    """One send's tensors, in order, each once."""
+
+    def __init__(self, source: Any, strategy: str) -> None:
+        if _dtypes.is_module(source):
+            found, extras = module_weights(source, strategy, Places())
+        else:
+            found, extras = tree(source)
+        if extras:
+            raise UnsupportedError(
+                f"{next(iter(extras)) or 'the model'!r} has extra state, and a process group carries "
+                "tensors only: use the native transport, weightsync.Sender(model, "
+                "scheme=weightsync.Distributed(...))"
+            )
+        _check_whole(source, found, extras)
+        tensors: dict[str, torch.Tensor] = {}
+        ties: dict[str, str] = {}
+        first: dict[Any, str] = {}
+        for name, tensor, _ in found:
+            if not _dtypes.is_tensor(tensor):
+                raise WrongTypeError(
+                    f"{name!r} is a {type(tensor).__name__}: a process group carries torch tensors"
+                )
+            _spec(name, tensor)
+            known = first.setdefault(identity(tensor), name)
+            if known == name:
+                tensors[name] = tensor
+            else:
+                ties[name] = known
+        each = list(tensors.values())
+        shapes = [tuple(one.shape) for one in each]
+        self.layout = Layout(list(tensors), [one.dtype for one in each], shapes, ties)
+        self._tensors = each
+        # The index of a tensor, and its bytes: a copy if it is not contiguous.
+        self._flat_one: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        #: Whether the trainer's ranks gather the tensors together.
+        self.is_sharded = any(isinstance(one, DTensor) for one in each)
+        #: Seconds that were spent in gathering.
+        self.gathered = 0.0
+        self._chunks: Any = None
+        self._held: dict[int, torch.Tensor] = {}
+        self._count = 0
+        if self.is_sharded:
+            extractor = FsdpExtractor({"batch_size_threshold_gb": PIECE / (1 << 30)})
+            self._chunks = iter(extractor._plan(tensors, None))
+
+    def check_source(self) -> None:
+        """Refuses a sender that does not get the gathered tensors."""
+        if self.is_sharded and trainer_rank() != 0:
+            raise UnsupportedError(
+                "sharded tensors are gathered to rank 0 of the default process group, and this "
+                f"sender is rank {trainer_rank()} there: let rank 0 be src"
+            )
+
+    def fill(self, piece: int, buffer: torch.Tensor) -> None:
+        """Writes the tensors of a piece into a buffer. Pieces are asked for in order."""
+        parts = list(self.layout.parts(piece))
+        if self.is_sharded:
+            # One at a time, so that the memory of a batch is free for the next one.
+            for at, first, last, place in parts:
+                buffer[place : place + last - first].copy_(flat_bytes(self._gathered(at))[first:last])
+            return
+        places = [buffer[place : place + last - first] for _, first, last, place in parts]
+        values = [self._flat(at)[first:last] for at, first, last, _ in parts]
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def drain(self) -> None:
+        """Goes through what is left of gathering, which is collective.
+
+        Raises:
+            PeerError: if the ranks could not gather.
+        """
+        self._held.clear()
+        while self._chunks is not None and self._next() is not None:
+            pass
+
+    def _flat(self, at: int) -> torch.Tensor:
+        # The next piece goes on with the tensor that this one ended in.
+        if self._flat_one[0] != at:
+            self._flat_one = at, flat_bytes(self._tensors[at])
+        return self._flat_one[1]
+
+    def _next(self) -> Any:
+        """What the ranks gather next; None at the end."""
+        try:
+            return next(self._chunks, None)
+        except (RuntimeError, torch.distributed.DistError) as error:
+            self._chunks = None
+            raise PeerError(
+                f"the trainer's ranks could not gather the weights: {error}", "reconnect"
+            ) from error
+
+    def _gathered(self, at: int) -> torch.Tensor:
+        began = time.monotonic()
+        while at not in self._held:
+            self._held.clear()
+            chunk = self._next()
+            for tensor in chunk.tensors:
+                self._held[self._count] = tensor
+                self._count += 1
+            del chunk, tensor
+        self.gathered += time.monotonic() - began
+        return self._held[at]

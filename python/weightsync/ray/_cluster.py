@@ -1,0 +1,65 @@
+"""Where this process is in a Ray cluster, and how weights travel there."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import secrets
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.scheme import Distributed
+
+
+def ray() -> Any:
+    """The module, which only programs that use Ray have."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise UnsupportedError("Ray is not installed here: pip install 'weightsync[ray]'") from error
+
+
+def running() -> Any:
+    """The module, in a process of a cluster."""
+    module = ray()
+    if not module.is_initialized():
+        raise LifecycleError("this process is in no Ray cluster: call ray.init() first")
+    return module
+
+
+def address() -> str:
+    """The address of this host in the cluster."""
+    return str(running().util.get_node_ip_address())
+
+
+def node() -> str:
+    """The id of this process's Ray node."""
+    return str(running().get_runtime_context().get_node_id())
+
+
+def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Distributed:
+    """The scheme, listening for other hosts if that is allowed, and else for this host alone.
+
+    Args:
+        scheme: its own address, if it has one, is kept.
+        insecure_plaintext: whether weights may travel between hosts without encryption; None: if
+            ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1.
+    """
+    if insecure_plaintext is None:
+        insecure_plaintext = os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
+    if scheme.listen is not None or not (insecure_plaintext or scheme.insecure_plaintext):
+        return scheme
+    if token() is None:
+        # The engine reads it there. Ray carries the init info, which has the secret.
+        os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
+    here = address()
+    host = f"[{here}]" if ":" in here else here
+    return replace(scheme, listen=f"{host}:0", insecure_plaintext=True)
+
+
+def token() -> str | None:
+    """The token that this process has, if it has any."""
+    file = os.environ.get("WEIGHTSYNC_TOKEN_FILE")
+    return Path(file).read_text() if file else os.environ.get("WEIGHTSYNC_TOKEN")

@@ -1,0 +1,180 @@
+"""TorchRL's schemes for Ray over weightsync: Ray carries the schemes, and no weights."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torch import nn
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+
+from weightsync.errors import LifecycleError
+from weightsync.ray import _cluster
+from weightsync.ray._group import Group, Offer
+from weightsync.scheme import Distributed
+from weightsync.torchrl import _given
+from weightsync.torchrl._native_scheme import NativeScheme
+from weightsync.torchrl._schemes import over_tcp
+
+
+class RayWeightSyncScheme(NativeScheme):
+    """Weights to Ray actors: the trainer's memory on its own host, and a relay on each other host.
+
+    A drop-in for TorchRL's, without a process group. Actors that die are lines of the report.
+
+    Args:
+        strategy: "tensordict" or "state_dict".
+        backend: "gloo", for TorchRL's sake: weights go by weightsync.
+        sync: whether ``send`` returns once every actor has applied the version, or as soon as it
+            is live.
+        insecure_plaintext: whether weights may travel between hosts without encryption; None: if
+            ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1. Without it all actors have to be on the trainer's
+            host.
+        mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
+
+    Raises:
+        UnsupportedError: for another backend.
+    """
+
+    def __init__(
+        self,
+        strategy: str = "tensordict",
+        backend: str = "gloo",
+        sync: bool = True,
+        *,
+        insecure_plaintext: bool | None = None,
+        mode: Literal["bind", "copy"] = "bind",
+        safe_points: Literal["implied", "declared"] = "implied",
+    ) -> None:
+        super().__init__(strategy, sync, mode=mode, safe_points=safe_points)
+        self.backend = over_tcp(backend)
+        self._scheme: Distributed = Distributed()
+        self._insecure_plaintext = insecure_plaintext
+        # The sender's end of the group, and the actors' name of it.
+        self._ray_group: Any = None
+        self._ray_name = ""
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        remote_collectors: Sequence[Any] | None = None,
+        model: nn.Module | None = None,
+        num_workers: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._scheme = _cluster.listening(self._scheme, self._insecure_plaintext)
+        if context is not None:
+            # The collector's own model is looked up at each send.
+            model = None
+        elif remote_collectors is not None:
+            num_workers = len(remote_collectors)
+        super()._init_on_sender_impl(
+            model_id=model_id, context=context, model=model, num_workers=num_workers, **kwargs
+        )
+        self._ray_name = uuid.uuid4().hex
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        if not self._local:
+            self._ray_group = Group([self._ray_name], self._offer)
+            self._offer()
+        super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
+
+    def _offer(self) -> None:
+        group, own = self._ray_group, self._group
+        # A receiver, and a sender that shuts down, have nothing to offer.
+        if group is not None and own is not None and own.info is not None:
+            group.offer(Offer.of(own.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
+
+    def _setup_connection_and_weights_on_receiver_impl(
+        self, *, worker_idx: int | None = None
+    ) -> None:
+        # This asks for the host's relay, too.
+        group = Group([self._ray_name], self._offer)
+        try:
+            group.reach(group.after("", WEIGHT_SYNC_TIMEOUT))
+        finally:
+            group.leave()
+        super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+
+    def shutdown(self) -> None:
+        """Shuts down this process's end. Any number of times."""
+        try:
+            super().shutdown()
+        finally:
+            group, self._ray_group = getattr(self, "_ray_group", None), None
+            if group is not None and self._is_own():
+                group.leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_ray_group": None}
+
+
+class RayModuleTransformScheme(RayWeightSyncScheme):
+    """Weights to the module of TorchRL's ``RayModuleTransform``. The sender drives it, at connect too.
+
+    A drop-in for TorchRL's: ``RayModuleTransform(module=…, weight_sync_scheme=scheme)``, and then
+    ``scheme.send(weights)``, or a collector with ``weight_sync_schemes={"transform_module": scheme}``.
+
+    Args:
+        strategy, backend, sync, insecure_plaintext, mode, safe_points: as of
+            :class:`RayWeightSyncScheme`.
+    """
+
+    # The transform, which calls `_set_transform` once it has its actor.
+    _transform: Any = None
+
+    def _set_transform(self, ray_transform: Any) -> None:
+        self._transform = ray_transform
+
+    def _init_on_sender_impl(
+        self,
+        *,
+        model_id: str | None = None,
+        context: Any = None,
+        model: nn.Module | None = None,
+        ray_transform: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if ray_transform is not None:
+            self._transform = ray_transform
+        if self._transform is None:
+            raise LifecycleError(
+                "this scheme has no transform: pass it to RayModuleTransform(weight_sync_scheme=…), "
+                "which calls init_on_sender and connect"
+            )
+        name = model_id or "module"
+        is_given = model is not None or bool(kwargs)
+        if not is_given:
+            # The actor's own weights are the first version.
+            model = _cluster.running().get(self._transform._actor._getattr.remote("module"))
+        super()._init_on_sender_impl(model_id=name, model=model, num_workers=1, **kwargs)
+        if not is_given:
+            assert self._group is not None
+            self._group._weights[name] = _given.initial_only(model, name)
+        if context is not None:
+            self.context = context
+
+    def _setup_connection_and_weights_on_sender_impl(
+        self, *, worker_idx: int | None = None, weights: Any = None
+    ) -> None:
+        joined = self._transform._actor._init_weight_sync_scheme.remote(
+            scheme=self, model_id=self._model_id
+        )
+        self._calls = SimpleNamespace(_sync_futures=[joined])
+        super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
+        _cluster.ray().get(joined)
+
+    def _init_on_receiver_impl(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
+        kwargs = {"worker_idx": 0, **kwargs}
+        if context is not None:
+            kwargs.setdefault("model", context.module)
+        super()._init_on_receiver_impl(model_id=model_id, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_transform": None, "_calls": None}

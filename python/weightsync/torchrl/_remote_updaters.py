@@ -1,0 +1,263 @@
+"""TorchRL's older weight updaters for workers that may be on other hosts.
+
+The weights go as TorchRL sends them: by Ray, by torch's RPC, or by a process group. A push
+begins all workers' updates and then waits for every one.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+from torchrl.collectors import WeightUpdaterBase
+
+from weightsync.errors import PeerError, SettingError
+from weightsync.torchrl._updaters import Checked
+
+
+class _Remote(Checked):
+    """The base: begins the update of each worker, waits for all, and names those that failed."""
+
+    policy_weights: Any
+
+    @abc.abstractmethod
+    def _begin(self, worker: int, weights: Any) -> Any:
+        """Begins a worker's update, and returns the argument of :meth:`_finish`."""
+
+    @abc.abstractmethod
+    def _finish(self, worker: int, begun: Any) -> None:
+        """Waits until the worker has the weights."""
+
+    def _shared(self, weights: Any) -> Any:
+        """The weights in the form in which all workers get them."""
+        return weights
+
+    def _get_server_weights(self) -> Any:
+        """The weights of a push without weights: those of the policy, as they are now."""
+        return None if self.policy_weights is None else self.policy_weights.data
+
+    def _place(self, worker: Any) -> Any:
+        # A policy factory may leave the trainer without weights to compare with.
+        weights = self.policy_weights
+        return None if weights is None or weights.is_empty() else weights
+
+    def _sync_workers(self, workers: list[Any], weights: Any) -> None:
+        self._wait(*self._begin_all(workers, weights))
+
+    def _sync_weights_with_worker(self, worker_id: Any = None, server_weights: Any = None) -> None:
+        self._sync_workers([worker_id], server_weights)
+
+    def _begin_all(
+        self, workers: list[Any], weights: Any
+    ) -> tuple[dict[int, Any], dict[int, Exception]]:
+        begun: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        if workers:
+            weights = self._shared(weights)
+        for worker in workers:
+            try:
+                begun[worker] = self._begin(worker, weights)
+            except Exception as error:
+                failed[worker] = error
+        return begun, failed
+
+    def _wait(self, begun: dict[int, Any], failed: dict[int, Exception]) -> None:
+        """Waits for updates that were begun.
+
+        Raises:
+            PeerError: naming the workers that failed. The others have the weights.
+        """
+        for worker, one in begun.items():
+            try:
+                self._finish(worker, one)
+            except Exception as error:
+                failed[worker] = error
+        if failed:
+            lines = [f"worker {worker}: {words(error)}" for worker, error in failed.items()]
+            raise PeerError(
+                f"{len(failed)} of {len({*begun, *failed})} workers did not take the weights: "
+                f"{'; '.join(lines)}",
+                "retry",
+            )
+
+
+class RayWeightUpdater(_Remote, WeightUpdaterBase):
+    """Updates collectors that are Ray actors; TorchRL's, with checks.
+
+    A push waits until every actor has applied the weights. TorchRL's waits for none.
+
+    Args:
+        policy_weights: the weights of a push without weights, as a TensorDict.
+        remote_collectors: the actors.
+        max_interval: how many pushes an actor misses between two that it gets.
+    """
+
+    def __init__(
+        self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0
+    ) -> None:
+        self.policy_weights = policy_weights
+        self.remote_collectors = remote_collectors
+        self.max_interval = max(0, max_interval)
+        self._batches_since_weight_update = [0] * len(remote_collectors)
+
+    def all_worker_ids(self) -> list[int]:
+        """The numbers of all workers."""
+        return list(range(len(self.remote_collectors)))
+
+    def _skip_update(self, worker_id: Any) -> bool:
+        self._batches_since_weight_update[worker_id] += 1
+        return self._batches_since_weight_update[worker_id] <= self.max_interval
+
+    def _shared(self, weights: Any) -> Any:
+        import ray
+
+        # One copy in Ray's object store, whatever the number of workers.
+        return ray.put(weights)
+
+    def _begin(self, worker: int, weights: Any) -> Any:
+        return self.remote_collectors[worker].update_policy_weights_.remote(weights)
+
+    def _finish(self, worker: int, begun: Any) -> None:
+        import ray
+
+        ray.get(begun, timeout=WEIGHT_SYNC_TIMEOUT)
+        self._batches_since_weight_update[worker] = 0
+
+
+class RPCWeightUpdater(_Remote, WeightUpdaterBase):
+    """Updates collectors that torch's RPC reaches; TorchRL's, with checks.
+
+    Args:
+        collector_infos: the workers' ``WorkerInfo``.
+        collector_class: accepted for TorchRL's sake.
+        collector_rrefs: references to the collectors.
+        policy_weights: the weights of a push without weights, as a TensorDict.
+        num_workers: how many workers there are.
+    """
+
+    def __init__(
+        self,
+        collector_infos: Any,
+        collector_class: Any,
+        collector_rrefs: Any,
+        policy_weights: Any,
+        num_workers: int,
+    ) -> None:
+        self.collector_infos = collector_infos
+        self.collector_class = collector_class
+        self.collector_rrefs = collector_rrefs
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self._is_waiting = True
+        # Updates that a push with wait=False has begun.
+        self._begun: list[tuple[dict[int, Any], dict[int, Exception]]] = []
+
+    def all_worker_ids(self) -> list[int]:
+        """The numbers of all workers."""
+        return list(range(self.num_workers))
+
+    def push_weights(
+        self, policy_or_weights: Any = None, worker_ids: Any = None, *, wait: bool = True
+    ) -> None:
+        """Pushes weights to the workers, or to some of them.
+
+        Args:
+            policy_or_weights: a module, a TensorDict or a dict; None: the policy's.
+            worker_ids: these workers alone.
+            wait: whether to wait for the workers. The next push raises what went wrong
+                with a push that did not wait.
+
+        Raises:
+            PeerError: naming the workers that did not take the weights.
+        """
+        begun, self._begun = self._begun, []
+        for one in begun:
+            self._wait(*one)
+        self._is_waiting = wait
+        super().push_weights(policy_or_weights, worker_ids)
+
+    def __call__(
+        self, policy_or_weights: Any = None, worker_ids: Any = None, *, wait: bool = True
+    ) -> None:
+        self.push_weights(policy_or_weights, worker_ids, wait=wait)
+
+    def _sync_workers(self, workers: list[Any], weights: Any) -> None:
+        begun, failed = self._begin_all(workers, weights)
+        if self._is_waiting:
+            self._wait(begun, failed)
+        else:
+            self._begun.append((begun, failed))
+
+    def _begin(self, worker: int, weights: Any) -> Any:
+        rref = self.collector_rrefs[worker]
+        return rref.rpc_async(timeout=WEIGHT_SYNC_TIMEOUT).update_policy_weights_(weights)
+
+    def _finish(self, worker: int, begun: Any) -> None:
+        begun.wait()
+
+
+class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
+    """Updates the workers of a DistributedCollector over its process group; TorchRL's, with checks.
+
+    As TorchRL has it, one worker is named by its rank, from 1 on, and several by a list of
+    numbers from 0 on.
+
+    Args:
+        store: the store of the collector, which carries instructions and answers.
+        policy_weights: the weights of a push without weights, as a TensorDict.
+        num_workers: how many workers there are.
+        sync: whether the collector is synchronous.
+    """
+
+    def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
+        self._store = store
+        self.policy_weights = policy_weights
+        self.num_workers = num_workers
+        self._sync = sync
+        self._batches_since_weight_update = [0] * num_workers
+
+    def all_worker_ids(self) -> list[int]:
+        """The numbers of all workers, from 0 on."""
+        return list(range(self.num_workers))
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        if isinstance(worker_ids, int):
+            if not 1 <= worker_ids <= self.num_workers:
+                raise SettingError(
+                    f"there is no worker of rank {worker_ids}; the ranks are 1 to "
+                    f"{self.num_workers}"
+                )
+            worker_ids = [worker_ids - 1]
+        super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+
+    def _shared(self, weights: Any) -> Any:
+        # The workers take the tensors in the order of the policy.
+        return self.policy_weights.data.clone().update_(weights)
+
+    def _begin(self, worker: int, weights: Any) -> None:
+        rank = worker + 1
+        self._store.set(f"NODE_{rank}_in", b"update_weights")
+        if self._sync:
+            weights.send(rank)
+        else:
+            weights.isend(rank)
+
+    def _finish(self, worker: int, begun: Any) -> None:
+        rank = worker + 1
+        status = self._store.get(f"NODE_{rank}_out")
+        self._store.delete_key(f"NODE_{rank}_out")
+        if status != b"updated":
+            raise PeerError(f"expected the answer 'updated', got {status!r}")
+        self._batches_since_weight_update[worker] = 0
+
+
+def words(error: Exception) -> str:
+    """What an error says, without the tracebacks of other processes."""
+    # Ray's errors have the worker's own as their cause.
+    error = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("On WorkerInfo"):
+        # torch's RPC says first where it was, and then what.
+        return lines[1]
+    return lines[0] if lines else type(error).__name__
