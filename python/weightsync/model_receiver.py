@@ -163,12 +163,9 @@ class ModelReceiver(Receiving):
                 session.connect_receiver(self._loaders, timeout)
             else:
                 session.join_receiver(timeout)
-
-                def begin() -> Any:
-                    session.load_joined(self._loaders)
-                    return session.start_background(self._loaders, self._is_declared)
-
-                self._background._move(begin)
+                self._background._move(
+                    lambda: session.start_background(self._loaders, self._is_declared)
+                )
         except BaseException:
             session.shutdown(None)
             raise

@@ -285,7 +285,8 @@ impl<M: Send + Sync + 'static> Background<M> {
     }
 
     /// Calls a function while this thread alone is with the models, as in a load. If it succeeds, nothing
-    /// is applied from here on: the models have another receiver, and this one is to be stopped.
+    /// is applied from here on: the models have another receiver, and this one is to be stopped. If it
+    /// fails, the models get the version again that this worker runs.
     ///
     /// # Errors
     ///
@@ -299,6 +300,11 @@ impl<M: Send + Sync + 'static> Background<M> {
         let done = call();
         if done.is_ok() {
             handoff.notify(|inner| inner.stop = true);
+            return Ok(done);
+        }
+        self.hold.lose_whole();
+        if let Err(error) = handoff.borrow(|receiver| self.hold.load_again(handoff, receiver)) {
+            tracing::warn!(%error, "the models did not get their version again");
         }
         Ok(done)
     }

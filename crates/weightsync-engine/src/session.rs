@@ -316,8 +316,8 @@ impl Session {
         }
     }
 
-    /// The connected receiver alone, for example to pass it to a thread. The
-    /// session is closed then.
+    /// The receiver alone, for example to pass it to a thread, which loads the initial weights if
+    /// the session has only joined. The session is closed then.
     ///
     /// # Errors
     ///
@@ -325,6 +325,7 @@ impl Session {
     pub fn take_receiver(&mut self) -> Result<Receiver> {
         match std::mem::replace(&mut self.state, State::Closed) {
             State::Receiving(receiver) => Ok(*receiver),
+            State::Joined(joined) => Ok(joined.receiver),
             other => {
                 self.state = other;
                 Err(self.state.wrong("take_receiver"))

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+import torch
 import weightsync
 from ends import FAR, LONG, Net, beside
 from test_deaths import Trainer, Worker
@@ -130,5 +131,55 @@ def test_receiver_moves_to_another_sender_for_good():
     receiver.shutdown()
     with pytest.raises(weightsync.LifecycleError):
         receiver.rejoin(first.init_info, timeout=LONG)
+    for sender in (first, second):
+        sender.shutdown()
+
+
+class Halves:
+    """A target of two halves, whose load of one value ends between them."""
+
+    def __init__(self, refused):
+        self.values, self.refused = [0.0, 0.0], refused
+
+    def layout(self):
+        return self.known
+
+    def shape(self, layout):
+        self.known = layout
+        return True
+
+    def load(self, snapshot):
+        value = float(weightsync.Snapshot(snapshot)["it"][0])
+        self.values[0] = value
+        if value == self.refused:
+            raise ValueError(f"no {value}")
+        self.values[1] = value
+
+
+@pytest.mark.parametrize("safe_points", ["implied", "declared"])
+def test_receiver_keeps_its_version_if_a_move_fails_midway(safe_points):
+    weights = {"it": torch.ones(3)}
+    first, second = weightsync.Sender(weights), weightsync.Sender({"it": torch.full((3,), 7.0)})
+    for sender in (first, second):
+        sender.connect(0)
+    target = Halves(refused=7.0)
+    receiver = weightsync.ModelReceiver(first.init_info, 0, model=target)
+    receiver.connect(timeout=LONG)
+    background = receiver.start_background(safe_points)
+    for round in range(2):
+        with pytest.raises(weightsync.LoadError, match="no 7"):
+            receiver.rejoin(second.init_info, timeout=LONG)
+        value = round + 1.0
+        with receiver.frozen():
+            assert target.values == [value, value]
+        # It still follows the first sender.
+        weights["it"].fill_(value + 1)
+        first.send(wait="sent")
+        assert background.wait(round + 2, timeout=LONG)
+        assert target.values == [value + 1] * 2 and background.failure is None
+    target.refused = None
+    receiver.rejoin(second.init_info, timeout=LONG)
+    assert target.values == [7.0, 7.0]
+    receiver.shutdown()
     for sender in (first, second):
         sender.shutdown()

@@ -300,7 +300,6 @@ class EngineWorker:
         target = self._target
         models: list[tuple[str, Any]] = [(self._model, target)]
         if self._background is None:
-            self._session.load_joined(models)
             self._background = self._session.start_background(models, True)
         until = time.monotonic() + timeout
         while (held := self._background.versions()[self._model]) < version:

@@ -2,7 +2,7 @@
 //! all.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::ThreadId;
 
 use weightsync_core::{ModelId, Run, Version};
@@ -42,12 +42,41 @@ impl<M> Hold<M> {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
+        self.load_and_show(handoff, receiver, set, |models| models.leave(me))
+    }
+
+    /// Marks the models as changed in part.
+    pub(super) fn lose_whole(&self) {
+        let mut held = self.held.write().unwrap_or_else(PoisonError::into_inner);
+        held.whole = false;
+    }
+
+    /// Loads the set that the worker runs into models that are not whole.
+    pub(super) fn load_again(
+        &self,
+        handoff: &ReceiverHandoff<ModelLock>,
+        receiver: &mut Receiver,
+    ) -> Result<()> {
+        match receiver.held() {
+            Some(set) => self.load_and_show(handoff, receiver, set, |_| {}),
+            None => Ok(()),
+        }
+    }
+
+    /// Loads a set; the status then shows how that went.
+    fn load_and_show(
+        &self,
+        handoff: &ReceiverHandoff<ModelLock>,
+        receiver: &mut Receiver,
+        set: SetSnapshot,
+        afterwards: impl FnOnce(&mut ModelLock),
+    ) -> Result<()> {
         let done = self.load(receiver, set);
         // Before the handoff is locked: the text of a loader's error may need a lock of the
         // loader's, which a thread that waits for the handoff may have.
         let failure = done.as_ref().err().map(ToString::to_string);
         handoff.update(|inner| {
-            inner.shared.leave(me);
+            afterwards(&mut inner.shared);
             inner.status.failure = failure;
             inner.status.reflect(receiver);
         });
@@ -56,11 +85,16 @@ impl<M> Hold<M> {
 
     fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
         let mut held = self.held.write().unwrap_or_else(|poisoned| {
-            // A thread panicked while writing: everything is loaded again.
             self.held.clear_poison();
-            receiver.lose_whole();
-            poisoned.into_inner()
+            let mut held = poisoned.into_inner();
+            // A thread panicked while writing.
+            held.whole = false;
+            held
         });
+        if !held.whole {
+            // Everything is loaded again.
+            receiver.lose_whole();
+        }
         let loaded = catch_unwind(AssertUnwindSafe(|| {
             let mut models = (self.loaders)(&mut held.models);
             let has = receiver.held();

@@ -304,7 +304,7 @@ impl ReceiverSetup {
 /// [`ReceiverSetup::join`]. Dropping it leaves again.
 #[derive(Debug)]
 pub struct Joined {
-    receiver: Receiver,
+    pub(crate) receiver: Receiver,
 }
 
 impl Joined {
