@@ -197,16 +197,11 @@ def _read(place: Place, namespace: str, exact: bool) -> tuple[Snapshot, Place]:
             return reader.snapshot(at), at
         except ModelError as gone:
             # Newer versions went out since. The actor says where this one is now.
-<<<<<<< HEAD
-            actor = ray.get_actor(NAME, namespace=namespace)
-            before, at = at, ray.get(actor.place_of.remote(place, exact))
-=======
             try:
-                actor = ray().get_actor(NAME, namespace=namespace)
+                actor = ray.get_actor(NAME, namespace=namespace)
             except ValueError:
                 # The actor has ended.
                 raise gone from None
-            before, at = at, ray().get(actor.place_of.remote(place, exact))
->>>>>>> 3859336 (Trinity: an old version goes out again once for all explorers that ask, and a reader whose actor has ended is told that the version is not kept)
+            before, at = at, ray.get(actor.place_of.remote(place, exact))
             if at == before:
                 raise
