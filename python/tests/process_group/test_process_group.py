@@ -188,10 +188,11 @@ def test_send_reads_nothing_that_cannot_be_sent(ranks):
     assert send(made)[1] == [1, 1]
 
 
-def test_group_of_its_own_has_other_ranks(ranks):
+@pytest.mark.parametrize("backend", ["gloo", "foreign"])
+def test_group_of_its_own_has_other_ranks(ranks, backend):
     made = ranks(4)
     for one in made:
-        one.order("subgroup", [1, 2, 3])
+        one.order("subgroup", [1, 2, 3], backend)
     for one in made:
         one.answer()
     # Rank 3 of the default group is rank 2 of this one.

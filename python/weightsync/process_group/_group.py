@@ -90,7 +90,14 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
         raise SettingError(f"src: expected a rank of the group, 0 to {size - 1}, got {src!r}")
     if is_receiver and rank == src:
         raise SettingError(f"rank {rank} is src, which sends: make a Sender here, or choose another src")
-    base = dist.PrefixStore(f"weightsync/{name}", dist.distributed_c10d._get_process_group_store(outer))
+    found = dist.distributed_c10d._get_process_group_store(outer)
+    if found is None:
+        raise UnsupportedError(
+            f"the process group of the backend {dist.get_backend(outer)!r} has no store, by which its "
+            "ranks would find each other. Make a gloo group of these ranks, "
+            "dist.new_group(backend='gloo'), and pass it as group"
+        )
+    base = dist.PrefixStore(f"weightsync/{name}", found)
     known = _met.setdefault(outer, {})
     number = known.get(name, 0) + 1
     # Another member may have given up at this number.
@@ -317,13 +324,6 @@ def _outer(group: Any) -> tuple[Any, int, int]:
     if not isinstance(outer, dist.ProcessGroup):
         raise SettingError(
             f"group: expected a process group that has this process, or None, got {outer!r}"
-        )
-    backend = dist.get_backend(outer)
-    # A group that was made without a backend has gloo for the host's memory.
-    if backend not in ("gloo", "undefined"):
-        raise UnsupportedError(
-            f"the process group has the backend {backend!r}: expected gloo. Make a gloo group of "
-            "these ranks, dist.new_group(backend='gloo'), and pass it as group"
         )
     return outer, dist.get_rank(outer), dist.get_world_size(outer)
 

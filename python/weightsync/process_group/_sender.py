@@ -57,8 +57,8 @@ class Sender:
     Args:
         model: the weights: a torch module, a state dict, a nested dict of tensors, or a
             TensorDict. They are read during :meth:`send` and at no other time.
-        group: the process group; None for the default group. This end has links of its own,
-            so the group's own collectives go on meanwhile.
+        group: the process group, of any backend; None for the default group. This end has gloo
+            links of its own, so the group's own collectives go on meanwhile.
         src: the rank in the group that sends.
         name: the model's name; the ends of one model have the same one.
         strategy: ``"state_dict"`` leaves out buffers that are not persistent, ``"tensordict"``
@@ -70,7 +70,7 @@ class Sender:
         DeadlineError: naming the ranks that have made no end.
         SettingError: if no rank receives, or ``src`` does.
         LifecycleError: if this process has no process group.
-        UnsupportedError: for a group of a backend without gloo, as nccl or mpi.
+        UnsupportedError: for a group without a store, as torch makes with MPI.
     """
 
     def __init__(
