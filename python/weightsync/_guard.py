@@ -149,10 +149,6 @@ class Hold:
             permit.release()
         return None
 
-    def move(self, acquire_permit: Callable[[], Any]) -> None:
-        """Takes permits of another background receiver from here on."""
-        self._acquire_permit = acquire_permit
-
     def end(self) -> None:
         """Makes the hold do nothing from here on: the models do not change any more."""
         self._acquire_permit = None

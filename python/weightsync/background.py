@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
 from weightsync._checks import only_version
@@ -13,6 +12,10 @@ from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._targets import ModuleTarget, Target
 from weightsync.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from weightsync._native import InitInfo, Session
+    from weightsync.model_receiver import ModelReceiver
 
 
 class Background:
@@ -102,15 +105,22 @@ class Background:
         failure: str | None = self._ask("state")[2]
         return failure
 
-    def _move(self, begin: Callable[[], Native]) -> None:
-        """Exchanges the thread for one that ``begin`` starts, while no thread uses the models."""
+    def _move(self, receiver: ModelReceiver, session: Session, info: InitInfo) -> None:
+        """Exchanges the thread for one of another session, while no thread uses the models."""
         before = self._native
 
         def exchange() -> None:
             if self._has_ended:
                 raise LifecycleError("the receiver was shut down")
-            self._native = begin()
-            self._hold.move(self._native.acquire_permit)
+            native = session.start_background(receiver._loaders, receiver._is_declared)
+            acquire_permit = native.acquire_permit
+            # One statement without a call: Ctrl-C comes before it or after it.
+            self._native, self._hold._acquire_permit, receiver._session, receiver._info = (
+                native,
+                acquire_permit,
+                session,
+                info,
+            )
 
         try:
             before.hand_over(exchange)

@@ -150,27 +150,29 @@ class ModelReceiver(Receiving):
     def rejoin(self, info: InitInfo | str, *, timeout: float | None = 60.0) -> None:
         """Follows another sender from here on, such as a trainer that was restarted on another host.
 
-        The models get its newest version: while no forward runs, if there is a background
-        receiver. If this fails, the receiver still follows the sender before.
+        The thread that :meth:`start_background` started is exchanged for another while no forward
+        runs, and the models get the sender's newest version. If this fails, the receiver still
+        follows the sender before.
 
         Raises:
-            As :meth:`connect`; a :class:`LifecycleError` if this thread keeps the models unchanged.
+            As :meth:`connect`; a :class:`LifecycleError` if this thread keeps the models unchanged,
+            or if there is no background receiver.
         """
+        background = self._background
+        if background is None:
+            raise LifecycleError(
+                "rejoin was called before start_background: without a thread that receives, shut "
+                "this receiver down, and make and connect another from the next sender's init info"
+            )
         info = read(info)
         session = Session.prepare_receiver(info, self._worker, self._models, self._device)
+        before = self._session
         try:
-            if self._background is None:
-                session.connect_receiver(self._loaders, timeout)
-            else:
-                session.join_receiver(timeout)
-                self._background._move(
-                    lambda: session.start_background(self._loaders, self._is_declared)
-                )
-        except BaseException:
-            session.shutdown(None)
-            raise
-        before, self._session, self._info = self._session, session, info
-        before.shutdown(None)
+            session.join_receiver(timeout)
+            background._move(self, session, info)
+        finally:
+            # Ctrl-C may come after the exchange.
+            (before if self._session is session else session).shutdown(None)
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
         """Keeps the models unchanged inside ``with receiver.frozen():``, in this thread.

@@ -1,6 +1,7 @@
 """Who stands still, is silent or has gone, and what a report says of it."""
 
 import signal
+import sys
 import threading
 import time
 
@@ -131,6 +132,12 @@ def test_receiver_moves_to_another_sender_for_good():
     receiver.shutdown()
     with pytest.raises(weightsync.LifecycleError):
         receiver.rejoin(first.init_info, timeout=LONG)
+    # Without a thread there is nothing to exchange.
+    receiver = weightsync.ModelReceiver(second.init_info, 0, model=worker)
+    receiver.connect(timeout=LONG)
+    with pytest.raises(weightsync.LifecycleError, match="before start_background"):
+        receiver.rejoin(first.init_info, timeout=LONG)
+    receiver.shutdown()
     for sender in (first, second):
         sender.shutdown()
 
@@ -182,4 +189,51 @@ def test_receiver_keeps_its_version_if_a_move_fails_midway(safe_points):
     assert target.values == [7.0, 7.0]
     receiver.shutdown()
     for sender in (first, second):
+        sender.shutdown()
+
+
+def test_receiver_is_of_one_sender_wherever_ctrl_c_comes():
+    senders = [weightsync.Sender({"it": torch.full((3,), value)}) for value in (1.0, 2.0)]
+    for sender in senders:
+        sender.connect(0)
+    target = Halves(refused=None)
+    receiver = weightsync.ModelReceiver(senders[0].init_info, 0, model=target)
+    receiver.connect(timeout=LONG)
+    background = receiver.start_background()
+    traced = [type(receiver).rejoin.__code__, type(background)._move.__code__]
+    traced += [code for code in traced[1].co_consts if getattr(code, "co_name", "") == "exchange"]
+
+    def interrupt_at(line):
+        def trace(frame, event, _):
+            nonlocal line
+            if event == "line":
+                line -= 1
+                if line == 0:
+                    raise KeyboardInterrupt
+            return trace
+
+        return lambda frame, event, _: trace if frame.f_code in traced else None
+
+    lines, follows = 1, 0
+    while True:
+        sys.settrace(interrupt_at(lines))
+        try:
+            receiver.rejoin(senders[1 - follows].init_info, timeout=LONG)
+            finished = True
+        except KeyboardInterrupt:
+            finished = False
+        finally:
+            sys.settrace(None)
+        follows = [sender.init_info for sender in senders].index(receiver.info)
+        assert target.values == [follows + 1.0] * 2
+        # It gets what this sender sends, and nothing of the other.
+        version = senders[follows].send(wait="sent").version
+        assert background.wait(version, timeout=LONG) and background.failure is None
+        assert senders[follows].workers
+        if finished:
+            break
+        lines += 1
+    assert lines > 10
+    receiver.shutdown()
+    for sender in senders:
         sender.shutdown()
