@@ -38,7 +38,7 @@ with weightsync.ray.Sender(net(1.0)) as sender:
     except ray.exceptions.RayActorError as error:
         print(json.dumps({"refused": str(error)}))
         sys.exit()
-    workers.append(actor())
+    workers.append(actor(resources={"near": 1}))
     ray.get(workers[-1].state.remote())
     # Workers that joined before their host's relay move to it.
     while True:

@@ -42,9 +42,10 @@ def address(alone, hosts, monkeypatch):  # noqa: F811
     monkeypatch.delenv("WEIGHTSYNC_TOKEN")
     common = ["start", "--num-cpus=2", f"--object-store-memory={80 << 20}", "--block"]
     head = ["--head", f"--node-ip-address={NEAR}", "--port=6379", "--include-dashboard=false"]
+    resources = {one: f'--resources={{"{one}": 9}}' for one in ("near", "far")}
     started = [
-        ray(near, *common, *head),
-        ray(far, *common, f"--node-ip-address={FAR}", f"--address={NEAR}:6379", '--resources={"far": 9}'),
+        ray(near, *common, *head, resources["near"]),
+        ray(far, *common, f"--node-ip-address={FAR}", f"--address={NEAR}:6379", resources["far"]),
     ]
     yield f"{NEAR}:6379"
     for one in reversed(started):
