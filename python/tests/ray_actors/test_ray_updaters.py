@@ -69,6 +69,17 @@ def test_ray_updater_pulls_maps_and_calls_hooks(places):
     assert values(places) == [10.0, 8.0]
 
 
+def test_ray_updater_pulls_from_a_getter(places):
+    server = Probe(1.0)
+    updater = RayWeightUpdater(weights(0.0), places, weight_getter=lambda: server)
+    for value in (2.0, 3.0):
+        server.fill(value)
+        updater.push_weights()
+        assert values(places) == [value, value]
+    updater.push_weights(weights(4.0))
+    assert values(places) == [4.0, 4.0], "weights that are given come first"
+
+
 def test_ray_updater_skips_pushes_of_its_interval(places):
     updater = RayWeightUpdater(weights(0.0), places, max_interval=1)
     seen = []

@@ -172,6 +172,10 @@ def updater(module, name, sync):
             made.update_policy_weights_()
         eventually(batches, 4.0)
         assert len(done) == 2 + sync, "the hooks run after each push that was made"
+        made.weight_updater = UPDATERS[name](module, made, weight_getter=lambda: policy(5.0))
+        with hurry("a push of a getter's weights", PROMPT):
+            made.update_policy_weights_()
+        eventually(batches, 5.0)
 
 
 def pushed_in_the_background(module):
@@ -210,15 +214,20 @@ def updater_and_killed_worker(module, name):
 
 
 UPDATERS = {
-    "rpc": lambda module, made: module.RPCWeightUpdater(
+    "rpc": lambda module, made, **how: module.RPCWeightUpdater(
         collector_infos=made.collector_infos,
         collector_class=made.collector_class,
         collector_rrefs=made.collector_rrefs,
         policy_weights=made.policy_weights,
         num_workers=2,
+        **how,
     ),
-    "distributed": lambda module, made: module.DistributedWeightUpdater(
-        store=made._store, policy_weights=made.policy_weights, num_workers=2, sync=made._sync
+    "distributed": lambda module, made, **how: module.DistributedWeightUpdater(
+        store=made._store,
+        policy_weights=made.policy_weights,
+        num_workers=2,
+        sync=made._sync,
+        **how,
     ),
 }
 

@@ -28,6 +28,14 @@ def test_store_transport_brings_weights(ours):
     bounded(transports.store_transport, ours)
 
 
+def test_store_transports_of_two_models_stay_apart(ours):
+    bounded(transports.store_transports_of_two_models, ours)
+
+
+def test_rpc_transports_of_two_models_stay_apart(ours):
+    bounded(torch_rpc.transports_of_two_models, ours)
+
+
 @pytest.mark.parametrize("has_collector", [True, False], ids=["collector", "loop"])
 def test_rpc_transport_brings_weights(ours, has_collector):
     bounded(torch_rpc.transport, ours, has_collector)

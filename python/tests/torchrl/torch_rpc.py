@@ -347,6 +347,30 @@ def transport(module, has_collector):
         sending.shutdown()
 
 
+def transports_of_two_models(module):
+    """A worker's box is one transport's until that one is shut down, also if it was not read."""
+    with processes(1) as (names, _):
+        holder = rpc.remote(names[0], Holder, args=(module.RPCTransport(worker_rank=1),))
+        # It does not call the worker to receive.
+        first = module.RPCTransport(collector_info=names[0], worker_rank=1)
+        second = module.RPCTransport(collector_info=names[0], collector_rref=holder, worker_rank=1)
+        first.send_weights_async(weights_of(Probe(1.0)))
+        for _ in range(2):
+            try:
+                second.send_weights(weights_of(Probe(2.0)))
+            except weightsync.SettingError as error:
+                assert "rank 1 has another transport" in str(error)
+            else:
+                raise AssertionError("the worker would follow one model's sender for both")
+        first.shutdown()
+        for value in (2.0, 3.0):
+            with hurry("weights", PROMPT):
+                second.send_weights(weights_of(Probe(value)))
+            assert holder.rpc_sync().read() == (value, value)
+        holder.rpc_sync().shutdown()
+        second.shutdown()
+
+
 class Holder:
     """A model that a transport brings weights for, with the method of a collector."""
 

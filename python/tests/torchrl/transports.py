@@ -1,9 +1,11 @@
 """Transports by TorchRL's protocol: named ones that stand alone, and one of a program's own."""
 
+import gc
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import weightsync
 from crew import Probe, hurry
 from tensordict import TensorDict
 from torch import multiprocessing as mp
@@ -230,3 +232,39 @@ def store_transport(module):
             assert received.result() is not None and model() == (value, value)
     receiving.shutdown()
     sending.shutdown()
+
+
+def store_transports_of_two_models(module):
+    """A rank of a store is one transport's until that one is shut down or dropped."""
+    store = torch.distributed.HashStore()
+
+    def sending():
+        return module.DistributedTransport(store=store, rank=2)
+
+    def received():
+        """What a new worker's transport receives."""
+        receiving, model = module.DistributedTransport(store=store, rank=2), Probe()
+        receiving.setup_connection_and_weights_on_receiver(model=model)
+        receiving.shutdown()
+        return model()
+
+    first, second = sending(), sending()
+    with hurry("weights", PROMPT), ThreadPoolExecutor() as threads:
+        first.send_weights(weights_of(Probe(1.0)))
+        for _ in range(2):
+            try:
+                second.send_weights(weights_of(Probe(2.0)))
+            except weightsync.SettingError as error:
+                assert "rank 2 has another transport" in str(error)
+            else:
+                raise AssertionError("the worker would follow one model's sender for both")
+        assert threads.submit(received).result() == (1.0, 1.0)
+        first.shutdown()
+        second.send_weights(weights_of(Probe(2.0)))
+        assert threads.submit(received).result() == (2.0, 2.0)
+        del second
+        gc.collect()
+        third = sending()
+        third.send_weights(weights_of(Probe(3.0)))
+        assert threads.submit(received).result() == (3.0, 3.0)
+    third.shutdown()

@@ -5,8 +5,12 @@ The store or the call brings the worker an init info, and no weights.
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import os
 import queue
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +28,8 @@ class _OneWorkerTransport(_QueueTransport):
     """A transport to one worker, named by its rank."""
 
     _scheme = Distributed()
+    # Says that the sender has ended; a sender that is dropped says so too.
+    _release: Any = None
 
     def _rank(self) -> int:
         return next(iter(self._queues))
@@ -33,6 +39,16 @@ class _OneWorkerTransport(_QueueTransport):
     ) -> Any:
         """Joins, and takes the initial weights."""
         return super().setup_connection_and_weights_on_receiver(worker_idx=self._rank(), **kwargs)
+
+    def shutdown(self) -> None:
+        """Shuts down the ends that this process has. Any number of times."""
+        super().shutdown()
+        if self._release is not None and self._pid == os.getpid():
+            self._release()
+
+    def _tell(self, info: str) -> None:
+        self._release = weakref.finalize(self._sender, _ended.add, info)
+        super()._tell(info)
 
 
 class DistributedTransport(_OneWorkerTransport):
@@ -58,7 +74,7 @@ class DistributedTransport(_OneWorkerTransport):
     ) -> None:
         if store is None or rank is None:
             raise SettingError("DistributedTransport: expected a store and a rank")
-        super().__init__({rank: _Entry(store, f"weightsync/{rank}")}, _TIMEOUT)
+        super().__init__({rank: _Entry(store, rank)}, _TIMEOUT)
 
 
 class RPCTransport(_OneWorkerTransport):
@@ -117,14 +133,54 @@ class RPCTransport(_OneWorkerTransport):
         return report
 
 
-class _Entry:
-    """An entry of a store, by the methods of a queue."""
+# The init infos of this process's senders that have ended.
+_ended: set[str] = set()
 
-    def __init__(self, store: Any, key: str) -> None:
-        self._store, self._key = store, key
+
+class _Place(abc.ABC):
+    """Where a worker finds the init info of one sender, by the methods of a queue.
+
+    A place belongs to a sender from its put on. Another sender may have it once that one has
+    shut down, in the same process. With several senders at one place, a worker would follow
+    one that sends another model.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    @abc.abstractmethod
+    def _claim(self, owner: str, text: str) -> str:
+        """Puts the text if this owner has the place, "" being none; returns the owner."""
+
+    @abc.abstractmethod
+    def get(self, block: bool = True, timeout: float | None = None) -> str:
+        """Takes the init info."""
 
     def put(self, text: str) -> None:
-        self._store.set(self._key, text)
+        owner = self._claim("", text)
+        if owner in _ended:
+            before, owner = owner, self._claim(owner, text)
+            _ended.discard(before)
+        if owner != text:
+            raise SettingError(
+                f"rank {self._rank} has another transport, which this process has not shut down: "
+                "shut it down first, or give the transports of each model a rank of their own, at "
+                "both ends"
+            )
+
+
+class _Entry(_Place):
+    """An entry of a store."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        super().__init__(rank)
+        self._store, self._key = store, f"weightsync/{rank}"
+
+    def _claim(self, owner: str, text: str) -> str:
+        held = self._store.compare_set(f"{self._key}/owner", owner, text).decode()
+        if held == text:
+            self._store.set(self._key, text)
+        return str(held)
 
     def get(self, block: bool = True, timeout: float | None = None) -> str:
         if block:
@@ -140,18 +196,20 @@ class _Entry:
         return str(text)
 
 
-class _Box:
-    """A box in the worker's process, by the methods of a queue. Calls of torch's RPC fill it."""
+class _Box(_Place):
+    """A box in the worker's process. Calls of torch's RPC fill it."""
 
     def __init__(self, callee: Any, rank: int) -> None:
-        self._callee, self._rank = callee, rank
+        super().__init__(rank)
+        self._callee = callee
 
-    def put(self, text: str) -> None:
+    def _claim(self, owner: str, text: str) -> str:
         from torch.distributed import rpc
 
         _torch_rpc.require()
+        args = self._rank, owner, text
         try:
-            rpc.rpc_sync(self._callee, _fill, args=(self._rank, text), timeout=_TIMEOUT)
+            return str(rpc.rpc_sync(self._callee, _fill, args=args, timeout=_TIMEOUT))
         except RuntimeError as error:
             raise _failed(self._rank, error) from error
 
@@ -163,8 +221,9 @@ def _failed(rank: int, error: Exception) -> PeerError:
     return PeerError(f"the call of worker {rank} failed: {words(error)}", "retry")
 
 
-# The boxes of this process, by rank.
+# The boxes of this process and the senders that have them, by rank.
 _boxes: dict[int, queue.Queue[str]] = {}
+_owners: dict[int, str] = {}
 _lock = threading.Lock()
 
 
@@ -173,5 +232,15 @@ def _box(rank: int) -> queue.Queue[str]:
         return _boxes.setdefault(rank, queue.Queue())
 
 
-def _fill(rank: int, text: str) -> None:
-    _box(rank).put(text)
+def _fill(rank: int, owner: str, text: str) -> str:
+    box = _box(rank)
+    with _lock:
+        held = _owners.get(rank, "")
+        if held != owner:
+            return held
+        _owners[rank] = text
+        # The sender that had the box has ended, perhaps before its worker looked.
+        with contextlib.suppress(queue.Empty):
+            box.get_nowait()
+        box.put(text)
+        return text

@@ -7,6 +7,7 @@ begins all workers' updates and then waits for every one.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
@@ -20,6 +21,7 @@ class _Remote(Checked):
     """The base: begins the update of each worker, waits for all, and names those that failed."""
 
     policy_weights: Any
+    weight_getter: Callable[[], Any] | None = None
 
     @abc.abstractmethod
     def _begin(self, worker: int, weights: Any) -> Any:
@@ -34,7 +36,9 @@ class _Remote(Checked):
         return weights
 
     def _get_server_weights(self) -> Any:
-        """The weights of a push without weights: those of the policy, as they are now."""
+        """The weights of a push without weights: the getter's, or the policy's as they are now."""
+        if self.weight_getter is not None:
+            return self.weight_getter()
         return None if self.policy_weights is None else self.policy_weights.data
 
     def _place(self, worker: Any) -> Any:
@@ -88,15 +92,23 @@ class RayWeightUpdater(_Remote, WeightUpdaterBase):
     A push waits until every actor has applied the weights. TorchRL's waits for none.
 
     Args:
-        policy_weights: the weights of a push without weights, as a TensorDict.
+        policy_weights: the policy's weights, as a TensorDict. A push without weights sends
+            them if there is no getter.
         remote_collectors: the actors.
         max_interval: how many pushes an actor misses between two that it gets.
+        weight_getter: returns the weights of a push without weights.
     """
 
     def __init__(
-        self, policy_weights: Any, remote_collectors: list[Any], max_interval: int = 0
+        self,
+        policy_weights: Any,
+        remote_collectors: list[Any],
+        max_interval: int = 0,
+        *,
+        weight_getter: Callable[[], Any] | None = None,
     ) -> None:
         self.policy_weights = policy_weights
+        self.weight_getter = weight_getter
         self.remote_collectors = remote_collectors
         self.max_interval = max(0, max_interval)
         self._batches_since_weight_update = [0] * len(remote_collectors)
@@ -132,8 +144,10 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         collector_infos: the workers' ``WorkerInfo``.
         collector_class: accepted for TorchRL's sake.
         collector_rrefs: references to the collectors.
-        policy_weights: the weights of a push without weights, as a TensorDict.
+        policy_weights: the policy's weights, as a TensorDict. A push without weights sends
+            them if there is no getter.
         num_workers: how many workers there are.
+        weight_getter: returns the weights of a push without weights.
     """
 
     def __init__(
@@ -143,11 +157,14 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         collector_rrefs: Any,
         policy_weights: Any,
         num_workers: int,
+        *,
+        weight_getter: Callable[[], Any] | None = None,
     ) -> None:
         self.collector_infos = collector_infos
         self.collector_class = collector_class
         self.collector_rrefs = collector_rrefs
         self.policy_weights = policy_weights
+        self.weight_getter = weight_getter
         self.num_workers = num_workers
         self._is_waiting = True
         # Updates that a push with wait=False has begun.
@@ -163,7 +180,8 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         """Pushes weights to the workers, or to some of them.
 
         Args:
-            policy_or_weights: a module, a TensorDict or a dict; None: the policy's.
+            policy_or_weights: a module, a TensorDict or a dict; None: the getter's, or
+                the policy's.
             worker_ids: these workers alone.
             wait: whether to wait for the workers. The next push raises what went wrong
                 with a push that did not wait.
@@ -203,16 +221,30 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
     As TorchRL has it, one worker is named by its rank, from 1 on, and several by a list of
     numbers from 0 on.
 
+    A push that a worker has not answered in time fails. The next push to this worker waits for
+    that answer first.
+
     Args:
         store: the store of the collector, which carries instructions and answers.
-        policy_weights: the weights of a push without weights, as a TensorDict.
+        policy_weights: the policy's weights, as a TensorDict. They give the order of the
+            tensors. A push without weights sends them if there is no getter.
         num_workers: how many workers there are.
         sync: whether the collector is synchronous.
+        weight_getter: returns the weights of a push without weights.
     """
 
-    def __init__(self, store: Any, policy_weights: Any, num_workers: int, sync: bool) -> None:
+    def __init__(
+        self,
+        store: Any,
+        policy_weights: Any,
+        num_workers: int,
+        sync: bool,
+        *,
+        weight_getter: Callable[[], Any] | None = None,
+    ) -> None:
         self._store = store
         self.policy_weights = policy_weights
+        self.weight_getter = weight_getter
         self.num_workers = num_workers
         self._sync = sync
         self._batches_since_weight_update = [0] * num_workers
@@ -232,11 +264,23 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
 
     def _shared(self, weights: Any) -> Any:
-        # The workers take the tensors in the order of the policy.
-        return self.policy_weights.data.clone().update_(weights)
+        place = self._place(None)
+        if place is None:
+            raise SettingError(
+                "DistributedWeightUpdater: expected policy_weights, got none: the workers take the "
+                "tensors in the order of the policy's weights. Give them, or use "
+                "DistributedWeightSyncScheme"
+            )
+        return place.data.clone().update_(weights)
 
     def _begin(self, worker: int, weights: Any) -> None:
         rank = worker + 1
+        if self._store.check([_owes(rank)]):
+            # A late answer to an earlier push would pass for the answer to this one.
+            self._take_answer(rank)
+        # What another instruction left is no answer to this push.
+        self._store.delete_key(f"NODE_{rank}_out")
+        self._store.set(_owes(rank), b"update_weights")
         self._store.set(f"NODE_{rank}_in", b"update_weights")
         if self._sync:
             weights.send(rank)
@@ -244,12 +288,26 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
             weights.isend(rank)
 
     def _finish(self, worker: int, begun: Any) -> None:
-        rank = worker + 1
-        status = self._store.get(f"NODE_{rank}_out")
-        self._store.delete_key(f"NODE_{rank}_out")
+        self._take_answer(worker + 1)
+        self._batches_since_weight_update[worker] = 0
+
+    def _take_answer(self, rank: int) -> None:
+        out = f"NODE_{rank}_out"
+        try:
+            status = self._store.get(out)
+        except RuntimeError as error:
+            raise PeerError(
+                f"no answer came, and the next push waits for it first: {words(error)}", "retry"
+            ) from error
+        self._store.delete_key(_owes(rank))
+        self._store.delete_key(out)
         if status != b"updated":
             raise PeerError(f"expected the answer 'updated', got {status!r}")
-        self._batches_since_weight_update[worker] = 0
+
+
+def _owes(rank: int) -> str:
+    """The store's key that is there while a worker owes the answer to a push."""
+    return f"weightsync/NODE_{rank}_owes"
 
 
 def words(error: Exception) -> str:

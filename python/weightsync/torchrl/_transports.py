@@ -133,9 +133,19 @@ class _QueueTransport:
         if self._sender is not None:
             return False
         self._sender = opened(self, weights, scheme=self._scheme, strategy="tensordict")
-        for waiting in self._queues.values():
-            waiting.put(self._sender.init_info.to_json())
+        try:
+            self._tell(self._sender.init_info.to_json())
+        except BaseException:
+            # No worker would come to this sender. The next send makes another.
+            self.shutdown()
+            self._sender = None
+            raise
         return True
+
+    def _tell(self, info: str) -> None:
+        """Sends every worker the init info."""
+        for waiting in self._queues.values():
+            waiting.put(info)
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
         """Sends weights, and waits until the workers that have joined have applied them."""
@@ -323,8 +333,7 @@ class SharedMemTransport(_QueueTransport):
             assert self._sender is not None
             self._sender.send_each(self._params_map, wait="sent")
             self._queues = queues
-            for waiting in queues.values():
-                waiting.put(self._sender.init_info.to_json())
+            self._tell(self._sender.init_info.to_json())
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
         """Sends weights to all workers or some; a dict by worker number has each worker's own."""
