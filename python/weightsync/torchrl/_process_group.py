@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ from weightsync.process_group._group import rank_in
 from weightsync.torchrl import _collector, _given
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._formats import applies, extracts
+from weightsync.torchrl._model_lock import ModelLock
 
 logger = logging.getLogger("weightsync")
 
@@ -221,7 +223,7 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
                 f"rank {self._src} has not sent the first weights within {self.timeout} s", "retry"
             )
         if not self.sync:
-            self._following = _Following(self._receiver, self.model, self.timeout)
+            self._following = _Following(self, self._receiver, self.model, self.timeout)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Receives and applies a version; with ``sync=False`` waits until the thread has.
@@ -233,6 +235,9 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
             SenderClosedError: the trainer has shut down.
             WrongWeightsError: the weights do not fit the model, which keeps its own.
             LoadError: with ``sync=False``: a forward of the model did not end in time.
+            LifecycleError: with ``sync=False``: in a forward, or inside :meth:`frozen`.
+
+        With ``sync=False`` a call raises the latest refusal since the call before.
         """
         if not self.initialized_on_receiver or self._receiver is None:
             raise LifecycleError("receive: call init_on_receiver and connect first")
@@ -304,23 +309,28 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
 class _Following:
     """A worker's thread that receives, and changes the model while no forward of it runs."""
 
-    def __init__(self, receiver: Receiver, model: Any, timeout: float) -> None:
+    def __init__(self, owner: Any, receiver: Receiver, model: Any, timeout: float) -> None:
         self._receiver, self._seen = receiver, receiver.version
+        self._pid = os.getpid()
         # Shorter than the sender's wait for the answer, which ends the group.
         self._timeout = timeout / 2
         self._changed = threading.Condition()
-        self._reads, self._loads, self._is_over = 0, False, False
         # Why the thread has ended; and why the latest version was not applied.
         self._failure: BaseException | None = None
         self._refusal: WeightsyncError | None = None
-        self._hold = Hold(self._permit)
+        self._lock = ModelLock()
+        self._hold = Hold(self._lock.acquire)
         self._guard = Guard(self._hold, model) if isinstance(model, nn.Module) else None
         receiver._around_load = self._alone
         self._thread = threading.Thread(target=self._follow, daemon=True, name="weightsync-receive")
         self._thread.start()
+        # The thread keeps this object, also once the owner is dropped.
+        self._close = weakref.finalize(owner, self._leave)
+        self._close.atexit = False
 
     def receive(self, timeout: float | None) -> int | None:
         """Waits for a version that this was not called for yet."""
+        self._lock.refuse_holder()
         with self._changed:
             self._changed.wait_for(self._has_news, timeout)
             refusal, self._refusal = self._refusal, None
@@ -350,12 +360,17 @@ class _Following:
             self._hold.leave()
 
     def end(self) -> None:
-        """Waits for the end of the thread, once the receiver has shut down."""
-        with self._changed:
-            # This thread may hold the model: the other thread then does not wait to change it.
-            self._is_over = True
-            self._changed.notify_all()
+        """Leaves the group, and waits for the end of the thread."""
+        self._close()
         self._thread.join()
+
+    def _leave(self) -> None:
+        if os.getpid() != self._pid:
+            # A forked child does not have the thread, which may have had the lock.
+            return
+        self._receiver.shutdown()
+        # This thread may hold the model: the other thread then does not wait to change it.
+        self._lock.close()
         self._hold.end()
         if self._guard is not None:
             self._guard.remove()
@@ -389,35 +404,14 @@ class _Following:
             return False
         return True
 
-    def _permit(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._loads)
-            self._reads += 1
-        return self
-
-    def release(self) -> None:
-        """Ends a forward's hold."""
-        with self._changed:
-            self._reads -= 1
-            self._changed.notify_all()
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        with self._changed:
-            self._loads = True
-            # A forward may wait for one in another thread, which does not begin until the load
-            # has ended.
-            self._changed.wait_for(lambda: not self._reads or self._is_over, self._timeout)
-            if self._reads:
-                self._loads = False
-                self._changed.notify_all()
-                raise LoadError(
-                    "a forward of the model did not end in time: the version was not loaded", "retry"
-                )
+        if not self._lock.enter_alone(self._timeout):
+            raise LoadError(
+                "a forward of the model did not end in time: the version was not loaded", "retry"
+            )
         try:
             with loading:
                 yield
         finally:
-            with self._changed:
-                self._loads = False
-                self._changed.notify_all()
+            self._lock.leave_alone()
