@@ -210,6 +210,39 @@ class Rank:
 
         module._exchange = other
 
+    def note_sends(self):
+        """Notes which pieces are filled, and when receivers are told of a version."""
+        import weightsync.process_group._sender as module
+
+        self.noted = noted = []
+        fill, tell = module.Weights.fill, self.end._group.tell
+
+        def fills(weights, piece, buffer):
+            noted.append(piece)
+            fill(weights, piece, buffer)
+
+        def tells(*args):
+            noted.append("tell")
+            tell(*args)
+
+        module.Weights.fill, self.end._group.tell = fills, tells
+
+    def notes(self):
+        return self.noted
+
+    def gather_slowly(self, piece):
+        """A piece seems to have been gathered for longer than any timeout."""
+        import weightsync.process_group._sender as module
+
+        plain = module.Weights.fill
+
+        def fill(weights, at, buffer):
+            plain(weights, at, buffer)
+            if at == piece:
+                weights.gathered += 1000.0
+
+        module.Weights.fill = fill
+
     def die_at(self, piece):
         """Kills this process as it sends, or has received, a piece."""
         import weightsync.process_group._receiver as receiver
