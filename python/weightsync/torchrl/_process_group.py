@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -223,7 +222,7 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
                 f"rank {self._src} has not sent the first weights within {self.timeout} s", "retry"
             )
         if not self.sync:
-            self._following = _Following(self, self._receiver, self.model, self.timeout)
+            self._following = _Following(self._receiver, self.model, self.timeout)
 
     def receive(self, timeout: float | None = None) -> Any:
         """Receives and applies a version; with ``sync=False`` waits until the thread has.
@@ -309,9 +308,8 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
 class _Following:
     """A worker's thread that receives, and changes the model while no forward of it runs."""
 
-    def __init__(self, owner: Any, receiver: Receiver, model: Any, timeout: float) -> None:
+    def __init__(self, receiver: Receiver, model: Any, timeout: float) -> None:
         self._receiver, self._seen = receiver, receiver.version
-        self._pid = os.getpid()
         # Shorter than the sender's wait for the answer, which ends the group.
         self._timeout = timeout / 2
         self._changed = threading.Condition()
@@ -324,9 +322,6 @@ class _Following:
         receiver._around_load = self._alone
         self._thread = threading.Thread(target=self._follow, daemon=True, name="weightsync-receive")
         self._thread.start()
-        # The thread keeps this object, also once the owner is dropped.
-        self._close = weakref.finalize(owner, self._leave)
-        self._close.atexit = False
 
     def receive(self, timeout: float | None) -> int | None:
         """Waits for a version that this was not called for yet."""
@@ -360,17 +355,10 @@ class _Following:
             self._hold.leave()
 
     def end(self) -> None:
-        """Leaves the group, and waits for the end of the thread."""
-        self._close()
-        self._thread.join()
-
-    def _leave(self) -> None:
-        if os.getpid() != self._pid:
-            # A forked child does not have the thread, which may have had the lock.
-            return
-        self._receiver.shutdown()
+        """Waits for the end of the thread, once the receiver has shut down."""
         # This thread may hold the model: the other thread then does not wait to change it.
         self._lock.close()
+        self._thread.join()
         self._hold.end()
         if self._guard is not None:
             self._guard.remove()
