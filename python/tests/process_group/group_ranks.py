@@ -7,6 +7,7 @@ import pickle
 import signal
 import socket
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -209,6 +210,39 @@ class Rank:
 
         module._exchange = other
 
+    def note_sends(self):
+        """Notes which pieces are filled, and when receivers are told of a version."""
+        import weightsync.process_group._sender as module
+
+        self.noted = noted = []
+        fill, tell = module.Weights.fill, self.end._group.tell
+
+        def fills(weights, piece, buffer):
+            noted.append(piece)
+            fill(weights, piece, buffer)
+
+        def tells(*args):
+            noted.append("tell")
+            tell(*args)
+
+        module.Weights.fill, self.end._group.tell = fills, tells
+
+    def notes(self):
+        return self.noted
+
+    def gather_slowly(self, piece):
+        """A piece seems to have been gathered for longer than any timeout."""
+        import weightsync.process_group._sender as module
+
+        plain = module.Weights.fill
+
+        def fill(weights, at, buffer):
+            plain(weights, at, buffer)
+            if at == piece:
+                weights.gathered += 1000.0
+
+        module.Weights.fill = fill
+
     def die_at(self, piece):
         """Kills this process as it sends, or has received, a piece."""
         import weightsync.process_group._receiver as receiver
@@ -368,13 +402,45 @@ class Rank:
             return values_of(self.model)
 
     def scheme_freeze(self):
-        """Holds the model in this thread, for longer than a load waits."""
+        """Holds the model in another thread, for longer than a load waits."""
         self.end._following._timeout = 1.0
-        self.holding = self.end.frozen()
-        self.holding.__enter__()
+        held, self.thawed = threading.Event(), threading.Event()
+
+        def hold():
+            with self.end.frozen():
+                held.set()
+                self.thawed.wait()
+
+        self.holding = threading.Thread(target=hold, daemon=True)
+        self.holding.start()
+        held.wait()
 
     def scheme_thaw(self):
-        self.holding.__exit__(None, None, None)
+        self.thawed.set()
+        self.holding.join()
+
+    def scheme_frozen_forward(self):
+        """Whether a forward of another thread ends while a version waits for this thread's hold."""
+        lock = self.end._following._lock
+        with self.end.frozen():
+            while not lock._is_wanted:
+                time.sleep(0.001)
+            thread = threading.Thread(target=self.forward)
+            thread.start()
+            thread.join(LONG)
+            return not thread.is_alive() and lock._is_wanted
+
+    def scheme_frozen_receive(self):
+        with self.end.frozen():
+            self.end.receive(LONG)
+
+    def scheme_drop(self):
+        """Whether the thread ends, and the model's hooks go, once the scheme is dropped."""
+        thread = self.end._following._thread
+        self.end = None
+        gc.collect()
+        thread.join(LONG)
+        return not thread.is_alive() and not self.model._forward_pre_hooks
 
     def scheme_frozen_shutdown(self):
         with self.end.frozen():

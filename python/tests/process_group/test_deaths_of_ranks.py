@@ -93,6 +93,21 @@ def test_receiver_that_stands_still_is_named_in_time(ranks):
     made[1].signal(signal.SIGCONT)
 
 
+def test_slow_gathering_is_the_trainers_fault(ranks):
+    made = start(ranks, kind="20")
+    # Receivers are not told of the first piece before it is there.
+    made[0].ask("gather_slowly", 0)
+    assert send(made)[1] == [1, 1]
+    made[0].ask("gather_slowly", 1)
+    for one in made[1:]:
+        one.order("receive")
+    kind, said = raised(lambda: made[0].ask("send"))
+    assert kind == "DeadlineError" and "a rank of the trainer is late" in said and CLOSED in said
+    assert "receiver" not in said.partition(CLOSED)[0] and f"pid {made[1].pid}" not in said
+    for one in made[1:]:
+        assert raised(one.answer)[0] == "PeerError"
+
+
 def test_late_receiver_takes_what_has_begun(ranks):
     made = start(ranks)
     made[0].order("send")

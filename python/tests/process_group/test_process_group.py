@@ -245,6 +245,23 @@ def test_ends_say_what_they_are_not(ranks):
     assert send(made)[1] == [1]
 
 
+def test_ranks_with_different_src_are_named(ranks):
+    made = ranks(3)
+    for one, src in zip(made, (0, 1, 0), strict=True):
+        one.order("open", src=src)
+    for one in made:
+        kind, said = raised(one.answer)
+        assert kind == "SettingError"
+        assert "rank 0 has src=0, rank 1 has src=1, rank 2 has src=0" in said
+
+
+def test_receivers_are_told_once_a_piece_is_there(ranks):
+    made = start(ranks, world=2, kind="5")
+    made[0].ask("note_sends")
+    assert send(made)[1] == [1]
+    assert made[0].ask("notes") == [0, "tell", 1]
+
+
 def test_rank_that_makes_no_end_is_named(ranks):
     made = ranks(3, 1.0)
     for one in made[:2]:

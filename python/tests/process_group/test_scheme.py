@@ -56,6 +56,27 @@ def test_forward_without_an_end_refuses_a_version(ranks):
     assert made[1].ask("scheme_receive") and made[1].ask("scheme_values") == [5.0]
 
 
+def test_forward_goes_first_while_a_version_waits(ranks):
+    made = connect(ranks, world=2, sync=False)
+    made[1].order("scheme_frozen_forward")
+    assert made[0].ask("scheme_send") == 2
+    assert made[1].answer() is True
+    assert made[1].ask("scheme_receive")
+
+
+def test_receive_inside_frozen_is_refused(ranks):
+    made = connect(ranks, world=2, sync=False)
+    kind, said = raised(lambda: made[1].ask("scheme_frozen_receive"))
+    assert kind == "LifecycleError" and "frozen()" in said
+
+
+def test_dropped_scheme_ends_its_thread(ranks):
+    made = connect(ranks, world=2, sync=False)
+    assert made[1].ask("scheme_drop")
+    kind, said = raised(lambda: made[0].ask("scheme_send"))
+    assert kind == "PeerError" and f"pid {made[1].pid}) has left before v2" in said
+
+
 def test_shutdown_inside_frozen_ends(ranks):
     made = connect(ranks, world=2, sync=False)
     made[1].ask("scheme_frozen_shutdown")

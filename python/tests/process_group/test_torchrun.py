@@ -33,3 +33,8 @@ def test_torchrun_runs_the_page(tmp_path):
 def test_sharded_trainer_sends_whole_tensors(kind):
     said = torchrun(HERE / "trainers.py", kind)
     assert said.count("is done") == 4
+
+
+def test_late_trainer_rank_is_named_and_group_goes_on():
+    said = torchrun(HERE / "trainers.py", "late")
+    assert said.count("is done") == 4

@@ -17,6 +17,21 @@ def net(seed):
     return nn.Sequential(nn.Linear(7, 30), nn.Linear(30, 5), nn.BatchNorm1d(5))
 
 
+def be_late(sender, rank, group):
+    """One rank calls send after the other has given up; all ranks hear who was late."""
+    sender._timeout = 1.0
+    for late in (1, 0):
+        for caller in (1 - late, late):
+            if rank == caller:
+                try:
+                    sender.send()
+                    raise AssertionError("a send without the other rank has returned")
+                except weightsync.DeadlineError as error:
+                    assert f"rank {late} (" in str(error) and f"rank {1 - late} (" not in str(error)
+            dist.barrier(group)
+    sender._timeout = 60.0
+
+
 def main(kind):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -24,12 +39,14 @@ def main(kind):
     trainers = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "shard"))["shard"]
     if rank < 2:
         model = net(5)
-        if kind == "fsdp":
+        if kind != "tensor parallel":
             fully_shard(model, mesh=trainers)
         else:
             parallelize_module(model, trainers, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         assert any(isinstance(one, DTensor) for one in model.parameters())
         sender = weightsync.process_group.Sender(model, timeout=60)
+        if kind == "late":
+            be_late(sender, rank, trainers.get_group())
         for version in (1, 2):
             report = sender.send()
             assert (report is None) == (rank == 1) and sender.version == version

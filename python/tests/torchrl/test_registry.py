@@ -13,6 +13,7 @@ WORDS = {
     "rpc": "RPCWeightSyncScheme",
     "ray": "RayWeightSyncScheme",
 }
+GROUP = ours.ProcessGroupWeightSyncScheme
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,14 @@ def test_register_adds_words_to_torchrl(word):
         ours.register()
     assert type(WeightSyncScheme.from_backend(f"weightsync-{word}")) is getattr(ours, WORDS[word])
     assert type(WeightSyncScheme.from_backend(word)) is getattr(weight_update, WORDS[word])
+
+
+def test_register_adds_a_word_that_torchrl_lacks():
+    assert type(ours.WeightSyncScheme.from_backend("process-group")) is GROUP
+    ours.register()
+    assert type(WeightSyncScheme.from_backend("weightsync-process-group")) is GROUP
+    with pytest.raises(ValueError, match="'process-group'"):
+        WeightSyncScheme.from_backend("process-group")
 
 
 @pytest.mark.parametrize("word", WORDS)

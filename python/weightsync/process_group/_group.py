@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ _MOST_TEXT = 256 << 20
 
 _FOREVER = timedelta(days=3650)
 
-# How often the store is asked whether all members are there.
-_LOOK = 0.01
+#: How often the store is asked whether all members are there.
+LOOK = 0.01
 
 #: What to do once a group is closed.
 AGAIN = (
@@ -75,8 +75,18 @@ class Members(NamedTuple):
     ranks: list[int]
     #: What errors call them.
     names: list[str]
+    #: The ranks that have made a sender, and what errors call them.
+    trainers: dict[int, str]
     #: Says in the store that this group of ends is over, and why; empty for an orderly end.
     over: Callable[[str], None]
+
+
+class _End(NamedTuple):
+    """What a rank says in the store of the end that it has made."""
+
+    role: str
+    src: str
+    name: str
 
 
 def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> Members:
@@ -84,6 +94,7 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
 
     Raises:
         DeadlineError: naming the ranks that have not.
+        SettingError: if they do not agree on who sends.
     """
     outer, rank, size = _outer(group)
     if not isinstance(src, int) or not 0 <= src < size:
@@ -113,20 +124,34 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
 
     try:
         role = "receiver" if is_receiver else "sender"
-        store.set(f"end/{rank}", f"{role} {own_name(rank)}")
-        roles = _wait_for_ends(store, size, name, timeout)
-    except BaseException as error:
+        with store_calls():
+            store.set(f"end/{rank}", f"{role} {src} {own_name(rank)}")
+            ends = _wait_for_ends(store, size, name, timeout)
+    except BaseException:
         over("its members were not there in time")
-        if isinstance(error, (RuntimeError, dist.DistError)) and not isinstance(error, WeightsyncError):
-            raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
         raise
-    if roles[src][0] != "sender":
+    if len({end.src for end in ends}) > 1:
+        given = ", ".join(f"rank {at} has src={end.src}" for at, end in enumerate(ends))
+        raise SettingError(f"src: expected the same rank on all ranks of the group, but {given}")
+    if ends[src].role != "sender":
         raise SettingError(f"rank {src} is src, and has made a Receiver: expected a Sender there")
-    receivers = [at for at, (role, _) in enumerate(roles) if role == "receiver"]
+    receivers = [at for at, end in enumerate(ends) if end.role == "receiver"]
     if not receivers:
         raise SettingError(f"no rank of the group of {size} has made a Receiver: expected one or more")
     ranks = [src, *receivers]
-    return Members(store, ranks, [roles[at][1] for at in ranks], over)
+    trainers = {at: end.name for at, end in enumerate(ends) if end.role == "sender"}
+    return Members(store, ranks, [ends[at].name for at in ranks], trainers, over)
+
+
+@contextlib.contextmanager
+def store_calls() -> Iterator[None]:
+    """Raises a :class:`PeerError` if the store fails."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, WeightsyncError):
+            raise
+        raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
 
 
 def rank_in(group: Any) -> int:
@@ -328,7 +353,7 @@ def _outer(group: Any) -> tuple[Any, int, int]:
     return outer, dist.get_rank(outer), dist.get_world_size(outer)
 
 
-def _wait_for_ends(store: Any, size: int, name: str, timeout: float) -> list[tuple[str, str]]:
+def _wait_for_ends(store: Any, size: int, name: str, timeout: float) -> list[_End]:
     keys, deadline = [f"end/{rank}" for rank in range(size)], time.monotonic() + timeout
     # Not `store.wait`: other threads could not use the store meanwhile, nor Ctrl-C end the wait.
     while not store.check(keys):
@@ -343,9 +368,8 @@ def _wait_for_ends(store: Any, size: int, name: str, timeout: float) -> list[tup
                 f"Sender or Receiver of {name!r}: each rank makes one, in the same order",
                 "retry",
             )
-        time.sleep(_LOOK)
-    found = [store.get(key).decode(errors="replace").partition(" ") for key in keys]
-    return [(role, known) for role, _, known in found]
+        time.sleep(LOOK)
+    return [_End(*store.get(key).decode(errors="replace").split(" ", 2)) for key in keys]
 
 
 def _device() -> Any:
@@ -386,7 +410,7 @@ def _finish(links: tuple[Any, Any], running: set[int]) -> None:
     """
     deadline = time.monotonic() + GRACE
     while running and time.monotonic() < deadline:
-        time.sleep(_LOOK)
+        time.sleep(LOOK)
     _unfinished[:] = [one for one in _unfinished if one[1]]
     if running:
         _unfinished.append((links, running))

@@ -10,11 +10,11 @@ import weakref
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from weightsync import _ends
 from weightsync._checks import choice
 from weightsync.errors import (
+    DeadlineError,
     LifecycleError,
     OperatingSystemError,
     PeerError,
@@ -33,9 +33,11 @@ from weightsync.process_group._group import (
     meet,
     rank_in,
     seconds,
+    store_calls,
 )
 from weightsync.process_group._packing import AT_ONCE, Layout, checksum
 from weightsync.process_group._report import RankReport, Report
+from weightsync.process_group._trainers import Trainers
 from weightsync.process_group._weights import Weights
 from weightsync.transfer._group import GRACE, REFUSED
 
@@ -63,12 +65,12 @@ class Sender:
         name: the model's name; the ends of one model have the same one.
         strategy: ``"state_dict"`` leaves out buffers that are not persistent, ``"tensordict"``
             sends them too.
-        timeout: how long each wait lasts at most, in seconds: for a piece to travel, and for the
-            answers after the last piece.
+        timeout: how long each wait lasts at most, in seconds: for the other ranks of the trainer,
+            for a piece to travel, and for the answers after the last piece.
 
     Raises:
         DeadlineError: naming the ranks that have made no end.
-        SettingError: if no rank receives, or ``src`` does.
+        SettingError: if no rank receives, if ``src`` does, or if ranks have different ``src``.
         LifecycleError: if this process has no process group.
         UnsupportedError: for a group without a store, as torch makes with MPI.
     """
@@ -94,6 +96,7 @@ class Sender:
         self._is_closed = False
         members = meet(group, src, name, False, self._timeout)
         self._store, rank = members.store, rank_in(group)
+        self._trainers = Trainers(members, rank)
         if rank == src:
             self._group = Group(members, rank, self._timeout)
             weakref.finalize(self, Group.close, self._group, _shut_down()).atexit = False
@@ -124,7 +127,9 @@ class Sender:
             PeerError: naming the receivers that died or have left, or that broke the transfer.
                 The group is closed then, and no receiver has a part of the version.
             DeadlineError: naming the receivers that did not answer in time; the group is closed.
-                Each has the version as a whole, or the one before.
+                Each has the version as a whole, or the one before. Or naming the trainer's ranks
+                that did not call send in time, to gather the weights: nothing was sent, and the
+                group goes on.
             WrongTypeError, WrongWeightsError, SendError: for weights that cannot be sent. Nothing
                 was sent.
             SendError, OperatingSystemError: torch could not read the weights, or there is no
@@ -133,7 +138,9 @@ class Sender:
         """
         with self._lock:
             self._check()
+            self._trainers.call()
             weights = Weights(self._model if model is None else model, self._strategy)
+            self._trainers.meet(weights.is_sharded, self._timeout, self._check)
             try:
                 report = self._send(weights)
             except Exception:
@@ -180,11 +187,9 @@ class Sender:
         if self._pid != os.getpid():
             raise LifecycleError("this end was made by the parent of this process: use it there")
         # Rank src does not gather any more: this rank would wait for it.
-        try:
+        with store_calls():
             is_over = self._store.check(["over"])
             why = self._store.get("over").decode(errors="replace") if is_over else ""
-        except (RuntimeError, dist.DistError) as error:
-            raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
         if is_over:
             raise PeerError(why or f"the sender of rank src has shut down: {AGAIN}", "reconnect")
 
@@ -232,30 +237,18 @@ class _Send:
             self._take(message)
         if self._failed:
             self._fail()
-        text = b"" if layout == sender._layout else layout.to_text()
-        for member in range(1, group.size):
-            left = self._deadline - time.monotonic()
-            try:
-                group.tell(member, VERSION, self._version, text, layout.size, left)
-            except RuntimeError as error:
-                if time.monotonic() >= self._deadline:
-                    # It stands still: gloo sends to a member that takes it.
-                    raise group._failure({}, {member}, self._what, AGAIN) from error
-                self._failed[member] = str(error)
-        sender._layout = layout
         buffers, sums = sender._staging(layout), [self._version]
         works: list[int] = []
         for piece, (begin, end) in enumerate(layout.pieces):
-            if self._failed:
-                break
             # Not any of those that travel: a later one may have ended first.
             mine = works[-len(buffers)] if len(works) >= len(buffers) else 0
             self._wait(lambda mine=mine: mine not in self._travelling)
-            before = weights.gathered
             buffer = buffers[piece % len(buffers)][: layout.end_of(piece) - begin]
-            weights.fill(piece, buffer)
-            # The trainer's own ranks have their own deadlines.
-            self._deadline += weights.gathered - before
+            self._fill(piece, buffer)
+            if piece == 0:
+                # Receivers wait in a broadcast from here on.
+                self._tell(layout, b"" if layout == sender._layout else layout.to_text())
+                sender._layout = layout
             sums.append(checksum(buffer[: end - begin]))
             if piece == len(layout.pieces) - 1:
                 layout.sums(buffer).copy_(torch.tensor(sums))
@@ -265,6 +258,32 @@ class _Send:
         sender._version = self._version
         lines = tuple(self._lines[member] for member in sorted(self._lines))
         return Report(self._version, layout.bytes, time.monotonic() - self._began, lines)
+
+    def _fill(self, piece: int, buffer: torch.Tensor) -> None:
+        before = self._weights.gathered
+        self._weights.fill(piece, buffer)
+        took = self._weights.gathered - before
+        if piece and took > self._timeout:
+            raise DeadlineError(
+                f"the trainer's ranks took {took:.1f} s to gather a piece of {self._what}, and the "
+                f"timeout is {self._timeout} s: a rank of the trainer is late; {AGAIN}",
+                "reconnect",
+            )
+        self._deadline += took
+
+    def _tell(self, layout: Layout, text: bytes) -> None:
+        """Tells the receivers that a version follows."""
+        for member in range(1, self._group.size):
+            left = self._deadline - time.monotonic()
+            try:
+                self._group.tell(member, VERSION, self._version, text, layout.size, left)
+            except RuntimeError as error:
+                if time.monotonic() >= self._deadline:
+                    # It stands still: gloo sends to a member that takes it.
+                    raise self._group._failure({}, {member}, self._what, AGAIN) from error
+                self._failed[member] = str(error)
+        if self._failed:
+            self._fail()
 
     def _wait(self, until: Any) -> None:
         """Takes what comes until this is true."""

@@ -30,8 +30,8 @@ class WeightSyncScheme(_TorchRLScheme):
         """The scheme of a backend, made with the given arguments.
 
         Args:
-            backend: ``none``, ``shared``, ``process``, ``distributed``, ``rpc`` or ``ray``, or one
-                of TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
+            backend: ``none``, ``shared``, ``process``, ``distributed``, ``rpc``, ``ray`` or
+                ``process-group``, or one of TorchRL's aliases ``direct``, ``thread`` and ``multiprocessing``.
 
         Raises:
             SettingError: for another backend.

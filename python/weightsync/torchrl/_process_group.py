@@ -28,6 +28,7 @@ from weightsync.process_group._group import rank_in
 from weightsync.torchrl import _collector, _given
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._formats import applies, extracts
+from weightsync.torchrl._model_lock import ModelLock
 
 logger = logging.getLogger("weightsync")
 
@@ -233,6 +234,9 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
             SenderClosedError: the trainer has shut down.
             WrongWeightsError: the weights do not fit the model, which keeps its own.
             LoadError: with ``sync=False``: a forward of the model did not end in time.
+            LifecycleError: with ``sync=False``: in a forward, or inside :meth:`frozen`.
+
+        With ``sync=False`` a call raises the latest refusal since the call before.
         """
         if not self.initialized_on_receiver or self._receiver is None:
             raise LifecycleError("receive: call init_on_receiver and connect first")
@@ -309,11 +313,11 @@ class _Following:
         # Shorter than the sender's wait for the answer, which ends the group.
         self._timeout = timeout / 2
         self._changed = threading.Condition()
-        self._reads, self._loads, self._is_over = 0, False, False
         # Why the thread has ended; and why the latest version was not applied.
         self._failure: BaseException | None = None
         self._refusal: WeightsyncError | None = None
-        self._hold = Hold(self._permit)
+        self._lock = ModelLock()
+        self._hold = Hold(self._lock.acquire)
         self._guard = Guard(self._hold, model) if isinstance(model, nn.Module) else None
         receiver._around_load = self._alone
         self._thread = threading.Thread(target=self._follow, daemon=True, name="weightsync-receive")
@@ -321,6 +325,7 @@ class _Following:
 
     def receive(self, timeout: float | None) -> int | None:
         """Waits for a version that this was not called for yet."""
+        self._lock.refuse_holder()
         with self._changed:
             self._changed.wait_for(self._has_news, timeout)
             refusal, self._refusal = self._refusal, None
@@ -351,10 +356,8 @@ class _Following:
 
     def end(self) -> None:
         """Waits for the end of the thread, once the receiver has shut down."""
-        with self._changed:
-            # This thread may hold the model: the other thread then does not wait to change it.
-            self._is_over = True
-            self._changed.notify_all()
+        # This thread may hold the model: the other thread then does not wait to change it.
+        self._lock.close()
         self._thread.join()
         self._hold.end()
         if self._guard is not None:
@@ -389,35 +392,14 @@ class _Following:
             return False
         return True
 
-    def _permit(self) -> Any:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._loads)
-            self._reads += 1
-        return self
-
-    def release(self) -> None:
-        """Ends a forward's hold."""
-        with self._changed:
-            self._reads -= 1
-            self._changed.notify_all()
-
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        with self._changed:
-            self._loads = True
-            # A forward may wait for one in another thread, which does not begin until the load
-            # has ended.
-            self._changed.wait_for(lambda: not self._reads or self._is_over, self._timeout)
-            if self._reads:
-                self._loads = False
-                self._changed.notify_all()
-                raise LoadError(
-                    "a forward of the model did not end in time: the version was not loaded", "retry"
-                )
+        if not self._lock.enter_alone(self._timeout):
+            raise LoadError(
+                "a forward of the model did not end in time: the version was not loaded", "retry"
+            )
         try:
             with loading:
                 yield
         finally:
-            with self._changed:
-                self._loads = False
-                self._changed.notify_all()
+            self._lock.leave_alone()

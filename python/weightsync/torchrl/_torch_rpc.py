@@ -31,12 +31,9 @@ from weightsync.errors import (
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender, _log
 from weightsync.torchrl._group import Group, WorkerModel
+from weightsync.torchrl._model_lock import ModelLock
 
 logger = logging.getLogger("weightsync")
-
-# A forward waits so many seconds for a version that waits for other forwards. It waits no longer,
-# because another forward may be waiting for this one.
-_GIVES_WAY = 0.01
 
 # A worker's own wait looks for a version at this interval, in seconds. The trainer's call, which
 # loads it, does not wait so.
@@ -267,13 +264,12 @@ class _Native:
         self.receiving = threading.Lock()
         self._name = name
         self._model = model
-        self._lock = _ModelLock()
+        self._lock = ModelLock()
         self._state = "following"
         self._failure: str | None = None
 
-    def acquire_permit(self) -> _ModelLock:
-        self._lock.acquire()
-        return self._lock
+    def acquire_permit(self) -> ModelLock:
+        return self._lock.acquire()
 
     def loading_into(self, until: float) -> _Loading:
         """The targets to load into; the model is unlocked at the end of the ``with`` block."""
@@ -367,7 +363,7 @@ class _Native:
 class _Loading(Target):
     """A model that is locked from its load on, until a ``with`` block ends."""
 
-    def __init__(self, name: str, model: WorkerModel, lock: _ModelLock, until: float) -> None:
+    def __init__(self, name: str, model: WorkerModel, lock: ModelLock, until: float) -> None:
         self._name, self._model, self._lock, self._until = name, model, lock, until
         self._is_alone = False
 
@@ -396,69 +392,6 @@ class _Loading(Target):
         if not self._is_alone:
             self._is_alone = self._lock.enter_alone(_left(self._until))
         return self._is_alone
-
-
-class _ModelLock:
-    """Permits for the forwards of any number of threads, or none while one thread loads."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        # The threads that have permits.
-        self._holders: list[int] = []
-        self._is_wanted = self._is_taken = self._is_closed = False
-
-    def acquire(self) -> None:
-        with self._changed:
-            if self._is_wanted:
-                self._changed.wait_for(lambda: not self._is_wanted, _GIVES_WAY)
-            self._changed.wait_for(lambda: not self._is_taken)
-            self._holders.append(threading.get_ident())
-
-    def release(self) -> None:
-        with self._changed:
-            self._holders.remove(threading.get_ident())
-            self._changed.notify_all()
-
-    def refuse_holder(self) -> None:
-        """Checks that this thread does not keep itself from a load.
-
-        Raises:
-            LifecycleError: inside a forward, or inside ``frozen()``.
-        """
-        if threading.get_ident() in self._holders:
-            raise LifecycleError(
-                "this thread keeps the model unchanged, in a forward or in a block of frozen(): "
-                "receive after that"
-            )
-
-    def enter_alone(self, timeout: float) -> bool:
-        """Waits until no permit is left; False if a forward does not end in time.
-
-        Raises:
-            LifecycleError: if the worker shuts down.
-        """
-        with self._changed:
-            self._is_wanted = True
-            try:
-                self._changed.wait_for(lambda: not self._holders or self._is_closed, timeout)
-                if self._is_closed:
-                    raise LifecycleError("this worker has left")
-                self._is_taken = not self._holders
-                return self._is_taken
-            finally:
-                self._is_wanted = False
-                self._changed.notify_all()
-
-    def leave_alone(self) -> None:
-        with self._changed:
-            self._is_taken = False
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the wait of a thread that is to load, and refuses later ones."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
 
 
 def _left(until: float) -> float:
