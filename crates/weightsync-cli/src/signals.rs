@@ -51,6 +51,7 @@ impl Signals {
     }
 
     /// Waits for the first signal.
+    #[cfg(feature = "net")]
     pub fn wait(&self) -> u8 {
         let mut waiting = self.0.waiting();
         loop {
