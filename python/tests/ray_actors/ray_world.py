@@ -57,7 +57,9 @@ class Worker:
         self.first = self.value()
 
     def value(self):
-        values = {value.item() for one in self.model.parameters() for value in one.aminmax()}
+        # The model may change at any other time.
+        with self.receiver.frozen():
+            values = {value.item() for one in self.model.parameters() for value in one.aminmax()}
         assert len(values) == 1, values
         return values.pop()
 

@@ -13,6 +13,7 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import ModuleTransform
+from weightsync.ray._group import Deadline, Offer
 from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme
 
 # Ray waits a minute for a process that does not come up before it starts another.
@@ -82,6 +83,21 @@ def test_killed_collector_is_a_line_of_the_report(cluster, collecting):
     assert line(report, 1) == "applied"
     while line(report, 0) != "died":
         report = scheme.send(policy(2.0))
+
+
+def test_ray_scheme_is_named_where_it_fails(cluster):
+    scheme = RayWeightSyncScheme()
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), num_workers=1)
+    group = scheme._joined()
+    with pytest.raises(
+        weightsync.PeerError,
+        match="RayWeightSyncScheme of 'policy' is on elsewhere.* make RayWeightSyncScheme with insecure_p",
+    ):
+        group.reach(Offer("", "elsewhere", False, None))
+    with pytest.raises(weightsync.DeadlineError, match="RayWeightSyncScheme of 'policy' did not get"):
+        group.after("", Deadline(0.0))
+    group.leave()
+    scheme.shutdown()
 
 
 def test_ray_transform_gets_its_weights_from_the_sender(cluster):

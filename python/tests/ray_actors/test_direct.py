@@ -64,6 +64,14 @@ def test_ray_get_brings_tensors_our_way(cluster, start):
         ray.kill(one)
 
 
+def test_far_reader_hears_what_to_set(monkeypatch):
+    _direct = pytest.importorskip("weightsync.ray._direct")
+    monkeypatch.setattr(_direct._cluster, "address", lambda: "here")
+    made = _direct.Published([], "cpu", "info", "there")
+    with pytest.raises(weightsync.PeerError, match="on there.*this is here: set WEIGHTSYNC_INSECURE"):
+        _direct.Transport().recv_multiple_tensors("object", made, None)
+
+
 def test_driver_puts_tensors_for_actors(cluster):
     ray = cluster.ray
     weightsync.ray.register()

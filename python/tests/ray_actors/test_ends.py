@@ -1,6 +1,7 @@
 """Plain Ray: a trainer and workers that are actors."""
 
 import pickle
+import threading
 import time
 
 import pytest
@@ -9,6 +10,7 @@ from ray_world import Trainer, Worker, kill, net
 
 import weightsync
 import weightsync.ray
+from weightsync.ray._group import Group, Offer
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -146,8 +148,29 @@ def test_second_sender_of_a_name_is_refused(cluster, name):
     weightsync.ray.Sender(net(1.0), name=name).shutdown()
 
 
+def test_sender_keeps_its_name_once_the_directory_dies(cluster, name, monkeypatch):
+    ray, may_come, idle = cluster.ray, threading.Event(), threading.Event()
+    offer_again = weightsync.ray.Sender._offer_again
+    monkeypatch.setattr(
+        weightsync.ray.Sender, "_offer_again", lambda sender: may_come.wait() and offer_again(sender)
+    )
+    with weightsync.ray.Sender(net(1.0), name=name):
+        second, offer = Group([name], idle.is_set), Offer("second", "here", False, None)
+        second.members()
+        ray.kill(directory(ray, name))
+        # This one starts the next directory, and is not taken before the one whose name it is.
+        with pytest.raises(weightsync.DeadlineError, match="within 2 s"):
+            second.offer(offer, 2.0)
+        may_come.set()
+        while not cluster.get(directory(ray, name).has_sender.remote()):
+            time.sleep(0.01)
+        with pytest.raises(weightsync.SettingError, match=f"{name}.*is alive"):
+            second.offer(offer, 1.0)
+        second.leave()
+
+
 def test_worker_without_a_sender_gives_up(cluster):
-    with pytest.raises(weightsync.DeadlineError, match="is there a sender of this name"):
+    with pytest.raises(weightsync.DeadlineError, match="within 2 s: is there a sender of this name"):
         weightsync.ray.Receiver(model=net(0.0), name="nobody", timeout=2.0)
 
 

@@ -17,6 +17,7 @@ from ray.experimental.rdt.util import transport_manager_info
 
 from weightsync.errors import UnsupportedError
 from weightsync.ray import _cluster
+from weightsync.ray._group import unreachable
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
@@ -36,6 +37,9 @@ class Published(TensorTransportMetadata):
     """Where the tensors of an object are; without an init info there are none."""
 
     info: str = ""
+    address: str = ""
+    #: Whether readers on other hosts reach them.
+    is_open: bool = False
 
 
 class Transport(TensorTransportManager):
@@ -59,15 +63,16 @@ class Transport(TensorTransportManager):
         return True
 
     def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> Published:
-        info = ""
+        published = Published([(one.shape, one.dtype) for one in rdt_object], "cpu")
         if rdt_object:
             tensors = {str(at): one.detach() for at, one in enumerate(rdt_object)}
             scheme = _cluster.listening(Distributed(pull=True))
             sender = Sender(tensors, scheme=scheme)
             sender.connect(0)
             self._senders[obj_id] = sender
-            info = sender.init_info.to_json()
-        return Published([(one.shape, one.dtype) for one in rdt_object], "cpu", info)
+            published.info = sender.init_info.to_json()
+            published.address, published.is_open = _cluster.address(), scheme.listen is not None
+        return published
 
     def get_communicator_metadata(
         self, src_actor: Any, dst_actor: Any, backend: str | None = None
@@ -81,14 +86,18 @@ class Transport(TensorTransportManager):
         communicator_metadata: CommunicatorMetadata,
         target_buffers: list[Any] | None = None,
     ) -> list[Any]:
-        if not tensor_transport_metadata.info:
+        source = tensor_transport_metadata
+        if not source.info:
             return []
+        if not source.is_open and source.address != _cluster.address():
+            remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in the process that makes the object"
+            raise unreachable("the process that made this object", source.address, remedy)
         # No two readers have the same number, and nobody deals numbers out.
-        with Receiver(tensor_transport_metadata.info, int.from_bytes(os.urandom(4))) as receiver:
+        with Receiver(source.info, int.from_bytes(os.urandom(4))) as receiver:
             receiver.connect()
             snapshot = receiver.latest()
         assert snapshot is not None
-        tensors = [snapshot[str(at)] for at in range(len(tensor_transport_metadata.tensor_meta))]
+        tensors = [snapshot[str(at)] for at in range(len(source.tensor_meta))]
         for buffer, tensor in zip(target_buffers or (), tensors, strict=False):
             buffer.copy_(tensor)
         return target_buffers or tensors

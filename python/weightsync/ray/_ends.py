@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,11 +14,11 @@ from weightsync import _ends
 from weightsync._checks import choice, only_version
 from weightsync._native import InitInfo
 from weightsync._receiving import read
-from weightsync.errors import PeerError, WeightsyncError
+from weightsync.errors import PeerError, WeightsyncError, WrongWeightsError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.ray import _cluster
-from weightsync.ray._group import Group, Member, Offer, left
+from weightsync.ray._group import PLACE, Deadline, Group, Member, Offer
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender as _Sender
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weightsync")
 
-# Seconds until a sender that could not be joined is tried again.
-_AGAIN = 1.0
+# Seconds until a sender that could not be joined is tried again, first and at most.
+_AGAIN, _LONGEST = 1.0, 5.0
 
 
 class Sender(_Sender):
@@ -76,7 +77,7 @@ class Sender(_Sender):
         self._group.offer(Offer.of(self._info.to_json(), self._own_scheme, taken), timeout)
 
     def _offer_again(self) -> None:
-        self._offer(None)
+        self._offer(PLACE)
 
     @property
     def actors(self) -> dict[int, Member]:
@@ -129,14 +130,16 @@ class Receiver(_ends.AsyncWith):
     ) -> None:
         choice("safe_points", safe_points, "implied", "declared")
         _cluster.running()
-        until = None if timeout is None else time.monotonic() + timeout
+        until = Deadline(timeout)
         names = [name] if info is None else read(info).models
         self._declared = safe_points == "declared"
         # The thread that moves to another sender has it.
         self._moving = threading.Lock()
-        # A sender to which this worker is to move, and when to try that again.
+        # A sender to which this worker is to move, when to try that again, and the pause after that.
         self._next: Offer | None = None
-        self._retry = 0.0
+        self._retry, self._pause = 0.0, _AGAIN
+        # The init info of a sender whose weights do not fit.
+        self._misfit = ""
         # Counts the senders that came or were taken.
         self._news = 0
         self._changed = threading.Condition()
@@ -145,21 +148,20 @@ class Receiver(_ends.AsyncWith):
         self._group = Group(names, self._join_again)
         try:
             while self._receiver is None:
-                offer = self._group.after("", left(until))
+                offer = self._group.after("", until)
                 self._group.reach(offer)
                 receiver = ModelReceiver(
-                    offer.info, self._group.join(left(until)), model=model, models=models,
+                    offer.info, self._group.join(until), model=model, models=models,
                     context=context, mode=mode, mapping=mapping, device=device,
                 )  # fmt: skip
                 try:
-                    receiver.connect(timeout=left(until))
+                    receiver.connect(timeout=until.left())
                     self.background = receiver.start_background(safe_points)
-                    self._current = offer
                     self._receiver = receiver
                 except PeerError:
                     # That sender has ended since, or has not noticed the end of this actor's last life.
                     receiver.shutdown()
-                    if left(until) == 0:
+                    if until.left() == 0:
                         raise
                     time.sleep(0.1)
                 except BaseException:
@@ -209,16 +211,16 @@ class Receiver(_ends.AsyncWith):
         Returns:
             False if the timeout came first, or if the sender has shut down.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = Deadline(timeout)
         run = self.run
         while True:
             news, native = self._news, self.background._native
-            self._take(left(until))
+            self._take(until.left())
             if version is None and self.run != run:
                 return True
             wanted = dict.fromkeys(self.versions, version) if isinstance(version, int) else version
             try:
-                if native.wait(wanted or {}, left(until)):
+                if native.wait(wanted or {}, until.left()):
                     return True
             except WeightsyncError:
                 # It has moved, or it is wrong to wait here.
@@ -227,15 +229,15 @@ class Receiver(_ends.AsyncWith):
                 continue
             has_next = self._next is not None
             is_over = self.background.state == "closed" and not has_next
-            if self._is_closed or is_over or left(until) == 0:
+            if self._is_closed or is_over or until.left() == 0:
                 return False
             # Its sender has died. A sender that cannot be joined now may be joined later.
-            rest = left(until)
+            rest = until.left()
             if has_next:
                 rest = _AGAIN if rest is None else min(_AGAIN, rest)
             with self._changed:
                 is_new = self._changed.wait_for(lambda: self._news != news, rest)  # noqa: B023
-            if not is_new and left(until) == 0:
+            if not is_new and until.left() == 0:
                 return False
 
     def safe_point(self) -> dict[str, int] | None:
@@ -272,21 +274,20 @@ class Receiver(_ends.AsyncWith):
             self._changed.notify_all()
 
     def _moved(self, offer: Offer) -> None:
-        """There is another sender."""
-        if offer.info == self._current.info:
-            # Two directories have told of it.
-            return
-        self._next, self._retry = offer, 0.0
-        self._tell()
+        """There is another sender: a thread moves to it, if safe points are implied."""
+        # Two directories may tell of one.
+        is_new = not self._follows(offer) and offer.info != self._misfit
+        if is_new:
+            self._next, self._retry, self._pause = offer, 0.0, _AGAIN
+            self._tell()
         # A directory that has died is followed again by `_join_again`.
         with contextlib.suppress(Exception):
             self._group.follow(offer.info, self._moved)
-        while not self._declared and self._next is offer and not self._is_closed:
-            self._take(None)
-            with self._changed:
-                # A sender that cannot be joined now may be joined later.
-                if self._next is offer:
-                    self._changed.wait_for(lambda: self._is_closed, _AGAIN)
+        if is_new and not self._declared:
+            threading.Thread(target=_move, args=(weakref.ref(self), offer), daemon=True).start()
+
+    def _follows(self, offer: Offer) -> bool:
+        return self._own().info == read(offer.info)
 
     def _take(self, timeout: float | None) -> dict[str, int] | None:
         """Moves to another sender, if there is one; in a safe point if those are declared."""
@@ -299,18 +300,24 @@ class Receiver(_ends.AsyncWith):
             offer = self._next
             if offer is None or self._is_closed:
                 return None
-            if offer.info == self._current.info:
+            if self._follows(offer):
+                # Ctrl-C came once it had moved.
                 self._next = None
                 return None
             try:
                 self._group.reach(offer)
                 self._own().rejoin(offer.info, timeout=5.0 if self._declared else 60.0)
-            except WeightsyncError as error:
-                self._retry = time.monotonic() + _AGAIN
+            except (WeightsyncError, _cluster.ray().exceptions.RayError) as error:
+                if isinstance(error, WrongWeightsError):
+                    # It never fits, so the worker waits for another one.
+                    self._misfit = offer.info
+                    if self._next is offer:
+                        self._next = None
+                self._retry = time.monotonic() + self._pause
+                self._pause = min(2 * self._pause, _LONGEST)
                 if not self._is_closed:
                     logger.warning("worker %d cannot join the next sender: %s", self.worker, error)
                 return None
-            self._current = offer
             if self._next is offer:
                 self._next = None
         finally:
@@ -322,9 +329,9 @@ class Receiver(_ends.AsyncWith):
     def _join_again(self) -> None:
         """Joins the directory that was started again; the constructor does so itself."""
         if self._receiver is not None:
-            self._group.follow(self._current.info, self._moved)
+            self._group.follow(self._own().info.to_json(), self._moved)
             # The relays ended with the directory.
-            self._group.reach(self._current)
+            self._group.relay()
 
     def __enter__(self) -> Self:
         return self
@@ -334,4 +341,20 @@ class Receiver(_ends.AsyncWith):
 
     def __repr__(self) -> str:
         return f"<weightsync.ray.Receiver {self.worker}: {self.background!r}>"
+
+
+def _move(worker: weakref.ref[Receiver], offer: Offer) -> None:
+    """Moves a worker to another sender. It keeps no worker alive that is dropped meanwhile."""
+
+    def is_over() -> bool:
+        receiver = worker()
+        return receiver is None or receiver._is_closed or receiver._next is not offer
+
+    while (receiver := worker()) is not None and not is_over():
+        receiver._take(None)
+        # A sender that cannot be joined now may be joined later.
+        changed, pause = receiver._changed, receiver._retry - time.monotonic()
+        del receiver
+        with changed:
+            changed.wait_for(is_over, max(0.0, pause))
 

@@ -34,6 +34,7 @@ logger = logging.getLogger("weightsync")
 # Of the actors here. Their names begin with the namespace of the job, which may be made up by Ray.
 _NAMESPACE = "weightsync"
 
+
 @dataclass(frozen=True)
 class Member:
     """A worker of a group, as :attr:`weightsync.ray.Sender.actors` names it.
@@ -66,6 +67,8 @@ class Offer:
     token: str | None = field(repr=False)
     #: The numbers of workers that it has.
     taken: frozenset[int] = frozenset()
+    #: Whether a directory has accepted it before.
+    is_renewal: bool = False
 
     @classmethod
     def of(cls, info: str, scheme: Distributed, taken: Iterable[int] = ()) -> Offer:
@@ -75,13 +78,24 @@ class Offer:
         return cls(info, _cluster.address(), is_open, token, frozenset(taken))
 
 
+# Seconds that a directory that was started again leaves for the sender of the one before.
+_GRACE = 3.0
+
+#: Seconds that an end waits for its place at a directory that was started again, before it says so.
+PLACE = 30.0
+
+
 class Directory:
     """The actor of a group: it knows the sender and the workers, and starts a relay for each host.
 
     It ends when the last of them has gone. The relays are its own, so they end with it.
+
+    Args:
+        is_again: whether the group has had a directory before. Its sender may be alive.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_again: bool = False) -> None:
+        self._opens = time.monotonic() + (_GRACE if is_again else 0.0)
         self._presence = Presence(self._gone, self._end)
         self._has_ended = False
         self._offer: Offer | None = None
@@ -106,10 +120,15 @@ class Directory:
 
     async def offer(self, key: str, offer: Offer) -> None:
         """Takes a sender, once the one before has gone."""
+        early = self._opens - time.monotonic()
+        if early > 0 and not offer.is_renewal:
+            await asyncio.sleep(early)
+            if key not in self._presence:
+                # It has given up.
+                return
         while self._sender and self._sender != key:
             await self._changed.wait()
             if key not in self._presence:
-                # It has given up.
                 return
         if self._offer is None or self._offer.info != offer.info:
             relays, self._relays = self._relays, {}
@@ -188,17 +207,51 @@ _TRIES = 20
 _counts: dict[str, itertools.count[int]] = {}
 
 
+class Deadline:
+    """The end of a wait.
+
+    Attributes:
+        timeout: the seconds of the whole wait, as errors say them; None: it has no end.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._until = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        """The seconds until then, at least 0."""
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
+
+
+def unreachable(sender: str, address: str, remedy: str) -> PeerError:
+    """The error of this host, which a sender on another host does not listen for."""
+    return PeerError(
+        f"{sender} is on {address} and listens for that host alone, and this is {_cluster.address()}: "
+        f"{remedy}, which has weights travel between hosts without encryption"
+    )
+
+
 class Group:
     """An end's side of its group. It joins again if the directory dies.
 
     Args:
         models: the names of the models, which name the group.
         again: a method that is called in a thread of its own when the directory was started again.
+        shown: what errors call the group; its name if there is none.
+        made: what users make its sender with.
     """
 
-    def __init__(self, models: Iterable[str], again: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        models: Iterable[str],
+        again: Callable[[], None],
+        shown: str | None = None,
+        made: str = "the sender",
+    ) -> None:
         namespace = _cluster.running().get_runtime_context().namespace
         self.name = f"{namespace}/{'+'.join(sorted(models))}"
+        self._shown = shown or repr(self.name)
+        self._made = made
         # Ray keeps calls that are open, and these keep no end alive.
         self._again = weakref.WeakMethod(again)
         self._lock = threading.Lock()
@@ -209,6 +262,10 @@ class Group:
         self._present: Any = None
         self._joined: Any = None
         self._is_left = False
+        # Whether a directory has accepted this sender.
+        self._is_accepted = False
+        # The directory and the init info after which the next sender is awaited.
+        self._followed: tuple[Any, str] = None, ""
         self._who = ""
         self._number = -1
 
@@ -219,17 +276,22 @@ class Group:
             SettingError: if another sender of the group is alive.
             DeadlineError: if Ray does not start the directory in time.
         """
+        own = replace(offer, is_renewal=self._is_accepted)
         try:
-            self._ask(lambda directory, key: directory.offer.remote(key, offer), timeout, "an offer")
+            self._ask(
+                lambda directory, key: directory.offer.remote(key, own), Deadline(timeout), "its place"
+            )
         except DeadlineError:
-            if not self._ask(lambda directory, _: directory.has_sender.remote(), 10.0, "a sender"):
+            asked = Deadline(10.0)
+            if not self._ask(lambda directory, _: directory.has_sender.remote(), asked, "an answer"):
                 raise
             raise SettingError(
-                f"a sender of {self.name!r} is alive: shut it down, or give the model of this one "
+                f"a sender of {self._shown} is alive: shut it down, or give the model of this one "
                 "another name"
             ) from None
+        self._is_accepted = True
 
-    def join(self, timeout: float | None) -> int:
+    def join(self, until: Deadline) -> int:
         """Joins as a worker, once there is a sender, and returns this worker's number."""
         context = _cluster.running().get_runtime_context()
         actor = context.get_actor_id()
@@ -244,20 +306,19 @@ class Group:
             asked.append(directory)
             return directory.join.remote(self._who, own)
 
-        self._number = self._ask(ask, timeout, "a sender").worker
+        self._number = self._ask(ask, until, "a sender").worker
         self._joined = asked[-1]
         return self._number
 
-    def after(self, known: str, timeout: float | None) -> Offer:
+    def after(self, known: str, until: Deadline) -> Offer:
         """Waits for a sender with another init info than this one.
 
         Raises:
             DeadlineError: if none comes in time.
         """
-        until = None if timeout is None else time.monotonic() + timeout
         while True:
             offer: Offer | None = self._ask(
-                lambda directory, _: directory.after.remote(known), left(until), "a sender"
+                lambda directory, _: directory.after.remote(known), until, "a sender"
             )
             if offer is not None:
                 return offer
@@ -270,22 +331,24 @@ class Group:
         Raises:
             PeerError: if this host cannot reach the sender.
         """
-        here = _cluster.address()
-        if not offer.is_open and offer.address != here:
-            raise PeerError(
-                f"the sender of {self.name!r} is on {offer.address} and listens for that host alone, and "
-                f"this is {here}: make the sender with insecure_plaintext=True, which has weights travel "
-                "between hosts without encryption"
-            )
-        self._found()[0].relay.remote(here, _cluster.node())
+        if not offer.is_open and offer.address != _cluster.address():
+            remedy = f"make {self._made} with insecure_plaintext=True"
+            raise unreachable(f"the sender of {self._shown}", offer.address, remedy)
+        self.relay()
+
+    def relay(self) -> None:
+        """Asks for the relay of this host, if it needs one."""
+        self._found()[0].relay.remote(_cluster.address(), _cluster.node())
 
     def follow(self, known: str, then: Callable[[Offer], None]) -> None:
         """Calls a method with the next sender that has another init info, in a thread of its own."""
         directory, _ = self._found()
         if self._joined is not directory:
             # It was started again since.
-            self.join(None)
+            self.join(Deadline(PLACE))
             directory = self._joined
+        if self._followed[0] is directory and self._followed[1] == known:
+            return
         own, call = weakref.ref(self), weakref.WeakMethod(then)
 
         def done(answer: Future[Any]) -> None:
@@ -296,11 +359,12 @@ class Group:
                 threading.Thread(target=method, args=(answer.result(),), daemon=True).start()
 
         directory.after.remote(known).future().add_done_callback(done)
+        self._followed = directory, known
 
     def members(self) -> dict[int, Member]:
         """Every worker that has joined, by number."""
         members: dict[int, Member] = self._ask(
-            lambda directory, _: directory.members.remote(), 30.0, "the members"
+            lambda directory, _: directory.members.remote(), Deadline(30.0), "the members"
         )
         return members
 
@@ -317,20 +381,19 @@ class Group:
         if hasattr(self, "_number") and not sys.is_finalizing():
             self.leave()
 
-    def _ask(self, call: Callable[[Any, str], Any], timeout: float | None, what: str) -> Any:
+    def _ask(self, call: Callable[[Any, str], Any], until: Deadline, what: str) -> Any:
         ray = _cluster.running()
-        until = None if timeout is None else time.monotonic() + timeout
         failures = 0
         while True:
             directory, key = self._found()
             asked = call(directory, key)
             try:
-                return ray.get(asked, timeout=left(until))
+                return ray.get(asked, timeout=until.left())
             except ray.exceptions.GetTimeoutError:
                 ray.cancel(asked)
                 raise DeadlineError(
-                    f"{self.name!r} did not get {what} within {timeout:g} s: is there a sender of this "
-                    "name in the job, and is it alive?",
+                    f"{self._shown} did not get {what} within {until.timeout:g} s: is there a sender "
+                    "of this name in the job, and is it alive?",
                     "retry",
                 ) from None
             except ray.exceptions.RayActorError as error:
@@ -339,7 +402,7 @@ class Group:
                 failures += 1
                 if failures == _TRIES:
                     raise PeerError(
-                        f"the actor of {self.name!r} does not stay alive: is weightsync installed on "
+                        f"the actor of {self._shown} does not stay alive: is weightsync installed on "
                         f"each node? {error}",
                         "retry",
                     ) from error
@@ -349,7 +412,7 @@ class Group:
         """The directory, which is made if there is none, and this end's key there."""
         with self._lock:
             if self._is_left:
-                raise LifecycleError(f"this end has left {self.name!r}: it was shut down")
+                raise LifecycleError(f"this end has left {self._shown}: it was shut down")
             if self._directory is not None:
                 return self._directory, self._key
             ray = _cluster.running()
@@ -358,7 +421,9 @@ class Group:
             # On the head, which no cluster outlives: it is not to go with a node of workers.
             options |= {"resources": {"node:__internal_head__": 0.001}}
             # Each end and each wait is a call that is open.
-            directory = ray.remote(Directory).options(max_concurrency=10_000, **options).remote()
+            kind = ray.remote(Directory).options(max_concurrency=10_000, **options)
+            # An end that has had a key has had a directory.
+            directory = kind.remote(bool(self._key))
             self._key = key = uuid.uuid4().hex
             self._directory, self._present = directory, directory.present.remote(key)
             directory.watch.remote(key, [self._present])
@@ -382,7 +447,7 @@ class Group:
                 return
             except (WeightsyncError, _cluster.ray().exceptions.RayError) as error:
                 # Ray may take a while to notice that a node has died.
-                logger.warning("%r was not joined again: %s", self.name, error)
+                logger.warning("%s was not joined again: %s", self._shown, error)
             # An end that is dropped meanwhile is not kept.
             del again
             time.sleep(pause)
@@ -396,8 +461,3 @@ class Group:
         # If it was only out of reach, this end is there again under another key.
         with contextlib.suppress(Exception):
             directory.leave.remote(key)
-
-
-def left(until: float | None) -> float | None:
-    """The seconds until a point in time, at least 0."""
-    return None if until is None else max(0.0, until - time.monotonic())

@@ -12,7 +12,7 @@ from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
 from weightsync.errors import LifecycleError
 from weightsync.ray import _cluster
-from weightsync.ray._group import Group, Offer
+from weightsync.ray._group import Deadline, Group, Offer
 from weightsync.scheme import Distributed
 from weightsync.torchrl import _given
 from weightsync.torchrl._native_scheme import NativeScheme
@@ -81,9 +81,13 @@ class RayWeightSyncScheme(NativeScheme):
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
         if not self._local:
-            self._ray_group = Group([self._ray_name], self._offer)
+            self._ray_group = self._joined()
             self._offer()
         super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
+
+    def _joined(self) -> Group:
+        kind = type(self).__name__
+        return Group([self._ray_name], self._offer, f"{kind} of {self._model_id!r}", kind)
 
     def _offer(self) -> None:
         group, own = self._ray_group, self._group
@@ -95,9 +99,9 @@ class RayWeightSyncScheme(NativeScheme):
         self, *, worker_idx: int | None = None
     ) -> None:
         # This asks for the host's relay, too.
-        group = Group([self._ray_name], self._offer)
+        group = self._joined()
         try:
-            group.reach(group.after("", WEIGHT_SYNC_TIMEOUT))
+            group.reach(group.after("", Deadline(WEIGHT_SYNC_TIMEOUT)))
         finally:
             group.leave()
         super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
