@@ -43,6 +43,7 @@ __all__ = [
 
 __version__: str
 
+def checksum(address: int, size: int) -> int: ...
 def command(arguments: Sequence[str], itself: Sequence[str]) -> int:
     """Runs the ``weightsync`` command with the arguments after its name, and returns its exit
     status. ``itself`` starts the command as a process of its own: a program and its first

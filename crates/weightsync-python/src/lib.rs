@@ -46,7 +46,7 @@ mod _native {
     #[pymodule_export]
     use crate::mapping::{DryRun, MappedTarget, Mapping, TensorOutcome};
     #[pymodule_export]
-    use crate::raw::View;
+    use crate::raw::{View, checksum};
     #[pymodule_export]
     use crate::report::{PendingSend, Report, WorkerReport, WorkerStatus};
     #[pymodule_export]

@@ -11,7 +11,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyType};
 use weightsync_engine::{Origin, PrivateView};
-use weightsync_simd::stream_copy;
+use weightsync_simd::{digest_lines, stream_copy};
 
 /// Where a tensor or an array of Python's lies.
 ///
@@ -86,6 +86,23 @@ pub unsafe fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Resul
         lent.push(unsafe { span.bytes() }.ok_or(index)?);
     }
     Ok(call(&lent))
+}
+
+/// A checksum of the bytes of an object of this size, that of the digest's lines.
+///
+/// The caller keeps the promise of an address: so many bytes are allocated until this returns.
+#[pyfunction]
+pub fn checksum(py: Python<'_>, address: Address, size: usize) -> PyResult<i64> {
+    let span = Span {
+        address,
+        before: 0,
+        len: size,
+    };
+    let sum = |bytes: &[&[u8]]| bytes.iter().map(|bytes| digest_lines(bytes, 0)).next();
+    // SAFETY: the Python files make the promise of an address.
+    let made = py.detach(|| unsafe { lend(&[span], sum) }).ok().flatten();
+    let [low, high] = made.ok_or_else(|| PyBufferError::new_err("the object has no memory"))?;
+    Ok((low ^ high.rotate_left(32)).cast_signed())
 }
 
 /// Has the main thread make a call as soon as it runs Python. Any thread may ask

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -79,10 +80,13 @@ class Weights:
             for at, first, last, place in parts:
                 buffer[place : place + last - first].copy_(flat_bytes(self._gathered(at))[first:last])
             return
-        places = [buffer[place : place + last - first] for _, first, last, place in parts]
-        values = [self._flat(at)[first:last] for at, first, last, _ in parts]
-        if places:
-            torch._foreach_copy_(places, values)
+        for at, first, last, place in parts:
+            flat = self._flat(at)
+            if flat.device.type == "cpu":
+                # Not by torch, whose threads spin on cores that the ranks of this host share.
+                ctypes.memmove(buffer.data_ptr() + place, flat.data_ptr() + first, last - first)
+            else:
+                buffer[place : place + last - first].copy_(flat[first:last])
 
     def drain(self) -> None:
         """Goes through what is left of gathering, which is collective.
