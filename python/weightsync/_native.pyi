@@ -38,12 +38,15 @@ __all__ = [
     "WorkerStatus",
     "Writer",
     "__version__",
+    "checksum",
     "command",
 ]
 
 __version__: str
 
-def checksum(address: int, size: int) -> int: ...
+def checksum(address: int, size: int) -> int:
+    """A checksum of so many bytes at an address of this process: 64 bits, as a signed number."""
+
 def command(arguments: Sequence[str], itself: Sequence[str]) -> int:
     """Runs the ``weightsync`` command with the arguments after its name, and returns its exit
     status. ``itself`` starts the command as a process of its own: a program and its first

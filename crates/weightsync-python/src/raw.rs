@@ -98,10 +98,12 @@ pub fn checksum(py: Python<'_>, address: Address, size: usize) -> PyResult<i64> 
         before: 0,
         len: size,
     };
-    let sum = |bytes: &[&[u8]]| bytes.iter().map(|bytes| digest_lines(bytes, 0)).next();
+    let sum = |bytes: &[&[u8]]| digest_lines(bytes[0], 0);
     // SAFETY: the Python files make the promise of an address.
-    let made = py.detach(|| unsafe { lend(&[span], sum) }).ok().flatten();
-    let [low, high] = made.ok_or_else(|| PyBufferError::new_err("the object has no memory"))?;
+    let made = py.detach(|| unsafe { lend(&[span], sum) });
+    let [low, high] = made.map_err(|_| {
+        PyBufferError::new_err("there is no memory at address 0: give the address of a buffer")
+    })?;
     Ok((low ^ high.rotate_left(32)).cast_signed())
 }
 

@@ -74,6 +74,10 @@ def make(kind, fill):
         net = Net(fill)
         net.up = nn.LazyLinear(200)
         return net
+    if kind == "hollow":
+        net = Net(fill)
+        net.up.weight.untyped_storage().resize_(0)
+        return net
     if kind == "expanded":
         net = Net(fill)
         net.norm.running_mean = torch.zeros(1).expand(3)

@@ -185,6 +185,8 @@ def test_send_reads_nothing_that_cannot_be_sent(ranks):
     made = start(ranks, kind="dict", fill=1.0)
     kind, said = raised(lambda: made[0].ask("send", ("empty", 0.0)))
     assert kind == "SendError" and "nothing to send" in said
+    kind, said = raised(lambda: made[0].ask("send", ("hollow", 0.0)))
+    assert kind == "SendError" and "'up.weight' has no memory" in said
     assert send(made)[1] == [1, 1]
 
 

@@ -1,7 +1,11 @@
 """TorchRL's scheme over a process group."""
 
+import threading
+
 import pytest
+from group_ranks import LONG
 from test_process_group import raised
+from weightsync.torchrl._model_lock import ModelLock
 
 
 def connect(ranks, world=3, **how):
@@ -96,3 +100,26 @@ def test_scheme_refuses_what_a_broadcast_cannot(ranks):
     made = connect(ranks)
     assert raised(lambda: made[0].ask("scheme_send", [0]))[0] == "UnsupportedError"
     assert raised(lambda: made[0].ask("scheme_pickle"))[0] == "LifecycleError"
+
+
+def test_forwards_that_overlap_do_not_keep_a_version_out():
+    lock, over = ModelLock(), threading.Event()
+    running = [threading.Event(), threading.Event()]
+
+    def forwards(me):
+        while not over.is_set():
+            lock.acquire()
+            running[me].set()
+            # Ends when the other one runs, or waits to run.
+            running[1 - me].wait(0.05)
+            running[me].clear()
+            lock.release()
+
+    threads = [threading.Thread(target=forwards, args=(me,)) for me in range(2)]
+    for one in threads:
+        one.start()
+    assert lock.enter_alone(LONG)
+    lock.leave_alone()
+    over.set()
+    for one in threads:
+        one.join()

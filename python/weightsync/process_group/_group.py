@@ -101,19 +101,20 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
         raise SettingError(f"src: expected a rank of the group, 0 to {size - 1}, got {src!r}")
     if is_receiver and rank == src:
         raise SettingError(f"rank {rank} is src, which sends: make a Sender here, or choose another src")
-    found = dist.distributed_c10d._get_process_group_store(outer)
-    if found is None:
+    if dist.get_backend() == "mpi":
         raise UnsupportedError(
-            f"the process group of the backend {dist.get_backend(outer)!r} has no store, by which its "
-            "ranks would find each other. Make a gloo group of these ranks, "
-            "dist.new_group(backend='gloo'), and pass it as group"
+            "the default process group is one of MPI, which has no store by which ranks find each "
+            "other. Make it with gloo and an init_method, or use the native transport, "
+            "weightsync.Sender(model, scheme=weightsync.Distributed(...))"
         )
-    base = dist.PrefixStore(f"weightsync/{name}", found)
+    shared = dist.distributed_c10d._get_process_group_store(outer)
+    base = dist.PrefixStore(f"weightsync/{name}", shared)
     known = _met.setdefault(outer, {})
     number = known.get(name, 0) + 1
     # Another member may have given up at this number.
-    while base.check([f"{number}/over"]):
-        number += 1
+    with store_calls():
+        while base.check([f"{number}/over"]):
+            number += 1
     known[name] = number
     store = dist.PrefixStore(str(number), base)
 

@@ -42,11 +42,9 @@ class Layout:
     ) -> None:
         self.names, self.dtypes, self.shapes = list(names), list(dtypes), list(shapes)
         self.ties = ties
-        self.places, size = layout(self.dtypes, self.shapes, _ALIGNMENT)
+        self.places, self._data = layout(self.dtypes, self.shapes, _ALIGNMENT)
         #: The bytes of the tensors.
         self.bytes = sum(map(self.size_of, range(len(self.names))))
-        self._packed = size
-        self._data = -(-size // _ALIGNMENT) * _ALIGNMENT
         count = max(1, -(-self._data // PIECE))
         #: The bytes of all buffers: the tensors, the version's number, a checksum of each piece.
         self.size = self._data + 8 * (1 + count)
@@ -80,7 +78,7 @@ class Layout:
 
     def unpack(self, whole: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer that has all pieces, as views of it."""
-        return unpack(whole[: self._packed], self.dtypes, self.shapes, _ALIGNMENT)
+        return unpack(whole[: self._data], self.dtypes, self.shapes, _ALIGNMENT)
 
     def sums(self, last: torch.Tensor) -> torch.Tensor:
         """The version's number and the checksums, in a buffer that begins with the last piece."""

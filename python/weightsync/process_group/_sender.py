@@ -72,7 +72,7 @@ class Sender:
         DeadlineError: naming the ranks that have made no end.
         SettingError: if no rank receives, if ``src`` does, or if ranks have different ``src``.
         LifecycleError: if this process has no process group.
-        UnsupportedError: for a group without a store, as torch makes with MPI.
+        UnsupportedError: if the default process group is one of MPI, which has no store.
     """
 
     def __init__(
@@ -137,8 +137,9 @@ class Sender:
             LifecycleError: after :meth:`shutdown`.
         """
         with self._lock:
-            self._check()
+            # First, so that the trainer's ranks count the same calls if one of them fails.
             self._trainers.call()
+            self._check()
             weights = Weights(self._model if model is None else model, self._strategy)
             self._trainers.meet(weights.is_sharded, self._timeout, self._check)
             try:

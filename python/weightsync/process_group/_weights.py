@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from weightsync import _dtypes
 from weightsync._source import Places, _check_whole, _spec, module_weights, tree
-from weightsync.errors import PeerError, UnsupportedError, WrongTypeError
+from weightsync.errors import PeerError, SendError, UnsupportedError, WrongTypeError
 from weightsync.process_group._packing import PIECE, Layout
 from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.extractor import identity, trainer_rank
@@ -42,6 +42,13 @@ class Weights:
                     f"{name!r} is a {type(tensor).__name__}: a process group carries torch tensors"
                 )
             _spec(name, tensor)
+            is_plain = type(tensor.detach()) is torch.Tensor
+            if is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+                # torch itself would read address 0.
+                raise SendError(
+                    f"{name!r} has no memory: its storage was taken away, as FSDP1 does between "
+                    "forwards. Send the gathered state dict"
+                )
             known = first.setdefault(identity(tensor), name)
             if known == name:
                 tensors[name] = tensor
@@ -82,7 +89,7 @@ class Weights:
             return
         for at, first, last, place in parts:
             flat = self._flat(at)
-            if flat.device.type == "cpu":
+            if _is_readable(flat, last):
                 # Not by torch, whose threads spin on cores that the ranks of this host share.
                 ctypes.memmove(buffer.data_ptr() + place, flat.data_ptr() + first, last - first)
             else:
@@ -125,3 +132,11 @@ class Weights:
             del chunk, tensor
         self.gathered += time.monotonic() - began
         return self._held[at]
+
+
+def _is_readable(flat: torch.Tensor, size: int) -> bool:
+    """Whether a tensor has so many bytes in the host's memory, where its storage says."""
+    # Another tensor class may have no memory of its own, and a storage may have been resized.
+    if type(flat) is not torch.Tensor or flat.device.type != "cpu" or not flat.data_ptr():
+        return False
+    return flat.storage_offset() + size <= flat.untyped_storage().nbytes()

@@ -344,7 +344,7 @@ class Receiver(_ends.AsyncWith):
 
 
 def _move(worker: weakref.ref[Receiver], offer: Offer) -> None:
-    """Moves a worker to another sender. It keeps no worker alive that is dropped meanwhile."""
+    """Moves a worker to another sender. It keeps no worker alive between its tries."""
 
     def is_over() -> bool:
         receiver = worker()

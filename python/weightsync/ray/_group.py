@@ -279,7 +279,11 @@ class Group:
         own = replace(offer, is_renewal=self._is_accepted)
         try:
             self._ask(
-                lambda directory, key: directory.offer.remote(key, own), Deadline(timeout), "its place"
+                lambda directory, key: directory.offer.remote(key, own),
+                Deadline(timeout),
+                "its place",
+                "Ray has not started the group's actor, or has started it again a moment ago: give a "
+                "longer timeout, or try again",
             )
         except DeadlineError:
             asked = Deadline(10.0)
@@ -381,7 +385,13 @@ class Group:
         if hasattr(self, "_number") and not sys.is_finalizing():
             self.leave()
 
-    def _ask(self, call: Callable[[Any, str], Any], until: Deadline, what: str) -> Any:
+    def _ask(
+        self,
+        call: Callable[[Any, str], Any],
+        until: Deadline,
+        what: str,
+        why: str = "is there a sender of this name in the job, and is it alive?",
+    ) -> Any:
         ray = _cluster.running()
         failures = 0
         while True:
@@ -392,8 +402,7 @@ class Group:
             except ray.exceptions.GetTimeoutError:
                 ray.cancel(asked)
                 raise DeadlineError(
-                    f"{self._shown} did not get {what} within {until.timeout:g} s: is there a sender "
-                    "of this name in the job, and is it alive?",
+                    f"{self._shown} did not get {what} within {until.timeout:g} s: {why}",
                     "retry",
                 ) from None
             except ray.exceptions.RayActorError as error:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from weightsync.errors import LifecycleError
 
-# A forward waits so many seconds for a version that waits for other forwards. It waits no longer,
-# because another forward may be waiting for this one.
+# A forward waits so many seconds at least for a version that waits for other forwards, and not for
+# ever, because another forward may be waiting for this one.
 _GIVES_WAY = 0.01
 
 
@@ -19,12 +20,15 @@ class ModelLock:
         # The threads that have permits.
         self._holders: list[int] = []
         self._is_wanted = self._is_taken = self._is_closed = False
+        self._wanted_at = 0.0
 
     def acquire(self) -> ModelLock:
         """Waits while a thread loads, and returns the permit, which the same thread releases."""
         with self._changed:
             if self._is_wanted:
-                self._changed.wait_for(lambda: not self._is_wanted, _GIVES_WAY)
+                # As long as the version has waited: forwards that overlap do not keep it out.
+                waited = time.monotonic() - self._wanted_at
+                self._changed.wait_for(lambda: not self._is_wanted, max(_GIVES_WAY, waited))
             self._changed.wait_for(lambda: not self._is_taken)
             self._holders.append(threading.get_ident())
         return self
@@ -53,7 +57,7 @@ class ModelLock:
             LifecycleError: if the worker shuts down.
         """
         with self._changed:
-            self._is_wanted = True
+            self._is_wanted, self._wanted_at = True, time.monotonic()
             try:
                 self._changed.wait_for(lambda: not self._holders or self._is_closed, timeout)
                 if self._is_closed:

@@ -48,7 +48,12 @@ class _OneWorkerTransport(_QueueTransport):
 
     def _tell(self, info: str) -> None:
         self._release = weakref.finalize(self._sender, _ended.add, info)
-        super()._tell(info)
+        try:
+            super()._tell(info)
+        except SettingError:
+            # This sender never had the place.
+            self._release.detach()
+            raise
 
 
 class DistributedTransport(_OneWorkerTransport):
@@ -165,7 +170,7 @@ class _Place(abc.ABC):
             raise SettingError(
                 f"rank {self._rank} has another transport, which this process has not shut down: "
                 "shut it down first, or give the transports of each model a rank of their own, at "
-                "both ends"
+                "both ends. If the process of that one has ended, take another rank or another store"
             )
 
 

@@ -273,6 +273,11 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
             )
         return place.data.clone().update_(weights)
 
+    def _sync_workers(self, workers: list[Any], weights: Any) -> None:
+        # Those that owe an answer are waited for when all others have begun.
+        last = sorted(workers, key=lambda worker: bool(self._store.check([_owes(worker + 1)])))
+        super()._sync_workers(last, weights)
+
     def _begin(self, worker: int, weights: Any) -> None:
         rank = worker + 1
         if self._store.check([_owes(rank)]):

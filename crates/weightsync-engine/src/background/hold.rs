@@ -42,7 +42,16 @@ impl<M> Hold<M> {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        self.load_and_show(handoff, receiver, set, |models| models.leave(me))
+        let done = self.load(receiver, set);
+        // Before the handoff is locked: the text of a loader's error may need a lock of the
+        // loader's, which a thread that waits for the handoff may have.
+        let failure = done.as_ref().err().map(ToString::to_string);
+        handoff.update(|inner| {
+            inner.shared.leave(me);
+            inner.status.failure = failure;
+            inner.status.reflect(receiver);
+        });
+        done
     }
 
     /// Marks the models as changed in part.
@@ -57,29 +66,11 @@ impl<M> Hold<M> {
         handoff: &ReceiverHandoff<ModelLock>,
         receiver: &mut Receiver,
     ) -> Result<()> {
-        match receiver.held() {
-            Some(set) => self.load_and_show(handoff, receiver, set, |_| {}),
-            None => Ok(()),
-        }
-    }
-
-    /// Loads a set; the status then shows how that went.
-    fn load_and_show(
-        &self,
-        handoff: &ReceiverHandoff<ModelLock>,
-        receiver: &mut Receiver,
-        set: SetSnapshot,
-        afterwards: impl FnOnce(&mut ModelLock),
-    ) -> Result<()> {
+        let Some(set) = receiver.held() else {
+            return Ok(());
+        };
         let done = self.load(receiver, set);
-        // Before the handoff is locked: the text of a loader's error may need a lock of the
-        // loader's, which a thread that waits for the handoff may have.
-        let failure = done.as_ref().err().map(ToString::to_string);
-        handoff.update(|inner| {
-            afterwards(&mut inner.shared);
-            inner.status.failure = failure;
-            inner.status.reflect(receiver);
-        });
+        handoff.update(|inner| inner.status.reflect(receiver));
         done
     }
 
