@@ -39,9 +39,9 @@ def test_a_scheme_is_made_by_its_backend(backend, kind):
     assert scheme.strategy_str == "state_dict"
 
 
-def test_missing_backend_error_names_the_alternative():
-    with pytest.raises(weightsync.UnsupportedError, match="'ray'.*'distributed'"):
-        ours.WeightSyncScheme.from_backend("ray")
+def test_unknown_backend_error_lists_those_there():
+    with pytest.raises(weightsync.SettingError, match="'nccl' here; there are .*distributed.*ray"):
+        ours.WeightSyncScheme.from_backend("nccl")
 
 
 def test_settings_reach_the_workers_with_weights():

@@ -296,7 +296,14 @@ async def ordered(actor, method, *args):
 
 def test_member_that_fails_closes_the_half_it_has(monkeypatch):
     strategy = transfer.strategy_from_config(config("broadcast"))
-    monkeypatch.setattr(_group.UpdateGroup, "_made", _made_by_rank_0_alone)
+    form = _group.Links._form
+
+    def formed_by_rank_0_alone(group, *arguments):
+        form(group, *arguments)
+        if group._rank:
+            raise RuntimeError("no NCCL here")
+
+    monkeypatch.setattr(_group.Links, "_form", formed_by_rank_0_alone)
 
     async def run():
         info = await strategy.create_init_info(1)
@@ -310,12 +317,6 @@ def test_member_that_fails_closes_the_half_it_has(monkeypatch):
             await sender.send_chunks([chunk], Silent(None))
 
     asyncio.run(run())
-
-
-def _made_by_rank_0_alone(group, backend, rank, limit):
-    if rank:
-        raise RuntimeError("no NCCL here")
-    return group._control
 
 
 def test_backend_that_torch_lacks_is_named():

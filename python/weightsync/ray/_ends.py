@@ -14,7 +14,7 @@ from weightsync import _ends
 from weightsync._checks import choice, only_version
 from weightsync._native import InitInfo
 from weightsync._receiving import read
-from weightsync.errors import PeerError, WeightsyncError, WrongWeightsError
+from weightsync.errors import LifecycleError, PeerError, WeightsyncError, WrongWeightsError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.ray import _cluster
@@ -324,7 +324,10 @@ class Receiver(_ends.AsyncWith):
             self._moving.release()
         self._tell()
         logger.info("worker %d has joined the next sender", self.worker)
-        return self.versions
+        # Another thread may shut it down meanwhile.
+        with contextlib.suppress(LifecycleError):
+            return self.versions
+        return None
 
     def _join_again(self) -> None:
         """Joins the directory that was started again; the constructor does so itself."""
