@@ -24,6 +24,17 @@ MODES = ["bind", "copy"]
 LONG = 60.0
 
 
+class Shaped:
+    """A target of the worker's own, but for its load: it takes the sender's layout."""
+
+    def layout(self):
+        return self.known
+
+    def shape(self, layout):
+        self.known = layout
+        return True
+
+
 class Net(nn.Module):
     """A model all of whose elements have one value: a pass over it sees a mix of versions.
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import weightsync
-from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from ends import LONG, MODES, PUSHING, Net, Shaped, all_ended, beside, meet, pair, pass_on
 from torch import nn
 
 
@@ -464,18 +464,11 @@ def receiver_versions(receiver, following):
     return (following or receiver).versions
 
 
-class Refusing:
+class Refusing(Shaped):
     """A target of the worker's own that refuses a value."""
 
     def __init__(self, refused):
         self.value, self.refused = None, refused
-
-    def layout(self):
-        return self.known
-
-    def shape(self, layout):
-        self.known = layout
-        return True
 
     def load(self, snapshot):
         value = float(weightsync.Snapshot(snapshot)["it"][0])
@@ -484,15 +477,8 @@ class Refusing:
         self.value = value
 
 
-class Failing:
+class Failing(Shaped):
     """A worker's model whose loads fail, with words that take the interpreter's lock to read."""
-
-    def layout(self):
-        return self._layout
-
-    def shape(self, layout):
-        self._layout = layout
-        return True
 
     def load(self, snapshot):
         if snapshot.version > 1:

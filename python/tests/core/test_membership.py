@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import weightsync
-from ends import FAR, LONG, Net, beside
+from ends import FAR, LONG, Net, Shaped, beside
 from test_deaths import Trainer, Worker
 
 
@@ -142,18 +142,11 @@ def test_receiver_moves_to_another_sender_for_good():
         sender.shutdown()
 
 
-class Halves:
+class Halves(Shaped):
     """A target of two halves, whose load of one value ends between them."""
 
     def __init__(self, refused):
         self.values, self.refused = [0.0, 0.0], refused
-
-    def layout(self):
-        return self.known
-
-    def shape(self, layout):
-        self.known = layout
-        return True
 
     def load(self, snapshot):
         value = float(weightsync.Snapshot(snapshot)["it"][0])

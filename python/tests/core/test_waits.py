@@ -9,7 +9,7 @@ import time
 
 import pytest
 import weightsync
-from ends import LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from ends import LONG, MODES, PUSHING, Net, Shaped, all_ended, beside, meet, pair, pass_on
 
 # Each is a call that would wait for ever, and one that shows that its end works on.
 BLOCKING = {
@@ -298,14 +298,7 @@ def _wait(background):
 
 
 def test_reentrant_call_of_an_end_is_refused():
-    class Curious:
-        def layout(self):
-            return self.known
-
-        def shape(self, layout):
-            self.known = layout
-            return True
-
+    class Curious(Shaped):
         def load(self, snapshot):
             self.said = repr(self.receiver)
             self.receiver.receive(0)
