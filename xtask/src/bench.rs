@@ -47,6 +47,14 @@ const GROUPS: &[Group] = &[
         },
     },
     Group {
+        name: "collect",
+        about: "collectors of Gymnasium environments, compared with TorchRL's and with vector \
+                environments",
+        measured: Measured::InPython {
+            program: "bench/collect",
+        },
+    },
+    Group {
         name: "engines",
         about: "updates of a vLLM engine, compared with vLLM's own load; extraction from sharded \
                 trainers, compared with full_tensor()",
@@ -320,7 +328,7 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
-        for name in ["python", "ray", "delta", "engines"] {
+        for name in ["python", "ray", "collect", "delta", "engines"] {
             let (group, flags) = parse(&["--json", name]).expect("a known group");
             assert_eq!((group.name, flags), (name, vec!["--json"]));
         }

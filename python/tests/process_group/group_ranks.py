@@ -423,10 +423,16 @@ class Rank:
         self.thawed.set()
         self.holding.join()
 
+    def scheme_freeze(self):
+        """Keeps the model unchanged from here on."""
+        self.hold = self.end.frozen()
+        self.hold.__enter__()
+
     def scheme_frozen_forward(self):
         """Whether a forward of another thread ends while a version waits for this thread's hold."""
         lock = self.end._following._lock
-        with self.end.frozen():
+        with contextlib.ExitStack() as stack:
+            stack.push(self.hold)
             while not lock._is_wanted:
                 time.sleep(0.001)
             thread = threading.Thread(target=self.forward)

@@ -1,0 +1,165 @@
+"""Collectors: `cargo xtask bench collect`.
+
+    PYTHONPATH=bench/common python bench/collect [--json] [--only TEXT]
+
+Ours and a peer collect in turns in one run, and medians are shown. A value is the time of 1000
+frames. All collect from CartPole-v1 on this host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import torch
+from rows import Row, show_all
+
+from weightsync import rl
+
+ROUNDS = 7
+
+
+def policy() -> torch.nn.Module:
+    """An MLP with two layers of 64."""
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)
+    )
+
+
+@dataclass
+class Way:
+    """A way to collect: ``run`` collects, and returns how many frames."""
+
+    run: Callable[[], int]
+    close: Callable[[], Any]
+
+
+def ours(envs: list[Any], net: Any, frames: int, kind: Any = rl.MultiSyncCollector) -> Way:
+    collector = kind(envs, net, frames_per_batch=frames)
+    return Way(lambda: collector.next().numel(), collector.shutdown)
+
+
+def theirs(workers: int, envs: int, frames: int) -> Way:
+    """TorchRL's collector."""
+    import torchrl_peer
+
+    collector = torchrl_peer.collector(policy(), workers, envs, frames)
+    iterator = iter(collector)
+    return Way(lambda: next(iterator).numel(), collector.shutdown)
+
+
+def vector(kind: Any, envs: int, steps: int) -> Way:
+    """A vector environment of Gymnasium, stepped with random actions, whose frames are kept."""
+    env = kind([lambda: gymnasium.make("CartPole-v1")] * envs)
+    env.reset(seed=0)
+
+    def run() -> int:
+        kept = [env.step(env.action_space.sample())[:4] for _ in range(steps)]
+        return len(kept) * envs
+
+    return Way(run, env.close)
+
+
+class Slow(gymnasium.Wrapper):  # type: ignore[misc]
+    """An environment whose steps wait."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self._seconds = seconds
+
+    def step(self, action: Any) -> Any:
+        time.sleep(self._seconds)
+        return super().step(action)
+
+
+@dataclass
+class Case:
+    """Ways to collect that take turns; each row compares the first with another one."""
+
+    name: str
+    ways: Callable[[], dict[str, Way]]
+    targets: dict[str, float]
+
+    def rows(self) -> Iterator[Row]:
+        ways = self.ways()
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        try:
+            for number in range(ROUNDS + 1):
+                for name, way in ways.items():
+                    begun = time.perf_counter()
+                    frames = way.run()
+                    # The first round warms up.
+                    if number:
+                        seconds[name].append((time.perf_counter() - begun) / frames * 1000)
+        finally:
+            for way in ways.values():
+                way.close()
+        medians = {name: statistics.median(each) for name, each in seconds.items()}
+        for other, target in self.targets.items():
+            yield Row.over(f"{self.name}, against {other}", medians["ours"], medians[other], target)
+
+
+def of_torch() -> dict[str, Way]:
+    return {
+        "ours": ours([rl.SerialEnv(8, "CartPole-v1")] * 2, policy(), 2048),
+        "TorchRL's MultiSyncCollector": theirs(2, 8, 2048),
+    }
+
+
+def of_vectors() -> dict[str, Way]:
+    from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+    return {
+        "ours": ours([rl.SerialEnv(8, "CartPole-v1")] * 2, None, 8000),
+        "SyncVectorEnv": vector(SyncVectorEnv, 16, 500),
+        "AsyncVectorEnv": vector(AsyncVectorEnv, 16, 500),
+    }
+
+
+def of_slow_worker() -> dict[str, Way]:
+    """Three fast workers, and one that takes ten times as long."""
+
+    def collecting(envs: list[Any]) -> Way:
+        collector = rl.MultiAsyncCollector(envs, None, frames_per_batch=20)
+
+        def run() -> int:
+            return sum(collector.next().numel() for _ in range(30))
+
+        return Way(run, collector.shutdown)
+
+    fast: list[Any] = [lambda: Slow(0.001)] * 3
+    return {
+        "ours": collecting([*fast, lambda: Slow(0.01)]),
+        "the fast workers alone": collecting(fast),
+    }
+
+
+CASES = [
+    Case("CartPole, torch policy, 2 workers × 8", of_torch, {"TorchRL's MultiSyncCollector": 0.2}),
+    Case(
+        "16 Gymnasium environments in 2 workers",
+        of_vectors,
+        {"SyncVectorEnv": 1 / 1.5, "AsyncVectorEnv": 0.2},
+    ),
+    Case("multi-async, one worker 10 × slower", of_slow_worker, {"the fast workers alone": 1 / 0.9}),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measures collectors")
+    # Only the group that compares with Rust needs it.
+    parser.add_argument("--weightsync", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    args = parser.parse_args()
+    show_all(CASES, args.only, args.json)
+
+
+if __name__ == "__main__":
+    main()

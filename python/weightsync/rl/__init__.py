@@ -1,0 +1,35 @@
+"""Collectors: frames of Gymnasium environments to the trainer, weights to the workers.
+
+A collector is iterated over for batches of frames::
+
+    import weightsync.rl as rl
+
+    collector = rl.MultiSyncCollector(["CartPole-v1"] * 8, policy, frames_per_batch=4096)
+    for batch in collector:
+        loss(batch).backward()
+        ...
+        collector.update_policy_weights_()
+
+Batches lie in memory that workers write in place: no frame is copied or pickled. Weights go
+through :mod:`weightsync`, whole versions only, and every frame has the version that chose its
+action.
+"""
+
+from __future__ import annotations
+
+from weightsync.rl._columns import Batch, Failure
+from weightsync.rl._envs import SerialEnv
+from weightsync.rl._split import split_trajectories
+from weightsync.rl.collector import Collector
+from weightsync.rl.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+
+__all__ = [
+    "AsyncCollector",
+    "Batch",
+    "Collector",
+    "Failure",
+    "MultiAsyncCollector",
+    "MultiSyncCollector",
+    "SerialEnv",
+    "split_trajectories",
+]

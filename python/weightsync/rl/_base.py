@@ -1,0 +1,330 @@
+"""What all collectors share: their settings, weights, counts, and running in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightsync import _ends
+from weightsync._checks import choice
+from weightsync.errors import LifecycleError, MissingModelError, SettingError, WrongTypeError
+from weightsync.rl._columns import Batch
+from weightsync.rl._policy import HAS_TORCH, exploration, is_tensordict_module
+from weightsync.rl._progress import Progress
+from weightsync.rl._rollout import Rules
+from weightsync.rl._split import split_trajectories
+
+if TYPE_CHECKING:
+    from typing import Self
+
+logger = logging.getLogger("weightsync.rl")
+
+ReturnType = Literal["torch", "numpy", "tensordict"]
+
+
+class BaseCollector:
+    """The settings, the weights and the counts of a collector."""
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        frames_per_batch: int,
+        total_frames: int = -1,
+        policy_factory: Any = None,
+        max_frames_per_traj: int | None = None,
+        init_random_frames: int | None = None,
+        reset_at_each_iter: bool = False,
+        reset_when_done: bool = True,
+        exploration_type: Any = "random",
+        device: Any = None,
+        storing_device: Any = None,
+        policy_device: Any = None,
+        split_trajs: bool = False,
+        postproc: Callable[[Any], Any] | None = None,
+        update_at_each_batch: bool = False,
+        replay_buffer: Any = None,
+        seed: int | None = None,
+        return_type: ReturnType | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        if frames_per_batch < 1:
+            raise SettingError(f"frames_per_batch: expected 1 or more, got {frames_per_batch}")
+        if policy is not None and policy_factory is not None:
+            raise SettingError("give a policy or a policy_factory, not both")
+        if policy is not None and not callable(policy):
+            raise WrongTypeError(f"the policy is a function or a torch module, got {policy!r}")
+        self.policy = policy
+        self.frames_per_batch = frames_per_batch
+        self.total_frames = -1 if total_frames is None else total_frames
+        self._init_random = init_random_frames or 0
+        self._rules = Rules(max_frames_per_traj or 0, reset_at_each_iter, reset_when_done)
+        self._explore = exploration(exploration_type)
+        self._policy_device = device if policy_device is None else policy_device
+        self._storing_device = storing_device
+        self._split, self._postproc = split_trajs, postproc
+        self._update_at_each_batch = update_at_each_batch
+        self.replay_buffer = replay_buffer
+        self._seed = seed
+        self._return_type = _return_type(return_type, policy)
+        self._frames = 0
+        self._iterator: Iterator[Any] | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._progress = Progress(progress, self.total_frames)
+
+    #: Until the collector has something to close.
+    _closed = True
+
+    def _opened(self) -> None:
+        """From here on the collector has to be closed."""
+        self._closed = False
+        _ends.opened(self)
+
+    @property
+    def frames(self) -> int:
+        """How many frames were handed out, or written into the replay buffer."""
+        return self._frames
+
+    @property
+    def version(self) -> int:
+        """The version of the policy's weights that was sent last; 0 before the first."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches until ``total_frames`` are there. With a replay buffer each item is None."""
+        if self._thread is not None:
+            raise LifecycleError(
+                "the collector runs in the background since start(): call async_shutdown() first, "
+                "or read the replay buffer"
+            )
+        return self._batches()
+
+    def next(self) -> Any:
+        """The next batch; None once ``total_frames`` are there."""
+        if self._iterator is None:
+            self._iterator = iter(self)
+        try:
+            return next(self._iterator, None)
+        except BaseException:
+            # A generator that raised has ended. The collector may go on.
+            self._iterator = None
+            raise
+
+    def _batches(self) -> Iterator[Any]:
+        while self.total_frames < 0 or self._frames < self.total_frames:
+            if self._update_at_each_batch and self._has_weights():
+                self.update_policy_weights_()
+            batch = self._collect()
+            self._frames += batch.numel()
+            self._progress.show(self._frames, self.version, batch)
+            for failure in batch.failures:
+                logger.warning("%s", failure)
+            result = self._finished(batch)
+            if self.replay_buffer is None:
+                yield result
+            else:
+                self.replay_buffer.extend(result)
+                yield None
+        self._progress.end()
+
+    def _finished(self, batch: Batch) -> Any:
+        """The batch in the form that its user asked for."""
+        result: Any = batch
+        if self._return_type != "numpy":
+            result = _to_torch(batch, self._storing_device)
+        if self._split:
+            result = split_trajectories(result)
+        if self._return_type == "tensordict":
+            result = result.to_tensordict()
+        return result if self._postproc is None else self._postproc(result)
+
+    def update_policy_weights_(
+        self,
+        policy_or_weights: Any = None,
+        *,
+        weights: Any = None,
+        policy: Any = None,
+        worker_ids: Any = None,
+        model_id: str | None = None,
+        weights_dict: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Sends weights to the workers, and waits until they have them.
+
+        Args:
+            policy_or_weights: a module, a state dict, a TensorDict, or weights by worker
+                (``{0: …, 1: …}``); None: the collector's policy.
+            weights: the same, by another name.
+            policy: the same, by another name.
+            worker_ids: these workers alone.
+            model_id: the model that the weights are of; ``"policy"`` without it.
+            weights_dict: several models at once, by id: on each worker all change, or none.
+
+        Returns:
+            The :class:`weightsync.Report`; None for a policy that nothing is sent to.
+
+        Raises:
+            MissingModelError: if there is no such model.
+            WrongWeightsError: naming the tensors that do not fit.
+        """
+        given = [one for one in (policy_or_weights, weights, policy) if one is not None]
+        if len(given) > 1:
+            raise SettingError(
+                "update_policy_weights_ takes the weights once: as policy_or_weights, weights or policy"
+            )
+        if weights_dict is not None and (given or model_id is not None):
+            raise SettingError(
+                "update_policy_weights_ takes weights_dict, or weights of one model, not both"
+            )
+        if weights_dict is None:
+            weights_dict = {model_id or "policy": given[0] if given else None}
+        return self._update(dict(weights_dict), worker_ids)
+
+    def start(self) -> None:
+        """Fills the replay buffer in the background, until :meth:`async_shutdown`."""
+        if self.replay_buffer is None:
+            raise SettingError("start() fills a replay buffer: give the collector replay_buffer=…")
+        if self._thread is not None:
+            raise LifecycleError("the collector has been started already")
+        iterator = iter(self)
+        self._stopping.clear()
+        name = "weightsync-collector"
+        self._thread = threading.Thread(target=self._run, args=(iterator,), name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self, iterator: Iterator[Any]) -> None:
+        try:
+            while not self._stopping.is_set() and next(iterator, self) is not self:
+                pass
+        except BaseException as error:
+            self._failure = error
+            if not self._stopping.is_set():
+                logger.exception("the collector stopped")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the collector collects in the background."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def async_shutdown(self, timeout: float | None = None) -> None:
+        """Ends what :meth:`start` began, after the batch under way, and the collector.
+
+        Raises:
+            Exception: that which ended the collection before.
+        """
+        thread, self._thread = self._thread, None
+        self._stopping.set()
+        if thread is not None:
+            thread.join(timeout)
+        self.shutdown()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def shutdown(self) -> None:
+        """Ends the workers. Any number of times; batches stay valid."""
+        self._stopping.set()
+        if not self._closed:
+            self._closed = True
+            self._progress.end()
+            self._close()
+        _ends.closed(self)
+
+    def _end(self, reason: str | None) -> None:
+        self.shutdown()
+
+    def set_seed(self, seed: int) -> int:
+        """Seeds environments and draws: environment ``i`` of all gets ``seed + i``.
+
+        Each begins a new episode with the next batch.
+
+        Returns:
+            A seed that none of them has.
+        """
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Has all environments begin new episodes with the next batch."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count of frames, to go on with in :meth:`load_state_dict`."""
+        return {"frames": self._frames}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on counting from a saved state."""
+        self._frames = state["frames"]
+
+    def _random_steps(self, steps: int, ordered: int) -> int:
+        """How many steps of a part are random; as in TorchRL, whole batches."""
+        return steps if ordered < self._init_random else 0
+
+    def _has_weights(self) -> bool:
+        return hasattr(self.policy, "state_dict")
+
+    def _collect(self) -> Batch:
+        raise NotImplementedError
+
+    def _update(self, weights: dict[str, Any], worker_ids: Any) -> Any:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            with contextlib.suppress(Exception):
+                self.shutdown()
+
+
+def check_known(weights: Mapping[str, Any], known: list[str]) -> None:
+    """Refuses weights of a model that the collector does not have."""
+    for name in weights:
+        if name not in known:
+            raise MissingModelError.among(name, known)
+
+
+def _return_type(given: ReturnType | None, policy: Any) -> ReturnType:
+    if given is not None:
+        choice("return_type", given, "torch", "numpy", "tensordict")
+        return given
+    if is_tensordict_module(policy):
+        return "tensordict"
+    return "torch" if HAS_TORCH else "numpy"
+
+
+def _to_torch(batch: Batch, device: Any) -> Batch:
+    """The same batch with tensors on the same memory, or on a device."""
+    import torch
+
+    columns = {key: torch.from_numpy(value) for key, value in batch.columns().items()}
+    if device is not None:
+        columns = {key: value.to(device) for key, value in columns.items()}
+    result = Batch.of(columns, batch.batch_size)
+    result.failures, result.dropped = batch.failures, batch.dropped
+    return result
+
+
+def steps_of(frames_per_batch: int, rows: int) -> int:
+    """The steps ``T`` of a batch in which so many environments take part.
+
+    Raises:
+        SettingError: naming the next size that can be shared out.
+    """
+    if frames_per_batch % rows:
+        fits = -(-frames_per_batch // rows) * rows
+        raise SettingError(
+            f"frames_per_batch={frames_per_batch} cannot be shared out among {rows} environments: "
+            f"expected a multiple of {rows}, such as {fits}"
+        )
+    return frames_per_batch // rows

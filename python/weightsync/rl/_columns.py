@@ -1,0 +1,249 @@
+"""Columns of a batch, and the shared memory in which workers write them.
+
+A *column* is one quantity of every frame, such as the reward. All columns of a batch lie in one
+memory file. Workers write their parts of it in place, and the trainer's arrays are views of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsync.errors import MissingTensorError, SettingError
+
+#: The name of a column: its place in the nested dict.
+Key = tuple[str, ...]
+
+OBSERVATION: Key = ("observation",)
+ACTION: Key = ("action",)
+REWARD: Key = ("next", "reward")
+TERMINATED: Key = ("next", "terminated")
+TRUNCATED: Key = ("next", "truncated")
+DONE: Key = ("next", "done")
+TRAJ_IDS: Key = ("collector", "traj_ids")
+POLICY_VERSION: Key = ("collector", "policy_version")
+MASK: Key = ("collector", "mask")
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Column:
+    """One quantity of every frame: its name, its dtype and its shape per frame."""
+
+    key: Key
+    dtype: str
+    shape: tuple[int, ...]
+
+    def to_json(self) -> list[Any]:
+        return [list(self.key), self.dtype, list(self.shape)]
+
+    @staticmethod
+    def from_json(value: Sequence[Any]) -> Column:
+        key, dtype, shape = value
+        return Column(tuple(key), dtype, tuple(shape))
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.key)} ({self.dtype}, {list(self.shape)} per frame)"
+
+
+def compare(first: Iterable[Column], other: Iterable[Column], worker: int) -> None:
+    """Refuses a worker whose frames have other columns than those of the first worker."""
+    expected, got = ({one.key: one for one in columns} for columns in (first, other))
+    for key in [*expected, *got]:
+        if expected.get(key) != got.get(key):
+            raise SettingError(
+                f"the frames of worker {worker} differ from those of worker 0: expected "
+                f"{expected.get(key, 'nothing')}, got {got.get(key, 'nothing')} as "
+                f"{'.'.join(key)}: give all workers environments and policies of one kind"
+            )
+
+
+class Layout:
+    """Where each column of a batch lies in its memory.
+
+    Args:
+        columns: the columns.
+        dims: the batch's dimensions in memory, time last.
+    """
+
+    def __init__(self, columns: Sequence[Column], dims: Sequence[int]) -> None:
+        self.columns, self.dims = list(columns), tuple(dims)
+        self._offsets = []
+        end = 0
+        for column in self.columns:
+            self._offsets.append(end)
+            size = np.dtype(column.dtype).itemsize * int(np.prod((*self.dims, *column.shape)))
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.size = max(end, 1)
+
+    def views(self, memory: Any) -> dict[Key, np.ndarray]:
+        """The columns as arrays in this memory, shaped ``[*dims, *shape]``."""
+        return {
+            column.key: np.ndarray(
+                (*self.dims, *column.shape), column.dtype, memory, offset
+            )
+            for column, offset in zip(self.columns, self._offsets, strict=True)
+        }
+
+
+class Slot:
+    """Memory for one batch, which several processes map."""
+
+    def __init__(self, number: int, size: int) -> None:
+        self.number = number
+        self.fd = os.memfd_create("weightsync-frames", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, size)
+            self.memory = mmap.mmap(self.fd, size)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Closes the file. The memory stays until the last array of it is dropped."""
+        os.close(self.fd)
+
+
+class Slots:
+    """The slots of one collector. A slot is used again once no array of its batch is left."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._all: list[Slot] = []
+        self._free: list[Slot] = []
+        # A finalizer runs in whichever thread drops the last array.
+        self._lock = threading.RLock()
+        self._closed = False
+
+    def take(self) -> Slot:
+        """A slot that no batch uses."""
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            slot = Slot(len(self._all), self._size)
+            self._all.append(slot)
+            return slot
+
+    def lend(self, slot: Slot) -> Any:
+        """The slot's memory for arrays that may be kept; the slot is free once all are dropped."""
+        memory = (ctypes.c_ubyte * self._size).from_buffer(slot.memory)
+        weakref.finalize(memory, self.put_back, slot).atexit = False
+        return memory
+
+    def put_back(self, slot: Slot) -> None:
+        """Frees a slot whose batch was dropped."""
+        with self._lock:
+            if not self._closed:
+                self._free.append(slot)
+
+    def close(self) -> None:
+        """Closes all files. Batches that were handed out stay valid."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for slot in self._all:
+                    slot.close()
+
+
+class Batch(dict[str, Any]):
+    """Frames: a nested dict of arrays, each shaped ``[*batch_size, *shape of one frame]``.
+
+    The last dimension of ``batch_size`` is time. ``batch["next", "reward"]`` is the same as
+    ``batch["next"]["reward"]``. A batch stays as it is for as long as it is held.
+
+    Attributes:
+        batch_size: the dimensions that all columns share.
+        failures: what happened to workers since the batch before, one :class:`Failure` each.
+        dropped: frames that were dropped since the batch before because they were too old.
+    """
+
+    def __init__(self, values: Mapping[str, Any], batch_size: Iterable[int]) -> None:
+        super().__init__(values)
+        self.batch_size = tuple(batch_size)
+        self.failures: list[Failure] = []
+        self.dropped = 0
+
+    @staticmethod
+    def of(columns: Mapping[Key, Any], batch_size: Iterable[int]) -> Batch:
+        """A batch of these columns."""
+        batch = Batch({}, batch_size)
+        for key, value in columns.items():
+            inner: dict[str, Any] = batch
+            for name in key[:-1]:
+                inner = inner.setdefault(name, {})
+            inner[key[-1]] = value
+        return batch
+
+    def columns(self) -> dict[Key, Any]:
+        """All columns by their full names."""
+        return dict(_walk((), self))
+
+    def numel(self) -> int:
+        """The number of frames."""
+        return int(np.prod(self.batch_size))
+
+    def __getitem__(self, key: str | Key) -> Any:
+        inner: Any = self
+        for name in (key,) if isinstance(key, str) else key:
+            if not isinstance(inner, dict) or name not in inner:
+                known = ", ".join(".".join(one) for one in self.columns())
+                raise MissingTensorError(f"the batch has no column {key!r}; it has {known}")
+            inner = dict.__getitem__(inner, name)
+        return inner
+
+    def to_tensordict(self) -> Any:
+        """The same frames as a TensorDict on the same memory.
+
+        As in TorchRL, the reward and the three flags have a last dimension of 1.
+        """
+        import torch
+        from tensordict import TensorDict
+
+        single = (REWARD, TERMINATED, TRUNCATED, DONE)
+        result = TensorDict({}, batch_size=self.batch_size)
+        for key, value in self.columns().items():
+            tensor = torch.as_tensor(value)
+            result.set(key, tensor.unsqueeze(-1) if key in single else tensor)
+        return result
+
+    def __repr__(self) -> str:
+        columns = ", ".join(
+            f"{'.'.join(key)}: {list(value.shape)}" for key, value in self.columns().items()
+        )
+        return f"Batch({list(self.batch_size)}: {columns})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A worker that failed.
+
+    Attributes:
+        worker: its number.
+        reason: what happened, with the worker's last words.
+        restarted: whether another process has taken its place.
+    """
+
+    worker: int
+    reason: str
+    restarted: bool
+
+    def __str__(self) -> str:
+        then = "another has taken its place" if self.restarted else "it was not restarted"
+        return f"worker {self.worker}: {self.reason} ({then})"
+
+
+def _walk(prefix: Key, values: Mapping[str, Any]) -> Iterable[tuple[Key, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _walk((*prefix, name), value)
+        else:
+            yield (*prefix, name), value

@@ -1,0 +1,293 @@
+"""Environments: how a collector steps one, or a batch of them.
+
+Whatever an environment is made from, the rollout sees the same: a number of environments whose
+observations lie in arrays shaped ``[P, *shape]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from weightsync.errors import SettingError, UnsupportedError, WrongTypeError
+from weightsync.rl._columns import OBSERVATION, Column, Key
+
+
+class SerialEnv:
+    """A batch of environments that one worker steps one after the other.
+
+    Args:
+        num_envs: how many, ``P``.
+        env: a Gymnasium id or a function that makes one environment; or a list of them, one for
+            each.
+        kwargs: arguments of :func:`gymnasium.make` for ids.
+    """
+
+    def __init__(self, num_envs: int, env: Any, **kwargs: Any) -> None:
+        if num_envs < 1:
+            raise SettingError(f"num_envs: expected 1 or more, got {num_envs}")
+        each = list(env) if isinstance(env, (list, tuple)) else [env] * num_envs
+        if len(each) != num_envs:
+            raise SettingError(f"expected {num_envs} environments or one, got {len(each)}")
+        self.num_envs = num_envs
+        self.makers = [_maker(one, kwargs) for one in each]
+
+    def __call__(self) -> SerialEnv:
+        return self
+
+    def __repr__(self) -> str:
+        return f"SerialEnv({self.num_envs}, {self.makers[0]!r})"
+
+
+class _Make:
+    """Makes an environment of a Gymnasium id, also where only the trainer registered it."""
+
+    def __init__(self, name: str, kwargs: Mapping[str, Any]) -> None:
+        import gymnasium
+
+        try:
+            self._spec = gymnasium.spec(name)
+        except gymnasium.error.Error as error:
+            raise SettingError(
+                f"{name!r} is not an environment that Gymnasium knows: {error}"
+            ) from error
+        self._kwargs = dict(kwargs)
+
+    def __call__(self) -> Any:
+        import gymnasium
+
+        return gymnasium.make(self._spec, **self._kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self._spec.id)
+
+
+def maker(env: Any) -> Callable[[], Any]:
+    """What makes an environment in the worker: of an id, a factory, or a :class:`SerialEnv`."""
+    return env if isinstance(env, SerialEnv) else _maker(env, {})
+
+
+def _maker(env: Any, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    if isinstance(env, str):
+        return _Make(env, kwargs)
+    if callable(env):
+        make: Callable[[], Any] = env
+        return make
+    if hasattr(env, "step") and hasattr(env, "reset"):
+        return _Given(env)
+    raise WrongTypeError(
+        f"an environment is a Gymnasium id, a function that makes one, or a SerialEnv; got {env!r}"
+    )
+
+
+class _Given:
+    """An environment that was made already: a collector in this process uses it as it is."""
+
+    def __init__(self, env: Any) -> None:
+        self._env = env
+
+    def __call__(self) -> Any:
+        return self._env
+
+    def __repr__(self) -> str:
+        return repr(self._env)
+
+
+class Envs:
+    """A number of environments, stepped together.
+
+    Attributes:
+        num_envs: how many, ``P``.
+        is_batched: whether the batch has a dimension for them.
+        action_space: of one environment.
+        observations: what each environment shows now, by column, ``[P, *shape]``.
+    """
+
+    def __init__(self, num_envs: int, is_batched: bool, observation: Any, action: Any) -> None:
+        self.num_envs, self.is_batched = num_envs, is_batched
+        self.action_space = action
+        self.columns = list(_columns_of((), observation))
+        if not self.columns:
+            raise UnsupportedError(f"the observation space {observation} has no quantity")
+        self.observations = self._empty()
+        self.following = self._empty()
+        self.rewards = np.zeros(num_envs)
+        self.terminated: np.ndarray = np.zeros(num_envs, bool)
+        self.truncated: np.ndarray = np.zeros(num_envs, bool)
+
+    @staticmethod
+    def of(make: Callable[[], Any]) -> Envs:
+        """The environments that a factory makes."""
+        made = make()
+        if isinstance(made, SerialEnv):
+            return _Serial([one() for one in made.makers], is_batched=True)
+        if hasattr(made, "num_envs") and hasattr(made, "single_action_space"):
+            return _Vector(made)
+        if not hasattr(made, "step") or not hasattr(made, "reset"):
+            raise WrongTypeError(f"expected a Gymnasium environment, the factory made {made!r}")
+        return _Serial([made], is_batched=False)
+
+    def reset(self, which: np.ndarray, seeds: list[int] | None = None) -> None:
+        """Starts new episodes in these environments, and shows their first observations."""
+        raise NotImplementedError
+
+    def step(self, actions: Any, which: np.ndarray) -> None:
+        """Takes one step in each of these, and puts what it led to into :attr:`following`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Closes the environments."""
+        raise NotImplementedError
+
+    def sample(self) -> np.ndarray:
+        """Random actions, ``[P, *shape]``."""
+        drawn: np.ndarray = np.stack([self.action_space.sample() for _ in range(self.num_envs)])
+        return drawn
+
+    def seed_actions(self, seed: int) -> None:
+        """Seeds :meth:`sample`."""
+        self.action_space.seed(seed)
+
+    def _empty(self) -> dict[Key, np.ndarray]:
+        return {
+            one.key: np.zeros((self.num_envs, *one.shape), one.dtype) for one in self.columns
+        }
+
+    def _show(self, into: dict[Key, np.ndarray], index: int, observation: Any) -> None:
+        """Writes one environment's observation. numpy would stretch one of another shape."""
+        for column in self.columns:
+            value = _at(observation, column.key)
+            if np.shape(value) != column.shape:
+                raise SettingError(
+                    f"environment {index} returned {'.'.join(column.key)} of shape "
+                    f"{list(np.shape(value))}; its space says {list(column.shape)}"
+                )
+            into[column.key][index] = value
+
+
+class _Serial(Envs):
+    """Gymnasium environments, one after the other."""
+
+    def __init__(self, envs: list[Any], is_batched: bool) -> None:
+        self.envs = envs
+        first = envs[0]
+        super().__init__(len(envs), is_batched, first.observation_space, first.action_space)
+        for index, env in enumerate(envs):
+            if (env.observation_space, env.action_space) != (
+                first.observation_space,
+                first.action_space,
+            ):
+                raise SettingError(
+                    f"environment {index} has other spaces than environment 0: "
+                    f"{env.observation_space} and {env.action_space}, not "
+                    f"{first.observation_space} and {first.action_space}"
+                )
+
+    def reset(self, which: np.ndarray, seeds: list[int] | None = None) -> None:
+        for index in map(int, np.flatnonzero(which)):
+            seed = None if seeds is None else seeds[index]
+            observation, _ = self.envs[index].reset(seed=seed)
+            self._show(self.observations, index, observation)
+
+    def step(self, actions: Any, which: np.ndarray) -> None:
+        for index, env in enumerate(self.envs):
+            if not which[index]:
+                continue
+            observation, reward, terminated, truncated, _ = env.step(actions[index])
+            self._show(self.following, index, observation)
+            self.rewards[index] = reward
+            self.terminated[index] = terminated
+            self.truncated[index] = truncated
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+
+class _Vector(Envs):
+    """A vector environment of Gymnasium."""
+
+    def __init__(self, env: Any) -> None:
+        self.env = env
+        mode = str(getattr(env.metadata.get("autoreset_mode"), "value", "NextStep"))
+        self._same_step = mode == "SameStep"
+        if not self._same_step and mode != "Disabled":
+            raise UnsupportedError(
+                "this vector environment starts episodes in a step of their own, which are no "
+                "frames: make it with autoreset_mode=gymnasium.vector.AutoresetMode.DISABLED or "
+                "SAME_STEP, or use SerialEnv"
+            )
+        super().__init__(
+            env.num_envs, True, env.single_observation_space, env.single_action_space
+        )
+        # What the environment shows after its last step, and which episodes it began in it.
+        self._fresh: Any = None
+        self._begun: np.ndarray = np.zeros(self.num_envs, bool)
+
+    def reset(self, which: np.ndarray, seeds: list[int] | None = None) -> None:
+        if seeds is None and (begun := which & self._begun).any():
+            self._copy(self.observations, self._fresh, begun)
+            which = which & ~begun
+        if which.all():
+            observation, _ = self.env.reset(seed=seeds)
+            self._copy(self.observations, observation, which)
+        elif which.any():
+            options = {"reset_mask": np.array(which, bool)}
+            observation, _ = self.env.reset(seed=seeds, options=options)
+            self._copy(self.observations, observation, which)
+        self._begun[:] = False
+
+    def step(self, actions: Any, which: np.ndarray) -> None:
+        if not which.all():
+            raise UnsupportedError(
+                "a vector environment steps all of its environments: use SerialEnv with "
+                "reset_when_done=False"
+            )
+        observation, rewards, terminated, truncated, info = self.env.step(actions)
+        self.rewards[:], self.terminated[:], self.truncated[:] = rewards, terminated, truncated
+        self._copy(self.following, observation, which)
+        if self._same_step:
+            self._fresh, self._begun = observation, self.terminated | self.truncated
+            for index in map(int, np.flatnonzero(self._begun)):
+                self._show(self.following, index, info["final_obs"][index])
+
+    def _copy(self, into: dict[Key, np.ndarray], observation: Any, which: np.ndarray) -> None:
+        for column in self.columns:
+            value = np.asarray(_at(observation, column.key))
+            if value.shape != (self.num_envs, *column.shape):
+                raise SettingError(
+                    f"the environments returned {'.'.join(column.key)} of shape "
+                    f"{list(value.shape)}; expected {[self.num_envs, *column.shape]}"
+                )
+            into[column.key][which] = value[which]
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _columns_of(prefix: Key, space: Any) -> Iterable[Column]:
+    """The columns of an observation space: one, or one for each entry of a Dict."""
+    spaces = getattr(space, "spaces", None)
+    if isinstance(spaces, Mapping):
+        for name, inner in spaces.items():
+            yield from _columns_of((*prefix, str(name)), inner)
+    elif getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
+        raise UnsupportedError(
+            f"{space} has no fixed shape, so its values are no column: wrap the environment, for "
+            "example with gymnasium.wrappers.FlattenObservation"
+        )
+    elif np.dtype(space.dtype).kind not in "biufc":
+        raise UnsupportedError(f"{space} holds {space.dtype} values; expected numbers")
+    else:
+        yield Column(prefix or OBSERVATION, np.dtype(space.dtype).name, tuple(space.shape))
+
+
+def _at(observation: Any, key: Key) -> Any:
+    """The part of an observation that a column holds."""
+    if not isinstance(observation, Mapping):
+        return observation
+    for name in key:
+        observation = observation[name]
+    return observation

@@ -1,0 +1,262 @@
+"""Policies: how a collector asks one for actions."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from weightsync.errors import SettingError, WrongTypeError
+from weightsync.rl._columns import ACTION, Column, Key
+from weightsync.rl._envs import Envs
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+HAS_TORCH = torch is not None
+
+Exploration = Literal["random", "mode", "mean", "deterministic"]
+
+LOG_PROB: Key = ("action_log_prob",)
+
+
+def exploration(value: Any) -> Exploration:
+    """The exploration type of a word, or of TorchRL's enum."""
+    name = str(getattr(value, "name", value)).lower()
+    if name not in ("random", "mode", "mean", "deterministic"):
+        raise SettingError(
+            f'exploration_type: expected "random", "mode", "mean" or "deterministic", got {value!r}'
+        )
+    return name  # type: ignore[return-value]
+
+
+class Actor:
+    """Asks a policy, and sorts its answer into columns.
+
+    A policy is called with the observations, a tensor ``[P, *shape]`` (a dict of them where the
+    space is a Dict; arrays where torch is not installed). It returns one of:
+
+    - actions, ``[P, *shape of an action]``;
+    - for a Discrete space of ``n`` actions, floating-point logits ``[P, n]``;
+    - a distribution of :mod:`torch.distributions`;
+    - a dict of one of these under ``"action"``, and more columns such as ``"value"``.
+
+    Logits and distributions are drawn from as ``exploration_type`` says, and the frames get an
+    ``"action_log_prob"``. A TensorDict module is called with a TensorDict, as in TorchRL.
+    """
+
+    def __init__(self, policy: Any, envs: Envs, explore: Exploration, device: Any = None) -> None:
+        self.policy, self._envs, self._explore, self._device = policy, envs, explore, device
+        self._count = getattr(envs.action_space, "n", None) if _is_discrete(envs) else None
+        self._speaks_tensordict = is_tensordict_module(policy)
+        self._rng = np.random.default_rng()
+        self.columns = self._discover()
+
+    def seed(self, seed: int) -> None:
+        """Seeds the draws of this actor, and of random actions."""
+        self._rng = np.random.default_rng(seed)
+        self._envs.seed_actions(seed)
+
+    def act(self) -> tuple[dict[Key, Any], Any]:
+        """The columns of the next step, and the actions for the environments."""
+        if self.policy is None:
+            return self.act_randomly()
+        columns = self._ask()
+        action = columns[ACTION]
+        if self._count is not None and np.ndim(action) > 1:
+            action = np.argmax(action, -1)
+        return columns, action
+
+    def act_randomly(self) -> tuple[dict[Key, Any], Any]:
+        """The same with random actions. What else the policy returns is zero."""
+        action = self._envs.sample()
+        column = next((one for one in self.columns if one.key == ACTION), None)
+        given = action
+        if column is not None and column.shape != action.shape[1:]:
+            # The policy's actions are one-hot.
+            given = np.zeros((len(action), *column.shape), column.dtype)
+            np.put_along_axis(given, action[:, None], 1, -1)
+        return {ACTION: given}, action
+
+    def _discover(self) -> list[Column]:
+        """Asks the policy once for its columns. No generator of random numbers moves by it."""
+        if self.policy is None:
+            columns = {ACTION: self._envs.sample()}
+        else:
+            with _same_randomness():
+                columns = self._ask()
+        return [
+            Column(key, value.dtype.name, tuple(value.shape[1:])) for key, value in columns.items()
+        ]
+
+    def _ask(self) -> dict[Key, np.ndarray]:
+        with self._no_grad(), self._exploring():
+            found = self._from_tensordict() if self._speaks_tensordict else self._from_plain()
+        columns = {key: self._array(key, value) for key, value in found.items()}
+        self._check_action(columns)
+        return columns
+
+    def _from_plain(self) -> dict[Key, Any]:
+        inputs = {key: self._tensor(value) for key, value in self._envs.observations.items()}
+        only = next(iter(inputs.values())) if list(inputs) == [("observation",)] else None
+        answer = self.policy(_nested(inputs) if only is None else only)
+        more: dict[Key, Any] = {}
+        if isinstance(answer, Mapping):
+            if "action" not in answer:
+                raise WrongTypeError(
+                    f"the policy returned {', '.join(map(str, answer))}, and no 'action'"
+                )
+            more = {(str(key),): value for key, value in answer.items() if key != "action"}
+            answer = answer["action"]
+        return {**self._drawn(answer), **more}
+
+    def _drawn(self, answer: Any) -> dict[Key, Any]:
+        """The actions of an answer that may be a distribution, or logits of one."""
+        count = self._count
+        if count is not None and np.ndim(answer) == 2 and answer.shape[1] == count:
+            logits = self._array(ACTION, answer)
+            if logits.dtype.kind == "f":
+                return self._of_logits(logits)
+        if not hasattr(answer, "log_prob"):
+            return {ACTION: answer}
+        if self._explore == "random":
+            action = answer.sample()
+        elif self._explore == "mean":
+            action = answer.mean
+        else:
+            action = answer.mode
+        return {ACTION: action, LOG_PROB: answer.log_prob(action)}
+
+    def _of_logits(self, logits: np.ndarray) -> dict[Key, Any]:
+        """Actions of a categorical distribution. torch's takes as long as a small policy."""
+        logits = logits - logits.max(-1, keepdims=True)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        if self._explore == "random":
+            # The largest of the log-probabilities with Gumbel noise is distributed like them.
+            action = np.argmax(log_probs + self._rng.gumbel(size=logits.shape), -1)
+        else:
+            action = np.argmax(log_probs, -1)
+        return {ACTION: action, LOG_PROB: np.take_along_axis(log_probs, action[:, None], -1)[:, 0]}
+
+    def _from_tensordict(self) -> dict[Key, Any]:
+        from tensordict import TensorDict
+
+        batched = self._envs.is_batched
+        inputs = {key: self._tensor(value) for key, value in self._envs.observations.items()}
+        shape = (self._envs.num_envs,) if batched else ()
+        given = TensorDict({}, batch_size=shape)
+        for key, value in inputs.items():
+            given.set(key, value if batched else value[0])
+        answer = self.policy(given)
+        found = {}
+        for key in answer.keys(include_nested=True, leaves_only=True):
+            full = (key,) if isinstance(key, str) else tuple(key)
+            if full not in inputs:
+                value = answer.get(key)
+                found[full] = value if batched else value.unsqueeze(0)
+        if ACTION not in found:
+            raise WrongTypeError(
+                f"the policy wrote {', '.join('.'.join(key) for key in found)}, and no 'action'"
+            )
+        return found
+
+    def _tensor(self, value: np.ndarray) -> Any:
+        # A copy: the policy may keep what it is given, and the array changes with the next step.
+        if torch is None:
+            return value.copy()
+        tensor = torch.tensor(value)
+        return tensor if self._device is None else tensor.to(self._device)
+
+    def _array(self, key: Key, value: Any) -> np.ndarray:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu()
+            if value.dtype.is_floating_point and value.dtype.itemsize == 2:
+                # numpy has no bfloat16; half precision follows it.
+                value = value.float()
+            value = value.numpy()
+        array: np.ndarray = np.asarray(value)
+        if array.ndim == 0 or len(array) != self._envs.num_envs or array.dtype.kind not in "biufc":
+            raise WrongTypeError(
+                f"the policy returned {'.'.join(key)} as {array.dtype} of shape "
+                f"{list(array.shape)}: expected numbers, {self._envs.num_envs} in the first dimension"
+            )
+        return array
+
+    def _check_action(self, columns: Mapping[Key, np.ndarray]) -> None:
+        """Refuses actions that the environments cannot take."""
+        action, space = columns[ACTION], self._envs.action_space
+        shape = action.shape[1:]
+        if self._count is not None:
+            fits = shape == (self._count,) or (shape == () and action.dtype.kind in "iu")
+            expected = f"integers [{len(action)}], or logits [{len(action)}, {self._count}]"
+        else:
+            fits = shape == tuple(space.shape)
+            expected = str([len(action), *space.shape])
+        if not fits:
+            raise WrongTypeError(
+                f"the policy returned actions ({action.dtype}) of shape {list(action.shape)} for "
+                f"the action space {space}: expected {expected}"
+            )
+
+    def _no_grad(self) -> contextlib.AbstractContextManager[Any]:
+        gradless: contextlib.AbstractContextManager[Any]
+        gradless = contextlib.nullcontext() if torch is None else torch.no_grad()
+        return gradless
+
+    def _exploring(self) -> contextlib.AbstractContextManager[Any]:
+        if not self._speaks_tensordict:
+            return contextlib.nullcontext()
+        from tensordict.nn import InteractionType, set_interaction_type
+
+        exploring: contextlib.AbstractContextManager[Any]
+        exploring = set_interaction_type(InteractionType[self._explore.upper()])
+        return exploring
+
+
+@contextlib.contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Puts the generators of random numbers back to where they were."""
+    states = random.getstate(), np.random.get_state()
+    with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _is_discrete(envs: Envs) -> bool:
+    space: Any = envs.action_space
+    if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
+        raise WrongTypeError(f"the action space {space} has no fixed shape")
+    return hasattr(space, "n") and tuple(space.shape) == ()
+
+
+def is_tensordict_module(policy: Any) -> bool:
+    """Whether a policy takes and returns TensorDicts."""
+    try:
+        from tensordict.nn import TensorDictModuleBase
+    except ImportError:
+        return False
+    return isinstance(policy, TensorDictModuleBase)
+
+
+def _nested(columns: Mapping[Key, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in columns.items():
+        inner = result
+        for name in key[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[key[-1]] = value
+    return result
+
+
+def make_policy(policy: Any, factory: Callable[[], Any] | None, device: Any) -> Any:
+    """The policy that a worker runs, on its device."""
+    made = policy if factory is None else factory()
+    if device is not None and hasattr(made, "to"):
+        made = made.to(device)
+    return made

@@ -1,0 +1,213 @@
+"""The inner loop of every collector: ask the policy, step the environments, write the frames."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weightsync.errors import CorruptError
+from weightsync.rl._columns import (
+    DONE,
+    MASK,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Column,
+    Key,
+)
+from weightsync.rl._envs import Envs
+from weightsync.rl._policy import Actor
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a rollout treats episodes.
+
+    Attributes:
+        max_frames_per_traj: an episode is truncated after so many frames; 0: never.
+        reset_at_each_iter: whether each batch begins new episodes.
+        reset_when_done: whether a new episode begins where one ends; without it the rest of the
+            environment's row is empty, and the mask says so.
+    """
+
+    max_frames_per_traj: int = 0
+    reset_at_each_iter: bool = False
+    reset_when_done: bool = True
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The trajectories of a part, in this rollout's own numbers.
+
+    Attributes:
+        first: the first number that the part has begun.
+        following: the first number that it has not.
+        current: of each environment, at the end.
+    """
+
+    first: int
+    following: int
+    current: list[int]
+
+
+class Rollout:
+    """Environments, a policy, and the episodes under way.
+
+    Args:
+        envs: the environments.
+        actor: asks the policy.
+        rules: how episodes are treated.
+        version: returns the policy's version; called while the policy cannot change.
+        frozen: a context in which the policy does not change.
+    """
+
+    def __init__(
+        self,
+        envs: Envs,
+        actor: Actor,
+        rules: Rules,
+        version: Callable[[], int],
+        frozen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        self._envs, self._actor, self._rules = envs, actor, rules
+        self._version, self._frozen = version, frozen
+        count = envs.num_envs
+        self._lengths: np.ndarray = np.zeros(count, np.int64)
+        self._ids: np.ndarray = np.zeros(count, np.int64)
+        # TorchRL's collector has reset its environments once before the first of these batches.
+        self._next_id = count if rules.reset_at_each_iter else 0
+        self._active: np.ndarray = np.zeros(count, bool)
+        self._begun = False
+        self._seeds: list[int] | None = None
+
+    def columns(self) -> list[Column]:
+        """The columns of this rollout's frames."""
+        envs = self._envs.columns
+        columns = [*envs, *(one for one in self._actor.columns if one.key not in _keys(envs))]
+        columns += [Column(("next", *one.key), one.dtype, one.shape) for one in envs]
+        columns.append(Column(REWARD, "float32", ()))
+        columns += [Column(key, "bool", ()) for key in (DONE, TERMINATED, TRUNCATED)]
+        columns += [Column(key, "int64", ()) for key in (TRAJ_IDS, POLICY_VERSION)]
+        if not self._rules.reset_when_done:
+            columns.append(Column(MASK, "bool", ()))
+        return columns
+
+    def seed(self, seed: int) -> None:
+        """The next reset of all environments takes these seeds, one after the other."""
+        self._seeds = [seed + index for index in range(self._envs.num_envs)]
+        self._actor.seed(seed)
+        self._begun = False
+
+    def reset(self) -> None:
+        """The next batch begins new episodes."""
+        self._begun = False
+
+    def collect(self, out: dict[Key, np.ndarray], steps: int, random_steps: int) -> Ids:
+        """Takes so many steps in each environment, the first of them with random actions.
+
+        Args:
+            out: arrays by column, ``[P, steps, *shape]``.
+
+        Raises:
+            CorruptError: naming a column that holds NaN.
+        """
+        envs, rules = self._envs, self._rules
+        first = self._next_id
+        if rules.reset_at_each_iter or not self._begun:
+            self._reset(np.ones(envs.num_envs, bool))
+        elif not self._active.all():
+            self._reset(~self._active)
+        for t in range(steps):
+            active = self._active
+            with self._frozen():
+                out[POLICY_VERSION][:, t] = self._version()
+                if t < random_steps:
+                    answer, action = self._actor.act_randomly()
+                else:
+                    answer, action = self._actor.act()
+            if t < random_steps and len(answer) < len(self._actor.columns):
+                for column in self._actor.columns:
+                    out[column.key][:, t] = 0
+            for key, value in envs.observations.items():
+                out[key][:, t] = value
+            for key, value in answer.items():
+                if key not in envs.observations:
+                    self._check_shape(key, value, out[key])
+                    out[key][:, t] = value
+            envs.step(action, active)
+            self._lengths += 1
+            if rules.max_frames_per_traj:
+                envs.truncated |= self._lengths >= rules.max_frames_per_traj
+            done = envs.terminated | envs.truncated
+            for key, value in envs.following.items():
+                out["next", *key][:, t] = value
+            out[REWARD][:, t] = envs.rewards
+            out[TERMINATED][:, t] = envs.terminated
+            out[TRUNCATED][:, t] = envs.truncated
+            out[DONE][:, t] = done
+            out[TRAJ_IDS][:, t] = self._ids
+            if not rules.reset_when_done:
+                out[MASK][:, t] = active
+                self._active = active & ~done
+                if not self._active.any():
+                    self._leave_empty(out, t + 1)
+                    break
+            for key, value in envs.following.items():
+                np.copyto(envs.observations[key], value)
+            if rules.reset_when_done and done.any():
+                self._reset(done)
+        if not rules.reset_when_done:
+            self._blank(out)
+        self._check_numbers(out)
+        return Ids(first, self._next_id, self._ids.tolist())
+
+    def _reset(self, which: np.ndarray) -> None:
+        seeds, self._seeds = (self._seeds, None) if which.all() else (None, self._seeds)
+        self._envs.reset(which, seeds)
+        count = int(which.sum())
+        self._ids[which] = np.arange(self._next_id, self._next_id + count)
+        self._next_id += count
+        self._lengths[which] = 0
+        self._active = self._active | which
+        self._begun = True
+
+    def _leave_empty(self, out: dict[Key, np.ndarray], t: int) -> None:
+        """Marks the steps from ``t`` on as empty."""
+        out[MASK][:, t:] = False
+
+    def _blank(self, out: dict[Key, np.ndarray]) -> None:
+        """Zeroes the frames that are none."""
+        empty = ~out[MASK]
+        for key, array in out.items():
+            if key != MASK:
+                array[empty] = 0
+
+    def _check_shape(self, key: Key, value: Any, into: np.ndarray) -> None:
+        """Refuses an answer that numpy would stretch to the shape that it had before."""
+        expected = (len(into), *into.shape[2:])
+        if np.shape(value) != expected:
+            raise CorruptError(
+                f"the policy returned {'.'.join(key)} of shape {list(np.shape(value))}, and of "
+                f"{list(expected)} before: give every step the same shape"
+            )
+
+    def _check_numbers(self, out: dict[Key, np.ndarray]) -> None:
+        """Refuses frames with NaN: a policy that learns from them is lost."""
+        # What a step led to before what the next one saw, which is the same NaN.
+        for key, array in sorted(out.items(), key=lambda one: one[0][0] != "next"):
+            if array.dtype.kind == "f" and np.isnan(array).any():
+                index = tuple(int(one) for one in np.argwhere(np.isnan(array))[0])
+                raise CorruptError(
+                    f"{'.'.join(key)} is NaN in environment {index[0]} at step {index[1]} of the "
+                    "batch: check what the environment and the policy return"
+                )
+
+
+def _keys(columns: list[Column]) -> set[Key]:
+    return {one.key for one in columns}

@@ -1,0 +1,220 @@
+"""A worker of a collector: it collects what the trainer asks for, until the trainer ends it.
+
+Messages are JSON over a socket that keeps them apart. Frames and the worker's settings travel in
+memory files, whose descriptors come with a message. Nothing in a message is executed: what a
+worker runs is the program that the trainer started it with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from weightsync import _paths
+from weightsync.model_receiver import ModelReceiver
+from weightsync.rl._columns import Key, Layout
+from weightsync.rl._envs import Envs
+from weightsync.rl._policy import Actor, Exploration, make_policy
+from weightsync.rl._rollout import Rollout, Rules
+
+#: The longest message. Longer last words are cut.
+LONGEST = 1 << 16
+
+#: Not in the fcntl module: which signal the kernel sends when the file changes.
+_F_SETSIG = 10
+
+
+@dataclass
+class Start:
+    """What a worker is started with."""
+
+    worker: int
+    make_env: Callable[[], Any]
+    policy: Any
+    policy_factory: Callable[[], Any] | None
+    policy_device: Any
+    rules: Rules
+    explore: Exploration
+    num_threads: int
+    #: Models that the trainer sends, by their paths.
+    models: list[str]
+
+
+class Worker:
+    """Environments and a policy, and the trainer's orders for them."""
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+        self._receiver: ModelReceiver | None = None
+        self._background: Any = None
+        self._slots: dict[int, dict[Key, np.ndarray]] = {}
+        self.policy = make_policy(start.policy, start.policy_factory, start.policy_device)
+        self._envs = Envs.of(start.make_env)
+        actor = Actor(self.policy, self._envs, start.explore, start.policy_device)
+        self._rollout = Rollout(
+            self._envs, actor, start.rules, self._policy_version, self._frozen
+        )
+
+    def ready(self) -> dict[str, Any]:
+        """What the trainer has to know before it asks for frames."""
+        return {
+            "is": "ready",
+            "columns": [one.to_json() for one in self._rollout.columns()],
+            "num_envs": self._envs.num_envs,
+            "is_batched": self._envs.is_batched,
+        }
+
+    def do(self, order: dict[str, Any], fds: list[int]) -> dict[str, Any] | None:
+        """Does what an order says, and returns the answer."""
+        what = order["do"]
+        if what == "slot":
+            self._add_slot(order, fds.pop())
+            return None
+        if what == "collect":
+            ids = self._rollout.collect(
+                self._slots[order["slot"]], order["steps"], order["random"]
+            )
+            return {
+                "is": "part",
+                "part": order["part"],
+                "first": ids.first,
+                "following": ids.following,
+                "current": ids.current,
+                "at": time.monotonic(),
+            }
+        if what == "join":
+            self._join(order["info"])
+            return {"is": "joined"}
+        if what == "seed":
+            self._rollout.seed(order["seed"])
+        else:
+            self._rollout.reset()
+        return None
+
+    def close(self) -> None:
+        """Leaves the trainer, and closes the environments."""
+        if self._receiver is not None:
+            self._receiver.shutdown()
+        self._envs.close()
+
+    def _add_slot(self, order: dict[str, Any], fd: int) -> None:
+        try:
+            memory = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        columns = self._rollout.columns()
+        views = Layout(columns, order["dims"]).views(memory)
+        # Of the two first dimensions one is the worker's, the other its environments'.
+        at: Any = order["index"] if order["axis"] == 0 else (slice(None), order["index"])
+        self._slots[order["slot"]] = {key: view[at] for key, view in views.items()}
+
+    def _join(self, info: str) -> None:
+        env: Any = getattr(self._envs, "env", None) or getattr(self._envs, "envs", [None])
+        env = env[0] if isinstance(env, list) and not self._envs.is_batched else env
+        context = SimpleNamespace(policy=self.policy, env=env)
+        models = {path: _paths.resolve(context, path) for path in self._start.models}
+        receiver = ModelReceiver(info, self._start.worker, models=models)
+        receiver.connect()
+        self._background = receiver.start_background()
+        self._receiver = receiver
+
+    def _policy_version(self) -> int:
+        if self._background is None:
+            return 0
+        versions: dict[str, int] = self._background.versions
+        return versions.get("policy", 0)
+
+    def _frozen(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._background is None else self._background
+
+
+def serve(link: socket.socket, start: Start) -> bool:
+    """Works for the trainer at the other end, until it closes the link.
+
+    Returns:
+        Whether the worker ended in order. What went wrong was said to the trainer.
+    """
+    worker = None
+    try:
+        worker = Worker(start)
+        _say(link, worker.ready())
+        while True:
+            message, fds, _, _ = socket.recv_fds(link, LONGEST, 1)
+            if not message:
+                return True
+            answer = worker.do(json.loads(message), list(fds))
+            if answer is not None:
+                _say(link, answer)
+    except ConnectionError:
+        return True
+    except BaseException as error:
+        words = "".join(traceback.format_exception(error))
+        with contextlib.suppress(OSError):
+            _say(link, {"is": "error", "reason": words[-LONGEST // 2 :]})
+        return False
+    finally:
+        with contextlib.suppress(Exception):
+            if worker is not None:
+                worker.close()
+        link.close()
+
+
+def _say(link: socket.socket, message: dict[str, Any]) -> None:
+    link.sendall(json.dumps(message).encode())
+
+
+def die_with(lifeline: int) -> None:
+    """Has the kernel kill this process once the other end of a pipe is closed.
+
+    The trainer alone has that end, and writes nothing. A thread could not do this: an environment
+    that hangs may hold the interpreter's lock.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
+    with contextlib.suppress(BlockingIOError):
+        # The trainer may have died before.
+        if os.read(lifeline, 1) == b"":
+            os._exit(1)
+
+
+def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
+    """The worker's process.
+
+    Args:
+        link_fd: the link to the trainer.
+        lifeline: a pipe that the trainer's death closes.
+        settings: what the worker is started with, pickled.
+    """
+    die_with(lifeline)
+    # Ctrl-C reaches every process of the terminal. The trainer ends its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    link = socket.socket(fileno=link_fd)
+    try:
+        with settings:
+            start: Start = pickle.load(settings)
+    except BaseException:
+        words = "cannot read its environment and policy:\n" + traceback.format_exc()
+        _say(link, {"is": "error", "reason": words[-LONGEST // 2 :]})
+        return 1
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(start.num_threads)
+    return 0 if serve(link, start) else 1
