@@ -423,8 +423,8 @@ class Rank:
         self.thawed.set()
         self.holding.join()
 
-    def scheme_freeze(self):
-        """Keeps the model unchanged from here on."""
+    def scheme_hold(self):
+        """Keeps the model unchanged from here on, in this thread."""
         self.hold = self.end.frozen()
         self.hold.__enter__()
 

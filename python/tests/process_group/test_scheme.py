@@ -62,7 +62,7 @@ def test_forward_without_an_end_refuses_a_version(ranks):
 
 def test_forward_goes_first_while_a_version_waits(ranks):
     made = connect(ranks, world=2, sync=False)
-    made[1].ask("scheme_freeze")
+    made[1].ask("scheme_hold")
     made[0].order("scheme_send")
     assert made[1].ask("scheme_frozen_forward") is True
     assert made[0].answer() == 2

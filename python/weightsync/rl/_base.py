@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import threading
@@ -25,7 +26,7 @@ logger = logging.getLogger("weightsync.rl")
 ReturnType = Literal["torch", "numpy", "tensordict"]
 
 
-class BaseCollector:
+class BaseCollector(abc.ABC):
     """The settings, the weights and the counts of a collector."""
 
     def __init__(
@@ -91,9 +92,9 @@ class BaseCollector:
         return self._frames
 
     @property
+    @abc.abstractmethod
     def version(self) -> int:
         """The version of the policy's weights that was sent last; 0 before the first."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until ``total_frames`` are there. With a replay buffer each item is None."""
@@ -237,6 +238,7 @@ class BaseCollector:
     def _end(self, reason: str | None) -> None:
         self.shutdown()
 
+    @abc.abstractmethod
     def set_seed(self, seed: int) -> int:
         """Seeds environments and draws: environment ``i`` of all gets ``seed + i``.
 
@@ -245,11 +247,10 @@ class BaseCollector:
         Returns:
             A seed that none of them has.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def reset(self) -> None:
         """Has all environments begin new episodes with the next batch."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """The count of frames, to go on with in :meth:`load_state_dict`."""
@@ -266,14 +267,17 @@ class BaseCollector:
     def _has_weights(self) -> bool:
         return hasattr(self.policy, "state_dict")
 
+    @abc.abstractmethod
     def _collect(self) -> Batch:
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def _update(self, weights: dict[str, Any], worker_ids: Any) -> Any:
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def _close(self) -> None:
-        raise NotImplementedError
+        ...
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import copy
 import io
@@ -136,18 +137,18 @@ class Crew:
             raise LifecycleError("the collector was shut down: make another")
 
 
-class _Member:
+class _Member(abc.ABC):
     """A worker's link, and how it runs."""
 
     link: socket.socket
 
+    @abc.abstractmethod
     def kill(self) -> str:
         """Ends the worker, whatever it does, and says how."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def ended(self, patience: float) -> str:
         """Waits for the end, and says how it was."""
-        raise NotImplementedError
 
 
 class _Process(_Member):

@@ -6,6 +6,7 @@ observations lie in arrays shaped ``[P, *shape]``.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -95,7 +96,7 @@ class _Given:
         return repr(self._env)
 
 
-class Envs:
+class Envs(abc.ABC):
     """A number of environments, stepped together.
 
     Attributes:
@@ -106,8 +107,16 @@ class Envs:
     """
 
     def __init__(self, num_envs: int, is_batched: bool, observation: Any, action: Any) -> None:
+        from gymnasium.vector.utils import batch_space
+
         self.num_envs, self.is_batched = num_envs, is_batched
+        if getattr(action, "shape", None) is None or getattr(action, "dtype", None) is None:
+            raise UnsupportedError(
+                f"the action space {action} has no fixed shape: wrap the environment so that an "
+                "action is one array or number"
+            )
         self.action_space = action
+        self._action_spaces = batch_space(action, num_envs)
         self.columns = list(_columns_of((), observation))
         if not self.columns:
             raise UnsupportedError(f"the observation space {observation} has no quantity")
@@ -129,26 +138,26 @@ class Envs:
             raise WrongTypeError(f"expected a Gymnasium environment, the factory made {made!r}")
         return _Serial([made], is_batched=False)
 
+    @abc.abstractmethod
     def reset(self, which: np.ndarray, seeds: list[int] | None = None) -> None:
         """Starts new episodes in these environments, and shows their first observations."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def step(self, actions: Any, which: np.ndarray) -> None:
         """Takes one step in each of these, and puts what it led to into :attr:`following`."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def close(self) -> None:
         """Closes the environments."""
-        raise NotImplementedError
 
     def sample(self) -> np.ndarray:
         """Random actions, ``[P, *shape]``."""
-        drawn: np.ndarray = np.stack([self.action_space.sample() for _ in range(self.num_envs)])
+        drawn: np.ndarray = self._action_spaces.sample()
         return drawn
 
     def seed_actions(self, seed: int) -> None:
         """Seeds :meth:`sample`."""
-        self.action_space.seed(seed)
+        self._action_spaces.seed(seed)
 
     def _empty(self) -> dict[Key, np.ndarray]:
         return {
@@ -286,7 +295,8 @@ def _columns_of(prefix: Key, space: Any) -> Iterable[Column]:
 
 def _at(observation: Any, key: Key) -> Any:
     """The part of an observation that a column holds."""
-    if not isinstance(observation, Mapping):
+    # An isinstance of Mapping would take as long as the write.
+    if not hasattr(observation, "keys"):
         return observation
     for name in key:
         observation = observation[name]

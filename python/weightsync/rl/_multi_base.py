@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -219,12 +220,13 @@ class MultiCollector(BaseCollector):
 
     # Orders and parts.
 
+    @abc.abstractmethod
     def _dims(self) -> tuple[int, ...]:
         """The dimensions of a slot: the workers of a batch, environments, time."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _steps_of_a_part(self) -> int:
-        raise NotImplementedError
+        ...
 
     def _order(self, worker: int, slot: Slot, axis: int = 0, index: int = 0) -> None:
         """Asks a worker for a part, in its place of a slot."""

@@ -229,10 +229,7 @@ def _same_randomness() -> Iterator[None]:
 
 
 def _is_discrete(envs: Envs) -> bool:
-    space: Any = envs.action_space
-    if getattr(space, "shape", None) is None or getattr(space, "dtype", None) is None:
-        raise WrongTypeError(f"the action space {space} has no fixed shape")
-    return hasattr(space, "n") and tuple(space.shape) == ()
+    return hasattr(envs.action_space, "n") and tuple(envs.action_space.shape) == ()
 
 
 def is_tensordict_module(policy: Any) -> bool:
