@@ -13,7 +13,8 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import ModuleTransform
-from weightsync.ray._group import Deadline, Offer
+from weightsync._deadline import Deadline
+from weightsync.ray._group import Offer
 from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme
 
 # Ray waits a minute for a process that does not come up before it starts another.

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -125,6 +126,33 @@ def shared_transport(module, per_worker):
     transport.shutdown()
     for worker in workers:
         worker.join(SOON)
+
+
+def shared_transport_after_a_refusal(module):
+    """`SharedMemTransport`: once a first call has failed, the next one begins again."""
+    queues = {index: queue.Queue() for index in range(2)}
+    transport = module.SharedMemTransport()
+    transport.register_weights({0: weights_of(Probe(1.0)), 1: {"other": torch.ones(3)}}, queues)
+    for _ in range(2):
+        try:
+            transport.setup_connection_and_weights_on_sender()
+        except weightsync.WrongWeightsError as error:
+            assert "other" in str(error)
+        else:
+            raise AssertionError("weights of another model are refused for a worker")
+        assert all(one.empty() for one in queues.values())
+    transport.register_weights({index: weights_of(Probe(index + 1.0)) for index in queues}, queues)
+    transport.setup_connection_and_weights_on_sender()
+    for index in queues:
+        receiving, model = module.SharedMemTransport(), Probe()
+        receiving.register_weights({}, queues)
+        with hurry("the first weights", SOON):
+            receiving.setup_connection_and_weights_on_receiver(worker_idx=index, model=model)
+            # The first version may come before a worker's own.
+            while model() != (index + 1.0, index + 1.0):
+                receiving.receive_weights(timeout=SOON, model=model)
+        receiving.shutdown()
+    transport.shutdown()
 
 
 class PipeTransport:
