@@ -121,7 +121,9 @@ class Background:
         failure: str | None = self._ask("state")[2]
         return failure
 
-    def _move(self, receiver: ModelReceiver, session: Session, info: InitInfo) -> None:
+    def _move(
+        self, receiver: ModelReceiver, session: Session, info: InitInfo, timeout: float | None
+    ) -> None:
         """Exchanges the thread for one of another session, while no thread uses the models."""
         before = self._native
 
@@ -139,7 +141,7 @@ class Background:
             )
 
         try:
-            before.hand_over(exchange)
+            before.hand_over(exchange, timeout)
         finally:
             # Also where Ctrl-C came after the exchange.
             if self._native is not before:

@@ -208,12 +208,21 @@ _TRIES = 20
 _counts: dict[str, itertools.count[int]] = {}
 
 
-def unreachable(sender: str, address: str, remedy: str) -> PeerError:
-    """The error of this host, which a sender on another host does not listen for."""
-    return PeerError(
-        f"{sender} is on {address} and listens for that host alone, and this is {_cluster.address()}: "
-        f"{remedy}, which has weights travel between hosts without encryption"
-    )
+def check_reach(sender: str, address: str, is_open: bool, remedy: str) -> None:
+    """Checks that this host can reach a sender.
+
+    Args:
+        is_open: whether the sender listens for other hosts.
+
+    Raises:
+        PeerError: if it does not, and is on another host.
+    """
+    here = _cluster.address()
+    if not is_open and address != here:
+        raise PeerError(
+            f"{sender} is on {address} and listens for that host alone, and this is {here}: "
+            f"{remedy}, which has weights travel between hosts without encryption"
+        )
 
 
 class Group:
@@ -320,9 +329,8 @@ class Group:
         Raises:
             PeerError: if this host cannot reach the sender.
         """
-        if not offer.is_open and offer.address != _cluster.address():
-            remedy = f"make {self._made} with insecure_plaintext=True"
-            raise unreachable(f"the sender of {self._shown}", offer.address, remedy)
+        remedy = f"make {self._made} with insecure_plaintext=True"
+        check_reach(f"the sender of {self._shown}", offer.address, offer.is_open, remedy)
         self.relay()
 
     def relay(self) -> None:
