@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
 from weightsync._checks import only_version
+from weightsync._deadline import Deadline
 from weightsync._guard import Guard, Hold
 from weightsync._native import Background as Native
 from weightsync._targets import ModuleTarget, Target
@@ -63,9 +64,24 @@ class Background:
             False if the timeout came first, or if no version can arrive any more; without
             a timeout also if the sender has shut down.
         """
-        if isinstance(version, int):
-            version = dict.fromkeys(self.versions, version)
-        return self._native.wait(version or {}, timeout)
+        until = Deadline(timeout)
+        wanted = dict.fromkeys(self.versions, version) if isinstance(version, int) else version
+        run = None if wanted else self.run
+        while True:
+            native = self._native
+            if run is not None and self.run != run:
+                # The move has brought a version.
+                return True
+            try:
+                if native.wait(wanted or {}, until.left()):
+                    return True
+            except LifecycleError:
+                if native is self._native:
+                    raise
+                continue
+            # The receiver may have moved to another sender meanwhile.
+            if native is self._native or until.left() == 0:
+                return False
 
     @property
     def version(self) -> int:
@@ -105,7 +121,9 @@ class Background:
         failure: str | None = self._ask("state")[2]
         return failure
 
-    def _move(self, receiver: ModelReceiver, session: Session, info: InitInfo) -> None:
+    def _move(
+        self, receiver: ModelReceiver, session: Session, info: InitInfo, timeout: float | None
+    ) -> None:
         """Exchanges the thread for one of another session, while no thread uses the models."""
         before = self._native
 
@@ -123,7 +141,7 @@ class Background:
             )
 
         try:
-            before.hand_over(exchange)
+            before.hand_over(exchange, timeout)
         finally:
             # Also where Ctrl-C came after the exchange.
             if self._native is not before:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from weightsync import _ends, _paths
 from weightsync._checks import choice
+from weightsync._deadline import Deadline
 from weightsync._native import InitInfo, MappedTarget, Session
 from weightsync._receiving import Receiving, read
 from weightsync._targets import Target, target_of
@@ -155,10 +156,10 @@ class ModelReceiver(Receiving):
         follows the sender before.
 
         Raises:
-            As :meth:`connect`; a :class:`LifecycleError` if this thread keeps the models unchanged,
-            or if there is no background receiver.
+            As :meth:`connect`; a :class:`DeadlineError` also if other threads keep the models unchanged
+            until then; a :class:`LifecycleError` if this thread does, or if there is no background receiver.
         """
-        background = self._background
+        until, background = Deadline(timeout), self._background
         if background is None:
             raise LifecycleError(
                 "rejoin was called before start_background: without a thread that receives, shut "
@@ -168,8 +169,8 @@ class ModelReceiver(Receiving):
         session = Session.prepare_receiver(info, self._worker, self._models, self._device)
         before = self._session
         try:
-            session.join_receiver(timeout)
-            background._move(self, session, info)
+            session.join_receiver(until.left())
+            background._move(self, session, info, until.left())
         finally:
             # Ctrl-C may come after the exchange.
             (before if self._session is session else session).shutdown(None)

@@ -201,8 +201,9 @@ pub struct Background<M: Send + Sync + 'static> {
 
 impl<M: Send + Sync + 'static> Background<M> {
     /// The models, which do not change while the guard is held; any number of
-    /// threads may hold one. Waits only while the models are being changed, and
-    /// for a moment if a version has been waiting for other guards.
+    /// threads may hold one. Waits only while the models are being changed, and if a
+    /// version or a writer waits for other guards: as long as that one has waited, and
+    /// 10 ms at least.
     ///
     /// # Errors
     ///
@@ -212,7 +213,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// [`write`](Self::write).
     pub fn read(&self) -> Result<ModelGuard<'_, M>> {
         let handoff = self.follower.handoff()?;
-        let permit = Permit::take(handoff, Access::Shared, "Background::read")?;
+        let permit = Permit::take(handoff, Access::Shared, "Background::read", None)?;
         match self.hold.held.read() {
             Ok(held) if held.whole => Ok(ModelGuard {
                 held,
@@ -274,7 +275,7 @@ impl<M: Send + Sync + 'static> Background<M> {
     /// guard.
     pub fn write(&self) -> Result<ModelGuardMut<'_, M>> {
         let handoff = self.follower.handoff()?;
-        let permit = Permit::take(handoff, Access::Alone, "Background::write")?;
+        let permit = Permit::take(handoff, Access::Alone, "Background::write", None)?;
         match self.hold.held.write() {
             Ok(held) if held.whole => Ok(ModelGuardMut {
                 held,
@@ -290,13 +291,15 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// # Errors
     ///
-    /// [`Error::GuardHeld`] if this thread holds a guard, and [`Error::Interrupted`].
+    /// [`Error::GuardHeld`] if this thread holds a guard, [`Error::GuardsInUse`] if others still do at
+    /// the timeout, and [`Error::Interrupted`]. Then the function was not called.
     pub fn hand_over<T, E>(
         &self,
+        timeout: Option<Duration>,
         call: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<std::result::Result<T, E>> {
         let handoff = self.follower.handoff()?;
-        let _permit = Permit::take(handoff, Access::Alone, "Background::hand_over")?;
+        let _permit = Permit::take(handoff, Access::Alone, "Background::hand_over", timeout)?;
         let done = call();
         if done.is_ok() {
             handoff.notify(|inner| inner.stop = true);
@@ -401,7 +404,10 @@ impl<M: Send + Sync + 'static> Background<M> {
                 true => Some(Found::Enough),
                 false if declared && inner.shared.has_staged() => {
                     asked = true;
-                    inner.shared.asks_for_staged().then_some(Found::Staged)
+                    inner
+                        .shared
+                        .asks_for_staged(Instant::now())
+                        .then_some(Found::Staged)
                 }
                 false => None,
             });

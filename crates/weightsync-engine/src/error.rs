@@ -260,6 +260,17 @@ pub enum Error {
         /// The call.
         call: &'static str,
     },
+    /// Other threads held guards of the models until the deadline.
+    #[error(
+        "{call}: other threads still held guards of the models after {waited:.1?}: a forward, or a \
+         block that keeps the models unchanged, has not ended; try again"
+    )]
+    GuardsInUse {
+        /// The call.
+        call: &'static str,
+        /// How long they were waited for.
+        waited: Duration,
+    },
     /// Code that was called back panicked; the panic ended there.
     #[error("{what} panicked: {message}")]
     Panicked {

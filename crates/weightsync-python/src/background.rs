@@ -58,10 +58,19 @@ impl Background {
     }
 
     /// Calls a function while this thread alone is with the models. If it returns, nothing is applied
-    /// from here on.
-    fn hand_over(&self, py: Python<'_>, function: Py<PyAny>) -> PyResult<()> {
+    /// from here on. The timeout, in seconds, is that of the wait for other threads.
+    #[pyo3(signature = (function, timeout = None))]
+    fn hand_over(
+        &self,
+        py: Python<'_>,
+        function: Py<PyAny>,
+        timeout: Option<Seconds>,
+    ) -> PyResult<()> {
+        let timeout = timeout_of(timeout);
         self.call(py, |inner| {
-            inner.hand_over(|| Python::attach(|py| function.call0(py).map(drop)))
+            inner.hand_over(timeout, || {
+                Python::attach(|py| function.call0(py).map(drop))
+            })
         })?
     }
 

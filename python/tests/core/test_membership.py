@@ -142,6 +142,67 @@ def test_receiver_moves_to_another_sender_for_good():
         sender.shutdown()
 
 
+@pytest.mark.parametrize("version", [None, 7])
+def test_background_waits_on_after_a_move(version):
+    first, second = weightsync.Sender(Net(1.0)), weightsync.Sender(Net(3.0))
+    first.connect(0)
+    second.connect(0, version=7)
+    receiver = weightsync.ModelReceiver(first.init_info, 0, model=Net(), mode="copy")
+    receiver.connect(timeout=LONG)
+    background, begins, said = receiver.start_background(), threading.Event(), []
+
+    def wait():
+        begins.set()
+        said.append(background.wait(version, timeout=LONG))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    begins.wait(LONG)
+    # It is most likely inside the wait by then.
+    waiting.join(0.2)
+    receiver.rejoin(second.init_info, timeout=LONG)
+    while waiting.is_alive():
+        # A wait that began after the move is one for another version.
+        second.send(wait="sent")
+        waiting.join(0.1)
+    assert said == [True] and receiver.version >= 7
+    receiver.shutdown()
+    with pytest.raises(weightsync.LifecycleError):
+        background.wait(version, timeout=LONG)
+    for sender in (first, second):
+        sender.shutdown()
+
+
+def test_move_ends_by_its_deadline_if_held():
+    first, second = weightsync.Sender(Net(1.0)), weightsync.Sender(Net(3.0))
+    for sender in (first, second):
+        sender.connect(0)
+    worker = Net()
+    receiver = weightsync.ModelReceiver(first.init_info, 0, model=worker, mode="copy")
+    receiver.connect(timeout=LONG)
+    receiver.start_background("declared")
+    holds, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        with receiver.frozen():
+            holds.set()
+            may_end.wait(LONG)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    holds.wait(LONG)
+    with pytest.raises(weightsync.DeadlineError, match="rejoin|guard"):
+        receiver.rejoin(second.init_info, timeout=0.3)
+    assert receiver.info == first.init_info and worker.value == 1.0
+    may_end.set()
+    holding.join()
+    receiver.rejoin(second.init_info, timeout=LONG)
+    assert receiver.info == second.init_info and worker.value == 3.0
+    receiver.shutdown()
+    for sender in (first, second):
+        sender.shutdown()
+
+
 class Halves(Shaped):
     """A target of two halves, whose load of one value ends between them."""
 

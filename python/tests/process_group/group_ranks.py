@@ -395,6 +395,20 @@ class Rank:
             self.end.init_on_receiver(model_id="policy", model=self.model, worker_idx=worker)
         self.end.connect()
 
+    def scheme_connect_again(self):
+        """Connects a sender after a call that failed; returns whether that one did."""
+        from weightsync.torchrl import ProcessGroupWeightSyncScheme
+
+        self.model = make("net", 3.0)
+        self.end = ProcessGroupWeightSyncScheme(timeout=self.timeout)
+        self.end.init_on_sender(model_id="policy", context=self)
+        try:
+            self.end.connect(weights="no.such.model")
+        except weightsync.ModelError:
+            self.end.connect(weights=self.model)
+            return True
+        return False
+
     def scheme_send(self, workers=None):
         return self.end.send(worker_ids=workers).version
 

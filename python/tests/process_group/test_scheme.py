@@ -97,6 +97,15 @@ def test_connect_without_first_weights_names_the_rank(ranks):
     assert "has left before v1" in raised(lambda: made[0].ask("send"))[1]
 
 
+def test_connect_goes_on_after_a_failed_call(ranks):
+    made = ranks(2)
+    made[0].order("scheme_connect_again")
+    made[1].order("scheme")
+    assert made[0].answer() is True
+    made[1].answer()
+    assert made[1].ask("scheme_values") == [3.0]
+
+
 def test_scheme_refuses_what_a_broadcast_cannot(ranks):
     made = connect(ranks)
     assert raised(lambda: made[0].ask("scheme_send", [0]))[0] == "UnsupportedError"

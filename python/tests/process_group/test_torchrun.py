@@ -38,3 +38,8 @@ def test_sharded_trainer_sends_whole_tensors(kind):
 def test_late_trainer_rank_is_named_and_group_goes_on():
     said = torchrun(HERE / "trainers.py", "late")
     assert said.count("is done") == 4
+
+
+def test_sharded_scheme_goes_on_after_failed_calls():
+    said = torchrun(HERE / "trainers.py", "scheme")
+    assert said.count("is done") == 4

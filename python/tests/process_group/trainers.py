@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from weightsync.torchrl import ProcessGroupWeightSyncScheme
 
 
 def net(seed):
@@ -32,6 +33,38 @@ def be_late(sender, rank, group):
     sender._timeout = 60.0
 
 
+def send_by_scheme(rank, model, group):
+    """A rank whose call fails before it gathers goes on with the others at the next call."""
+    scheme = ProcessGroupWeightSyncScheme(timeout=60)
+    scheme.init_on_sender(model_id="policy", model=model)
+    scheme.connect()
+    scheme._sender._timeout = 1.0
+    for failing in (0, 1):
+        try:
+            scheme.send(**({"weights": "no.such.model"} if rank == failing else {}))
+            raise AssertionError("a send that one rank has failed has returned")
+        except weightsync.DeadlineError as error:
+            assert rank != failing and f"rank {failing} (" in str(error)
+        except weightsync.ModelError:
+            assert rank == failing
+        dist.barrier(group)
+    scheme._sender._timeout = 60.0
+    # All of the workers: also on the rank that only gathers.
+    report = scheme.send(worker_ids=[0, 1])
+    assert (report is None) == (rank == 1) and scheme.version == 2
+    dist.barrier()
+    scheme.shutdown()
+
+
+def take_by_scheme(rank, model):
+    scheme = ProcessGroupWeightSyncScheme(timeout=60, ranks=[2, 3])
+    scheme.init_on_receiver(model_id="policy", model=model, worker_idx=rank - 2)
+    scheme.connect()
+    assert scheme.receive(60) is not None and scheme.version == 2
+    dist.barrier()
+    scheme.shutdown()
+
+
 def main(kind):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -44,6 +77,9 @@ def main(kind):
         else:
             parallelize_module(model, trainers, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         assert any(isinstance(one, DTensor) for one in model.parameters())
+        if kind == "scheme":
+            send_by_scheme(rank, model, trainers.get_group())
+            return end(rank)
         sender = weightsync.process_group.Sender(model, timeout=60)
         if kind == "late":
             be_late(sender, rank, trainers.get_group())
@@ -66,6 +102,11 @@ def main(kind):
         sender.shutdown()
     else:
         model, want = net(rank), net(5).state_dict()
+        if kind == "scheme":
+            take_by_scheme(rank, model)
+            state = model.state_dict()
+            assert all(torch.equal(state[name], one) for name, one in want.items())
+            return end(rank)
         receiver = weightsync.process_group.Receiver(model, timeout=60)
         for version in (1, 2):
             assert receiver.receive() == version
@@ -74,6 +115,10 @@ def main(kind):
         dist.barrier()
         dist.barrier()
         receiver.shutdown()
+    return end(rank)
+
+
+def end(rank):
     dist.destroy_process_group()
     print(f"rank {rank} is done", flush=True)
 

@@ -1,6 +1,10 @@
 """TorchRL's RayCollector and RayModuleTransform with the schemes here, by one changed import."""
 
 import functools
+import pickle
+import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +17,9 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import ModuleTransform
-from weightsync.ray._group import Deadline, Offer
-from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme
+from weightsync._deadline import Deadline
+from weightsync.ray._group import Group, Offer
+from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme, _ray
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -98,6 +103,44 @@ def test_ray_scheme_is_named_where_it_fails(cluster):
         group.after("", Deadline(0.0))
     group.leave()
     scheme.shutdown()
+
+
+def test_ray_worker_asks_each_directory_for_a_relay(cluster, monkeypatch):
+    asked, reach = [], Group.reach
+
+    def noted(group, offer):
+        reach(group, offer)
+        asked.append(group)
+
+    monkeypatch.setattr(Group, "reach", noted)
+    scheme, model = RayWeightSyncScheme(), policy(0.0)
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), num_workers=1)
+    worker = pickle.loads(pickle.dumps(scheme))
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    connecting = threading.Thread(target=scheme.connect)
+    connecting.start()
+    worker.connect(worker_idx=0)
+    connecting.join()
+    group = worker._ray_group
+    assert asked == [group]
+    cluster.ray.kill(cluster.ray.get_actor(group.name, namespace="weightsync"))
+    while asked != [group] * 2:
+        time.sleep(0.01)
+    worker.shutdown()
+    scheme.shutdown()
+    assert worker._ray_group is None
+
+
+def test_ray_transform_without_a_place_is_named(cluster, monkeypatch):
+    class Placed:
+        def _getattr(self, name):
+            return name
+
+    actor = cluster.ray.remote(Placed).options(resources={"nowhere": 1}).remote()
+    monkeypatch.setattr(_ray, "WEIGHT_SYNC_TIMEOUT", 0.5)
+    with pytest.raises(weightsync.DeadlineError, match=r"Actor\(.*Placed, .* within 0.5 s"):
+        RayModuleTransformScheme().init_on_sender(ray_transform=SimpleNamespace(_actor=actor))
+    cluster.ray.kill(actor)
 
 
 def test_ray_transform_gets_its_weights_from_the_sender(cluster):

@@ -1,6 +1,9 @@
 """Plain Ray: a trainer and workers that are actors."""
 
+import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 
@@ -10,7 +13,8 @@ from ray_world import Trainer, Worker, kill, net
 
 import weightsync
 import weightsync.ray
-from weightsync.ray._group import Group, Offer
+from weightsync.ray import _cluster
+from weightsync.ray._group import Directory, Group, Offer
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -127,6 +131,37 @@ def test_end_of_all_ends_the_directory(cluster, start, name):
         time.sleep(0.01)
 
 
+def test_directory_ends_where_an_end_never_came(cluster):
+    actor = cluster.ray.remote(Directory).options(max_concurrency=10, num_cpus=0).remote()
+    # Of one end no more has arrived than that it has left.
+    actor.leave.remote("lost")
+    actor.present.remote("there")
+    actor.leave.remote("there")
+    with pytest.raises(cluster.ray.exceptions.RayActorError):
+        while True:
+            cluster.get(actor.has_sender.remote())
+
+
+def test_end_joins_nothing_after_ray_has_shut_down(cluster):
+    program = (
+        "import ray, sys, threading, torch, weightsync.ray\n"
+        "ray.init(address=sys.argv[1], namespace='shut', log_to_driver=False)\n"
+        "sender = weightsync.ray.Sender(torch.nn.Linear(2, 2))\n"
+        "def away(self, timeout): raise weightsync.PeerError('away')\n"
+        "weightsync.ray.Sender._offer = away\n"
+        "ray.kill(ray.get_actor('shut/policy', namespace='weightsync'))\n"
+        "def joins(): return any('_renew' in one.name for one in threading.enumerate())\n"
+        "while not joins(): pass\n"
+        "ray.shutdown()\n"
+        "while joins(): pass\n"
+        "print('ended', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, cluster.address], capture_output=True, text=True, timeout=200
+    )
+    assert done.stdout == "ended\n", done.stderr
+
+
 def test_killed_directory_is_started_again(cluster, start, name):
     ray = cluster.ray
     trainer, worker = start(Trainer), start(Worker)
@@ -178,6 +213,16 @@ def test_other_model_is_refused(cluster):
     with weightsync.ray.Sender(net(1.0), name="narrow"):
         with pytest.raises(weightsync.WrongWeightsError, match="weight"):
             weightsync.ray.Receiver(model=net(0.0, size=32), name="narrow")
+
+
+def test_token_file_may_have_any_bytes(tmp_path, monkeypatch):
+    file, random = tmp_path / "token", bytes(range(33, 256))
+    monkeypatch.setenv("WEIGHTSYNC_TOKEN_FILE", str(file))
+    file.write_bytes(b" " + random + b"\n")
+    assert os.fsencode(_cluster.token()) == random
+    file.write_bytes(random + b"\0")
+    with pytest.raises(weightsync.SettingError, match="zero byte"):
+        _cluster.token()
 
 
 def test_ends_outside_a_cluster_say_so(monkeypatch):

@@ -58,7 +58,7 @@ def group(sender, monkeypatch):
                 if self.errors:
                     raise self.errors.pop()("away")
 
-        def follow(self, known, then):
+        def follow(self, known, then, until=None):
             pass
 
         leave = relay = lambda self: None
@@ -126,3 +126,50 @@ def test_worker_moves_once_where_ctrl_c_came_late(group, sender, monkeypatch):
         assert receiver.safe_point() is None
         assert receiver._next is None
         assert group.reached == 1
+
+
+@pytest.mark.parametrize("safe_points", ["implied", "declared"])
+def test_sender_that_came_back_is_followed_on(group, sender, caplog, safe_points):
+    caplog.set_level(logging.CRITICAL, "weightsync")
+    group.errors = [weightsync.PeerError] * 10_000
+    with group.receiver(safe_points=safe_points) as receiver:
+        threads = set(threading.enumerate())
+        receiver._moved(offer(sender(2.0)))
+        while not group.reached:
+            receiver.safe_point()
+        # The other sender has gone before it was joined.
+        receiver._moved(group.first)
+        assert receiver._next is None
+        while set(threading.enumerate()) - threads:
+            time.sleep(0.01)
+
+
+def test_wait_leaves_the_move_to_its_thread(group, sender):
+    with group.receiver() as receiver:
+        # That thread has not begun.
+        receiver._next = offer(sender(2.0))
+        assert not receiver.wait(timeout=0.01)
+        assert group.reached == 0
+
+
+def test_move_lasts_no_longer_than_its_call(group, sender, monkeypatch):
+    limits = []
+
+    def away(self, info, *, timeout):
+        limits.append(timeout)
+        raise weightsync.PeerError("away")
+
+    monkeypatch.setattr(ModelReceiver, "rejoin", away)
+    with group.receiver(safe_points="declared") as receiver:
+        receiver._moved(offer(sender(2.0)))
+        for call in (
+            receiver.safe_point,
+            lambda: receiver.wait(timeout=0.01),
+            lambda: receiver.wait(timeout=3.0),
+        ):
+            receiver._retry, seen = 0.0, len(limits)
+            call()
+            assert len(limits) > seen
+            if len(limits) > 2:
+                break
+    assert limits[:2] == [5.0, 1.0] and 1.0 <= limits[2] <= 3.0

@@ -1,11 +1,13 @@
 """The older updater for Ray: it waits for all actors, and names those that failed."""
 
+import threading
+
 import pytest
 import ray
 import weightsync
 from crew import Probe
 from tensordict import TensorDict
-from weightsync.torchrl import RayWeightUpdater
+from weightsync.torchrl import RayWeightUpdater, _remote_updaters
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = [
@@ -101,6 +103,28 @@ def test_ray_updater_checks_before_it_pushes(places, given, workers, said):
     with pytest.raises((weightsync.SettingError, weightsync.WrongWeightsError), match=said):
         updater.push_weights(given(), worker_ids=workers)
     assert values(places) == [0.0, 0.0]
+
+
+def test_ray_updater_waits_once_for_all_actors(cluster, monkeypatch):
+    class Stuck:
+        def update_policy_weights_(self, policy_or_weights):
+            threading.Event().wait()
+
+    limits, get = [], ray.get
+
+    def noted(answer, *, timeout):
+        limits.append(timeout)
+        return get(answer, timeout=timeout)
+
+    stuck = [ray.remote(num_cpus=0)(Stuck).remote() for _ in range(2)]
+    monkeypatch.setattr(_remote_updaters, "WEIGHT_SYNC_TIMEOUT", 1.0)
+    monkeypatch.setattr(ray, "get", noted)
+    with pytest.raises(weightsync.PeerError, match="2 of 2 .*worker 1: "):
+        RayWeightUpdater(weights(0.0), stuck).push_weights(weights(1.0))
+    # The second had the time of the first.
+    assert len(limits) == 2 and limits[1] < limits[0]
+    for actor in stuck:
+        ray.kill(actor)
 
 
 def test_ray_updater_names_actors_that_failed(places):

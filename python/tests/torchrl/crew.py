@@ -52,6 +52,17 @@ class Hung(AssertionError):
     """A check, or an answer it waited for, did not come by its deadline."""
 
 
+@contextlib.contextmanager
+def refused(kind, said):
+    """Checks that the block raises this kind of error, and that the error says this."""
+    try:
+        yield
+    except kind as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(f"nothing has raised a {kind.__name__}: {said}")
+
+
 def bounded(check, module, *args):
     """Runs `check(module, *args)` in a process of its own.
 

@@ -19,6 +19,10 @@ def test_shared_transport(ours, per_worker):
     bounded(transports.shared_transport, ours, per_worker)
 
 
+def test_shared_transport_begins_again_if_refused(ours):
+    bounded(transports.shared_transport_after_a_refusal, ours)
+
+
 @pytest.mark.parametrize("module", ["ours", "theirs"])
 def test_own_transport(module):
     bounded(transports.own_transport, module)

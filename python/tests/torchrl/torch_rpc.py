@@ -10,7 +10,7 @@ from concurrent import futures
 
 import torch
 import weightsync
-from crew import Probe, _die_with_parent, hurry, line
+from crew import Probe, _die_with_parent, hurry, line, refused
 from tiny import weights_of
 from torch import multiprocessing as mp
 from torch.distributed import rpc
@@ -145,12 +145,8 @@ def receive_while_frozen(number, held):
                 assert not threads.submit(background.wait, timeout=0.05).result()
             return
         for call in (background.safe_point, background.wait):
-            try:
+            with refused(weightsync.LifecycleError, "frozen"):
                 call()
-            except weightsync.LifecycleError as error:
-                assert "frozen" in str(error)
-            else:
-                raise AssertionError("this thread would wait for itself")
 
 
 class Refusing(WeightStrategy):
@@ -356,12 +352,8 @@ def transports_of_two_models(module):
         second = module.RPCTransport(collector_info=names[0], collector_rref=holder, worker_rank=1)
         first.send_weights_async(weights_of(Probe(1.0)))
         for _ in range(2):
-            try:
+            with refused(weightsync.SettingError, "rank 1 has another transport"):
                 second.send_weights(weights_of(Probe(2.0)))
-            except weightsync.SettingError as error:
-                assert "rank 1 has another transport" in str(error)
-            else:
-                raise AssertionError("the worker would follow one model's sender for both")
         first.shutdown()
         for value in (2.0, 3.0):
             with hurry("weights", PROMPT):

@@ -179,6 +179,18 @@ class Sender:
                 raise SendError(f"the weights were not sent: {error}; {AGAIN}") from error
             raise
 
+    def _count_failed_call(self) -> None:
+        """Counts a call that has failed before its send: the trainer's other ranks count it too."""
+        with self._lock:
+            self._trainers.call()
+
+    def _is_open(self) -> bool:
+        try:
+            self._check()
+        except WeightsyncError:
+            return False
+        return True
+
     def _check(self) -> None:
         if self._is_closed and self._pid == os.getpid():
             raise _shut_down()

@@ -56,7 +56,7 @@ class Trainers:
                 store.delete_key(f"gather/{number - 1}")
                 return
         raise DeadlineError(
-            f"the trainer's ranks gather the weights together, and {late} did not call send in "
-            "time: nothing was sent, and the group goes on. Call send again on each of them",
+            f"the trainer's ranks gather the weights together, and {late} did not call send "
+            f"within {timeout} s: nothing was sent, and the group goes on. Call send again on each of them",
             "retry",
         )

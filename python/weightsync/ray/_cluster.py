@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.errors import LifecycleError, SettingError, UnsupportedError
 from weightsync.scheme import Distributed
 
 
@@ -60,6 +60,15 @@ def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Di
 
 
 def token() -> str | None:
-    """The token that this process has, if it has any."""
+    """The token that this process has, if it has any, as an environment variable has it."""
     file = os.environ.get("WEIGHTSYNC_TOKEN_FILE")
-    return Path(file).read_text() if file else os.environ.get("WEIGHTSYNC_TOKEN")
+    if not file:
+        return os.environ.get("WEIGHTSYNC_TOKEN")
+    # Of any bytes. White space around them is none of the token.
+    found = Path(file).read_bytes().strip()
+    if b"\0" in found:
+        raise SettingError(
+            f"the token in {file} has a zero byte, which no environment variable of a relay can have: "
+            f"make one with `head -c 32 /dev/urandom | base64 > {file}`"
+        )
+    return os.fsdecode(found)

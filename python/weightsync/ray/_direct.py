@@ -17,7 +17,7 @@ from ray.experimental.rdt.util import transport_manager_info
 
 from weightsync.errors import UnsupportedError
 from weightsync.ray import _cluster
-from weightsync.ray._group import unreachable
+from weightsync.ray._group import check_reach
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
@@ -89,9 +89,8 @@ class Transport(TensorTransportManager):
         source = tensor_transport_metadata
         if not source.info:
             return []
-        if not source.is_open and source.address != _cluster.address():
-            remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in the process that makes the object"
-            raise unreachable("the process that made this object", source.address, remedy)
+        remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in the process that makes the object"
+        check_reach("the process that made this object", source.address, source.is_open, remedy)
         # No two readers have the same number, and nobody deals numbers out.
         with Receiver(source.info, int.from_bytes(os.urandom(4))) as receiver:
             receiver.connect()

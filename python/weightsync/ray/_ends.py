@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends
 from weightsync._checks import choice, only_version
+from weightsync._deadline import Deadline
 from weightsync._native import InitInfo
 from weightsync._receiving import read
 from weightsync.errors import LifecycleError, PeerError, WeightsyncError, WrongWeightsError
 from weightsync.mapping import PerModel
 from weightsync.model_receiver import Mode, ModelReceiver
 from weightsync.ray import _cluster
-from weightsync.ray._group import PLACE, Deadline, Group, Member, Offer
+from weightsync.ray._group import PLACE, Group, Member, Offer
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender as _Sender
 
@@ -29,6 +30,10 @@ logger = logging.getLogger("weightsync")
 
 # Seconds until a sender that could not be joined is tried again, first and at most.
 _AGAIN, _LONGEST = 1.0, 5.0
+
+# Seconds that a try lasts at most in a worker's call, and in a thread of its own. A try in a call
+# has a second at least: a worker whose waits are shorter would never move.
+_IN_CALL, _IN_THREAD, _LEAST = 5.0, 60.0, 1.0
 
 
 class Sender(_Sender):
@@ -167,7 +172,7 @@ class Receiver(_ends.AsyncWith):
                 except BaseException:
                     receiver.shutdown()
                     raise
-            self._group.follow(offer.info, self._moved)
+            self._group.follow(offer.info, self._moved, until)
         except BaseException:
             self._end(None)
             raise
@@ -206,7 +211,8 @@ class Receiver(_ends.AsyncWith):
 
         Args:
             version: of every model, or by name.
-            timeout: in seconds.
+            timeout: in seconds. With declared safe points a move to a restarted trainer may take
+                a second more.
 
         Returns:
             False if the timeout came first, or if the sender has shut down.
@@ -214,19 +220,15 @@ class Receiver(_ends.AsyncWith):
         until = Deadline(timeout)
         run = self.run
         while True:
-            news, native = self._news, self.background._native
-            self._take(until.left())
+            news = self._news
+            if self._declared:
+                # With implied safe points a thread of its own moves.
+                left = until.left()
+                self._take(left, _IN_CALL if left is None else min(_IN_CALL, max(left, _LEAST)))
             if version is None and self.run != run:
                 return True
-            wanted = dict.fromkeys(self.versions, version) if isinstance(version, int) else version
-            try:
-                if native.wait(wanted or {}, until.left()):
-                    return True
-            except WeightsyncError:
-                # It has moved, or it is wrong to wait here.
-                if self._is_closed or native is self.background._native:
-                    raise
-                continue
+            if self.background.wait(version, timeout=until.left()):
+                return True
             has_next = self._next is not None
             is_over = self.background.state == "closed" and not has_next
             if self._is_closed or is_over or until.left() == 0:
@@ -246,7 +248,7 @@ class Receiver(_ends.AsyncWith):
         Returns:
             The models' versions by name if they changed, else None.
         """
-        return self._take(0) or self.background.safe_point()
+        return self._take(0, _IN_CALL) or self.background.safe_point()
 
     def frozen(self) -> contextlib.AbstractContextManager[Any]:
         """Keeps the models unchanged inside ``with receiver.frozen():``, in this thread."""
@@ -277,9 +279,11 @@ class Receiver(_ends.AsyncWith):
         """There is another sender: a thread moves to it, if safe points are implied."""
         # Two directories may tell of one.
         is_new = not self._follows(offer) and offer.info != self._misfit
+        # One that is not new has come back, and an offer between has gone.
+        self._next = offer if is_new else None
         if is_new:
-            self._next, self._retry, self._pause = offer, 0.0, _AGAIN
-            self._tell()
+            self._retry, self._pause = 0.0, _AGAIN
+        self._tell()
         # A directory that has died is followed again by `_join_again`.
         with contextlib.suppress(Exception):
             self._group.follow(offer.info, self._moved)
@@ -289,8 +293,13 @@ class Receiver(_ends.AsyncWith):
     def _follows(self, offer: Offer) -> bool:
         return self._own().info == read(offer.info)
 
-    def _take(self, timeout: float | None) -> dict[str, int] | None:
-        """Moves to another sender, if there is one; in a safe point if those are declared."""
+    def _take(self, timeout: float | None, limit: float) -> dict[str, int] | None:
+        """Moves to another sender, if there is one; in a safe point if those are declared.
+
+        Args:
+            timeout: how long to wait for a thread that moves already.
+            limit: how long a try lasts at most.
+        """
         is_held = bool(self.background._hold._entered.calls)
         if self._next is None or is_held or time.monotonic() < self._retry:
             return None
@@ -306,7 +315,7 @@ class Receiver(_ends.AsyncWith):
                 return None
             try:
                 self._group.reach(offer)
-                self._own().rejoin(offer.info, timeout=5.0 if self._declared else 60.0)
+                self._own().rejoin(offer.info, timeout=limit)
             except (WeightsyncError, _cluster.ray().exceptions.RayError) as error:
                 if isinstance(error, WrongWeightsError):
                     # It never fits, so the worker waits for another one.
@@ -354,10 +363,9 @@ def _move(worker: weakref.ref[Receiver], offer: Offer) -> None:
         return receiver is None or receiver._is_closed or receiver._next is not offer
 
     while (receiver := worker()) is not None and not is_over():
-        receiver._take(None)
+        receiver._take(None, _IN_THREAD)
         # A sender that cannot be joined now may be joined later.
         changed, pause = receiver._changed, receiver._retry - time.monotonic()
         del receiver
         with changed:
             changed.wait_for(is_over, max(0.0, pause))
-

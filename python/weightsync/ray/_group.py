@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weightsync._deadline import Deadline
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
@@ -207,28 +208,21 @@ _TRIES = 20
 _counts: dict[str, itertools.count[int]] = {}
 
 
-class Deadline:
-    """The end of a wait.
+def check_reach(sender: str, address: str, is_open: bool, remedy: str) -> None:
+    """Checks that this host can reach a sender.
 
-    Attributes:
-        timeout: the seconds of the whole wait, as errors say them; None: it has no end.
+    Args:
+        is_open: whether the sender listens for other hosts.
+
+    Raises:
+        PeerError: if it does not, and is on another host.
     """
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self._until = None if timeout is None else time.monotonic() + timeout
-
-    def left(self) -> float | None:
-        """The seconds until then, at least 0."""
-        return None if self._until is None else max(0.0, self._until - time.monotonic())
-
-
-def unreachable(sender: str, address: str, remedy: str) -> PeerError:
-    """The error of this host, which a sender on another host does not listen for."""
-    return PeerError(
-        f"{sender} is on {address} and listens for that host alone, and this is {_cluster.address()}: "
-        f"{remedy}, which has weights travel between hosts without encryption"
-    )
+    here = _cluster.address()
+    if not is_open and address != here:
+        raise PeerError(
+            f"{sender} is on {address} and listens for that host alone, and this is {here}: "
+            f"{remedy}, which has weights travel between hosts without encryption"
+        )
 
 
 class Group:
@@ -335,21 +329,26 @@ class Group:
         Raises:
             PeerError: if this host cannot reach the sender.
         """
-        if not offer.is_open and offer.address != _cluster.address():
-            remedy = f"make {self._made} with insecure_plaintext=True"
-            raise unreachable(f"the sender of {self._shown}", offer.address, remedy)
+        remedy = f"make {self._made} with insecure_plaintext=True"
+        check_reach(f"the sender of {self._shown}", offer.address, offer.is_open, remedy)
         self.relay()
 
     def relay(self) -> None:
         """Asks for the relay of this host, if it needs one."""
         self._found()[0].relay.remote(_cluster.address(), _cluster.node())
 
-    def follow(self, known: str, then: Callable[[Offer], None]) -> None:
-        """Calls a method with the next sender that has another init info, in a thread of its own."""
+    def follow(
+        self, known: str, then: Callable[[Offer], None], until: Deadline | None = None
+    ) -> None:
+        """Calls a method with the next sender that has another init info, in a thread of its own.
+
+        Args:
+            until: bounds the wait for a directory that was started again.
+        """
         directory, _ = self._found()
         if self._joined is not directory:
             # It was started again since.
-            self.join(Deadline(PLACE))
+            self.join(until or Deadline(PLACE))
             directory = self._joined
         if self._followed[0] is directory and self._followed[1] == known:
             return
@@ -362,8 +361,10 @@ class Group:
             if not is_over and answer.exception() is None and answer.result() is not None:
                 threading.Thread(target=method, args=(answer.result(),), daemon=True).start()
 
-        directory.after.remote(known).future().add_done_callback(done)
+        answer = directory.after.remote(known).future()
+        # An answer that is there already follows the next sender at once.
         self._followed = directory, known
+        answer.add_done_callback(done)
 
     def members(self) -> dict[int, Member]:
         """Every worker that has joined, by number."""
@@ -450,11 +451,13 @@ class Group:
     def _renew(self, before: Any) -> None:
         self._lost(before)
         pause = 0.1
-        while (again := self._again()) is not None and not self._is_left:
+        ray = _cluster.ray()
+        # After `ray.shutdown()` there is nothing to join.
+        while not self._is_left and ray.is_initialized() and (again := self._again()) is not None:
             try:
                 again()
                 return
-            except (WeightsyncError, _cluster.ray().exceptions.RayError) as error:
+            except (WeightsyncError, ray.exceptions.RayError) as error:
                 # Ray may take a while to notice that a node has died.
                 logger.warning("%s was not joined again: %s", self._shown, error)
             # An end that is dropped meanwhile is not kept.

@@ -38,8 +38,9 @@ class Presence:
         if self._has_ended:
             # The actor would wait for this call before it ends.
             return
-        await self._here.setdefault(key, asyncio.Event()).wait()
-        del self._here[key]
+        if key not in self._left:
+            await self._here.setdefault(key, asyncio.Event()).wait()
+            del self._here[key]
         if not self._here:
             self._has_ended = True
             for task in self._tasks:
@@ -65,4 +66,6 @@ class Presence:
             return
         self._left.add(key)
         self._gone(key)
-        self._here.setdefault(key, asyncio.Event()).set()
+        # Its call of `hold` may never come.
+        if (here := self._here.get(key)) is not None:
+            here.set()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import hashlib
 import os
 import queue
 import threading
@@ -47,7 +48,7 @@ class _OneWorkerTransport(_QueueTransport):
             self._release()
 
     def _tell(self, info: str) -> None:
-        self._release = weakref.finalize(self._sender, _ended.add, info)
+        self._release = weakref.finalize(self._sender, _end, info)
         try:
             super()._tell(info)
         except SettingError:
@@ -138,15 +139,24 @@ class RPCTransport(_OneWorkerTransport):
         return report
 
 
-# The init infos of this process's senders that have ended.
-_ended: set[str] = set()
+# Digests of the init infos of this process's senders that have ended.
+_ended: set[bytes] = set()
+
+
+def _end(info: str) -> None:
+    """Notes that the sender of this init info has ended."""
+    _ended.add(_digest(info))
+
+
+def _digest(info: str) -> bytes:
+    return hashlib.blake2b(info.encode(), digest_size=16).digest()
 
 
 class _Place(abc.ABC):
     """Where a worker finds the init info of one sender, by the methods of a queue.
 
-    A place belongs to a sender from its put on. Another sender may have it once that one has
-    shut down, in the same process. With several senders at one place, a worker would follow
+    A place belongs to the sender that puts its init info there first. Another sender may have it
+    once that one has shut down, in the same process. With several senders at one place, a worker would follow
     one that sends another model.
     """
 
@@ -163,9 +173,10 @@ class _Place(abc.ABC):
 
     def put(self, text: str) -> None:
         owner = self._claim("", text)
-        if owner in _ended:
-            before, owner = owner, self._claim(owner, text)
-            _ended.discard(before)
+        ended = _digest(owner)
+        if ended in _ended:
+            owner = self._claim(owner, text)
+            _ended.discard(ended)
         if owner != text:
             raise SettingError(
                 f"rank {self._rank} has another transport, which this process has not shut down: "

@@ -114,11 +114,13 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
     ) -> None:
-        name, form = self._model_id or "policy", self.strategy_str
-        self._sender = Sender(
-            None, self._outer, src=self._src, name=name, strategy=form, timeout=self.timeout
-        )
-        _ends.opened(self)
+        # After a call that failed the workers may still wait for the first weights.
+        if self._sender is None or not self._sender._is_open():
+            name, form = self._model_id or "policy", self.strategy_str
+            self._sender = Sender(
+                None, self._outer, src=self._src, name=name, strategy=form, timeout=self.timeout
+            )
+            _ends.opened(self)
         self._send(weights)
 
     def send(
@@ -138,18 +140,37 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
         """
         if not self.initialized_on_sender or not self.synchronized_on_sender:
             raise LifecycleError("send: call init_on_sender and connect first, in the trainer")
-        if worker_ids is not None and self._sender is not None:
-            wanted = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
-            every = set(range(len(self._sender.ranks)))
-            if wanted != every:
-                raise UnsupportedError(
-                    f"worker_ids: expected all of {sorted(every)}, got {sorted(wanted)}: a broadcast "
-                    "reaches all workers. DistributedWeightSyncScheme can send to some"
-                )
-        return self._send(weights)
+        return self._send(weights, worker_ids)
 
-    def _send(self, weights: Any) -> Report | None:
+    def _send(
+        self, weights: Any, worker_ids: int | Iterable[int] | None = None
+    ) -> Report | None:
         assert self._sender is not None
+        try:
+            self._check_workers(worker_ids)
+            weights = self._given(weights)
+        except BaseException:
+            self._sender._count_failed_call()
+            raise
+        report = self._sender.send(weights)
+        for line in report.failed if report is not None else ():
+            logger.warning("%s has not applied v%d: %s", line.name, report.version, line.reason)  # type: ignore[union-attr]
+        return report
+
+    def _check_workers(self, worker_ids: int | Iterable[int] | None) -> None:
+        # A rank that only gathers has no workers.
+        if worker_ids is None or self._sender is None or not self._sender.ranks:
+            return
+        wanted = {worker_ids} if isinstance(worker_ids, int) else set(worker_ids)
+        every = set(range(len(self._sender.ranks)))
+        if wanted != every:
+            raise UnsupportedError(
+                f"worker_ids: expected all of {sorted(every)}, got {sorted(wanted)}: a broadcast "
+                "reaches all workers. DistributedWeightSyncScheme can send to some"
+            )
+
+    def _given(self, weights: Any) -> Any:
+        """The weights of a send, as the sender takes them."""
         if _given.by_worker(weights):
             raise UnsupportedError("a broadcast brings the same weights to all workers: pass one")
         if isinstance(weights, str):
@@ -158,12 +179,7 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
             weights = self._current()
         if weights is None:
             raise ModelError(f"there are no weights of {self._model_id!r} here: pass them to send")
-        if extracts(self._strategy):
-            weights = self._strategy.extract_weights(weights)
-        report = self._sender.send(weights)
-        for line in report.failed if report is not None else ():
-            logger.warning("%s has not applied v%d: %s", line.name, report.version, line.reason)  # type: ignore[union-attr]
-        return report
+        return self._strategy.extract_weights(weights) if extracts(self._strategy) else weights
 
     # A worker's half.
 
@@ -213,13 +229,15 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
             timeout=self.timeout,
         )
         _ends.opened(self)
-        if self._receiver.receive(self.timeout) is None:
+        # The trainer's ranks wait for each other first, as long as this at most.
+        limit = 2 * self.timeout
+        if self._receiver.receive(limit) is None:
             # The trainer's next send must not wait for this worker.
             self._receiver.shutdown()
             self._receiver = None
             _ends.closed(self)
             raise DeadlineError(
-                f"rank {self._src} has not sent the first weights within {self.timeout} s", "retry"
+                f"rank {self._src} has not sent the first weights within {limit} s", "retry"
             )
         if not self.sync:
             self._following = _Following(self._receiver, self.model, self.timeout)

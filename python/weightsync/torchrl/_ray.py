@@ -10,9 +10,10 @@ from typing import Any, Literal
 from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
-from weightsync.errors import LifecycleError
+from weightsync._deadline import Deadline
+from weightsync.errors import DeadlineError, LifecycleError
 from weightsync.ray import _cluster
-from weightsync.ray._group import Deadline, Group, Offer
+from weightsync.ray._group import Group, Offer
 from weightsync.scheme import Distributed
 from weightsync.torchrl import _given
 from weightsync.torchrl._native_scheme import NativeScheme
@@ -52,7 +53,7 @@ class RayWeightSyncScheme(NativeScheme):
         self.backend = over_tcp(backend)
         self._scheme: Distributed = Distributed()
         self._insecure_plaintext = insecure_plaintext
-        # The sender's end of the group, and the actors' name of it.
+        # This end of the group, and the actors' name of it.
         self._ray_group: Any = None
         self._ray_name = ""
 
@@ -91,20 +92,30 @@ class RayWeightSyncScheme(NativeScheme):
 
     def _offer(self) -> None:
         group, own = self._ray_group, self._group
-        # A receiver, and a sender that shuts down, have nothing to offer.
-        if group is not None and own is not None and own.info is not None:
+        if group is None:
+            return
+        if self.initialized_on_receiver:
+            self._reach(group)
+        elif own is not None and own.info is not None:
+            # A sender that shuts down has nothing to offer.
             group.offer(Offer.of(own.info, self._scheme), WEIGHT_SYNC_TIMEOUT)
+
+    def _reach(self, group: Group) -> None:
+        # This asks for the host's relay, too.
+        group.reach(group.after("", Deadline(WEIGHT_SYNC_TIMEOUT)))
 
     def _setup_connection_and_weights_on_receiver_impl(
         self, *, worker_idx: int | None = None
     ) -> None:
-        # This asks for the host's relay, too.
-        group = self._joined()
+        # The relays end with the group's actor: this host asks the next one for another.
+        self._ray_group = group = self._joined()
         try:
-            group.reach(group.after("", Deadline(WEIGHT_SYNC_TIMEOUT)))
-        finally:
+            self._reach(group)
+            super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+        except BaseException:
+            self._ray_group = None
             group.leave()
-        super()._setup_connection_and_weights_on_receiver_impl(worker_idx=worker_idx)
+            raise
 
     def shutdown(self) -> None:
         """Shuts down this process's end. Any number of times."""
@@ -156,7 +167,7 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         is_given = model is not None or bool(kwargs)
         if not is_given:
             # The actor's own weights are the first version.
-            model = _cluster.running().get(self._transform._actor._getattr.remote("module"))
+            model = self._answer(self._transform._actor._getattr.remote("module"))
         super()._init_on_sender_impl(model_id=name, model=model, num_workers=1, **kwargs)
         if not is_given:
             assert self._group is not None
@@ -172,7 +183,19 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         )
         self._calls = SimpleNamespace(_sync_futures=[joined])
         super()._setup_connection_and_weights_on_sender_impl(worker_idx=worker_idx, weights=weights)
-        _cluster.ray().get(joined)
+        self._answer(joined)
+
+    def _answer(self, asked: Any) -> Any:
+        ray = _cluster.running()
+        try:
+            return ray.get(asked, timeout=WEIGHT_SYNC_TIMEOUT)
+        except ray.exceptions.GetTimeoutError:
+            raise DeadlineError(
+                f"{self._transform._actor} of the transform did not answer within "
+                f"{WEIGHT_SYNC_TIMEOUT:g} s: does the cluster have what the actor asks for, such as "
+                "CPUs, and is the actor idle?",
+                "retry",
+            ) from None
 
     def _init_on_receiver_impl(self, *, model_id: str, context: Any = None, **kwargs: Any) -> None:
         kwargs = {"worker_idx": 0, **kwargs}

@@ -13,6 +13,7 @@ from typing import Any
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.collectors import WeightUpdaterBase
 
+from weightsync._deadline import Deadline
 from weightsync.errors import PeerError, SettingError
 from weightsync.torchrl._updaters import Checked
 
@@ -128,12 +129,15 @@ class RayWeightUpdater(_Remote, WeightUpdaterBase):
         return ray.put(weights)
 
     def _begin(self, worker: int, weights: Any) -> Any:
-        return self.remote_collectors[worker].update_policy_weights_.remote(weights)
+        deadline = Deadline(WEIGHT_SYNC_TIMEOUT)
+        return deadline, self.remote_collectors[worker].update_policy_weights_.remote(weights)
 
     def _finish(self, worker: int, begun: Any) -> None:
         import ray
 
-        ray.get(begun, timeout=WEIGHT_SYNC_TIMEOUT)
+        # Actors that do not answer take this time together, and not each of them.
+        deadline, answer = begun
+        ray.get(answer, timeout=deadline.left())
         self._batches_since_weight_update[worker] = 0
 
 

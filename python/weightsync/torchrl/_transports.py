@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import queue
-import time
 from typing import Any
 
 from weightsync import _ends
+from weightsync._deadline import Deadline
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._targets import Target, target_of
@@ -225,7 +225,7 @@ class _QueueTransport:
         """Does nothing: a worker reports automatically that it has applied weights."""
 
     def _join(self, worker: int, timeout: float | None, model: Any, strategy: Any) -> Any:
-        until = None if timeout is None else time.monotonic() + timeout
+        until = Deadline(timeout)
         try:
             # A newer init info in the queue is that of a new sender.
             known = self._info is not None
@@ -236,9 +236,8 @@ class _QueueTransport:
         self._pid = os.getpid()
         session = Session.prepare_receiver(InitInfo.from_json(self._info), worker, None, "cpu")
         target = self._target(model, strategy)
-        left = None if until is None else max(until - time.monotonic(), 0.0)
         try:
-            session.connect_receiver([(_MODEL, target)], left)
+            session.connect_receiver([(_MODEL, target)], until.left())
         except DeadlineError:
             # The next call joins by the same init info.
             session.shutdown()
@@ -327,13 +326,19 @@ class SharedMemTransport(_QueueTransport):
         if len(unique) == 1:
             self._open(unique[0])
             return
-        if self._sender is None:
-            queues, self._queues = self._queues, {}
-            self._open(unique[0])
-            assert self._sender is not None
-            self._sender.send_each(self._params_map, wait="sent")
-            self._queues = queues
-            self._tell(self._sender.init_info.to_json())
+        if self._sender is not None:
+            return
+        sender = opened(self, unique[0], scheme=self._scheme, strategy="tensordict")
+        try:
+            # Every worker finds its own weights from the beginning.
+            sender.send_each(self._params_map, wait="sent")
+            self._tell(sender.init_info.to_json())
+        except BaseException:
+            # The next call makes another sender.
+            sender.shutdown()
+            _ends.closed(self)
+            raise
+        self._sender = sender
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
         """Sends weights to all workers or some; a dict by worker number has each worker's own."""

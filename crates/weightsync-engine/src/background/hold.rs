@@ -4,6 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::thread::ThreadId;
+use std::time::Instant;
 
 use weightsync_core::{ModelId, Run, Version};
 
@@ -184,7 +185,7 @@ pub(super) fn enter(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId, ask: boo
         if inner.stop || !inner.shared.has_staged() {
             return Entry::Nothing;
         }
-        match inner.shared.take_staged(me, ask) {
+        match inner.shared.take_staged(me, ask.then(Instant::now)) {
             None => Entry::Taken,
             Some(set) => {
                 inner.status.staged.clear();

@@ -9,10 +9,24 @@ use std::time::{Duration, Instant};
 use crate::background::handoff::ReceiverHandoff;
 use crate::error::{Error, Result};
 use crate::set::SetSnapshot;
+use crate::transport::deadline;
 
-/// How long a thread lets a waiting version go first. The time is short, because a thread that holds
-/// a guard may be waiting for this thread.
+/// How long a thread lets a waiting version go first, at least. The time is short, because a thread
+/// that holds a guard may be waiting for this thread.
 const COURTESY: Duration = Duration::from_millis(10);
+
+/// A version that has waited for so long waits for a guard that does not end soon: the others are
+/// not held up for it any more.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// How long a thread lets a version, or a writer, go first that has been waiting for so long. Guards
+/// that overlap leave no gap otherwise, however long each of them is held.
+fn courtesy(waited: Duration) -> Duration {
+    match waited < PATIENCE {
+        true => waited.max(COURTESY),
+        false => COURTESY,
+    }
+}
 
 /// Which threads use the models, and the set that waits to be loaded.
 #[derive(Debug, Default)]
@@ -30,8 +44,10 @@ struct Permits {
     shared: Vec<(ThreadId, usize)>,
     /// The thread that writes.
     alone: Option<ThreadId>,
-    /// A version waits until no thread has a permit.
-    wanted: bool,
+    /// Since when a version waits until no thread has a permit.
+    version: Option<Instant>,
+    /// Since when each thread that is to write waits.
+    writers: Vec<Instant>,
 }
 
 /// The access that a thread asks for.
@@ -45,7 +61,7 @@ pub(super) enum Access {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Admission {
     Now,
-    /// Now, after the version that has been waiting for longer.
+    /// Now, after the version or the writer that has been waiting for longer.
     AfterYou,
     /// Once another thread has left.
     Later,
@@ -67,26 +83,31 @@ impl ModelLock {
         self.staged.replace(set)
     }
 
-    /// Takes the set and the models, if no thread has a permit. Otherwise, if `ask` is
-    /// set, the last thread to leave wakes the receiving thread.
-    pub(super) fn take_staged(&mut self, me: ThreadId, ask: bool) -> Option<SetSnapshot> {
+    /// Takes the set and the models, if no thread has a permit. Otherwise, if it asks since some
+    /// time, the last thread to leave wakes the receiving thread.
+    pub(super) fn take_staged(
+        &mut self,
+        me: ThreadId,
+        ask: Option<Instant>,
+    ) -> Option<SetSnapshot> {
         if !self.permits.is_empty() {
-            self.permits.wanted |= ask;
+            self.permits.version = self.permits.version.or(ask);
             return None;
         }
-        self.permits.wanted = false;
+        self.permits.version = None;
         self.permits.enter(Access::Alone, me);
         self.staged.take()
     }
 
     /// Whether no thread has a permit; otherwise the last thread to leave wakes the receiver.
-    pub(super) fn asks_for_staged(&mut self) -> bool {
-        self.permits.wanted = !self.permits.is_empty();
-        !self.permits.wanted
+    pub(super) fn asks_for_staged(&mut self, now: Instant) -> bool {
+        let is_free = self.permits.is_empty();
+        self.permits.version = (!is_free).then(|| self.permits.version.unwrap_or(now));
+        is_free
     }
 
     pub(super) fn asks_no_more(&mut self) {
-        self.permits.wanted = false;
+        self.permits.version = None;
     }
 
     pub(super) fn leave(&mut self, me: ThreadId) {
@@ -116,8 +137,27 @@ impl Permits {
             Access::Alone if !self.shared.is_empty() => Admission::Later,
             // A thread that reads already would wait for itself.
             Access::Shared if self.looks(me) => Admission::Now,
-            _ if self.wanted => Admission::AfterYou,
+            _ if self.version.is_some() => Admission::AfterYou,
+            Access::Shared if !self.writers.is_empty() => Admission::AfterYou,
             _ => Admission::Now,
+        }
+    }
+
+    /// How long the version or the writer has waited that began first.
+    fn waited(&self, now: Instant) -> Duration {
+        let since = self.version.iter().chain(&self.writers).min();
+        since.map_or(Duration::ZERO, |since| {
+            now.saturating_duration_since(*since)
+        })
+    }
+
+    fn wait_to_write(&mut self, since: Instant) {
+        self.writers.push(since);
+    }
+
+    fn waits_no_more(&mut self, since: Instant) {
+        if let Some(at) = self.writers.iter().position(|one| *one == since) {
+            self.writers.swap_remove(at);
         }
     }
 
@@ -159,13 +199,14 @@ impl<'a> Permit<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::GuardHeld`], [`Error::Interrupted`].
+    /// [`Error::GuardHeld`], [`Error::GuardsInUse`] at the timeout, [`Error::Interrupted`].
     pub(super) fn take(
         handoff: &'a ReceiverHandoff<ModelLock>,
         access: Access,
         call: &'static str,
+        timeout: Option<Duration>,
     ) -> Result<Self> {
-        let me = come_in(handoff, access, call)?;
+        let me = come_in(handoff, access, call, timeout)?;
         Ok(Self { handoff, me })
     }
 }
@@ -191,7 +232,7 @@ impl OwnedPermit {
         handoff: &Arc<ReceiverHandoff<ModelLock>>,
         call: &'static str,
     ) -> Result<Self> {
-        let me = come_in(handoff, Access::Shared, call)?;
+        let me = come_in(handoff, Access::Shared, call, None)?;
         Ok(Self {
             handoff: Arc::downgrade(handoff),
             me,
@@ -233,33 +274,61 @@ fn come_in(
     handoff: &ReceiverHandoff<ModelLock>,
     access: Access,
     call: &'static str,
+    timeout: Option<Duration>,
 ) -> Result<ThreadId> {
     let me = std::thread::current().id();
-    let mut until = None;
+    let until = deadline(timeout);
+    // Until when this thread lets others go first, and since when it waits to write.
+    let (mut goes_at, mut writes_since) = (None, None);
     let mut inner = handoff.lock();
-    loop {
-        let left = match inner.shared.permits.admits(access, me) {
-            Admission::Now => break,
-            Admission::Never => return Err(Error::GuardHeld { call }),
-            Admission::Later => None,
-            Admission::AfterYou => {
-                let until = *until.get_or_insert_with(|| Instant::now() + COURTESY);
-                match until.saturating_duration_since(Instant::now()) {
-                    Duration::ZERO => break,
-                    left => Some(left),
+    let admitted = loop {
+        let permits = &mut inner.shared.permits;
+        let next = match permits.admits(access, me) {
+            Admission::Now => break Ok(()),
+            Admission::Never => break Err(Error::GuardHeld { call }),
+            Admission::Later => {
+                if access == Access::Alone && writes_since.is_none() {
+                    let now = Instant::now();
+                    writes_since = Some(now);
+                    permits.wait_to_write(now);
                 }
+                until
+            }
+            Admission::AfterYou => {
+                let now = Instant::now();
+                let at = *goes_at.get_or_insert_with(|| now + courtesy(permits.waited(now)));
+                Some(until.map_or(at, |until| at.min(until)))
             }
         };
+        let left = next.map(|at| at.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            break match permits.admits(access, me) {
+                Admission::AfterYou => Ok(()),
+                _ => Err(Error::GuardsInUse {
+                    call,
+                    waited: timeout.unwrap_or_default(),
+                }),
+            };
+        }
         inner.shared.queue += 1;
-        inner = match handoff.rest(inner, left) {
-            Ok(inner) => inner,
-            Err(interrupted) => {
-                handoff.lock().shared.queue -= 1;
-                return Err(interrupted);
-            }
+        let interrupted;
+        (inner, interrupted) = match handoff.rest(inner, left) {
+            Ok(inner) => (inner, None),
+            Err(error) => (handoff.lock(), Some(error)),
         };
         inner.shared.queue -= 1;
+        if let Some(error) = interrupted {
+            break Err(error);
+        }
+    };
+    if let Some(since) = writes_since {
+        inner.shared.permits.waits_no_more(since);
+        if admitted.is_err() {
+            // Nobody lets this thread go first any more.
+            handoff.changed.notify_all();
+        }
     }
+    admitted?;
     inner.shared.permits.enter(access, me);
     Ok(me)
 }
@@ -272,7 +341,7 @@ fn go_out(handoff: &ReceiverHandoff<ModelLock>, me: ThreadId) {
     let mut inner = handoff.lock();
     let ModelLock { permits, queue, .. } = &mut inner.shared;
     permits.leave(me);
-    let wanted = permits.wanted && permits.is_empty();
+    let wanted = permits.version.is_some() && permits.is_empty();
     let queued = *queue > 0;
     drop(inner);
     // The staged version is loaded by the receiver's thread, which may be waiting for the sender.
@@ -289,6 +358,41 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
+
+    #[test]
+    fn courtesy_lasts_as_long_as_a_version_has_waited() {
+        for (waited, expected) in [
+            (Duration::ZERO, COURTESY),
+            (COURTESY / 2, COURTESY),
+            (COURTESY * 5, COURTESY * 5),
+            (PATIENCE - COURTESY, PATIENCE - COURTESY),
+            (PATIENCE, COURTESY),
+        ] {
+            assert_eq!(courtesy(waited), expected, "{waited:?}");
+        }
+    }
+
+    #[test]
+    fn reader_goes_after_a_writer_that_waits() {
+        let [reads, comes, writes] = std::array::from_fn(|_| {
+            let thread = std::thread::spawn(|| std::thread::current().id());
+            thread.join().unwrap()
+        });
+        let mut permits = Permits::default();
+        permits.enter(Access::Shared, reads);
+        assert_eq!(permits.admits(Access::Alone, writes), Admission::Later);
+        let since = Instant::now();
+        permits.wait_to_write(since);
+        assert_eq!(permits.admits(Access::Shared, comes), Admission::AfterYou);
+        // The writer waits for this one.
+        assert_eq!(permits.admits(Access::Shared, reads), Admission::Now);
+        assert_eq!(permits.waited(since + COURTESY), COURTESY);
+        // A writer does not wait for itself.
+        permits.leave(reads);
+        assert_eq!(permits.admits(Access::Alone, writes), Admission::Now);
+        permits.waits_no_more(since);
+        assert_eq!(permits.admits(Access::Shared, comes), Admission::Now);
+    }
 
     /// Explores every order in which three threads can ask, enter and leave: no thread has a permit
     /// while another one writes, and no thread waits for itself.
@@ -319,7 +423,7 @@ mod tests {
                 permits.alone.is_none() || permits.shared.is_empty(),
                 "{path:?}: {permits:?}"
             );
-            state.push((permits.wanted, 0));
+            state.push((permits.version.is_some(), 0));
             if !seen.insert(state) || path.len() > 6 {
                 continue;
             }
@@ -352,7 +456,7 @@ mod tests {
                 Step::Look => Access::Shared,
                 Step::Change => Access::Alone,
                 Step::Ask => {
-                    permits.wanted = !permits.is_empty();
+                    permits.version = (!permits.is_empty()).then(Instant::now);
                     continue;
                 }
                 Step::Leave => {

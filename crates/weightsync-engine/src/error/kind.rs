@@ -53,6 +53,7 @@ impl Error {
             | Self::NoSender { .. }
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. }
+            | Self::GuardsInUse { .. }
             | Self::Memory(MemoryError(Memory::AllRecordsHeld { .. })) => ErrorKind::Deadline,
             Self::SenderDied { .. }
             | Self::Withdrawn { .. }
@@ -131,6 +132,7 @@ impl Error {
             | Self::NotWhole { .. }
             | Self::AllSlotsPinned { .. }
             | Self::FileLocked { .. }
+            | Self::GuardsInUse { .. }
             | Self::Interrupted
             | Self::Memory(MemoryError(Memory::AllRecordsHeld { .. })) => Remedy::Retry,
             // The one that answered is not the one to listen to, or has no room

@@ -191,3 +191,75 @@ fn guards_that_overlap_keep_no_version_out() {
         }
     });
 }
+
+/// Runs threads whose guards are held until the other thread has one, and longer than a thread lets a
+/// version go first to begin with; meanwhile it calls the function.
+fn among_long_guards<T>(background: &Background<Tensors>, call: impl FnOnce() -> T) -> T {
+    let (done, running) = (AtomicBool::new(false), Mutex::new([false; 2]));
+    let changed = Condvar::new();
+    thread::scope(|scope| {
+        for me in 0..2 {
+            let (done, running, changed) = (&done, &running, &changed);
+            scope.spawn(move || {
+                while !done.load(Ordering::Relaxed) {
+                    let _guard = background.read().unwrap();
+                    let mut runs = running.lock().unwrap();
+                    runs[me] = true;
+                    changed.notify_all();
+                    let held = Duration::from_millis(50);
+                    let other = changed.wait_timeout_while(runs, held, |runs| !runs[1 - me]);
+                    other.unwrap().0[me] = false;
+                }
+            });
+        }
+        let result = call();
+        done.store(true, Ordering::Relaxed);
+        result
+    })
+}
+
+#[test]
+fn long_guards_that_overlap_keep_no_version_out() {
+    let (mut sender, background) = numbers(SafePoints::Implied, setup());
+    for report in among_long_guards(&background, || {
+        [2.0, 3.0, 4.0].map(|step| sender.send(&number(step)))
+    }) {
+        let fine = report.as_ref().is_ok_and(|report| report.all_applied());
+        assert!(fine, "{report:?}");
+    }
+}
+
+#[test]
+fn long_guards_that_overlap_keep_no_move_out() {
+    let (_sender, background) = numbers(SafePoints::Implied, setup());
+    let moved = among_long_guards(&background, || {
+        background.hand_over(Some(SOON), || Ok::<_, ()>(7))
+    });
+    assert_eq!(moved.unwrap(), Ok(7));
+}
+
+#[test]
+fn move_ends_by_its_deadline_if_a_guard_is_held() {
+    let (mut sender, background) = numbers(SafePoints::Declared, setup());
+    let reading = background.read().unwrap();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| background.hand_over(Some(BRIEF), || Ok::<_, ()>(())));
+        let error = waiting.join().unwrap().unwrap_err();
+        assert!(
+            matches!(error, Error::GuardsInUse { waited, .. } if waited == BRIEF),
+            "{error}"
+        );
+    });
+    drop(reading);
+    // The receiver goes on, and a reader waits for nobody.
+    assert!(background.try_hold().unwrap().is_some());
+    sender
+        .send_with(&number(2.0), &until(WaitFor::Staged))
+        .unwrap();
+    let there = background.wait(Some(SOON), |status| status.version().unwrap() == Version(2));
+    assert!(there.unwrap(), "{background:?}");
+    assert_eq!(
+        background.hand_over(None, || Ok::<_, ()>(3)).unwrap(),
+        Ok(3)
+    );
+}
