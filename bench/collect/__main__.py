@@ -140,7 +140,48 @@ def of_slow_worker() -> dict[str, Way]:
     }
 
 
+def of_replay() -> dict[str, Way]:
+    """A sample of 256 from a million frames of 1 KiB."""
+    import torchrl_peer
+    from tensordict import TensorDict
+
+    mine = rl.ReplayBuffer(FRAMES, batch_size=256)
+    peer = torchrl_peer.buffer(FRAMES, 256)
+    for _ in range(0, FRAMES, 50_000):
+        frames = torch.randint(0, 255, (50_000, 1024), dtype=torch.uint8)
+        mine.extend(rl.Batch({"observation": frames}, (50_000,)))
+        peer.extend(TensorDict({"observation": frames}, [50_000]))
+
+    def way(sample: Callable[[], Any]) -> Way:
+        def run() -> int:
+            return sum(sample()["observation"].shape[0] for _ in range(200))
+
+        return Way(run, lambda: None)
+
+    return {"ours": way(mine.sample), "TorchRL's ReplayBuffer": way(peer.sample)}
+
+
+def of_cpprb() -> dict[str, Way]:
+    """The same against cpprb, which `pip install cpprb` brings."""
+    import cpprb
+
+    ways = of_replay()
+    del ways["TorchRL's ReplayBuffer"]
+    peer = cpprb.ReplayBuffer(FRAMES, {"observation": {"shape": 1024, "dtype": "uint8"}})
+    for _ in range(0, FRAMES, 50_000):
+        peer.add(observation=torch.randint(0, 255, (50_000, 1024), dtype=torch.uint8).numpy())
+
+    def run() -> int:
+        return sum(peer.sample(256)["observation"].shape[0] for _ in range(200))
+
+    return {**ways, "cpprb": Way(run, lambda: None)}
+
+
+FRAMES = 1_000_000
+
 CASES = [
+    Case("replay buffer, 1M × 1 KiB, sample 256", of_replay, {"TorchRL's ReplayBuffer": 0.5}),
+    Case("replay buffer, 1M × 1 KiB, sample 256", of_cpprb, {"cpprb": 1 / 1.5}),
     Case("CartPole, torch policy, 2 workers × 8", of_torch, {"TorchRL's MultiSyncCollector": 0.2}),
     Case(
         "16 Gymnasium environments in 2 workers",

@@ -1,4 +1,4 @@
-"""TorchRL's collector, with the policy that its users would write.
+"""TorchRL's collector and replay buffer, as its users would write them.
 
 It is a module of its own, since TorchRL's workers import what they run.
 """
@@ -14,6 +14,7 @@ from tensordict.nn import (
     TensorDictModule,
 )
 from torchrl.collectors import MultiSyncCollector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import GymEnv, SerialEnv
 from torchrl.modules import OneHotCategorical
 
@@ -38,3 +39,8 @@ def collector(net: torch.nn.Module, workers: int, envs: int, frames: int) -> Any
         total_frames=-1,
         cat_results="stack",
     )
+
+
+def buffer(capacity: int, batch_size: int) -> Any:
+    """A buffer in memory with uniform samples."""
+    return ReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=batch_size)

@@ -22,6 +22,70 @@ def test_iteration_ends_with_total_frames() -> None:
         assert collector.next() is None
 
 
+def test_column_of_another_name_is_refused() -> None:
+    class Hiding(Pixels):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = gymnasium.spaces.Dict(
+                action=gymnasium.spaces.Box(0, 1, (1,)), state=gymnasium.spaces.Box(0, 1, (1,))
+            )
+
+        def _observation(self, value: float) -> Any:
+            return {"action": np.zeros(1, np.float32), "state": np.zeros(1, np.float32)}
+
+    with pytest.raises(weightsync.SettingError, match="one name: action"):
+        rl.Collector(Hiding, None, frames_per_batch=4).next()
+
+
+def test_one_environment_is_not_stepped_twice() -> None:
+    env = Counting()
+    with pytest.raises(weightsync.SettingError, match="several times"):
+        rl.SerialEnv(2, env)
+    with pytest.raises(weightsync.SettingError, match="of their own"):
+        rl.MultiSyncCollector([env] * 2, zeros, frames_per_batch=4, workers="threads")
+    with rl.Collector(env, zeros, frames_per_batch=4) as collector:
+        assert collector.next().numel() == 4
+
+
+def test_choices_may_start_anywhere() -> None:
+    class Shifted(Counting):
+        action_space = gymnasium.spaces.Discrete(3, start=5)
+
+    policy = torch.nn.Linear(2, 3)
+    with rl.Collector(Shifted, policy, frames_per_batch=90, init_random_frames=90) as collector:
+        for _ in range(2):
+            assert set(collector.next()["action"].tolist()) <= {5, 6, 7}
+
+
+def test_batch_takes_full_names_everywhere() -> None:
+    with rl.Collector(Counting, zeros, frames_per_batch=4) as collector:
+        batch = collector.next()
+    batch["next", "value"] = batch["next", "reward"] + 1
+    assert ("next", "value") in batch
+    assert ("next", "no") not in batch
+    assert batch.get(("next", "no")) is None
+    assert batch["next"]["value"].tolist() == [2.0, 3.0, 4.0, 5.0]
+    assert "next.value" in repr(batch)
+
+
+def test_interrupted_episode_is_not_gone_on_with() -> None:
+    class Once(Counting):
+        def step(self, action: int) -> Any:
+            if self.taken == 3:
+                self.taken += 1
+                raise KeyboardInterrupt
+            return super().step(action)
+
+    with rl.Collector(Once, zeros, frames_per_batch=8) as collector:
+        with pytest.raises(KeyboardInterrupt):
+            collector.next()
+        batch = collector.next()
+        assert batch["observation"][:, 0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+        assert batch["collector", "traj_ids"].tolist() == [1] * 5 + [2] * 3
+    with pytest.raises(weightsync.LifecycleError, match="shut down"):
+        collector.next()
+
+
 def test_long_episodes_are_truncated() -> None:
     with rl.Collector(Counting, zeros, frames_per_batch=9, max_frames_per_traj=3) as collector:
         batch = collector.next()
@@ -192,6 +256,7 @@ def test_observation_without_a_shape_is_refused() -> None:
     ("settings", "message"),
     [
         ({"frames_per_batch": 0}, "frames_per_batch"),
+        ({"frames_per_batch": 1.5}, "frames_per_batch"),
         ({"exploration_type": "greedy"}, "exploration_type"),
         ({"return_type": "list"}, "return_type"),
         ({"policy_factory": Constant}, "not both"),

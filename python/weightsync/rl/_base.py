@@ -5,14 +5,15 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends
 from weightsync._checks import choice
-from weightsync.errors import LifecycleError, MissingModelError, SettingError, WrongTypeError
-from weightsync.rl._columns import Batch
+from weightsync.errors import DeadlineError, LifecycleError, MissingModelError, SettingError, WrongTypeError
+from weightsync.rl._columns import Batch, Failure
 from weightsync.rl._policy import HAS_TORCH, exploration, is_tensordict_module
 from weightsync.rl._progress import Progress
 from weightsync.rl._rollout import Rules
@@ -52,6 +53,7 @@ class BaseCollector(abc.ABC):
         return_type: ReturnType | None = None,
         progress: bool | None = None,
     ) -> None:
+        frames_per_batch = whole("frames_per_batch", frames_per_batch)
         if frames_per_batch < 1:
             raise SettingError(f"frames_per_batch: expected 1 or more, got {frames_per_batch}")
         if policy is not None and policy_factory is not None:
@@ -62,7 +64,8 @@ class BaseCollector(abc.ABC):
         self.frames_per_batch = frames_per_batch
         self.total_frames = -1 if total_frames is None else total_frames
         self._init_random = init_random_frames or 0
-        self._rules = Rules(max_frames_per_traj or 0, reset_at_each_iter, reset_when_done)
+        longest = max(0, whole("max_frames_per_traj", max_frames_per_traj or 0))
+        self._rules = Rules(longest, reset_at_each_iter, reset_when_done)
         self._explore = exploration(exploration_type)
         self._policy_device = device if policy_device is None else policy_device
         self._storing_device = storing_device
@@ -73,10 +76,19 @@ class BaseCollector(abc.ABC):
         self._return_type = _return_type(return_type, policy)
         self._frames = 0
         self._iterator: Iterator[Any] | None = None
+        #: A batch that is not handed out yet.
+        self._collected: Batch | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
+        # One thread at a time collects, or changes how it is done. Who waits for the turn holds the
+        # gate, so that a thread that collects without a pause lets others have a turn.
+        self._gate, self._turn = threading.Lock(), threading.RLock()
         self._progress = Progress(progress, self.total_frames)
+
+    #: Those of the newest batch, as :class:`Batch` has them: a TensorDict has not.
+    failures: Sequence[Failure] = ()
+    dropped = 0
 
     #: Until the collector has something to close.
     _closed = True
@@ -98,15 +110,12 @@ class BaseCollector(abc.ABC):
 
     def __iter__(self) -> Iterator[Any]:
         """Batches until ``total_frames`` are there. With a replay buffer each item is None."""
-        if self._thread is not None:
-            raise LifecycleError(
-                "the collector runs in the background since start(): call async_shutdown() first, "
-                "or read the replay buffer"
-            )
+        self._check_foreground()
         return self._batches()
 
     def next(self) -> Any:
         """The next batch; None once ``total_frames`` are there."""
+        self._check_foreground()
         if self._iterator is None:
             self._iterator = iter(self)
         try:
@@ -116,16 +125,41 @@ class BaseCollector(abc.ABC):
             self._iterator = None
             raise
 
+    def _check_foreground(self) -> None:
+        if self._thread is not None:
+            raise LifecycleError(
+                "the collector runs in the background since start(): call async_shutdown() first, "
+                "or read the replay buffer"
+            )
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """A turn of this thread."""
+        with self._gate:
+            self._turn.acquire()
+        try:
+            if self._closed:
+                raise LifecycleError("the collector was shut down: make another")
+            yield
+        finally:
+            self._turn.release()
+
     def _batches(self) -> Iterator[Any]:
         while self.total_frames < 0 or self._frames < self.total_frames:
-            if self._update_at_each_batch and self._has_weights():
+            if self._update_at_each_batch and has_weights(self.policy):
                 self.update_policy_weights_()
-            batch = self._collect()
+            with self._alone():
+                if self._collected is None:
+                    self._collected = self._collect()
+                batch = self._collected
+            result = self._finished(batch)
+            # Ctrl-C before this leaves the batch for the next call.
+            self._collected = None
             self._frames += batch.numel()
             self._progress.show(self._frames, self.version, batch)
+            self.failures, self.dropped = batch.failures, batch.dropped
             for failure in batch.failures:
                 logger.warning("%s", failure)
-            result = self._finished(batch)
             if self.replay_buffer is None:
                 yield result
             else:
@@ -183,6 +217,8 @@ class BaseCollector(abc.ABC):
             )
         if weights_dict is None:
             weights_dict = {model_id or "policy": given[0] if given else None}
+        if not weights_dict:
+            raise SettingError("weights_dict is empty: expected weights by model id")
         return self._update(dict(weights_dict), worker_ids)
 
     def start(self) -> None:
@@ -193,6 +229,7 @@ class BaseCollector(abc.ABC):
             raise LifecycleError("the collector has been started already")
         iterator = iter(self)
         self._stopping.clear()
+        self._iterator = None
         name = "weightsync-collector"
         self._thread = threading.Thread(target=self._run, args=(iterator,), name=name, daemon=True)
         self._thread.start()
@@ -214,25 +251,41 @@ class BaseCollector(abc.ABC):
     def async_shutdown(self, timeout: float | None = None) -> None:
         """Ends what :meth:`start` began, after the batch under way, and the collector.
 
+        Args:
+            timeout: seconds to wait for that batch; None: as long as it takes.
+
         Raises:
+            DeadlineError: if the batch takes longer; the collector goes on then.
             Exception: that which ended the collection before.
         """
-        thread, self._thread = self._thread, None
         self._stopping.set()
+        thread = self._thread
         if thread is not None:
             thread.join(timeout)
+            if thread.is_alive():
+                raise DeadlineError(
+                    f"the batch under way did not end within {timeout} s: call async_shutdown again, "
+                    "with more time"
+                )
         self.shutdown()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def shutdown(self) -> None:
-        """Ends the workers. Any number of times; batches stay valid."""
+        """Ends the workers, after the batch that :meth:`start` has under way.
+
+        Any number of times; batches stay valid.
+        """
         self._stopping.set()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._thread = None
         if not self._closed:
-            self._closed = True
             self._progress.end()
             self._close()
+            self._closed = True
         _ends.closed(self)
 
     def _end(self, reason: str | None) -> None:
@@ -242,7 +295,7 @@ class BaseCollector(abc.ABC):
     def set_seed(self, seed: int) -> int:
         """Seeds environments and draws: environment ``i`` of all gets ``seed + i``.
 
-        Each begins a new episode with the next batch.
+        Each begins a new episode with the next part that it has not been asked for.
 
         Returns:
             A seed that none of them has.
@@ -250,7 +303,7 @@ class BaseCollector(abc.ABC):
 
     @abc.abstractmethod
     def reset(self) -> None:
-        """Has all environments begin new episodes with the next batch."""
+        """Has all environments begin new episodes, with the next part that is asked for."""
 
     def state_dict(self) -> dict[str, Any]:
         """The count of frames, to go on with in :meth:`load_state_dict`."""
@@ -263,9 +316,6 @@ class BaseCollector(abc.ABC):
     def _random_steps(self, steps: int, ordered: int) -> int:
         """How many steps of a part are random; as in TorchRL, whole batches."""
         return steps if ordered < self._init_random else 0
-
-    def _has_weights(self) -> bool:
-        return hasattr(self.policy, "state_dict")
 
     @abc.abstractmethod
     def _collect(self) -> Batch:
@@ -314,9 +364,20 @@ def _to_torch(batch: Batch, device: Any) -> Batch:
     columns = {key: torch.from_numpy(value) for key, value in batch.columns().items()}
     if device is not None:
         columns = {key: value.to(device) for key, value in columns.items()}
-    result = Batch.of(columns, batch.batch_size)
-    result.failures, result.dropped = batch.failures, batch.dropped
-    return result
+    return batch.with_columns(columns, batch.batch_size)
+
+
+def has_weights(policy: Any) -> bool:
+    """Whether there is anything to send."""
+    return hasattr(policy, "state_dict") and bool(policy.state_dict())
+
+
+def whole(setting: str, value: Any) -> int:
+    """The whole number that a setting is."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise SettingError(f"{setting}: expected a whole number, got {value!r}") from None
 
 
 def steps_of(frames_per_batch: int, rows: int) -> int:

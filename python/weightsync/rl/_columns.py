@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,62 +95,50 @@ class Layout:
 
 
 class Slot:
-    """Memory for one batch, which several processes map."""
+    """Memory for one batch: a part of a memory file."""
 
-    def __init__(self, number: int, size: int) -> None:
-        self.number = number
-        self.fd = os.memfd_create("weightsync-frames", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.fd, size)
-            self.memory = mmap.mmap(self.fd, size)
-        except BaseException:
-            os.close(self.fd)
-            raise
-
-    def close(self) -> None:
-        """Closes the file. The memory stays until the last array of it is dropped."""
-        os.close(self.fd)
+    def __init__(self, number: int, fd: int, size: int) -> None:
+        self.number, self.offset = number, number * size
+        self.memory = mmap.mmap(fd, size, offset=self.offset)
 
 
 class Slots:
     """The slots of one collector. A slot is used again once no array of its batch is left."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._all: list[Slot] = []
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.fd = os.memfd_create("weightsync-frames", os.MFD_CLOEXEC)
+        self._count = 0
         self._free: list[Slot] = []
-        # A finalizer runs in whichever thread drops the last array.
-        self._lock = threading.RLock()
-        self._closed = False
+        # Looked at in `take`: a finalizer would run in the middle of anything.
+        self._lent: list[tuple[weakref.ref[Any], Slot]] = []
 
     def take(self) -> Slot:
         """A slot that no batch uses."""
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-            slot = Slot(len(self._all), self._size)
-            self._all.append(slot)
-            return slot
+        self._free += [slot for memory, slot in self._lent if memory() is None]
+        self._lent = [(memory, slot) for memory, slot in self._lent if memory() is not None]
+        if self._free:
+            return self._free.pop()
+        os.ftruncate(self.fd, (self._count + 1) * self.size)
+        slot = Slot(self._count, self.fd, self.size)
+        self._count += 1
+        return slot
 
     def lend(self, slot: Slot) -> Any:
         """The slot's memory for arrays that may be kept; the slot is free once all are dropped."""
-        memory = (ctypes.c_ubyte * self._size).from_buffer(slot.memory)
-        weakref.finalize(memory, self.put_back, slot).atexit = False
+        memory = (ctypes.c_ubyte * self.size).from_buffer(slot.memory)
+        self._lent.append((weakref.ref(memory), slot))
         return memory
 
     def put_back(self, slot: Slot) -> None:
-        """Frees a slot whose batch was dropped."""
-        with self._lock:
-            if not self._closed:
-                self._free.append(slot)
+        """Frees a slot whose batch was not handed out."""
+        self._free.append(slot)
 
     def close(self) -> None:
-        """Closes all files. Batches that were handed out stay valid."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                for slot in self._all:
-                    slot.close()
+        """Closes the file. Batches that were handed out stay valid."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class Batch(dict[str, Any]):
@@ -177,10 +164,13 @@ class Batch(dict[str, Any]):
         """A batch of these columns."""
         batch = Batch({}, batch_size)
         for key, value in columns.items():
-            inner: dict[str, Any] = batch
-            for name in key[:-1]:
-                inner = inner.setdefault(name, {})
-            inner[key[-1]] = value
+            batch[key] = value
+        return batch
+
+    def with_columns(self, columns: Mapping[Key, Any], batch_size: Iterable[int]) -> Batch:
+        """Other columns in place of these, with what else this batch says."""
+        batch = Batch.of(columns, batch_size)
+        batch.failures, batch.dropped = self.failures, self.dropped
         return batch
 
     def columns(self) -> dict[Key, Any]:
@@ -193,12 +183,30 @@ class Batch(dict[str, Any]):
 
     def __getitem__(self, key: str | Key) -> Any:
         inner: Any = self
-        for name in (key,) if isinstance(key, str) else key:
-            if not isinstance(inner, dict) or name not in inner:
+        for name in _parts(key):
+            if not isinstance(inner, dict) or name not in dict.keys(inner):
                 known = ", ".join(".".join(one) for one in self.columns())
                 raise MissingTensorError(f"the batch has no column {key!r}; it has {known}")
             inner = dict.__getitem__(inner, name)
         return inner
+
+    def __setitem__(self, key: str | Key, value: Any) -> None:
+        *outer, last = _parts(key)
+        inner: dict[str, Any] = self
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        dict.__setitem__(inner, last, value)
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]  # type: ignore[index]
+        except (MissingTensorError, TypeError):
+            return False
+        return True
+
+    def get(self, key: str | Key, default: Any = None) -> Any:
+        """The column, or the default where there is none."""
+        return self[key] if key in self else default
 
     def to_tensordict(self) -> Any:
         """The same frames as a TensorDict on the same memory.
@@ -239,6 +247,10 @@ class Failure:
     def __str__(self) -> str:
         then = "another has taken its place" if self.restarted else "it was not restarted"
         return f"worker {self.worker}: {self.reason} ({then})"
+
+
+def _parts(key: str | Key) -> Key:
+    return (key,) if isinstance(key, str) else tuple(key)
 
 
 def _walk(prefix: Key, values: Mapping[str, Any]) -> Iterable[tuple[Key, Any]]:

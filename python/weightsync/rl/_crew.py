@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from weightsync.errors import LifecycleError, WrongTypeError
-from weightsync.rl._worker import LONGEST, Start, serve
+from weightsync.rl._worker import LONGEST, Guard, Start, serve
 
 #: How long ended workers may take to leave.
 _LEAVE = 5.0
@@ -55,6 +55,8 @@ class Crew:
         self._starts = list(starts)
         self._threads = threads
         self._poll = select.poll()
+        #: Whether Ctrl-C may raise: nothing is half done.
+        self._is_waiting = False
         self._members: list[_Member | None] = [None] * len(self._starts)
         self._finalizer = weakref.finalize(self, _close, self._members, os.getpid())
         for worker in range(len(self._starts)):
@@ -69,7 +71,8 @@ class Crew:
         make = _Thread if self._threads else _Process
         member = make(start)
         self._members[worker] = member
-        self._poll.register(member.link, select.POLLIN)
+        for fd in member.fds:
+            self._poll.register(fd, select.POLLIN)
 
     def pid(self, worker: int) -> int | None:
         """The worker's process; None for a thread, or while there is none."""
@@ -81,8 +84,39 @@ class Crew:
         self._check_process()
         member = self._members[worker]
         if member is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionError):
+            with contextlib.suppress(ConnectionError):
                 socket.send_fds(member.link, [json.dumps(order).encode()], list(fds))
+
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Lets Ctrl-C raise where the trainer waits for workers, and after this, nowhere else.
+
+        What a worker has said would be lost if Ctrl-C came between reading and noting it.
+        """
+        before = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not callable(before) or self._is_uninterrupted:
+            yield
+            return
+        came: list[Any] = []
+
+        def later(number: int, frame: Any) -> None:
+            if self._is_waiting:
+                before(number, frame)
+            else:
+                came.append(frame)
+
+        self._is_uninterrupted = True
+        signal.signal(signal.SIGINT, later)
+        try:
+            yield
+        finally:
+            self._is_uninterrupted = False
+            signal.signal(signal.SIGINT, before)
+            if came:
+                before(signal.SIGINT, came[0])
+
+    _is_uninterrupted = False
 
     def hear(self, timeout: float | None) -> list[tuple[int, dict[str, Any]]]:
         """What workers have said, at most one message of each; empty at the timeout.
@@ -90,10 +124,15 @@ class Crew:
         A worker that has ended says ``{"is": "error", "reason": …}``, once.
         """
         self._check_process()
-        ready = self._poll.poll(None if timeout is None else max(0, timeout * 1000))
+        longest = None if timeout is None else min(max(0.0, timeout * 1000), 1e9)
+        self._is_waiting = True
+        try:
+            ready = {fd for fd, _ in self._poll.poll(longest)}
+        finally:
+            self._is_waiting = False
         heard = []
         for worker, member in enumerate(self._members):
-            if member is not None and any(fd == member.link.fileno() for fd, _ in ready):
+            if member is not None and not ready.isdisjoint(member.fds):
                 heard.append((worker, self._read(worker, member)))
         return heard
 
@@ -111,11 +150,7 @@ class Crew:
             self._finalizer()
 
     def _read(self, worker: int, member: _Member) -> dict[str, Any]:
-        try:
-            message = member.link.recv(LONGEST)
-        except ConnectionError:
-            # It left orders unread. The error comes before what the worker has said, and once.
-            message = member.link.recv(LONGEST)
+        message = _receive(member.link)
         said = json.loads(message) if message else {"is": "error", "reason": ""}
         if said["is"] == "error":
             self._forget(worker, member)
@@ -124,9 +159,10 @@ class Crew:
         return dict(said)
 
     def _forget(self, worker: int, member: _Member) -> None:
-        self._poll.unregister(member.link)
+        for fd in member.fds:
+            self._poll.unregister(fd)
         self._members[worker] = None
-        member.link.close()
+        member.leave()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -140,7 +176,16 @@ class Crew:
 class _Member(abc.ABC):
     """A worker's link, and how it runs."""
 
-    link: socket.socket
+    def __init__(self) -> None:
+        self.link, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        #: What tells that the worker has said something, or has ended.
+        self.fds = [self.link.fileno()]
+
+    def leave(self) -> None:
+        """Closes the link, also where a forked child has it too."""
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_RDWR)
+        self.link.close()
 
     @abc.abstractmethod
     def kill(self) -> str:
@@ -156,10 +201,10 @@ class _Process(_Member):
 
     def __init__(self, start: Start) -> None:
         settings = _settings(start)
-        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__()
         watched, self._lifeline = os.pipe()
         try:
-            fds = (theirs.fileno(), watched, settings)
+            fds = (self.theirs.fileno(), watched, settings)
             command = [sys.executable, "-P", "-c", _PROGRAM, *map(str, fds)]
             self.process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
         except BaseException:
@@ -167,9 +212,18 @@ class _Process(_Member):
             self.link.close()
             raise
         finally:
-            theirs.close()
+            self.theirs.close()
             os.close(watched)
             os.close(settings)
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self.fds.append(self._pidfd)
+        _processes.add(self)
+
+    def leave(self) -> None:
+        super().leave()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     def kill(self) -> str:
         self.process.kill()
@@ -178,48 +232,106 @@ class _Process(_Member):
     def ended(self, patience: float) -> str:
         try:
             self.process.wait(patience)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:
             self.process.kill()
             self.process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        self.cut()
+        code = self.process.returncode
+        who = f"its process {self.process.pid}"
+        return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} ended with exit code {code}"
+
+    def cut(self) -> None:
+        """Closes the lifeline."""
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-        code = self.process.returncode
-        who = f"its process {self.process.pid}"
-        if code < 0:
-            return f"{who} was killed by {signal.Signals(-code).name}"
-        return f"{who} ended with exit code {code}"
+
+    def forget_in_child(self) -> None:
+        """In a forked child: the workers are to end with the trainer, and not with the child."""
+        self.cut()
+        self.link.close()
+
+
+#: All worker processes of this process.
+_processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+
+
+def _forget_workers() -> None:
+    for process in list(_processes):
+        process.forget_in_child()
+    _processes.clear()
+
+
+os.register_at_fork(after_in_child=_forget_workers)
 
 
 class _Thread(_Member):
     """A worker thread, with a policy and environments of its own."""
 
     def __init__(self, start: Start) -> None:
-        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__()
         # The trainer's policy changes while it trains.
         start = replace(start, policy=copy.deepcopy(start.policy))
-        name = f"weightsync-worker-{start.worker}"
-        self.thread = threading.Thread(target=serve, args=(theirs, start), name=name, daemon=True)
+        self._guard = Guard()
+        self.thread = threading.Thread(
+            target=serve,
+            args=(self.theirs, start, self._guard),
+            name=f"weightsync-worker-{start.worker}",
+            daemon=True,
+        )
         self.thread.start()
 
     def kill(self) -> str:
+        self._guard.give_up()
         return ", and its thread is left alone"
 
     def ended(self, patience: float) -> str:
+        self._guard.give_up()
         self.thread.join(patience)
-        return "its thread has ended"
+        return "its thread goes on" if self.thread.is_alive() else "its thread has ended"
+
+
+def _receive(link: socket.socket) -> bytes:
+    """A worker's message; empty if it has ended."""
+    for _ in range(2):
+        try:
+            return link.recv(LONGEST, socket.MSG_DONTWAIT)
+        except ConnectionError:
+            # It left orders unread. The error comes before what the worker has said, and once.
+            continue
+        except BlockingIOError:
+            # Its process has ended, and a child of it holds the link.
+            break
+    return b""
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # One of the real-time signals.
+        return f"signal {number}"
 
 
 def _close(members: list[_Member | None], pid: int) -> None:
     if os.getpid() != pid:
         return
     living = [member for member in members if member is not None]
-    members[:] = [None] * len(members)
     for member in living:
-        member.link.close()
+        member.leave()
     until = time.monotonic() + _LEAVE
-    for member in living:
-        member.ended(max(0.0, until - time.monotonic()))
+    try:
+        for member in living:
+            member.ended(max(0.0, until - time.monotonic()))
+    except BaseException:
+        # Ctrl-C: none of them gets more time.
+        for member in living:
+            member.kill()
+        raise
+    finally:
+        members[:] = [None] * len(members)
 
 
 def _settings(start: Start) -> int:

@@ -34,6 +34,11 @@ class SerialEnv:
             raise SettingError(f"expected {num_envs} environments or one, got {len(each)}")
         self.num_envs = num_envs
         self.makers = [_maker(one, kwargs) for one in each]
+        given = [id(one) for one, make in zip(each, self.makers, strict=True) if is_made(make)]
+        if len(set(given)) < len(given):
+            raise SettingError(
+                "the same environment would be stepped several times: give a function that makes one"
+            )
 
     def __call__(self) -> SerialEnv:
         return self
@@ -83,6 +88,11 @@ def _maker(env: Any, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     )
 
 
+def is_made(make: Callable[[], Any]) -> bool:
+    """Whether the environment was made before, so that there is only this one."""
+    return isinstance(make, _Given)
+
+
 class _Given:
     """An environment that was made already: a collector in this process uses it as it is."""
 
@@ -103,8 +113,11 @@ class Envs(abc.ABC):
         num_envs: how many, ``P``.
         is_batched: whether the batch has a dimension for them.
         action_space: of one environment.
+        made: the environment, a list of them, or the vector environment.
         observations: what each environment shows now, by column, ``[P, *shape]``.
     """
+
+    made: Any
 
     def __init__(self, num_envs: int, is_batched: bool, observation: Any, action: Any) -> None:
         from gymnasium.vector.utils import batch_space
@@ -181,6 +194,7 @@ class _Serial(Envs):
 
     def __init__(self, envs: list[Any], is_batched: bool) -> None:
         self.envs = envs
+        self.made = envs if is_batched else envs[0]
         first = envs[0]
         super().__init__(len(envs), is_batched, first.observation_space, first.action_space)
         for index, env in enumerate(envs):
@@ -219,7 +233,7 @@ class _Vector(Envs):
     """A vector environment of Gymnasium."""
 
     def __init__(self, env: Any) -> None:
-        self.env = env
+        self.env = self.made = env
         mode = str(getattr(env.metadata.get("autoreset_mode"), "value", "NextStep"))
         self._same_step = mode == "SameStep"
         if not self._same_step and mode != "Disabled":

@@ -13,8 +13,10 @@ import numpy as np
 
 from weightsync._checks import choice, numbers
 from weightsync.errors import PeerError, SettingError
-from weightsync.rl._base import BaseCollector, check_known
+from weightsync.rl._base import BaseCollector, check_known, has_weights
 from weightsync.rl._columns import (
+    DONE,
+    TRAJ_IDS,
     Batch,
     Column,
     Failure,
@@ -25,8 +27,8 @@ from weightsync.rl._columns import (
     compare,
 )
 from weightsync.rl._crew import Crew
-from weightsync.rl._envs import maker
-from weightsync.rl._rollout import Ids
+from weightsync.rl._envs import is_made, maker
+from weightsync.rl._trajectories import Ids, Known, Trajectories
 from weightsync.rl._worker import Start
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
@@ -56,7 +58,11 @@ class Part:
 
     worker: int
     slot: Slot
+    axis: int
+    index: int
     ids: Ids
+    #: The worker's trajectories, those of the process that collected the part.
+    known: Known
     #: When it was done, on the clock of the host.
     at: float
 
@@ -73,8 +79,7 @@ class Seat:
     since: float = field(default_factory=time.monotonic)
     #: In a row.
     failures: int = 0
-    #: The trajectories that it is in: its own numbers, and those in batches.
-    trajectories: dict[int, int] = field(default_factory=dict)
+    trajectories: Known = field(default_factory=dict)
 
 
 class MultiCollector(BaseCollector):
@@ -90,7 +95,7 @@ class MultiCollector(BaseCollector):
         weight_sync_schemes: Mapping[str, Scheme | str] | None = None,
         models: Mapping[str, Any] | None = None,
         restart: bool = False,
-        timeout: float = 600.0,
+        timeout: float | None = 600.0,
         num_threads: int = 1,
         **settings: Any,
     ) -> None:
@@ -110,14 +115,22 @@ class MultiCollector(BaseCollector):
         self._sender: Sender | None = None
         self._scheme = _scheme(weight_sync_schemes)
         self._failures: list[Failure] = []
-        self._next_trajectory = 0
+        self._trajectories = Trajectories()
+        #: Parts that were heard of, and are in no batch yet.
+        self._done: list[Part] = []
         self._parts = 0
         self._ordered = 0
         self._columns: list[Column] = []
+        makers = [maker(env) for env in create_env_fn]
+        if any(map(is_made, makers)):
+            raise SettingError(
+                "workers need environments of their own: give functions that make them, and not "
+                "environments"
+            )
         starts = [
             Start(
                 worker=worker,
-                make_env=maker(env),
+                make_env=makers[worker],
                 policy=self.policy,
                 policy_factory=factories[worker],
                 policy_device=self._policy_device,
@@ -126,7 +139,7 @@ class MultiCollector(BaseCollector):
                 num_threads=num_threads,
                 models=list(self._sent) or ["policy"],
             )
-            for worker, env in enumerate(create_env_fn)
+            for worker in range(count)
         ]
         self._seats = [Seat() for _ in starts]
         self._slots: Slots | None = None
@@ -154,11 +167,12 @@ class MultiCollector(BaseCollector):
 
     def _wait_for(self, stage: str) -> None:
         """Waits until all workers are at a stage; a failure meanwhile is an error."""
-        while any(seat.stage != stage for seat in self._seats):
+        while any(seat.stage not in (stage, "empty") for seat in self._seats):
             self._hear(None)
-            if self._failures:
-                failures, self._failures = self._failures, []
-                raise PeerError("; ".join(map(str, failures)))
+            ended = [one for one in self._failures if not one.restarted]
+            if ended:
+                self._failures = []
+                raise PeerError("; ".join(map(str, ended)))
 
     @property
     def version(self) -> int:
@@ -172,10 +186,12 @@ class MultiCollector(BaseCollector):
 
     def _connect(self, models: Mapping[str, Any]) -> None:
         """Makes the sender, and has all workers follow it with its first weights."""
-        self._sender = Sender(models=dict(models), scheme=self._scheme)
-        self._sender.connect(workers=0)
-        for worker in range(len(self._seats)):
-            self._join(worker)
+        sender = Sender(models=dict(models), scheme=self._scheme)
+        sender.connect(workers=0)
+        self._sender = sender
+        for worker, seat in enumerate(self._seats):
+            if seat.stage == "working":
+                self._join(worker)
         self._wait_for("working")
 
     def _join(self, worker: int) -> None:
@@ -196,9 +212,15 @@ class MultiCollector(BaseCollector):
                 "weights of that name, so give them"
             )
         each = _by_worker(weights)
+        if each and len(weights) > 1:
+            raise SettingError(
+                "weights by worker are for one model alone: update the other models in a call of "
+                "their own"
+            )
         if self._sender is None:
             # The workers have policies of their own until the first weights come.
-            self._connect({"policy": next(iter(each.values())) if each else weights["policy"]})
+            with self._alone(), self._crew.uninterrupted():
+                self._connect({"policy": next(iter(each.values())) if each else weights["policy"]})
         assert self._sender is not None
         if each:
             self._numbers(list(each))
@@ -251,19 +273,20 @@ class MultiCollector(BaseCollector):
             number = order.slot.number
             if number not in seat.slots:
                 seat.slots.add(number)
+                assert self._slots is not None
                 place = {"do": "slot", "slot": number, "dims": self._dims()}
-                place |= {"axis": order.axis, "index": order.index}
-                self._crew.tell(worker, place, [order.slot.fd])
+                place |= {"axis": order.axis, "index": order.index, "offset": order.slot.offset}
+                self._crew.tell(worker, place, [self._slots.fd])
             ask = {"do": "collect", "part": order.part, "slot": number}
             self._crew.tell(worker, {**ask, "steps": self._steps, "random": order.random})
 
-    def _hear(self, timeout: float | None) -> list[Part]:
-        """The parts that came within the timeout. Workers that failed are started again if asked."""
-        parts = []
+    def _hear(self, timeout: float | None) -> None:
+        """Notes what workers have said within the timeout. Those that failed are started again if
+        that was asked for."""
         for worker, said in self._crew.hear(self._until_overdue(timeout)):
             what = said["is"]
             if what == "part":
-                parts.append(self._delivered(worker, said))
+                self._done.append(self._delivered(worker, said))
             elif what == "ready":
                 self._is_ready(worker, said)
             elif what == "joined":
@@ -273,20 +296,22 @@ class MultiCollector(BaseCollector):
                 self._failed(worker, said["reason"])
         now = time.monotonic()
         for worker, seat in enumerate(self._seats):
-            if _is_busy(seat) and now - seat.since > self._limit(seat):
+            limit = self._limit(seat)
+            if limit is not None and now - seat.since > limit:
                 how = self._crew.end(worker)
-                took = f"for more than {self._limit(seat):g} s"
-                self._failed(worker, f"it was {_doing(seat)} {took}{how}")
-        return parts
+                self._failed(worker, f"it was {_doing(seat)} for more than {limit:g} s{how}")
 
-    def _limit(self, seat: Seat) -> float:
+    def _limit(self, seat: Seat) -> float | None:
         """Seconds that a worker may take for what it does."""
-        return self._timeout if seat.stage == "working" else _START
+        if seat.stage in ("starting", "joining"):
+            return _START
+        return self._timeout if seat.stage == "working" and seat.orders else None
 
     def _until_overdue(self, timeout: float | None) -> float | None:
         """The timeout, or what is left of the first worker's."""
-        until = [seat.since + self._limit(seat) for seat in self._seats if _is_busy(seat)]
-        left = [max(0.0, min(until) - time.monotonic())] if until else []
+        now = time.monotonic()
+        limits = [(seat.since, self._limit(seat)) for seat in self._seats]
+        left = [max(0.0, since + limit - now) for since, limit in limits if limit is not None]
         return min(left + ([] if timeout is None else [timeout]), default=None)
 
     def _enter(self, worker: int, stage: Literal["starting", "joining", "working", "empty"]) -> None:
@@ -299,14 +324,22 @@ class MultiCollector(BaseCollector):
         if not self._columns:
             self._columns = columns
             self._envs, self._is_batched = said["num_envs"], said["is_batched"]
-        compare(self._columns, columns, worker)
-        if said["num_envs"] != self._envs:
-            raise SettingError(
-                f"worker {worker} has {said['num_envs']} environments, and others have "
-                f"{self._envs}: give all workers the same number"
-            )
-        if self._sender is not None:
+        try:
+            compare(self._columns, columns, worker)
+            if said["num_envs"] != self._envs:
+                raise SettingError(
+                    f"worker {worker} has {said['num_envs']} environments, and others have "
+                    f"{self._envs}: give all workers the same number"
+                )
+        except SettingError as error:
+            if self._slots is None:
+                raise
+            self._crew.end(worker)
+            self._failed(worker, str(error))
+            return
+        if self._slots is not None:
             self._seed_worker(worker)
+        if self._sender is not None:
             self._join(worker)
         else:
             self._enter(worker, "working")
@@ -318,19 +351,21 @@ class MultiCollector(BaseCollector):
         if said["part"] != order.part:
             raise PeerError(f"worker {worker} delivered part {said['part']}, not {order.part}")
         seat.failures, seat.since = 0, time.monotonic()
-        ids = Ids(said["first"], said["following"], said["current"])
-        return Part(worker, order.slot, ids, said["at"])
+        ids = Ids(said["first"], said["following"])
+        return Part(
+            worker, order.slot, order.axis, order.index, ids, seat.trajectories, said["at"]
+        )
 
     def _failed(self, worker: int, reason: str) -> None:
         """Notes a failure, and starts another worker in the place where that was asked for."""
         seat = self._seats[worker]
         seat.failures += 1
         seat.slots.clear()
-        seat.trajectories.clear()
+        # Another dict: parts that were delivered before still have this one.
+        seat.trajectories = {}
         for order in seat.orders:
             order.is_told = False
-        was_open = seat.stage == "working"
-        again = self._restart and was_open and seat.failures < _MOST_FAILURES
+        again = self._restart and self._slots is not None and seat.failures < _MOST_FAILURES
         self._enter(worker, "empty")
         self._failures.append(Failure(worker, reason, again))
         if again:
@@ -338,23 +373,21 @@ class MultiCollector(BaseCollector):
 
     def _start_again(self, worker: int) -> None:
         """Starts another worker in an empty place; it gets the current weights, and the orders."""
-        self._enter(worker, "starting")
         self._crew.start(worker)
+        self._enter(worker, "starting")
 
-    def _renumber(self, part: Part, array: np.ndarray | None) -> None:
+    def _renumber(self, part: Part, views: Mapping[Key, np.ndarray], handed_out: bool) -> None:
         """Gives the trajectories of a part numbers that no others have."""
-        seat, ids, base = self._seats[part.worker], part.ids, self._next_trajectory
-        known = seat.trajectories
-        if array is not None:
-            own = array.copy()
-            np.copyto(array, own - ids.first + base, where=own >= ids.first)
-            for number in np.unique(own[own < ids.first]):
-                array[own == number] = known[int(number)]
-        seat.trajectories = {
-            number: number - ids.first + base if number >= ids.first else known[number]
-            for number in ids.current
-        }
-        self._next_trajectory += ids.following - ids.first
+        at: Any = part.index if part.axis == 0 else (slice(None), part.index)
+        ids, done = views[TRAJ_IDS][at], views[DONE][at]
+        ends = done[:, -1] & self._rules.reset_when_done
+        number = self._trajectories.number if handed_out else self._trajectories.skip
+        number(part.ids, part.known, ids, ends)
+
+    def _skip(self, part: Part) -> None:
+        """Passes over a part that is not handed out."""
+        layout = Layout(self._columns, self._dims())
+        self._renumber(part, layout.views(part.slot.memory), handed_out=False)
 
     def _views(self, slot: Slot) -> dict[Key, np.ndarray]:
         """A slot's arrays. Its memory is used again once the last of them is dropped."""
@@ -372,9 +405,10 @@ class MultiCollector(BaseCollector):
     # What a user may ask in between.
 
     def set_seed(self, seed: int) -> int:
-        self._seed = seed
-        for worker in range(len(self._seats)):
-            self._seed_worker(worker)
+        with self._alone():
+            self._seed = seed
+            for worker in range(len(self._seats)):
+                self._seed_worker(worker)
         return self._seed
 
     def _seed_worker(self, worker: int) -> None:
@@ -384,20 +418,22 @@ class MultiCollector(BaseCollector):
             self._seed += self._envs
 
     def reset(self) -> None:
-        for worker in range(len(self._seats)):
-            self._crew.tell(worker, {"do": "reset"})
+        with self._alone():
+            for worker in range(len(self._seats)):
+                self._crew.tell(worker, {"do": "reset"})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._ordered = self._frames
 
     def _close(self) -> None:
-        if self._sender is not None:
-            self._sender.shutdown()
-        self._crew.close()
-        if self._slots is not None:
-            self._slots.close()
-
-
-def _is_busy(seat: Seat) -> bool:
-    """Whether the trainer waits for something of this worker."""
-    return seat.stage in ("starting", "joining") or (seat.stage == "working" and bool(seat.orders))
+        try:
+            if self._sender is not None:
+                self._sender.shutdown()
+        finally:
+            self._crew.close()
+            if self._slots is not None:
+                self._slots.close()
 
 
 def _doing(seat: Seat) -> str:
@@ -421,7 +457,7 @@ def _for_each(
 
 def _models(policy: Any, models: Mapping[str, Any] | None, schemes: Any) -> dict[str, Any]:
     """The models that are sent, by id."""
-    sent = {"policy": policy} if _has_weights(policy) else {}
+    sent = {"policy": policy} if has_weights(policy) else {}
     sent |= models or {}
     for name in schemes or {}:
         if name not in sent and name != "policy":
@@ -430,10 +466,6 @@ def _models(policy: Any, models: Mapping[str, Any] | None, schemes: Any) -> dict
                 f"give models={{{name!r}: …}}"
             )
     return sent
-
-
-def _has_weights(policy: Any) -> bool:
-    return hasattr(policy, "state_dict") and bool(policy.state_dict())
 
 
 def _scheme(schemes: Mapping[str, Scheme | str] | None) -> Scheme | str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -50,26 +52,42 @@ class Actor:
     ``"action_log_prob"``. A TensorDict module is called with a TensorDict, as in TorchRL.
     """
 
-    def __init__(self, policy: Any, envs: Envs, explore: Exploration, device: Any = None) -> None:
+    def __init__(
+        self,
+        policy: Any,
+        envs: Envs,
+        explore: Exploration,
+        device: Any = None,
+        own_process: bool = True,
+    ) -> None:
         self.policy, self._envs, self._explore, self._device = policy, envs, explore, device
-        self._count = getattr(envs.action_space, "n", None) if _is_discrete(envs) else None
+        space = envs.action_space
+        # The number of choices of a Discrete space, and the first of them.
+        self._count = int(space.n) if _is_discrete(envs) else None
+        self._start = int(getattr(space, "start", 0)) if self._count is not None else 0
+        self._own_process = own_process
         self._speaks_tensordict = is_tensordict_module(policy)
         self._rng = np.random.default_rng()
         self.columns = self._discover()
 
     def seed(self, seed: int) -> None:
-        """Seeds the draws of this actor, and of random actions."""
+        """Seeds the draws of this actor, of random actions, and in a worker process all others."""
         self._rng = np.random.default_rng(seed)
         self._envs.seed_actions(seed)
+        if self._own_process:
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            if torch is not None:
+                torch.manual_seed(seed)
 
     def act(self) -> tuple[dict[Key, Any], Any]:
         """The columns of the next step, and the actions for the environments."""
         if self.policy is None:
             return self.act_randomly()
-        columns = self._ask()
+        columns = self._ask(self.policy)
         action = columns[ACTION]
         if self._count is not None and np.ndim(action) > 1:
-            action = np.argmax(action, -1)
+            action = np.argmax(action, -1) + self._start
         return columns, action
 
     def act_randomly(self) -> tuple[dict[Key, Any], Any]:
@@ -80,31 +98,39 @@ class Actor:
         if column is not None and column.shape != action.shape[1:]:
             # The policy's actions are one-hot.
             given = np.zeros((len(action), *column.shape), column.dtype)
-            np.put_along_axis(given, action[:, None], 1, -1)
+            np.put_along_axis(given, action[:, None] - self._start, 1, -1)
         return {ACTION: given}, action
 
     def _discover(self) -> list[Column]:
-        """Asks the policy once for its columns. No generator of random numbers moves by it."""
+        """Asks a copy of the policy once for its columns."""
         if self.policy is None:
             columns = {ACTION: self._envs.sample()}
         else:
+            try:
+                copied = copy.deepcopy(self.policy)
+            except Exception:
+                # Not all policies can be copied. Most do not change by being asked.
+                copied = self.policy
             with _same_randomness():
-                columns = self._ask()
+                columns = self._ask(copied)
         return [
             Column(key, value.dtype.name, tuple(value.shape[1:])) for key, value in columns.items()
         ]
 
-    def _ask(self) -> dict[Key, np.ndarray]:
+    def _ask(self, policy: Any) -> dict[Key, np.ndarray]:
         with self._no_grad(), self._exploring():
-            found = self._from_tensordict() if self._speaks_tensordict else self._from_plain()
+            if self._speaks_tensordict:
+                found = self._from_tensordict(policy)
+            else:
+                found = self._from_plain(policy)
         columns = {key: self._array(key, value) for key, value in found.items()}
         self._check_action(columns)
         return columns
 
-    def _from_plain(self) -> dict[Key, Any]:
+    def _from_plain(self, policy: Any) -> dict[Key, Any]:
         inputs = {key: self._tensor(value) for key, value in self._envs.observations.items()}
         only = next(iter(inputs.values())) if list(inputs) == [("observation",)] else None
-        answer = self.policy(_nested(inputs) if only is None else only)
+        answer = policy(_nested(inputs) if only is None else only)
         more: dict[Key, Any] = {}
         if isinstance(answer, Mapping):
             if "action" not in answer:
@@ -141,9 +167,10 @@ class Actor:
             action = np.argmax(log_probs + self._rng.gumbel(size=logits.shape), -1)
         else:
             action = np.argmax(log_probs, -1)
-        return {ACTION: action, LOG_PROB: np.take_along_axis(log_probs, action[:, None], -1)[:, 0]}
+        log_prob = np.take_along_axis(log_probs, action[:, None], -1)[:, 0]
+        return {ACTION: action + self._start, LOG_PROB: log_prob}
 
-    def _from_tensordict(self) -> dict[Key, Any]:
+    def _from_tensordict(self, policy: Any) -> dict[Key, Any]:
         from tensordict import TensorDict
 
         batched = self._envs.is_batched
@@ -152,7 +179,7 @@ class Actor:
         given = TensorDict({}, batch_size=shape)
         for key, value in inputs.items():
             given.set(key, value if batched else value[0])
-        answer = self.policy(given)
+        answer = policy(given)
         found = {}
         for key in answer.keys(include_nested=True, leaves_only=True):
             full = (key,) if isinstance(key, str) else tuple(key)
@@ -220,12 +247,20 @@ class Actor:
 
 @contextlib.contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Puts the generators of random numbers back to where they were."""
-    states = random.getstate(), np.random.get_state()
-    with contextlib.nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
+    """Puts the generators of random numbers back to where they were.
+
+    Not in a worker thread: the generators are the trainer's too, which may draw meanwhile.
+    """
+    if threading.current_thread() is not threading.main_thread():
         yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+        return
+    states = random.getstate(), np.random.get_state()
+    try:
+        with contextlib.nullcontext() if torch is None else torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def _is_discrete(envs: Envs) -> bool:

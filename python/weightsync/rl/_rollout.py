@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from weightsync.errors import CorruptError
+from weightsync.errors import CorruptError, SettingError
 from weightsync.rl._columns import (
     DONE,
     MASK,
@@ -23,6 +23,7 @@ from weightsync.rl._columns import (
 )
 from weightsync.rl._envs import Envs
 from weightsync.rl._policy import Actor
+from weightsync.rl._trajectories import Ids
 
 
 @dataclass(frozen=True)
@@ -41,21 +42,6 @@ class Rules:
     reset_when_done: bool = True
 
 
-@dataclass(frozen=True)
-class Ids:
-    """The trajectories of a part, in this rollout's own numbers.
-
-    Attributes:
-        first: the first number that the part has begun.
-        following: the first number that it has not.
-        current: of each environment, at the end.
-    """
-
-    first: int
-    following: int
-    current: list[int]
-
-
 class Rollout:
     """Environments, a policy, and the episodes under way.
 
@@ -65,6 +51,7 @@ class Rollout:
         rules: how episodes are treated.
         version: returns the policy's version; called while the policy cannot change.
         frozen: a context in which the policy does not change.
+        writing: a context in which a step is written; it raises if nobody wants the frames any more.
     """
 
     def __init__(
@@ -74,9 +61,10 @@ class Rollout:
         rules: Rules,
         version: Callable[[], int],
         frozen: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        writing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._envs, self._actor, self._rules = envs, actor, rules
-        self._version, self._frozen = version, frozen
+        self._version, self._frozen, self._writing = version, frozen, writing
         count = envs.num_envs
         self._lengths: np.ndarray = np.zeros(count, np.int64)
         self._ids: np.ndarray = np.zeros(count, np.int64)
@@ -89,13 +77,14 @@ class Rollout:
     def columns(self) -> list[Column]:
         """The columns of this rollout's frames."""
         envs = self._envs.columns
-        columns = [*envs, *(one for one in self._actor.columns if one.key not in _keys(envs))]
+        columns = [*envs, *self._actor.columns]
         columns += [Column(("next", *one.key), one.dtype, one.shape) for one in envs]
         columns.append(Column(REWARD, "float32", ()))
         columns += [Column(key, "bool", ()) for key in (DONE, TERMINATED, TRUNCATED)]
         columns += [Column(key, "int64", ()) for key in (TRAJ_IDS, POLICY_VERSION)]
         if not self._rules.reset_when_done:
             columns.append(Column(MASK, "bool", ()))
+        _check_names(columns)
         return columns
 
     def seed(self, seed: int) -> None:
@@ -123,49 +112,64 @@ class Rollout:
             self._reset(np.ones(envs.num_envs, bool))
         elif not self._active.all():
             self._reset(~self._active)
+        # Whatever ends this part midway, the next one begins new episodes.
+        self._begun = False
         for t in range(steps):
-            active = self._active
+            active = self._active.copy()
+            if not active.any():
+                with self._writing():
+                    self._leave_empty(out, t)
+                break
             with self._frozen():
-                out[POLICY_VERSION][:, t] = self._version()
+                version = self._version()
                 if t < random_steps:
                     answer, action = self._actor.act_randomly()
                 else:
                     answer, action = self._actor.act()
-            if t < random_steps and len(answer) < len(self._actor.columns):
-                for column in self._actor.columns:
-                    out[column.key][:, t] = 0
-            for key, value in envs.observations.items():
-                out[key][:, t] = value
-            for key, value in answer.items():
-                if key not in envs.observations:
-                    self._check_shape(key, value, out[key])
-                    out[key][:, t] = value
             envs.step(action, active)
             self._lengths += 1
             if rules.max_frames_per_traj:
                 envs.truncated |= self._lengths >= rules.max_frames_per_traj
             done = envs.terminated | envs.truncated
-            for key, value in envs.following.items():
-                out["next", *key][:, t] = value
-            out[REWARD][:, t] = envs.rewards
-            out[TERMINATED][:, t] = envs.terminated
-            out[TRUNCATED][:, t] = envs.truncated
-            out[DONE][:, t] = done
-            out[TRAJ_IDS][:, t] = self._ids
-            if not rules.reset_when_done:
-                out[MASK][:, t] = active
-                self._active = active & ~done
-                if not self._active.any():
-                    self._leave_empty(out, t + 1)
-                    break
+            with self._writing():
+                out[POLICY_VERSION][:, t] = version
+                self._write(out, t, answer, done)
+                if not rules.reset_when_done:
+                    out[MASK][:, t] = active
             for key, value in envs.following.items():
                 np.copyto(envs.observations[key], value)
-            if rules.reset_when_done and done.any():
+            if not rules.reset_when_done:
+                self._active = active & ~done
+            elif done.any():
                 self._reset(done)
-        if not rules.reset_when_done:
-            self._blank(out)
-        self._check_numbers(out)
-        return Ids(first, self._next_id, self._ids.tolist())
+        with self._writing():
+            if not rules.reset_when_done:
+                self._blank(out)
+            self._check_numbers(out)
+        self._begun = True
+        return Ids(first, self._next_id)
+
+    def _write(
+        self, out: dict[Key, np.ndarray], t: int, answer: dict[Key, Any], done: np.ndarray
+    ) -> None:
+        """Writes one step of all environments."""
+        envs = self._envs
+        for column in self._actor.columns:
+            if column.key not in answer:
+                # Random actions: what else the policy returns is zero.
+                out[column.key][:, t] = 0
+        for key, value in answer.items():
+            self._check_shape(key, value, out[key])
+            out[key][:, t] = value
+        for key, value in envs.observations.items():
+            out[key][:, t] = value
+        for key, value in envs.following.items():
+            out["next", *key][:, t] = value
+        out[REWARD][:, t] = envs.rewards
+        out[TERMINATED][:, t] = envs.terminated
+        out[TRUNCATED][:, t] = envs.truncated
+        out[DONE][:, t] = done
+        out[TRAJ_IDS][:, t] = self._ids
 
     def _reset(self, which: np.ndarray) -> None:
         seeds, self._seeds = (self._seeds, None) if which.all() else (None, self._seeds)
@@ -175,17 +179,18 @@ class Rollout:
         self._next_id += count
         self._lengths[which] = 0
         self._active = self._active | which
-        self._begun = True
 
     def _leave_empty(self, out: dict[Key, np.ndarray], t: int) -> None:
-        """Marks the steps from ``t`` on as empty."""
+        """Marks the steps from ``t`` on as empty. They belong to the trajectory before them."""
         out[MASK][:, t:] = False
+        out[TRAJ_IDS][:, t:] = self._ids[:, None]
+        out[POLICY_VERSION][:, t:] = out[POLICY_VERSION][:, t - 1 : t]
 
     def _blank(self, out: dict[Key, np.ndarray]) -> None:
-        """Zeroes the frames that are none."""
+        """Zeroes what frames that are none show."""
         empty = ~out[MASK]
         for key, array in out.items():
-            if key != MASK:
+            if key not in (MASK, TRAJ_IDS, POLICY_VERSION):
                 array[empty] = 0
 
     def _check_shape(self, key: Key, value: Any, into: np.ndarray) -> None:
@@ -209,5 +214,15 @@ class Rollout:
                 )
 
 
-def _keys(columns: list[Column]) -> set[Key]:
-    return {one.key for one in columns}
+def _check_names(columns: list[Column]) -> None:
+    """Refuses observations that would hide another column."""
+    keys: set[Key] = set()
+    for one in columns:
+        for other in keys:
+            shorter = min(len(one.key), len(other))
+            if one.key[:shorter] == other[:shorter]:
+                raise SettingError(
+                    f"two columns would have one name: {'.'.join(other)} and {'.'.join(one.key)}; "
+                    "rename the entry of the observation space, or what the policy returns"
+                )
+        keys.add(one.key)

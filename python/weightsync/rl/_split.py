@@ -30,11 +30,14 @@ def split_trajectories(batch: Batch) -> Batch:
             "the batch has no column collector.traj_ids, by which its trajectories are told apart"
         )
     ids = np.asarray(columns[TRAJ_IDS]).reshape(-1, batch.batch_size[-1])
+    there = np.asarray(columns[MASK]).reshape(ids.shape) if MASK in columns else ids == ids
     # A trajectory begins where a row begins, and where the id changes.
     begins = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = np.flatnonzero(begins)
-    lengths = np.diff(starts, append=ids.size)
+    # Frames that are none are at the end of a row.
+    lengths = np.add.reduceat(there.reshape(-1).astype(np.int64), starts)
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
     longest = int(lengths.max(initial=0))
     mask = np.arange(longest) < lengths[:, None]
     # Where each frame of the result lies; padding points at the first frame of its row.
@@ -43,9 +46,7 @@ def split_trajectories(batch: Batch) -> Batch:
         key: _gathered(value, len(batch.batch_size), index, mask) for key, value in columns.items()
     }
     split[MASK] = _like(mask, columns[TRAJ_IDS])
-    result = Batch.of(split, index.shape)
-    result.failures, result.dropped = batch.failures, batch.dropped
-    return result
+    return batch.with_columns(split, index.shape)
 
 
 def _gathered(value: Any, dims: int, index: np.ndarray, mask: np.ndarray) -> Any:

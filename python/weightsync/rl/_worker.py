@@ -17,9 +17,10 @@ import pickle
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, BinaryIO
@@ -27,6 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from weightsync import _paths
+from weightsync.errors import LifecycleError
 from weightsync.model_receiver import ModelReceiver
 from weightsync.rl._columns import Key, Layout
 from weightsync.rl._envs import Envs
@@ -59,16 +61,19 @@ class Start:
 class Worker:
     """Environments and a policy, and the trainer's orders for them."""
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, guard: Guard | None = None) -> None:
         self._start = start
         self._receiver: ModelReceiver | None = None
         self._background: Any = None
         self._slots: dict[int, dict[Key, np.ndarray]] = {}
         self.policy = make_policy(start.policy, start.policy_factory, start.policy_device)
         self._envs = Envs.of(start.make_env)
-        actor = Actor(self.policy, self._envs, start.explore, start.policy_device)
+        actor = Actor(
+            self.policy, self._envs, start.explore, start.policy_device, own_process=guard is None
+        )
+        writing = contextlib.nullcontext if guard is None else guard.writing
         self._rollout = Rollout(
-            self._envs, actor, start.rules, self._policy_version, self._frozen
+            self._envs, actor, start.rules, self._policy_version, self._frozen, writing
         )
 
     def ready(self) -> dict[str, Any]:
@@ -95,7 +100,6 @@ class Worker:
                 "part": order["part"],
                 "first": ids.first,
                 "following": ids.following,
-                "current": ids.current,
                 "at": time.monotonic(),
             }
         if what == "join":
@@ -114,20 +118,18 @@ class Worker:
         self._envs.close()
 
     def _add_slot(self, order: dict[str, Any], fd: int) -> None:
+        layout = Layout(self._rollout.columns(), order["dims"])
         try:
-            memory = mmap.mmap(fd, 0)
+            memory = mmap.mmap(fd, layout.size, offset=order["offset"])
         finally:
             os.close(fd)
-        columns = self._rollout.columns()
-        views = Layout(columns, order["dims"]).views(memory)
+        views = layout.views(memory)
         # Of the two first dimensions one is the worker's, the other its environments'.
         at: Any = order["index"] if order["axis"] == 0 else (slice(None), order["index"])
         self._slots[order["slot"]] = {key: view[at] for key, view in views.items()}
 
     def _join(self, info: str) -> None:
-        env: Any = getattr(self._envs, "env", None) or getattr(self._envs, "envs", [None])
-        env = env[0] if isinstance(env, list) and not self._envs.is_batched else env
-        context = SimpleNamespace(policy=self.policy, env=env)
+        context = SimpleNamespace(policy=self.policy, env=self._envs.made)
         models = {path: _paths.resolve(context, path) for path in self._start.models}
         receiver = ModelReceiver(info, self._start.worker, models=models)
         receiver.connect()
@@ -144,7 +146,27 @@ class Worker:
         return contextlib.nullcontext() if self._background is None else self._background
 
 
-def serve(link: socket.socket, start: Start) -> bool:
+class Guard:
+    """Keeps a worker thread that was given up from writing. It cannot be killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_given_up = False
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._lock:
+            if self._is_given_up:
+                raise LifecycleError("the trainer has given this worker up")
+            yield
+
+    def give_up(self) -> None:
+        """Waits for a step that is being written. No other is written after it."""
+        with self._lock:
+            self._is_given_up = True
+
+
+def serve(link: socket.socket, start: Start, guard: Guard | None = None) -> bool:
     """Works for the trainer at the other end, until it closes the link.
 
     Returns:
@@ -152,7 +174,7 @@ def serve(link: socket.socket, start: Start) -> bool:
     """
     worker = None
     try:
-        worker = Worker(start)
+        worker = Worker(start, guard)
         _say(link, worker.ready())
         while True:
             message, fds, _, _ = socket.recv_fds(link, LONGEST, 1)
@@ -164,9 +186,8 @@ def serve(link: socket.socket, start: Start) -> bool:
     except ConnectionError:
         return True
     except BaseException as error:
-        words = "".join(traceback.format_exception(error))
         with contextlib.suppress(OSError):
-            _say(link, {"is": "error", "reason": words[-LONGEST // 2 :]})
+            _say_last_words(link, "".join(traceback.format_exception(error)))
         return False
     finally:
         with contextlib.suppress(Exception):
@@ -177,6 +198,13 @@ def serve(link: socket.socket, start: Start) -> bool:
 
 def _say(link: socket.socket, message: dict[str, Any]) -> None:
     link.sendall(json.dumps(message).encode())
+
+
+def _say_last_words(link: socket.socket, words: str) -> None:
+    """Says why the worker ends: the end of the words, where they are too long for a message."""
+    while len(json.dumps({"is": "error", "reason": words})) > LONGEST:
+        words = words[len(words) // 2 :]
+    _say(link, {"is": "error", "reason": words})
 
 
 def die_with(lifeline: int) -> None:
@@ -213,7 +241,7 @@ def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
             start: Start = pickle.load(settings)
     except BaseException:
         words = "cannot read its environment and policy:\n" + traceback.format_exc()
-        _say(link, {"is": "error", "reason": words[-LONGEST // 2 :]})
+        _say_last_words(link, words)
         return 1
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(start.num_threads)

@@ -62,7 +62,9 @@ class Collector(BaseCollector):
         factory = settings.get("policy_factory")
         self._acting = make_policy(self._on_device(), factory, self._policy_device)
         self.policy = self._acting if policy is None else policy
-        actor = Actor(self._acting, self._envs, self._explore, self._policy_device)
+        actor = Actor(
+            self._acting, self._envs, self._explore, self._policy_device, own_process=False
+        )
         self._version = 0
         self._rollout = Rollout(self._envs, actor, self._rules, lambda: self._version)
         self._steps = steps_of(self.frames_per_batch, self._envs.num_envs)
@@ -103,16 +105,19 @@ class Collector(BaseCollector):
         given = weights["policy"]
         if given is None:
             given = self.policy
-        if given is not None and given is not self._acting:
-            _copy_weights(given, self._acting)
-        self._version += 1
+        with self._alone():
+            if given is not None and given is not self._acting:
+                _copy_weights(given, self._acting)
+            self._version += 1
 
     def set_seed(self, seed: int) -> int:
-        self._rollout.seed(seed)
+        with self._alone():
+            self._rollout.seed(seed)
         return seed + self._envs.num_envs
 
     def reset(self) -> None:
-        self._rollout.reset()
+        with self._alone():
+            self._rollout.reset()
 
     def _close(self) -> None:
         self._envs.close()

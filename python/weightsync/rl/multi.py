@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from weightsync.errors import PeerError, SettingError
 from weightsync.rl._base import steps_of
-from weightsync.rl._columns import POLICY_VERSION, TRAJ_IDS, Batch, Slot
+from weightsync.rl._columns import POLICY_VERSION, Batch, Slot
 from weightsync.rl._multi_base import MultiCollector, Part
 
 CatResults = Literal["stack", 0, -1]
@@ -82,50 +82,61 @@ class MultiSyncCollector(MultiCollector):
         return (workers * envs, steps) if self._cat_results == 0 else (envs, steps * workers)
 
     def _collect(self) -> Batch:
+        with self._crew.uninterrupted():
+            # Set here: Ctrl-C that came meanwhile raises at the end of this block.
+            self._collected = self._gather()
+        return self._collected
+
+    def _gather(self) -> Batch:
+        """Has all workers collect their parts of one batch."""
         assert self._slots is not None
         axis = 1 if self._cat_results == -1 else 0
         slot = self._slots.take()
-        for worker, seat in enumerate(self._seats):
-            if seat.stage == "empty":
-                seat.failures = 0
-                self._start_again(worker)
-            self._order(worker, slot, axis, worker)
-        parts: dict[int, Part] = {}
         try:
-            while len(parts) < len(self._seats):
-                for part in self._hear(None):
-                    if part.slot is slot:
-                        parts[part.worker] = part
-                    else:
-                        self._renumber(part, None)
-                        self._free_given_up()
-                ended = [one for one in self._failures if not one.restarted]
-                if ended:
-                    raise PeerError("; ".join(map(str, ended)))
+            for worker, seat in enumerate(self._seats):
+                if seat.stage == "empty":
+                    seat.failures = 0
+                    self._start_again(worker)
+                self._order(worker, slot, axis, worker)
+            parts = self._parts_of(slot)
         except BaseException:
-            self._give_up(slot, parts)
+            self._give_up(slot)
             raise
         views = self._views(slot)
-        for worker, part in sorted(parts.items()):
-            ids = views[TRAJ_IDS]
-            self._renumber(part, ids[:, worker] if axis else ids[worker])
+        for part in parts:
+            self._renumber(part, views, handed_out=True)
         return self._batch(views, self._batch_size())
 
-    def _give_up(self, slot: Slot, parts: Mapping[int, Part]) -> None:
+    def _parts_of(self, slot: Slot) -> list[Part]:
+        """Waits for every worker's part of a slot, and returns them in the order of the workers."""
+        parts: dict[int, Part] = {}
+        while True:
+            for part in [one for one in self._done if one.slot is not slot]:
+                self._done.remove(part)
+                self._skip(part)
+            self._free_given_up()
+            parts = {part.worker: part for part in self._done}
+            if len(parts) == len(self._seats):
+                self._done.clear()
+                return [part for _, part in sorted(parts.items())]
+            ended = [one for one in self._failures if not one.restarted]
+            if ended:
+                raise PeerError("; ".join(map(str, ended)))
+            self._hear(None)
+
+    def _give_up(self, slot: Slot) -> None:
         """Ends a batch that is not whole. Workers still write into its slot until they are done."""
         self._failures = []
-        for part in parts.values():
-            self._renumber(part, None)
         for seat in self._seats:
             if seat.stage == "empty":
                 seat.orders.clear()
         self._given_up.append(slot)
-        self._free_given_up()
 
     def _free_given_up(self) -> None:
         """Frees slots that no worker writes into any more."""
         assert self._slots is not None
         written = {id(order.slot) for seat in self._seats for order in seat.orders}
+        written |= {id(part.slot) for part in self._done}
         for slot in [one for one in self._given_up if id(one) not in written]:
             self._given_up.remove(slot)
             self._slots.put_back(slot)
@@ -161,7 +172,8 @@ class MultiAsyncCollector(MultiCollector):
         if max_staleness is not None and max_staleness < 0:
             raise SettingError(f"max_staleness: expected 0 or more, got {max_staleness}")
         self._max_staleness = max_staleness
-        self._done: list[Part] = []
+        #: Frames since the batch before.
+        self._dropped = 0
         super().__init__(create_env_fn, policy, **settings)
 
     def _steps_of_a_part(self) -> int:
@@ -171,25 +183,33 @@ class MultiAsyncCollector(MultiCollector):
         return (1, self._envs, self._steps)
 
     def _collect(self) -> Batch:
-        assert self._slots is not None
-        dropped = 0
+        with self._crew.uninterrupted():
+            # Set here: Ctrl-C that came meanwhile raises at the end of this block.
+            self._collected = self._first_done()
+        return self._collected
+
+    def _first_done(self) -> Batch:
+        """Waits for the worker that is done first."""
         while True:
             self._keep_busy()
-            self._done += self._hear(0 if self._done else None)
+            self._hear(0 if self._done else None)
             if not self._done:
                 self._check_any_left()
                 continue
             part = min(self._done, key=lambda one: one.at)
             self._done.remove(part)
             views = self._views(part.slot)
-            self._renumber(part, views[TRAJ_IDS])
             oldest = int(views[POLICY_VERSION].min())
-            if self._max_staleness is not None and self.version - oldest > self._max_staleness:
-                dropped += self.frames_per_batch
+            is_fresh = (
+                self._max_staleness is None or self.version - oldest <= self._max_staleness
+            )
+            self._renumber(part, views, handed_out=is_fresh)
+            if not is_fresh:
+                self._dropped += self.frames_per_batch
                 continue
             size = (self._envs, self._steps) if self._is_batched else (self._steps,)
             batch = self._batch(views, size)
-            batch.dropped = dropped
+            batch.dropped, self._dropped = self._dropped, 0
             return batch
 
     def _keep_busy(self) -> None:
