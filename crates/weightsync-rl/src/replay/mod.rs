@@ -273,6 +273,30 @@ impl ReplayBuffer {
         self.read().live.clone()
     }
 
+    /// The number of frames of a batch of this shape.
+    ///
+    /// # Errors
+    /// [`Error::BatchShape`] or [`Error::BatchTooLong`] if it does not fit.
+    pub fn frames_of(&self, shape: &[usize]) -> Result<usize, Error> {
+        if shape.len() != self.ndim {
+            return Err(Error::BatchShape {
+                expected: self.ndim,
+                got: shape.to_vec(),
+            });
+        }
+        let frames = match shape.contains(&0) {
+            true => 0,
+            false => shape.iter().fold(1, |a: usize, b| a.saturating_mul(*b)),
+        };
+        if frames > self.capacity {
+            return Err(Error::BatchTooLong {
+                frames,
+                capacity: self.capacity,
+            });
+        }
+        Ok(frames)
+    }
+
     /// Writes a batch of shape `[T]`, `[P, T]` or `[B, P, T]`, as the buffer's
     /// `ndim` says, and returns the ids of its frames. `columns` has the bytes
     /// of each column in the schema's order, row-major. All frames appear at
@@ -408,27 +432,6 @@ impl ReplayBuffer {
             *failed = Some(source.kind());
         }
         done
-    }
-
-    /// The number of frames of a batch.
-    fn frames_of(&self, shape: &[usize]) -> Result<usize, Error> {
-        if shape.len() != self.ndim {
-            return Err(Error::BatchShape {
-                expected: self.ndim,
-                got: shape.to_vec(),
-            });
-        }
-        let frames = match shape.contains(&0) {
-            true => 0,
-            false => shape.iter().fold(1, |a: usize, b| a.saturating_mul(*b)),
-        };
-        if frames > self.capacity {
-            return Err(Error::BatchTooLong {
-                frames,
-                capacity: self.capacity,
-            });
-        }
-        Ok(frames)
     }
 
     /// Checks that columns have the bytes of so many frames.
