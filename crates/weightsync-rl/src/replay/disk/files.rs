@@ -33,7 +33,7 @@ const SCHEMA: &str = "schema.json";
 
 /// Which file, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Part {
+pub(in crate::replay) enum Part {
     Header,
     Stamps,
     Column(usize),
@@ -61,7 +61,7 @@ pub(super) enum Op {
 }
 
 /// How a directory was found.
-pub(super) enum Found {
+pub(in crate::replay) enum Found {
     /// It had no buffer, and its files are all zeros now.
     New,
     /// Its files have so many whole rows each: all, unless one was cut.
@@ -238,7 +238,7 @@ pub(super) fn path_of(dir: &Path, part: Part) -> PathBuf {
     }
 }
 
-fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {
     let path = path.to_owned();
     move |source| Error::ReplayBufferFile {
         attempt,

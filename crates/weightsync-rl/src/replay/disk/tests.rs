@@ -191,7 +191,7 @@ proptest! {
             prop_assert_eq!(found.live(), expected.start.min(committed)..committed);
             let numbers = life.writes.iter().flat_map(|it| it.ids.clone().zip(it.number..));
             let numbers = numbers.filter(|(id, _)| expected.contains(id));
-            prop_assert_eq!(contents(&found), numbers.collect());
+            prop_assert_eq!(contents(&found), numbers.collect::<BTreeMap<_, _>>());
         }
     }
 
@@ -313,7 +313,7 @@ fn damaged_header_is_refused_by_its_path() {
     let dir = TempDir::new().unwrap();
     drop(open(&dir, 4));
     let path = path_of(dir.path(), Part::Header);
-    for (bytes, expected) in [(vec![7; 100], "it is cut"), (vec![7; 1 << 14], "no whole")] {
+    for (bytes, expected) in [(vec![7_u8; 100], "it is cut"), (vec![7; 1 << 14], "no whole")] {
         fs::write(&path, bytes).unwrap();
         let refused = Disk::open(dir.path(), &schema(), 4).err().unwrap();
         assert!(matches!(refused, Error::ReplayBufferDamaged { .. }));
