@@ -289,12 +289,7 @@ fn described(dir: &Path) -> Result<Option<Description>, Error> {
 }
 
 /// Refuses a buffer that is not the one asked for.
-fn compare(
-    dir: &Path,
-    found: &Description,
-    schema: &Schema,
-    capacity: usize,
-) -> Result<(), Error> {
+fn compare(dir: &Path, found: &Description, schema: &Schema, capacity: usize) -> Result<(), Error> {
     let other = |expected: String, got: String| Error::OtherReplayBuffer {
         path: dir.to_owned(),
         expected,

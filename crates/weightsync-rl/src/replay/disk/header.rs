@@ -129,7 +129,16 @@ impl Writer {
 fn parse(slot: &[u8], capacity: u64) -> Option<(u64, Header)> {
     let (words, _) = slot.as_chunks::<8>();
     let words: [u64; WORDS] = std::array::from_fn(|index| u64::from_le_bytes(words[index]));
-    let [mark, number, oldest, committed, claimed, flushed, reserved, checksum] = words;
+    let [
+        mark,
+        number,
+        oldest,
+        committed,
+        claimed,
+        flushed,
+        reserved,
+        checksum,
+    ] = words;
     let said = &slot[..(WORDS - 1) * 8];
     let header = Header {
         oldest,
@@ -188,9 +197,18 @@ mod tests {
         let good = header(20);
         let cases = [
             Header { oldest: 21, ..good },
-            Header { flushed: 21, ..good },
-            Header { claimed: 19, ..good },
-            Header { reserved: 20, ..good },
+            Header {
+                flushed: 21,
+                ..good
+            },
+            Header {
+                claimed: 19,
+                ..good
+            },
+            Header {
+                reserved: 20,
+                ..good
+            },
         ];
         assert!(good.is_possible(11));
         assert!(!good.is_possible(10));

@@ -13,12 +13,7 @@ use super::{
 };
 use crate::replay::Column;
 
-const PARTS: [Part; 4] = [
-    Part::Header,
-    Part::Stamps,
-    Part::Column(0),
-    Part::Column(1),
-];
+const PARTS: [Part; 4] = [Part::Header, Part::Stamps, Part::Column(0), Part::Column(1)];
 
 fn schema() -> Schema {
     Schema::new([
@@ -313,7 +308,10 @@ fn damaged_header_is_refused_by_its_path() {
     let dir = TempDir::new().unwrap();
     drop(open(&dir, 4));
     let path = path_of(dir.path(), Part::Header);
-    for (bytes, expected) in [(vec![7_u8; 100], "it is cut"), (vec![7; 1 << 14], "no whole")] {
+    for (bytes, expected) in [
+        (vec![7_u8; 100], "it is cut"),
+        (vec![7; 1 << 14], "no whole"),
+    ] {
         fs::write(&path, bytes).unwrap();
         let refused = Disk::open(dir.path(), &schema(), 4).err().unwrap();
         assert!(matches!(refused, Error::ReplayBufferDamaged { .. }));
@@ -359,8 +357,5 @@ fn failed_write_loses_what_it_was_to_replace_alone() {
     write(&mut disk, 1, 70).unwrap();
     assert_eq!(contents(&disk), [(2, 2), (3, 3), (4, 70)].into());
     drop(disk);
-    assert_eq!(
-        contents(&open(&dir, 4)),
-        [(2, 2), (3, 3), (4, 70)].into()
-    );
+    assert_eq!(contents(&open(&dir, 4)), [(2, 2), (3, 3), (4, 70)].into());
 }

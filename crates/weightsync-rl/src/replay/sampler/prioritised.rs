@@ -49,12 +49,7 @@ impl Priorities {
 
     /// Gives frames other priorities; ids that are not in `live` are ignored.
     /// On an error nothing has changed.
-    pub fn update(
-        &mut self,
-        live: &Range<u64>,
-        ids: &[u64],
-        values: &[f32],
-    ) -> Result<(), Error> {
+    pub fn update(&mut self, live: &Range<u64>, ids: &[u64], values: &[f32]) -> Result<(), Error> {
         if ids.len() != values.len() {
             return Err(Error::PriorityCount {
                 ids: ids.len(),
@@ -82,12 +77,7 @@ impl Priorities {
         Ok(())
     }
 
-    pub fn draw(
-        &self,
-        n: usize,
-        live: &Range<u64>,
-        rng: &mut EnvRng,
-    ) -> Result<Drawn, Error> {
+    pub fn draw(&self, n: usize, live: &Range<u64>, rng: &mut EnvRng) -> Result<Drawn, Error> {
         let total = self.tree.total();
         if total <= 0.0 {
             return Err(Error::NothingToSample {

@@ -174,8 +174,12 @@ impl Trajectories {
             slice_len,
             ..
         } = self.settings;
-        let slices = num_slices.or_else(|| n.checked_div(slice_len?)).unwrap_or(0);
-        let len = slice_len.or_else(|| n.checked_div(num_slices?)).unwrap_or(0);
+        let slices = num_slices
+            .or_else(|| n.checked_div(slice_len?))
+            .unwrap_or(0);
+        let len = slice_len
+            .or_else(|| n.checked_div(num_slices?))
+            .unwrap_or(0);
         if n > 0 && slices.checked_mul(len) == Some(n) {
             Ok((slices, len))
         } else {

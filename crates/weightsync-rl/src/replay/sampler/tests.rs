@@ -175,9 +175,7 @@ fn priorities_of_overwritten_frames_are_ignored() {
     draws.append(8..10, None);
     let update = draws.priorities().unwrap();
     let live = 2..10;
-    update
-        .update(&live, &[0, 1, 10], &[1e9, 1e9, 1e9])
-        .unwrap();
+    update.update(&live, &[0, 1, 10], &[1e9, 1e9, 1e9]).unwrap();
     let ids = draws.draw(20_000, &live).unwrap().ids;
     assert_likely(&count(ids), live.map(|id| (id, 1.0 / 8.0)));
 }
