@@ -20,6 +20,9 @@ fn schema() -> Schema {
     .unwrap()
 }
 
+/// The bytes of a batch's columns.
+type Bytes<'a> = &'a [&'a [u8]];
+
 /// The frames of a batch: each has its number in its columns.
 fn columns(numbers: impl Iterator<Item = u64> + Clone) -> [Vec<u8>; 2] {
     let observations = numbers.clone().flat_map(|it| [it as u8; 3]);
@@ -137,7 +140,7 @@ fn batches_that_do_not_fit_are_refused_unchanged() {
     let builder = ReplayBuffer::builder(schema()).capacity(6).ndim(2);
     let buffer = builder.in_memory().unwrap();
     let [a, b] = columns(0..4);
-    let cases: [(&[usize], &[&[u8]], &str); 6] = [
+    let cases: [(&[usize], Bytes<'_>, &str); 6] = [
         (&[4], &[&a, &b], "2 dimensions"),
         (&[2, 2], &[&a], "2 columns"),
         (&[2, 2], &[&a, &b[1..]], "`trajectory`: expected 32 bytes"),
