@@ -12,9 +12,12 @@ use weightsync_engine::Dtype;
 
 use super::*;
 
+/// Bytes per frame of a column that a directory alone has.
+const WIDE: usize = 20;
+
 fn schema() -> Schema {
     Schema::new([
-        Column::new("observation", Dtype::U8, [3]),
+        Column::new("observation", Dtype::U8, [WIDE as u64]),
         Column::new("trajectory", Dtype::U64, []),
     ])
     .unwrap()
@@ -25,7 +28,7 @@ type Bytes<'a> = &'a [&'a [u8]];
 
 /// The frames of a batch: each has its number in its columns.
 fn columns(numbers: impl Iterator<Item = u64> + Clone) -> [Vec<u8>; 2] {
-    let observations = numbers.clone().flat_map(|it| [it as u8; 3]);
+    let observations = numbers.clone().flat_map(|it| [it as u8; WIDE]);
     let trajectories = numbers.flat_map(u64::to_le_bytes);
     [observations.collect(), trajectories.collect()]
 }
@@ -38,16 +41,16 @@ fn extend(buffer: &ReplayBuffer, shape: &[usize], numbers: Range<u64>) -> Range<
 /// What all frames of a buffer have, read from both columns.
 fn contents(buffer: &ReplayBuffer) -> VecDeque<(u64, u64)> {
     let ids: Vec<u64> = buffer.ids().collect();
-    let (mut a, mut b) = (vec![0; ids.len() * 3], vec![0; ids.len() * 8]);
+    let (mut a, mut b) = (vec![0; ids.len() * WIDE], vec![0; ids.len() * 8]);
     buffer.read_into(&ids, &mut [&mut a, &mut b]).unwrap();
     numbered(&ids, &a, &b).collect()
 }
 
 fn numbered(ids: &[u64], a: &[u8], b: &[u8]) -> impl Iterator<Item = (u64, u64)> {
-    let (a, b) = (a.as_chunks::<3>().0, b.as_chunks::<8>().0);
+    let (a, b) = (a.as_chunks::<WIDE>().0, b.as_chunks::<8>().0);
     ids.iter().zip(a).zip(b).map(|((id, a), b)| {
         let number = u64::from_le_bytes(*b);
-        assert_eq!(*a, [number as u8; 3], "the columns of one frame");
+        assert_eq!(*a, [number as u8; WIDE], "the columns of one frame");
         (*id, number)
     })
 }
@@ -144,7 +147,7 @@ fn batches_that_do_not_fit_are_refused_unchanged() {
         (&[4], &[&a, &b], "2 dimensions"),
         (&[2, 2], &[&a], "2 columns"),
         (&[2, 2], &[&a, &b[1..]], "`trajectory`: expected 32 bytes"),
-        (&[2, 1], &[&a, &b], "`observation`: expected 6 bytes"),
+        (&[2, 1], &[&a, &b], "`observation`: expected 40 bytes"),
         (&[7, 1], &[&a, &b], "7 frames does not fit"),
         (&[1 << 60, 1 << 60], &[&a, &b], "does not fit"),
     ];
@@ -177,7 +180,7 @@ fn frames_that_are_gone_are_named() {
     let buffer = buffer.in_memory().unwrap();
     extend(&buffer, &[4], 0..4);
     extend(&buffer, &[2], 4..6);
-    let (mut a, mut b) = ([0; 6], [0; 16]);
+    let (mut a, mut b) = ([0; 2 * WIDE], [0; 16]);
     for id in [1, 6] {
         let gone = buffer.read_into(&[3, id], &mut [&mut a, &mut b]);
         let message = gone.unwrap_err().to_string();

@@ -12,7 +12,10 @@ use std::{ops::Range, path::Path, sync::Arc};
 
 use crc_fast::CrcAlgorithm::Crc64Nvme;
 
-use super::{Schema, ring::stretches};
+use super::{
+    Schema,
+    ring::{Memory, stretches},
+};
 use crate::Error;
 
 mod files;
@@ -27,11 +30,17 @@ use header::{Header, Slots, Writer};
 /// Bytes of frames that are checked at a time.
 const CHECKED_AT_ONCE: usize = 1 << 20;
 
+/// Columns with no more bytes per frame are in memory, too: a call of the system
+/// for each frame would take many times as long as the copy.
+const SMALL: usize = 16;
+
 /// Frames in a directory that this value has locked.
 pub(super) struct Disk {
     files: Arc<Files>,
     frame_bytes: Vec<usize>,
     capacity: usize,
+    /// What is committed of small columns; the others have no bytes here.
+    small: Memory,
     /// What the header file says.
     header: Header,
     writer: Writer,
@@ -46,9 +55,13 @@ impl Disk {
             Found::Rows(_) => Writer::read(&files.read_header()?, capacity as u64)
                 .ok_or_else(|| files.damaged_header("it has no whole entry"))?,
         };
+        let frame_bytes = schema.all_frame_bytes().to_vec();
+        let small = frame_bytes.iter();
+        let small: Vec<usize> = small.map(|&it| if it <= SMALL { it } else { 0 }).collect();
         let mut disk = Self {
             files: Arc::new(files),
-            frame_bytes: schema.all_frame_bytes().to_vec(),
+            small: Memory::new(&small, capacity),
+            frame_bytes,
             capacity,
             header,
             writer,
@@ -58,7 +71,10 @@ impl Disk {
                 disk.say(header, Slots::Synced)?;
                 disk.files.describe(schema, capacity)?;
             }
-            Found::Rows(rows) => disk.recover(rows)?,
+            Found::Rows(rows) => {
+                disk.recover(rows)?;
+                disk.load_small()?;
+            }
         }
         Ok(disk)
     }
@@ -93,7 +109,9 @@ impl Disk {
             committed: ids.end,
             ..self.header
         };
-        self.say(committed, Slots::Quick)
+        self.say(committed, Slots::Quick)?;
+        self.small.write(ids, columns);
+        Ok(())
     }
 
     /// Copies one column of some frames out.
@@ -103,7 +121,12 @@ impl Disk {
         ids: impl IntoIterator<Item = u64>,
         out: &mut [u8],
     ) -> Result<(), Error> {
-        self.read_part(Part::Column(column), self.frame_bytes[column], ids, out)
+        let bytes = self.frame_bytes[column];
+        if bytes <= SMALL {
+            self.small.read(column, ids, out);
+            return Ok(());
+        }
+        self.read_part(Part::Column(column), bytes, ids, out)
     }
 
     /// Frames below this id were synced.
@@ -201,6 +224,23 @@ impl Disk {
         self.say(cut, Slots::Synced)
     }
 
+    /// Reads the small columns into memory.
+    fn load_small(&mut self) -> Result<(), Error> {
+        let live = self.live();
+        let frames = (live.end - live.start) as usize;
+        let mut columns = vec![Vec::new(); self.frame_bytes.len()];
+        for (column, &bytes) in self.frame_bytes.iter().enumerate() {
+            if bytes <= SMALL {
+                columns[column].resize(frames * bytes, 0);
+                let out = &mut columns[column];
+                self.read_part(Part::Column(column), bytes, live.clone(), out)?;
+            }
+        }
+        let columns: Vec<&[u8]> = columns.iter().map(Vec::as_slice).collect();
+        self.small.write(live, &columns);
+        Ok(())
+    }
+
     /// The first and the last of these frames whose checksum is wrong.
     fn damaged(&self, mut ids: Range<u64>) -> Result<Option<(u64, u64)>, Error> {
         let mut found: Option<(u64, u64)> = None;
@@ -213,7 +253,7 @@ impl Disk {
             let mut columns = Vec::with_capacity(self.frame_bytes.len());
             for (column, bytes) in self.frame_bytes.iter().enumerate() {
                 let mut read = vec![0; frames * bytes];
-                self.read(column, some.clone(), &mut read)?;
+                self.read_part(Part::Column(column), *bytes, some.clone(), &mut read)?;
                 columns.push(read);
             }
             let mut stamps = vec![0; frames * 8];

@@ -15,9 +15,12 @@ use crate::replay::Column;
 
 const PARTS: [Part; 4] = [Part::Header, Part::Stamps, Part::Column(0), Part::Column(1)];
 
+/// Bytes per frame of a column that is not small.
+const WIDE: usize = SMALL + 3;
+
 fn schema() -> Schema {
     Schema::new([
-        Column::new("a", Dtype::U8, [3]),
+        Column::new("a", Dtype::U8, [WIDE as u64]),
         Column::new("b", Dtype::U64, []),
     ])
     .unwrap()
@@ -37,7 +40,7 @@ fn open(dir: &TempDir, capacity: usize) -> Disk {
 /// Frames after the last one, whose columns have numbers from `number` on.
 fn write(disk: &mut Disk, frames: u64, number: u64) -> Result<Range<u64>, Error> {
     let numbers = number..number + frames;
-    let a: Vec<u8> = numbers.clone().flat_map(|it| [it as u8; 3]).collect();
+    let a: Vec<u8> = numbers.clone().flat_map(|it| [it as u8; WIDE]).collect();
     let b: Vec<u8> = numbers.flat_map(u64::to_le_bytes).collect();
     let ids = disk.live().end..disk.live().end + frames;
     let sums = sums(&[&a, &b], &disk.frame_bytes, frames as usize);
@@ -55,14 +58,14 @@ fn flush(disk: &mut Disk) {
 fn contents(disk: &Disk) -> BTreeMap<u64, u64> {
     let ids = disk.live();
     let frames = (ids.end - ids.start) as usize;
-    let (mut a, mut b) = (vec![0; frames * 3], vec![0; frames * 8]);
+    let (mut a, mut b) = (vec![0; frames * WIDE], vec![0; frames * 8]);
     disk.read(0, ids.clone(), &mut a).unwrap();
     disk.read(1, ids.clone(), &mut b).unwrap();
-    let (a, b) = (a.as_chunks::<3>().0, b.as_chunks::<8>().0);
+    let (a, b) = (a.as_chunks::<WIDE>().0, b.as_chunks::<8>().0);
     ids.zip(a.iter().zip(b))
         .map(|(id, (a, b))| {
             let number = u64::from_le_bytes(*b);
-            assert_eq!(*a, [number as u8; 3], "the columns of frame {id}");
+            assert_eq!(*a, [number as u8; WIDE], "the columns of frame {id}");
             (id, number)
         })
         .collect()
@@ -281,7 +284,7 @@ proptest! {
         file.set_len(len as u64).unwrap();
 
         let found = open(&dir, capacity);
-        let rows = (len / [8, 3, 8][part - 1]) as u64;
+        let rows = (len / [8, WIDE, 8][part - 1]) as u64;
         let is_lost = |id: u64| id % capacity as u64 >= rows;
         let left = contents(&found);
         prop_assert!(left.iter().all(|(id, number)| whole[id] == *number && !is_lost(*id)));
@@ -310,7 +313,11 @@ fn damaged_frame_after_the_flush_cuts_the_tail() {
             drop(disk);
             let path = path_of(dir.path(), part);
             let file = File::options().read(true).write(true).open(path).unwrap();
-            let row = if part == Part::Column(0) { 3 } else { 8 };
+            let row = if part == Part::Column(0) {
+                WIDE as u64
+            } else {
+                8
+            };
             let mut byte = [0];
             file.read_exact_at(&mut byte, id % 16 * row).unwrap();
             file.write_all_at(&[byte[0] ^ 4], id % 16 * row).unwrap();

@@ -133,25 +133,33 @@ fn check_setting(name: &str, value: f64) -> Result<(), Error> {
     }
 }
 
-/// Sums over halves, quarters and so on of a list of shares. Node 1 is the sum
-/// of all; the halves of node `i` are the nodes `2 i` and `2 i + 1`. Every sum
-/// is made from its halves, never by adding a difference, so none drifts.
+/// Children of a node: their sums fill a cache line.
+const FAN: usize = 8;
+
+/// Sums over each [`FAN`] shares of a list, sums of these, and so on. Every sum
+/// is made from its parts, never by adding a difference, so none drifts.
 struct SumTree {
-    nodes: Vec<f64>,
-    leaves: usize,
+    /// The shares first and their total, alone, last. All but that are padded
+    /// with zeros to whole nodes.
+    levels: Vec<Vec<f64>>,
 }
 
 impl SumTree {
     fn new(len: usize) -> Self {
-        let leaves = len.next_power_of_two();
-        Self {
-            nodes: vec![0.0; 2 * leaves],
-            leaves,
+        let mut levels = Vec::new();
+        let mut nodes = len;
+        loop {
+            nodes = nodes.div_ceil(FAN);
+            levels.push(vec![0.0; nodes * FAN]);
+            if nodes == 1 {
+                levels.push(vec![0.0]);
+                return Self { levels };
+            }
         }
     }
 
     fn total(&self) -> f64 {
-        self.nodes[1]
+        self.levels[self.levels.len() - 1][0]
     }
 
     fn set(&mut self, leaf: usize, share: f64) {
@@ -160,12 +168,14 @@ impl SumTree {
 
     /// Sets a range that is not empty.
     fn fill(&mut self, leaves: Range<usize>, share: f64) {
-        let (mut first, mut last) = (leaves.start + self.leaves, leaves.end - 1 + self.leaves);
-        self.nodes[first..=last].fill(share);
-        while first > 1 {
-            (first, last) = (first / 2, last / 2);
-            for node in first..=last {
-                self.nodes[node] = self.nodes[2 * node] + self.nodes[2 * node + 1];
+        let (mut first, mut last) = (leaves.start, leaves.end - 1);
+        self.levels[0][first..=last].fill(share);
+        for level in 1..self.levels.len() {
+            let (below, above) = self.levels.split_at_mut(level);
+            let below = &below[level - 1];
+            (first, last) = (first / FAN, last / FAN);
+            for (node, sum) in (first..).zip(&mut above[0][first..=last]) {
+                *sum = below[node * FAN..][..FAN].iter().sum();
             }
         }
     }
@@ -173,17 +183,21 @@ impl SumTree {
     /// The leaf at which the running sum passes `mass`, and its share, which is
     /// above 0 as long as the total is.
     fn find(&self, mut mass: f64) -> (usize, f64) {
-        let mut node = 1;
-        while node < self.leaves {
-            let (left, right) = (self.nodes[2 * node], self.nodes[2 * node + 1]);
-            // Rounding may leave a mass that no leaf has.
-            let goes_left = mass < left || right <= 0.0;
-            node = 2 * node + usize::from(!goes_left);
-            if !goes_left {
-                mass -= left;
+        let (mut node, mut found) = (0, 0.0);
+        for level in self.levels.iter().rev().skip(1) {
+            let first = node * FAN;
+            // Rounding may leave a mass that no child has: the last one counts.
+            for (child, &share) in (first..).zip(&level[first..][..FAN]) {
+                if share > 0.0 {
+                    (node, found) = (child, share);
+                    if mass < share {
+                        break;
+                    }
+                    mass -= share;
+                }
             }
         }
-        (node - self.leaves, self.nodes[node])
+        (node, found)
     }
 }
 
@@ -193,7 +207,7 @@ mod tests {
 
     #[test]
     fn sum_tree_finds_leaves_by_running_sums() {
-        for len in [1, 2, 3, 7, 8] {
+        for len in [1, 2, 7, 8, 9, 64, 65, 600] {
             let mut tree = SumTree::new(len);
             for leaf in 0..len {
                 tree.set(leaf, (leaf % 3) as f64);
@@ -216,7 +230,7 @@ mod tests {
     fn sum_tree_finds_a_positive_leaf_at_its_end() {
         let mut tree = SumTree::new(6);
         tree.fill(0..4, 0.1);
-        assert_eq!(tree.find(tree.total() * 2.0).0, 3);
+        assert_eq!(tree.find(tree.total() * 2.0), (3, 0.1));
         tree.fill(0..6, 0.0);
         assert_eq!(tree.total(), 0.0);
     }
