@@ -104,8 +104,8 @@ pub enum Error {
     },
     /// A batch has another number of dimensions than the replay buffer takes.
     #[error(
-        "expected a batch of {expected} dimensions with time last, got shape {got:?}: reshape it, \
-         or build the buffer with `ndim({})`", .got.len()
+        "expected a batch with ndim = {expected}, time last, got shape {got:?}: reshape it, or build \
+         the buffer with ndim = {}", .got.len()
     )]
     BatchShape {
         /// Dimensions expected.
@@ -189,7 +189,7 @@ pub enum Error {
         got: f32,
     },
     /// Priorities were given to a replay buffer whose sampler has none.
-    #[error("this replay buffer has no priorities: build it with the sampler `Prioritised`")]
+    #[error("this replay buffer has no priorities: build it with a prioritised sampler")]
     NoPriorities,
     /// A directory has a replay buffer with other columns or another capacity.
     #[error(

@@ -144,7 +144,7 @@ fn batches_that_do_not_fit_are_refused_unchanged() {
     let buffer = builder.in_memory().unwrap();
     let [a, b] = columns(0..4);
     let cases: [(&[usize], Bytes<'_>, &str); 6] = [
-        (&[4], &[&a, &b], "2 dimensions"),
+        (&[4], &[&a, &b], "ndim = 2"),
         (&[2, 2], &[&a], "2 columns"),
         (&[2, 2], &[&a, &b[1..]], "`trajectory`: expected 32 bytes"),
         (&[2, 1], &[&a, &b], "`observation`: expected 40 bytes"),

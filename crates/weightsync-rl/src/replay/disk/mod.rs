@@ -139,6 +139,8 @@ impl Disk {
         if flushed == self.header {
             return Ok(());
         }
+        // If this fails, it may be on the disk all the same: reserve again.
+        self.header.reserved = flushed.reserved;
         self.say(flushed, Slots::Synced)
     }
 
