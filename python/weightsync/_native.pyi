@@ -4,7 +4,7 @@ import sys
 from collections import abc
 from collections.abc import Callable, Generator, Iterable, Sequence
 from os import PathLike
-from typing import Any, Literal, Protocol, TypedDict, final
+from typing import Any, Literal, Protocol, Required, TypedDict, final
 
 __all__ = [
     "Background",
@@ -19,6 +19,7 @@ __all__ = [
     "PendingSend",
     "Report",
     "Permit",
+    "ReplayBuffer",
     "Saver",
     "Saving",
     "Session",
@@ -281,6 +282,64 @@ class SetSnapshot:
     def sequence(self) -> int: ...
     def members(self) -> list[tuple[Snapshot, bool]]: ...
     def load_into(self, targets: _Targets) -> None: ...
+
+class _UniformSampler(TypedDict):
+    sampler: Literal["uniform", "without_replacement"]
+
+class _PrioritisedSampler(TypedDict, total=False):
+    sampler: Required[Literal["prioritised"]]
+    alpha: float
+    beta: float
+    eps: float
+
+class _SliceSampler(TypedDict, total=False):
+    sampler: Required[Literal["slices"]]
+    column: Required[str]
+    num_slices: int
+    slice_len: int
+    strict_len: bool
+
+@final
+class ReplayBuffer:
+    """Frames kept for learning from them again. Each column's elements are contiguous, in the order
+    of the columns; the caller holds the arrays until the call returns.
+    """
+
+    def __new__(
+        cls,
+        columns: Sequence[_Spec],
+        capacity: int,
+        ndim: int = 1,
+        sampler: _UniformSampler | _PrioritisedSampler | _SliceSampler | None = None,
+        seed: int = 0,
+        directory: str | PathLike[str] | None = None,
+    ) -> ReplayBuffer: ...
+    def extend(self, shape: Sequence[int], addresses: Sequence[int]) -> tuple[int, int]:
+        """Writes a batch of ``[T]``, ``[P, T]`` or ``[B, P, T]`` frames. The ids of its frames go
+        from the first number on, up to and without the second.
+        """
+    def sample(
+        self,
+        frames: int,
+        addresses: Sequence[int],
+        ids: int,
+        weights: int | None = None,
+        mask: int | None = None,
+    ) -> tuple[bool, bool]:
+        """Draws so many frames into arrays with room for them, and their ids (64 bits), importance
+        weights (``float32``) and mask (``bool``). Says whether the sampler has weights, and a mask.
+        """
+    def read(self, ids: Sequence[int], addresses: Sequence[int]) -> None: ...
+    def update_priorities(self, ids: Sequence[int], priorities: Sequence[float]) -> None: ...
+    def set_beta(self, beta: float) -> None: ...
+    def flush(self) -> None:
+        """Waits until all frames are on the disk."""
+    @property
+    def ids(self) -> tuple[int, int]: ...
+    @property
+    def capacity(self) -> int: ...
+    def columns(self) -> list[tuple[str, str, list[int]]]: ...
+    def __len__(self) -> int: ...
 
 @final
 class Report:

@@ -81,6 +81,31 @@ pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     Ok(PyErr::from_value(made))
 }
 
+/// The exception of an error of a replay buffer.
+pub fn replay_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
+    use weightsync_rl::Error;
+    let name = match error {
+        Error::ReplaySettings { .. }
+        | Error::BatchShape { .. }
+        | Error::BatchTooLong { .. }
+        | Error::ColumnCount { .. }
+        | Error::ColumnLen { .. }
+        | Error::SliceCount { .. }
+        | Error::PriorityCount { .. }
+        | Error::Priority { .. }
+        | Error::NoPriorities
+        | Error::OtherReplayBuffer { .. } => "SettingError",
+        Error::NothingToSample { .. }
+        | Error::FrameGone { .. }
+        | Error::ReplayBufferInUse { .. } => "LifecycleError",
+        Error::ReplayBufferDamaged { .. } => "CorruptError",
+        Error::ReplayBufferFile { .. } => "OperatingSystemError",
+        _ => "WeightsyncError",
+    };
+    let made = class(py, name).and_then(|class| class.call1((error.to_string(),)));
+    made.map_or_else(|broken| broken, PyErr::from_value)
+}
+
 /// A session's calls by the names that they have in Python.
 fn in_python(text: String) -> String {
     const NAMES: &[(&str, &str)] = &[

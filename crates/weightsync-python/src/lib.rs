@@ -19,6 +19,7 @@ mod mapping;
 mod options;
 mod plain;
 mod raw;
+mod replay;
 mod report;
 mod session;
 mod snapshot;
@@ -47,6 +48,8 @@ mod _native {
     use crate::mapping::{DryRun, MappedTarget, Mapping, TensorOutcome};
     #[pymodule_export]
     use crate::raw::{View, checksum};
+    #[pymodule_export]
+    use crate::replay::ReplayBuffer;
     #[pymodule_export]
     use crate::report::{PendingSend, Report, WorkerReport, WorkerStatus};
     #[pymodule_export]

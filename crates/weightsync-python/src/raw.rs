@@ -88,6 +88,32 @@ pub unsafe fn lend<T>(spans: &[Span], call: impl FnOnce(&[&[u8]]) -> T) -> Resul
     Ok(call(&lent))
 }
 
+/// Lends the bytes of all spans to be written, as [`lend`] does to be read. Their `before` is 0.
+///
+/// # Safety
+///
+/// The promise of an address holds for each span until this returns: all its bytes are allocated,
+/// and writable. No two spans overlap, and nothing else uses their bytes meanwhile.
+pub unsafe fn lend_mut<T>(
+    spans: &[Span],
+    call: impl FnOnce(&mut [&mut [u8]]) -> T,
+) -> Result<T, usize> {
+    let mut lent: Vec<&mut [u8]> = Vec::with_capacity(spans.len());
+    for (index, span) in spans.iter().enumerate() {
+        let start = span.address.0 as *mut u8;
+        if span.len == 0 {
+            lent.push(&mut []);
+        } else if start.is_null() {
+            return Err(index);
+        } else {
+            // SAFETY: allocated and used by nothing else, as the caller promises; not null. `call`
+            // takes bytes of any lifetime, so none outlives it.
+            lent.push(unsafe { std::slice::from_raw_parts_mut(start, span.len) });
+        }
+    }
+    Ok(call(&mut lent))
+}
+
 /// A checksum of the bytes of an object of this size, that of the digest's lines.
 ///
 /// The caller keeps the promise of an address: so many bytes are allocated until this returns.

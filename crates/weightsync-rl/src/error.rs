@@ -1,4 +1,4 @@
-use std::time::Duration;
+use std::{io, path::PathBuf, time::Duration};
 
 use weightsync_engine::{
     WorkerId,
@@ -95,6 +95,146 @@ pub enum Error {
         got: u64,
         /// Why no other will come.
         reason: String,
+    },
+    /// A setting of a replay buffer, or its schema, cannot be.
+    #[error("this replay buffer cannot be: {reason}")]
+    ReplaySettings {
+        /// What is wrong, and what is expected.
+        reason: String,
+    },
+    /// A batch has another number of dimensions than the replay buffer takes.
+    #[error(
+        "expected a batch with ndim = {expected}, time last, got shape {got:?}: reshape it, or build \
+         the buffer with ndim = {}", .got.len()
+    )]
+    BatchShape {
+        /// Dimensions expected.
+        expected: usize,
+        /// The batch's shape.
+        got: Vec<usize>,
+    },
+    /// Frames have another number of columns than the replay buffer.
+    #[error("expected the bytes of {expected} columns, in the schema's order, got {got}")]
+    ColumnCount {
+        /// Columns of the schema.
+        expected: usize,
+        /// Columns handed over.
+        got: usize,
+    },
+    /// The bytes of a column are not those of so many frames.
+    #[error("column `{column}`: expected {expected} bytes for {frames} frames, got {got}")]
+    ColumnLen {
+        /// The column.
+        column: String,
+        /// Frames handed over, or asked for.
+        frames: usize,
+        /// Bytes of these frames.
+        expected: usize,
+        /// Bytes handed over.
+        got: usize,
+    },
+    /// A batch would overwrite itself.
+    #[error(
+        "a batch of {frames} frames does not fit into a replay buffer of {capacity}: extend it by \
+         smaller batches"
+    )]
+    BatchTooLong {
+        /// Frames of the batch.
+        frames: usize,
+        /// Frames that fit.
+        capacity: usize,
+    },
+    /// A replay buffer has no frame that its sampler could draw.
+    #[error("the replay buffer has nothing to sample: {reason}")]
+    NothingToSample {
+        /// Why not.
+        reason: String,
+    },
+    /// The frames of a sample are not so many slices.
+    #[error(
+        "a sample of {frames} frames is not a whole number of slices with num_slices = \
+         {num_slices:?} and slice_len = {slice_len:?}"
+    )]
+    SliceCount {
+        /// Frames asked for.
+        frames: usize,
+        /// Slices, if set.
+        num_slices: Option<usize>,
+        /// Steps of a slice, if set.
+        slice_len: Option<usize>,
+    },
+    /// A frame is not in the replay buffer: it was overwritten, or is yet to be
+    /// written.
+    #[error("frame {id} is not in the replay buffer, which has frames {oldest} to {next} now")]
+    FrameGone {
+        /// The frame asked for.
+        id: u64,
+        /// The oldest frame that is there.
+        oldest: u64,
+        /// The id of the next frame to be written.
+        next: u64,
+    },
+    /// Each frame needs one priority.
+    #[error("expected a priority for each of {ids} frames, got {values}")]
+    PriorityCount {
+        /// Frames handed over.
+        ids: usize,
+        /// Priorities handed over.
+        values: usize,
+    },
+    /// A priority is negative, not a number, or so large that sums overflow.
+    #[error("expected priorities of at least 0 whose sum is finite, got {got}")]
+    Priority {
+        /// The priority.
+        got: f32,
+    },
+    /// Priorities were given to a replay buffer whose sampler has none.
+    #[error("this replay buffer has no priorities: build it with a prioritised sampler")]
+    NoPriorities,
+    /// A directory has a replay buffer with other columns or another capacity.
+    #[error(
+        "the replay buffer in {} has {got}, expected {expected}: open it as it is, or use another \
+         directory", .path.display()
+    )]
+    OtherReplayBuffer {
+        /// The directory.
+        path: PathBuf,
+        /// What the builder says.
+        expected: String,
+        /// What the directory has.
+        got: String,
+    },
+    /// A directory's replay buffer is open elsewhere, in this process or another.
+    #[error(
+        "the replay buffer in {} is open already: close it there first, or use another directory",
+        .path.display()
+    )]
+    ReplayBufferInUse {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// A file of a replay buffer is not what this library writes.
+    #[error(
+        "{} is damaged: {reason}. Its replay buffer cannot be opened: remove the directory",
+        .path.display()
+    )]
+    ReplayBufferDamaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A file of a replay buffer cannot be read or written. After a failed
+    /// write the frames that it was to replace are gone, and the buffer may be
+    /// used on.
+    #[error("cannot {attempt} {}: {source}", .path.display())]
+    ReplayBufferFile {
+        /// What was attempted.
+        attempt: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// What the system says.
+        source: io::Error,
     },
     /// The worker processes.
     #[error(transparent)]

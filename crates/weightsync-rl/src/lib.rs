@@ -4,7 +4,8 @@
 //! [policy](policy::MlpPolicy) in a [rollout](rollout::Rollout), inside a
 //! worker process of a collector, which hands [`Frames`](frames::Frames) to
 //! the trainer; `ppo` (feature `candle`) turns them into better weights, and
-//! these go back to the workers through `weightsync`.
+//! these go back to the workers through `weightsync`. A
+//! [replay buffer](mod@replay) keeps frames to learn from them again.
 //!
 //! Absent here: shared memory, wire formats of weights, sockets. Weights travel
 //! by `weightsync`'s sessions, frames by its worker processes' pipes.
@@ -17,6 +18,7 @@ pub mod frames;
 pub mod policy;
 #[cfg(feature = "candle")]
 pub mod ppo;
+pub mod replay;
 pub mod rollout;
 
 pub use error::Error;

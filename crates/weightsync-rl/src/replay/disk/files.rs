@@ -1,0 +1,309 @@
+//! The files of a replay buffer's directory.
+//!
+//! | file | has |
+//! |---|---|
+//! | `schema.json` | the format, the capacity and the columns; written last |
+//! | `header` | which frames are there ([`Header`](super::header::Header)) |
+//! | `stamps` | a checksum per row, `U64` little-endian |
+//! | `column-0`, `column-1`, … | the columns, a row behind the other |
+//! | `lock` | nothing: it is locked as long as the buffer is open |
+
+use std::{
+    fs::{self, File, OpenOptions, TryLockError},
+    io::{self, Read, Write},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use super::header::HEADER_BYTES;
+use crate::{
+    Error,
+    replay::{Column, Schema},
+};
+
+/// The version of all files' formats.
+const FORMAT: u32 = 1;
+
+/// More than any schema needs.
+const LONGEST_SCHEMA: u64 = 1 << 20;
+
+const SCHEMA: &str = "schema.json";
+
+/// Which file, by its index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::replay) enum Part {
+    Header,
+    Stamps,
+    Column(usize),
+}
+
+/// The open files. Reads and writes name their places, so threads share them.
+pub(in crate::replay) struct Files {
+    dir: PathBuf,
+    header: File,
+    stamps: File,
+    pub(super) columns: Vec<File>,
+    /// Dropped last, so nobody opens files that are still open here.
+    _lock: File,
+    /// What was done to the files, in order, for tests that do a part of it.
+    #[cfg(test)]
+    pub(super) log: std::sync::Mutex<Vec<Op>>,
+}
+
+/// A change to a file.
+#[cfg(test)]
+#[derive(Clone, Debug)]
+pub(super) enum Op {
+    Write(Part, u64, Vec<u8>),
+    Sync(Part),
+}
+
+/// How a directory was found.
+pub(in crate::replay) enum Found {
+    /// It had no buffer, and its files are all zeros now.
+    New,
+    /// Its files have so many whole rows each: all, unless one was cut.
+    Rows(usize),
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Description {
+    format: u32,
+    capacity: u64,
+    columns: Vec<Column>,
+}
+
+impl Files {
+    /// Opens a directory's files, and makes them where there are none.
+    pub fn open(dir: &Path, schema: &Schema, capacity: usize) -> Result<(Self, Found), Error> {
+        fs::create_dir_all(dir).map_err(failed("create", dir))?;
+        let lock = lock(dir)?;
+        let found = described(dir)?;
+        if let Some(found) = &found {
+            compare(dir, found, schema, capacity)?;
+        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true);
+        // Without a schema, what is there is the start of a buffer that was
+        // never finished.
+        let is_new = found.is_none();
+        options.create(is_new).truncate(is_new);
+        let mut rows = capacity;
+        let mut open = |part: Part, row_bytes: usize| {
+            let path = path_of(dir, part);
+            let file = options.open(&path).map_err(failed("open", &path))?;
+            let len = file.metadata().map_err(failed("look at", &path))?.len();
+            let row = row_bytes as u64;
+            rows = rows.min(usize::try_from(len / row).unwrap_or(usize::MAX));
+            if len < row * capacity as u64 {
+                let whole = file.set_len(row * capacity as u64);
+                whole.map_err(failed("lengthen", &path))?;
+            }
+            Ok(file)
+        };
+        let stamps = open(Part::Stamps, 8)?;
+        let bytes = schema.all_frame_bytes().iter().enumerate();
+        let columns = bytes
+            .map(|(column, &bytes)| open(Part::Column(column), bytes))
+            .collect::<Result<_, Error>>()?;
+        let path = path_of(dir, Part::Header);
+        let header = options.open(&path).map_err(failed("open", &path))?;
+        if is_new {
+            let whole = header.set_len(HEADER_BYTES as u64);
+            whole.map_err(failed("lengthen", &path))?;
+        }
+        let files = Self {
+            dir: dir.to_owned(),
+            header,
+            stamps,
+            columns,
+            _lock: lock,
+            #[cfg(test)]
+            log: Default::default(),
+        };
+        let found = if is_new {
+            Found::New
+        } else {
+            Found::Rows(rows)
+        };
+        Ok((files, found))
+    }
+
+    /// Makes a new directory's files last, and with them their buffer: from
+    /// here on the directory has a schema.
+    pub fn describe(&self, schema: &Schema, capacity: usize) -> Result<(), Error> {
+        let parts = (0..self.columns.len()).map(Part::Column);
+        for part in parts.chain([Part::Stamps, Part::Header]) {
+            let synced = self.file(part).sync_all();
+            synced.map_err(self.failed("sync", part))?;
+        }
+        let description = Description {
+            format: FORMAT,
+            capacity: capacity as u64,
+            columns: schema.columns().to_vec(),
+        };
+        let path = self.dir.join(SCHEMA);
+        let temporary = self.dir.join("schema.json.new");
+        let put = || {
+            let mut file = File::create(&temporary)?;
+            file.write_all(&serde_json::to_vec_pretty(&description)?)?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.dir)?.sync_all()
+        };
+        put().map_err(failed("write", &path))
+    }
+
+    /// The whole header file.
+    pub fn read_header(&self) -> Result<[u8; HEADER_BYTES], Error> {
+        let mut bytes = [0; HEADER_BYTES];
+        match self.header.read_exact_at(&mut bytes, 0) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                Err(self.damaged_header("it is cut"))
+            }
+            done => done
+                .map_err(self.failed("read", Part::Header))
+                .map(|()| bytes),
+        }
+    }
+
+    /// The error of a header that says nothing.
+    pub fn damaged_header(&self, reason: &str) -> Error {
+        Error::ReplayBufferDamaged {
+            path: path_of(&self.dir, Part::Header),
+            reason: reason.to_owned(),
+        }
+    }
+
+    /// The error of a flush after one that failed.
+    pub fn flush_failed_before(&self, kind: io::ErrorKind) -> Error {
+        failed("flush, as it failed before,", &self.dir)(kind.into())
+    }
+
+    pub fn read(&self, part: Part, offset: u64, out: &mut [u8]) -> Result<(), Error> {
+        let read = self.file(part).read_exact_at(out, offset);
+        read.map_err(self.failed("read", part))
+    }
+
+    pub fn write(&self, part: Part, offset: u64, bytes: &[u8]) -> Result<(), Error> {
+        #[cfg(test)]
+        self.note(Op::Write(part, offset, bytes.to_vec()));
+        let written = self.file(part).write_all_at(bytes, offset);
+        written.map_err(self.failed("write", part))
+    }
+
+    /// Waits until what was written to a file is on the disk.
+    pub fn sync(&self, part: Part) -> Result<(), Error> {
+        let synced = self.file(part).sync_data();
+        synced.map_err(self.failed("sync", part))?;
+        #[cfg(test)]
+        self.note(Op::Sync(part));
+        Ok(())
+    }
+
+    /// The same for all frames.
+    pub fn sync_frames(&self) -> Result<(), Error> {
+        let mut parts = (0..self.columns.len()).map(Part::Column);
+        parts.try_for_each(|part| self.sync(part))?;
+        self.sync(Part::Stamps)
+    }
+
+    fn file(&self, part: Part) -> &File {
+        match part {
+            Part::Header => &self.header,
+            Part::Stamps => &self.stamps,
+            Part::Column(column) => &self.columns[column],
+        }
+    }
+
+    fn failed(&self, attempt: &'static str, part: Part) -> impl FnOnce(io::Error) -> Error {
+        failed(attempt, &path_of(&self.dir, part))
+    }
+
+    #[cfg(test)]
+    fn note(&self, op: Op) {
+        self.log.lock().expect("no test panics with it").push(op);
+    }
+}
+
+/// Where a directory has a file.
+pub(super) fn path_of(dir: &Path, part: Part) -> PathBuf {
+    match part {
+        Part::Header => dir.join("header"),
+        Part::Stamps => dir.join("stamps"),
+        Part::Column(column) => dir.join(format!("column-{column}")),
+    }
+}
+
+fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error + use<> {
+    let path = path.to_owned();
+    move |source| Error::ReplayBufferFile {
+        attempt,
+        path,
+        source,
+    }
+}
+
+/// Keeps others out, in this process or another, until it is dropped.
+fn lock(dir: &Path) -> Result<File, Error> {
+    let path = dir.join("lock");
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false);
+    let file = options.open(&path).map_err(failed("open", &path))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(Error::ReplayBufferInUse {
+            path: dir.to_owned(),
+        }),
+        Err(TryLockError::Error(error)) => Err(failed("lock", &path)(error)),
+    }
+}
+
+/// What a directory says it has; none if no buffer was finished there.
+fn described(dir: &Path) -> Result<Option<Description>, Error> {
+    let path = dir.join(SCHEMA);
+    let mut text = Vec::new();
+    match File::open(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        file => {
+            let read = file.and_then(|file| file.take(LONGEST_SCHEMA).read_to_end(&mut text));
+            read.map_err(failed("read", &path))?;
+        }
+    }
+    let damaged = |reason: String| Error::ReplayBufferDamaged {
+        path: path.clone(),
+        reason,
+    };
+    let found: Description =
+        serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+    if found.format != FORMAT {
+        return Err(damaged(format!(
+            "its format is {}, and this program reads format {FORMAT}",
+            found.format
+        )));
+    }
+    Ok(Some(found))
+}
+
+/// Refuses a buffer that is not the one asked for.
+fn compare(dir: &Path, found: &Description, schema: &Schema, capacity: usize) -> Result<(), Error> {
+    let other = |expected: String, got: String| Error::OtherReplayBuffer {
+        path: dir.to_owned(),
+        expected,
+        got,
+    };
+    let got = Schema::new(found.columns.clone())?;
+    if let Some((expected, got)) = schema.difference(&got) {
+        return Err(other(expected, got));
+    }
+    if found.capacity != capacity as u64 {
+        return Err(other(
+            format!("room for {capacity} frames"),
+            format!("room for {} frames", found.capacity),
+        ));
+    }
+    Ok(())
+}
