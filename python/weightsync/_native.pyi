@@ -314,6 +314,11 @@ class ReplayBuffer:
         seed: int = 0,
         directory: str | PathLike[str] | None = None,
     ) -> ReplayBuffer: ...
+    @staticmethod
+    def describe(
+        directory: str | PathLike[str],
+    ) -> tuple[int, list[tuple[str, str, list[int]]]] | None:
+        """The capacity and the columns of the buffer in a directory."""
     def extend(self, shape: Sequence[int], addresses: Sequence[int]) -> tuple[int, int]:
         """Writes a batch of ``[T]``, ``[P, T]`` or ``[B, P, T]`` frames. The ids of its frames go
         from the first number on, up to and without the second.

@@ -87,6 +87,14 @@ impl ReplayBuffer {
         })
     }
 
+    /// The capacity and the columns of the buffer in a directory; `None` if there is none.
+    #[staticmethod]
+    fn describe(py: Python<'_>, directory: PathBuf) -> PyResult<Option<(usize, Vec<Described>)>> {
+        let found = py.detach(|| replay::ReplayBuffer::describe(directory));
+        let found = found.map_err(|error| replay_exception(py, error))?;
+        Ok(found.map(|(schema, capacity)| (capacity, described(&schema))))
+    }
+
     /// Writes a batch of this shape, with the address of each column's row-major elements, and
     /// returns the ids of its frames, from the first on and before the second.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
@@ -203,10 +211,8 @@ impl ReplayBuffer {
     }
 
     /// `(name, dtype, shape)` of every column.
-    fn columns(&self) -> Vec<(&str, &str, Vec<u64>)> {
-        let columns = self.held.schema().columns().iter();
-        let parts = columns.map(|it| (it.name(), it.dtype().name(), it.shape().to_vec()));
-        parts.collect()
+    fn columns(&self) -> Vec<Described> {
+        described(self.held.schema())
     }
 
     fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
@@ -218,6 +224,15 @@ impl ReplayBuffer {
         let (frames, capacity) = (self.__len__(py)?, self.held.capacity());
         Ok(format!("<ReplayBuffer: {frames} of {capacity} frames>"))
     }
+}
+
+/// `(name, dtype, shape)` of a column.
+type Described = (String, &'static str, Vec<u64>);
+
+fn described(schema: &Schema) -> Vec<Described> {
+    let columns = schema.columns().iter();
+    let parts = columns.map(|it| (it.name().to_owned(), it.dtype().name(), it.shape().to_vec()));
+    parts.collect()
 }
 
 impl ReplayBuffer {

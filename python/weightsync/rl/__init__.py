@@ -22,6 +22,12 @@ from weightsync.rl._envs import SerialEnv
 from weightsync.rl._split import split_trajectories
 from weightsync.rl.collector import Collector
 from weightsync.rl.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
+from weightsync.rl.replay import (
+    PrioritizedSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SliceSampler,
+)
 
 __all__ = [
     "AsyncCollector",
@@ -30,6 +36,10 @@ __all__ = [
     "Failure",
     "MultiAsyncCollector",
     "MultiSyncCollector",
+    "PrioritizedSampler",
+    "ReplayBuffer",
+    "SamplerWithoutReplacement",
     "SerialEnv",
+    "SliceSampler",
     "split_trajectories",
 ]

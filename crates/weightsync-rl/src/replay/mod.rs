@@ -246,6 +246,16 @@ impl ReplayBuffer {
         }
     }
 
+    /// The columns and the capacity of the buffer in a directory, to open it with;
+    /// `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::ReplayBufferDamaged`] and [`Error::ReplayBufferFile`] if it cannot
+    /// be read.
+    pub fn describe(path: impl AsRef<Path>) -> Result<Option<(Schema, usize)>, Error> {
+        disk::schema_of(path.as_ref())
+    }
+
     /// What a frame consists of.
     pub fn schema(&self) -> &Schema {
         &self.schema

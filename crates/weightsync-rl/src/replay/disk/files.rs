@@ -76,6 +76,16 @@ struct Description {
     columns: Vec<Column>,
 }
 
+/// The columns and the capacity of the buffer in a directory; `None` where there
+/// is no buffer.
+pub(in crate::replay) fn schema_of(dir: &Path) -> Result<Option<(Schema, usize)>, Error> {
+    let Some(found) = described(dir)? else {
+        return Ok(None);
+    };
+    let capacity = usize::try_from(found.capacity).unwrap_or(usize::MAX);
+    Ok(Some((Schema::new(found.columns)?, capacity)))
+}
+
 impl Files {
     /// Opens a directory's files, and makes them where there are none.
     pub fn open(dir: &Path, schema: &Schema, capacity: usize) -> Result<(Self, Found), Error> {

@@ -23,7 +23,7 @@ mod header;
 #[cfg(test)]
 mod tests;
 
-pub(super) use files::Files;
+pub(super) use files::{Files, schema_of};
 use files::{Found, Part};
 use header::{Header, Slots, Writer};
 
