@@ -196,8 +196,8 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
         name: None if weights is None else schemes[name]._extracted(weights)
         for name, weights in wanted.items()
     }
-    group = first._connected("send")
-    return group.send(given, first._workers(worker_ids), first._wait())
+    group, chosen = first._connected("send"), first._workers(worker_ids)
+    return None if chosen == [] else group.send(given, chosen, first._wait())
 
 
 def bump_at_next_forward(collector: Any, module: Any, version: int) -> None:
