@@ -68,6 +68,18 @@ def test_ray_collector_names_its_scheme():
         )
 
 
+def test_model_of_workers_alone_names_the_way():
+    class Context:
+        """What a scheme sees of a collector whose environments are in its workers."""
+
+        num_workers = 2
+
+    with pytest.raises(ModelError, match="'env.value_net'.*Context may have its environments in"):
+        ours.DistributedWeightSyncScheme().init_on_sender(
+            model_id="env.value_net", context=Context(), num_workers=2
+        )
+
+
 def test_weights_of_each_worker_start_without_a_warning(caplog):
     sender, models = ours.SharedMemWeightSyncScheme(), [Probe(), Probe()]
     sender.init_on_sender(

@@ -74,6 +74,22 @@ def model_of(context: Any, name: str) -> Any:
     return _paths.resolve(context, name)
 
 
+def model_here(context: Any, name: str) -> Any:
+    """A model that the trainer's collector or context is to have.
+
+    Raises:
+        ModelError: if it does not.
+    """
+    try:
+        return model_of(context, name)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}: this process needs the model, because a send reads its weights here, and a "
+            f"{type(context).__name__} may have its environments in the workers alone. For a "
+            "MultiCollector call init_on_sender(model=…, devices=…) of this scheme first"
+        ) from error
+
+
 def devices_of(context: Any) -> list[Any]:
     """The device of each of a collector's workers."""
     devices = getattr(context, "policy_device", None)

@@ -167,7 +167,7 @@ class NativeScheme(WeightSyncScheme):
         self, context: Any, name: str
     ) -> tuple[Callable[[], Any], Callable[[], dict[int, Any]] | None]:
         """The weights of a collector's model, looked up at each send."""
-        model = _given.model_of(context, name)
+        model = _given.model_here(context, name)
         if model is None and name == "policy":
             factories = list(getattr(context, "policy_factory", None) or [])
             if factories and all(one is factories[0] for one in factories):
