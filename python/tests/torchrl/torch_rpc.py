@@ -190,6 +190,12 @@ def give_back():
     _kept.pop("over").set()
 
 
+def send_until_applied(scheme, value):
+    """A send passes over a worker that was late and has not moved since; the next one may not."""
+    while not scheme.send(Probe(value)).all_applied:
+        pass
+
+
 class Refusing(WeightStrategy):
     """Refuses one value."""
 
@@ -270,7 +276,7 @@ def stopped_worker(module):
         assert line(report, 0) == "applied" and line(report, 1) == "late", report
         os.kill(started[1].pid, signal.SIGCONT)
         with hurry("a send", PROMPT):
-            assert scheme.send(Probe(3.0)).all_applied
+            send_until_applied(scheme, 3.0)
         assert values(names) == [3.0, 3.0]
 
 
@@ -295,7 +301,7 @@ def any_limit(module, limit):
         assert not any("the call of worker" in one for one in said) or not report.all_applied, said
         with hurry("a send", PROMPT):
             scheme.send({0: Probe(3.0), 1: Probe(4.0)}, timeout=limit or None)
-            assert scheme.send(Probe(5.0)).all_applied
+            send_until_applied(scheme, 5.0)
         assert values(names) == [5.0, 5.0]
 
 
@@ -310,7 +316,7 @@ def held_model(module):
         assert values(names) == [2.0, 1.0]
         rpc.rpc_sync(names[1], give_back)
         with hurry("a send", PROMPT):
-            assert scheme.send(Probe(3.0)).all_applied
+            send_until_applied(scheme, 3.0)
         assert values(names) == [3.0, 3.0]
 
 
