@@ -80,7 +80,7 @@ def test_model_of_workers_alone_names_the_way():
         )
 
 
-def test_weights_of_each_worker_start_without_a_warning(caplog):
+def test_own_weights_start_without_a_warning(caplog):
     sender, models = ours.SharedMemWeightSyncScheme(), [Probe(), Probe()]
     sender.init_on_sender(
         model_id="policy", params_map={0: weights(Probe(1.0)), 1: weights(Probe(2.0))}

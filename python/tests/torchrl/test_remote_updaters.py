@@ -152,7 +152,8 @@ ALL = [rpc_updater, ray_updater, distributed_updater]
 
 @pytest.mark.parametrize("make", ALL)
 @pytest.mark.parametrize(
-    "nothing", [{"policy_weights": None}, {"weight_getter": lambda: None}, {"policy_weights": TensorDict()}]
+    "nothing",
+    [{"policy_weights": None}, {"weight_getter": lambda: None}, {"policy_weights": TensorDict()}],
 )
 def test_push_of_nothing_is_refused(make, nothing):
     updater, done = make(**nothing), []
