@@ -13,9 +13,10 @@ from weightsync.errors import UnsupportedError
 class View:
     """A snapshot's tensors one by one, so that a dtype matters only once it is asked for."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, *, quiet: bool = False) -> None:
         self._snapshot = snapshot
-        self._view = snapshot.view()
+        # Without `quiet` a warning names what this process has written when it is dropped.
+        self._view = snapshot.view(quiet)
         self.places = {place[0]: place[1:] for place in snapshot.places()}
         self.ties = dict(snapshot.ties)
 

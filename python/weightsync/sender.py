@@ -296,6 +296,18 @@ class Sender(_ends.AsyncWith):
 
         Workers that are given the same object share one version.
         """
+        report = self._send_each(weights, model, wait, timeout, wait_late)
+        _log(report)
+        return report
+
+    def _send_each(
+        self,
+        weights: Mapping[int, Any],
+        model: str | None = None,
+        wait: WaitFor = "applied",
+        timeout: float | None = None,
+        wait_late: bool = False,
+    ) -> Report:
         with self._sending:
             name = self._only(model)
             if not weights:
@@ -309,9 +321,7 @@ class Sender(_ends.AsyncWith):
                     sources[id(given)] = source.place(given)
             each = [(worker, sources[id(given)]) for worker, given in weights.items()]
             options = (name, None, wait, timeout, False, None, wait_late)
-            report = self._session.send_each(each, options)
-        _log(report)
-        return report
+            return self._session.send_each(each, options)
 
     def hold(self, worker_ids: int | Iterable[int]) -> None:
         """Holds workers at the versions they have; sends pass them over."""

@@ -30,8 +30,9 @@ pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
 pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 
 /// The ways to allow unencrypted connections, for errors.
-const PERMISSION: &str = "the scheme's setting insecure-plaintext (of a command: \
-                          --insecure-plaintext), or WEIGHTSYNC_INSECURE_PLAINTEXT=1";
+const PERMISSION: &str = "the scheme's setting insecure-plaintext (in Python: \
+                          insecure_plaintext=True; of a command: --insecure-plaintext), or \
+                          WEIGHTSYNC_INSECURE_PLAINTEXT=1";
 
 /// How to make a token, for errors.
 const MAKE_ONE: &str = "make one with `head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE` \

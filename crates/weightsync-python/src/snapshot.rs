@@ -148,9 +148,14 @@ impl Snapshot {
     /// The version's bytes as a buffer that can be written: what is written is
     /// this process's alone.
     ///
-    /// What is written is dropped with the last view, with a warning.
-    fn view(&self, py: Python<'_>) -> PyResult<View> {
-        released(py, || self.held.private()).map(View::new)
+    /// What is written is dropped with the last view, with a warning unless it is `quiet`.
+    #[pyo3(signature = (quiet = false))]
+    fn view(&self, py: Python<'_>, quiet: bool) -> PyResult<View> {
+        released(py, || match quiet {
+            true => self.held.private_with(|_| ()),
+            false => self.held.private(),
+        })
+        .map(View::new)
     }
 
     /// Copies tensors, by their index in the layout, to addresses where there is

@@ -90,6 +90,17 @@ def test_killed_collector_is_a_line_of_the_report(cluster, collecting):
         report = scheme.send(policy(2.0))
 
 
+def test_updates_go_on_after_a_first_that_failed(cluster, collecting):
+    collector, _, _ = collecting()
+    cluster.ray.kill(collector.remote_collectors[0])
+    with pytest.raises(cluster.ray.exceptions.RayActorError):
+        collector.update_policy_weights_()
+    report = collector.update_policy_weights_(policy(2.0))
+    while line(report, 1) != "applied":
+        report = collector.update_policy_weights_(policy(2.0))
+    assert line(report, 0) is None, "it has never joined"
+
+
 def test_ray_scheme_is_named_where_it_fails(cluster):
     scheme = RayWeightSyncScheme()
     scheme.init_on_sender(model_id="policy", model=policy(1.0), num_workers=1)
@@ -156,7 +167,7 @@ def test_ray_transform_gets_its_weights_from_the_sender(cluster):
     other = TensorDictModule(One(2.0), in_keys=["observation"], out_keys=["observation"])
     assert scheme.send(other).all_applied
     assert transform(rows)["observation"].tolist() == [[2.0]] * 2
-    with pytest.raises(weightsync.ModelError, match="pass the"):
+    with pytest.raises(weightsync.ModelError, match="transform's module, in its actor.*pass the"):
         scheme.send()
     # A collector in this process sends to it as it does to its policy.
     collector = Collector(

@@ -1,5 +1,9 @@
 """Ray's direct transport by weightsync: objects of tensors that actors pass to each other."""
 
+import gc
+import logging
+import multiprocessing
+
 import pytest
 import torch
 
@@ -69,6 +73,37 @@ def test_far_reader_hears_what_to_set(monkeypatch):
     monkeypatch.setattr(_direct._cluster, "address", lambda: "here")
     made = _direct.Published([], "cpu", "info", "there")
     with pytest.raises(weightsync.PeerError, match="on there.*this is here: set WEIGHTSYNC_INSECURE"):
+        _direct.Transport().recv_multiple_tensors("object", made, None)
+
+
+def _publish(pipe):
+    """Makes the tensors of an object, in a process of its own."""
+    sender = weightsync.Sender({"0": torch.ones(4)}, scheme=weightsync.Distributed(pull=True))
+    sender.connect(0)
+    pipe.send(sender.init_info.to_json())
+    pipe.recv()
+
+
+def test_reader_hears_that_the_maker_is_gone(monkeypatch, caplog):
+    _direct = pytest.importorskip("weightsync.ray._direct")
+    monkeypatch.setattr(_direct._cluster, "address", lambda: "here")
+    monkeypatch.setattr(_direct, "LIMIT", 1.0)
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    maker = context.Process(target=_publish, args=(there,), daemon=True)
+    maker.start()
+    made = _direct.Published([((4,), torch.float32)], "cpu", here.recv(), "here")
+    (tensor,) = _direct.Transport().recv_multiple_tensors("object", made, None)
+    assert torch.equal(tensor, torch.ones(4))
+    # A reader may write, and nothing warns of it.
+    with caplog.at_level(logging.WARNING, "weightsync"):
+        tensor.fill_(2.0)
+        del tensor
+        gc.collect()
+    assert not caplog.records
+    maker.kill()
+    maker.join()
+    with pytest.raises(weightsync.PeerError, match="made this object, on here, is gone"):
         _direct.Transport().recv_multiple_tensors("object", made, None)
 
 

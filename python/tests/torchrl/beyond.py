@@ -8,6 +8,7 @@ import threading
 import time
 
 import torch
+import weightsync
 from crew import SOON, Crew, Probe, Worker, hurry, line, standing
 from scenarios import scheme_of
 from tiny import Counting, One, acted, collecting, policy, weights_of
@@ -38,6 +39,19 @@ def forgotten(module, name):
     for one in processes:
         one.join(SOON)
         assert not one.is_alive(), "a worker outlives its collector"
+
+
+def shut_down_collector(module, name):
+    """An update of a collector that was shut down says so."""
+    with collecting(module, {"policy": name}, policy=policy(1.0)) as (made, batches):
+        assert acted(batches) == {1.0}
+        made.shutdown()
+        try:
+            made.update_policy_weights_(policy(2.0))
+        except weightsync.LifecycleError as error:
+            assert "collector has been shut down" in str(error), error
+        else:
+            raise AssertionError("there is no worker to update")
 
 
 def initialised_first(module, name):

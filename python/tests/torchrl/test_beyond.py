@@ -14,6 +14,7 @@ PLAIN = [
     beyond.older_with_a_dead_one,
     beyond.older_without_a_sender,
     beyond.own_weights_at_once,
+    beyond.shut_down_collector,
     beyond.shut_down_while_connecting,
     beyond.words_of_errors,
 ]

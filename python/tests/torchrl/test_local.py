@@ -450,8 +450,9 @@ def test_no_worker_is_meant_by_an_empty_list():
     with ended(receiver, sender):
         receiver.init_on_receiver(model_id="policy", model=model, worker_idx=0)
         meet(sender, receiver)
-        sender.send(weights(Probe(2.0)), worker_ids=[])
-        assert model() == (1.0, 1.0)
+        before = sender.version
+        assert sender.send(weights(Probe(2.0)), worker_ids=[]) is None
+        assert model() == (1.0, 1.0) and sender.version == before
 
 
 @pytest.mark.parametrize("chosen", ["cpu", torch.device("cpu"), [torch.device("cpu")]])

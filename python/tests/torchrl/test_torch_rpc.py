@@ -26,6 +26,27 @@ def test_refused_weights_leave_no_call_open(ours):
     bounded(scenarios.wrong_weights, ours)
 
 
+def test_send_ends_by_limit_without_an_answer(ours):
+    bounded(scenarios.stopped_worker, ours)
+
+
+def test_send_ends_if_a_call_fails_at_once(ours):
+    bounded(scenarios.failed_call, ours)
+
+
+@pytest.mark.parametrize("limit", [float("inf"), 1e10, 0])
+def test_send_takes_any_limit(ours, limit):
+    bounded(scenarios.any_limit, ours, limit)
+
+
+def test_version_is_late_while_its_model_is_held(ours):
+    bounded(scenarios.held_model, ours)
+
+
+def test_wait_for_answer_ends_by_an_interrupt(ours):
+    bounded(scenarios.interrupted, ours)
+
+
 @pytest.mark.parametrize("mode", ["bind", "copy"])
 def test_call_loads_while_no_forward_runs(ours, mode):
     bounded(scenarios.forwards, ours, mode)

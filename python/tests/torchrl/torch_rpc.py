@@ -2,21 +2,25 @@
 
 import contextlib
 import gc
+import logging
 import os
+import pickle
 import signal
+import sys
 import tempfile
+import threading
 import time
 from concurrent import futures
 
 import torch
 import weightsync
-from crew import Probe, _die_with_parent, hurry, line, refused
+from crew import PATIENCE, SOON, Probe, _die_with_parent, hurry, line, refused
 from tiny import weights_of
 from torch import multiprocessing as mp
 from torch.distributed import rpc
 from weightsync.torchrl import WeightStrategy
 from weightsync.torchrl._group import Group
-from weightsync.torchrl._torch_rpc import _join
+from weightsync.torchrl._torch_rpc import _join, answer_of
 
 # A send to workers that are there. Only a fault lets it pass.
 PROMPT = 10.0
@@ -73,6 +77,19 @@ def following(module, workers=2, strategy=None, **how):
             yield scheme, names, started
         finally:
             scheme.shutdown()
+
+
+@contextlib.contextmanager
+def heard():
+    """What the logger says meanwhile."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("weightsync")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 # What workers do when they are called.
@@ -149,6 +166,36 @@ def receive_while_frozen(number, held):
                 call()
 
 
+def follow_again(number):
+    """Another object of the scheme takes the worker's number, and has not joined."""
+    _kept["first"] = _kept[number]
+    follow(pickle.loads(pickle.dumps(_kept[number][0])), number, None)
+
+
+def hold(number):
+    """Keeps the model from a load, until `give_back`."""
+    held, over = threading.Event(), threading.Event()
+
+    def keep():
+        with _kept[number][0].frozen():
+            held.set()
+            over.wait()
+
+    threading.Thread(target=keep, daemon=True).start()
+    held.wait()
+    _kept["over"] = over
+
+
+def give_back():
+    _kept.pop("over").set()
+
+
+def send_until_applied(scheme, value):
+    """A send passes over a worker that was late and has not moved since; the next one may not."""
+    while not scheme.send(Probe(value)).all_applied:
+        pass
+
+
 class Refusing(WeightStrategy):
     """Refuses one value."""
 
@@ -218,6 +265,80 @@ def wrong_weights(module):
         with hurry("a send", PROMPT):
             assert scheme.send(Probe(3.0)).all_applied
         assert values(names) == [3.0, 3.0]
+
+
+def stopped_worker(module):
+    """A send ends by its own limit, though a worker's process does not answer."""
+    with following(module) as (scheme, names, started):
+        os.kill(started[1].pid, signal.SIGSTOP)
+        with hurry("a send with a limit", 3.0):
+            report = scheme.send(Probe(2.0), timeout=1.0)
+        assert line(report, 0) == "applied" and line(report, 1) == "late", report
+        os.kill(started[1].pid, signal.SIGCONT)
+        with hurry("a send", PROMPT):
+            send_until_applied(scheme, 3.0)
+        assert values(names) == [3.0, 3.0]
+
+
+def failed_call(module):
+    """A send waits for no worker whose call has failed, and a warning says why."""
+    with following(module) as (scheme, names, _), heard() as said:
+        rpc.rpc_sync(names[1], follow_again, args=(1,))
+        with hurry("a send whose call fails", PROMPT):
+            report = scheme.send(Probe(2.0), timeout=SOON * PATIENCE)
+        assert line(report, 0) == "applied" and line(report, 1) == "late", report
+        assert any("the call of worker 1 failed" in one and "not joined" in one for one in said)
+
+
+def any_limit(module, limit):
+    """Limits that a clock, a lock or torch cannot take are limits all the same."""
+    with following(module) as (scheme, names, _), heard() as said:
+        with hurry("a send", PROMPT):
+            report = scheme.send(Probe(2.0), timeout=limit)
+        if limit:
+            assert report.all_applied
+        # A worker without a limit may be late, and its call is then no other failure.
+        assert not any("the call of worker" in one for one in said) or not report.all_applied, said
+        with hurry("a send", PROMPT):
+            scheme.send({0: Probe(3.0), 1: Probe(4.0)}, timeout=limit or None)
+            send_until_applied(scheme, 5.0)
+        assert values(names) == [5.0, 5.0]
+
+
+def held_model(module):
+    """A version that waits for frozen() is late, and the model goes on with the one before."""
+    with following(module) as (scheme, names, _), heard() as said:
+        rpc.rpc_sync(names[1], hold, args=(1,))
+        with hurry("a send to a held model", PROMPT):
+            report = scheme.send(Probe(2.0), timeout=1.0)
+        assert line(report, 0) == "applied" and line(report, 1) == "late", report
+        assert not any("half loaded" in one for one in said), said
+        assert values(names) == [2.0, 1.0]
+        rpc.rpc_sync(names[1], give_back)
+        with hurry("a send", PROMPT):
+            send_until_applied(scheme, 3.0)
+        assert values(names) == [3.0, 3.0]
+
+
+def interrupted(module):
+    """Ctrl-C ends the wait for the answer of a call."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main = threading.get_ident()
+
+    def interrupt():
+        while sys._current_frames()[main].f_code.co_filename != threading.__file__:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with processes(1) as (names, _):
+        call = rpc.rpc_async(names[0], time.sleep, args=(SOON * PATIENCE,))
+        with hurry("the end of a wait", PROMPT):
+            try:
+                threading.Thread(target=interrupt, daemon=True).start()
+                answer_of(call)
+            except KeyboardInterrupt:
+                return
+        raise AssertionError("the wait went on")
 
 
 def forwards(module, mode):

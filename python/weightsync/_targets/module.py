@@ -59,6 +59,7 @@ class ModuleTarget(Target):
         with self._lock, not_inferring():
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
             self._layout, self._fresh = None, False
+            self._leave_shared_memory()
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
@@ -188,6 +189,30 @@ class ModuleTarget(Target):
             [tensor.is_cpu for tensor in tensors],
             [tensor.is_contiguous() for tensor in tensors],
         )
+
+    def _leave_shared_memory(self) -> None:
+        """Gives tensors in memory shared with other processes memory of their own.
+
+        A module that torch.multiprocessing has pickled shares its memory with the process that
+        pickled it: a load would write into the learner's weights, and other workers'.
+        """
+        import torch
+
+        # Tensors that share a memory go on sharing one.
+        rooms: dict[int, Any] = {}
+        pairs: dict[int, tuple[Any, Any]] = {}
+        for _, _, _, _, tensor, _ in module_tensors(self._live_module(), "tensordict"):
+            strided = tensor.layout == torch.strided and not _dtypes.is_lazy(tensor)
+            if not strided or not tensor.is_cpu or not tensor.is_shared():
+                continue
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in rooms:
+                rooms[storage.data_ptr()] = storage.clone()
+            own = tensor.detach().new_empty(0).set_(
+                rooms[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+            pairs[id(tensor)] = (tensor, own)
+        _exchange(list(pairs.values()))
 
     def _materialise(self) -> bool:
         """Gives lazy and meta tensors the sender's shapes, and memory; whether any was lazy."""

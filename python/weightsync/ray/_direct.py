@@ -15,7 +15,8 @@ from ray.experimental import (
 )
 from ray.experimental.rdt.util import transport_manager_info
 
-from weightsync.errors import UnsupportedError
+from weightsync._view import View
+from weightsync.errors import DeadlineError, PeerError, UnsupportedError
 from weightsync.ray import _cluster
 from weightsync.ray._group import check_reach
 from weightsync.receiver import Receiver
@@ -26,8 +27,17 @@ from weightsync.sender import Sender
 NAME = "WEIGHTSYNC"
 
 
+#: The seconds in which the process that made an object answers. Ray's own limit is longer.
+LIMIT = 20.0
+
+
 def register() -> None:
-    """Adds the transport, once for each process."""
+    """Adds the transport, once for each process.
+
+    Call it before the actors' classes are written and their actors made: Ray passes custom
+    transports on to an actor when it makes it, and not when it restarts it. An actor with
+    ``max_restarts`` calls it in its ``__init__`` too.
+    """
     if NAME not in transport_manager_info:
         register_tensor_transport(NAME, ["cpu"], Transport, torch.Tensor)
 
@@ -93,10 +103,18 @@ class Transport(TensorTransportManager):
         check_reach("the process that made this object", source.address, source.is_open, remedy)
         # No two readers have the same number, and nobody deals numbers out.
         with Receiver(source.info, int.from_bytes(os.urandom(4))) as receiver:
-            receiver.connect()
+            try:
+                receiver.connect(timeout=LIMIT)
+            except DeadlineError as error:
+                raise PeerError(
+                    f"the process that made this object, on {source.address}, is gone: it did not "
+                    f"answer within {LIMIT:.0f} s"
+                ) from error
             snapshot = receiver.latest()
         assert snapshot is not None
-        tensors = [snapshot[str(at)] for at in range(len(source.tensor_meta))]
+        # What a reader writes is its own, so no warning is due.
+        view = View(snapshot._native, quiet=True)
+        tensors = [view.tensor(str(at)) for at in range(len(source.tensor_meta))]
         for buffer, tensor in zip(target_buffers or (), tensors, strict=False):
             buffer.copy_(tensor)
         return target_buffers or tensors

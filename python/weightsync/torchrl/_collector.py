@@ -15,7 +15,7 @@ from torchrl.weight_update import WeightStrategy
 from weightsync import _paths
 from weightsync._guard import hide_from_compiler
 from weightsync._source import tree
-from weightsync.errors import MissingModelError, ModelError, WrongWeightsError
+from weightsync.errors import LifecycleError, MissingModelError, ModelError, WrongWeightsError
 from weightsync.torchrl._given import by_worker
 
 
@@ -91,6 +91,7 @@ def _together(base: type) -> type:
 
     class Together(base):  # type: ignore[misc, valid-type]
         _weightsync = True
+        _weightsync_has_ended = False
 
         def _weight_update_impl(
             self,
@@ -101,6 +102,8 @@ def _together(base: type) -> type:
             weights_dict: dict[str, Any] | None = None,
             **kwargs: Any,
         ) -> Any:
+            if self._weightsync_has_ended:
+                raise LifecycleError("this collector has been shut down: it has no workers to update")
             schemes = self._weight_sync_schemes or {}
             mixed = weights_dict is not None and (
                 policy_or_weights is not None or model_id is not None
@@ -137,6 +140,7 @@ def _together(base: type) -> type:
         def shutdown(self, *args: Any, **kwargs: Any) -> Any:
             from weightsync.torchrl._native_scheme import NativeScheme
 
+            self._weightsync_has_ended = True
             try:
                 return super().shutdown(*args, **kwargs)
             finally:
@@ -144,9 +148,28 @@ def _together(base: type) -> type:
                     if isinstance(scheme, NativeScheme):
                         scheme.shutdown()
 
+    if hasattr(base, "_lazy_initialize_weight_sync"):
+        setattr(Together, "_lazy_initialize_weight_sync", _connecting_once(base))
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Together, name, getattr(base, name))
     return Together
+
+
+def _connecting_once(base: Any) -> Any:
+    """RayCollector's first connection, which its next update does not make again if a worker failed.
+
+    The other workers have joined, and go on. The first update raises what the worker failed by.
+    """
+
+    def connect(self: Any) -> None:
+        try:
+            base._lazy_initialize_weight_sync(self)
+        except Exception:
+            schemes = (self._weight_sync_schemes or {}).values()
+            self._weight_sync_initialized = all(one.synchronized_on_sender for one in schemes)
+            raise
+
+    return connect
 
 
 class _NotedModels(threading.local):
@@ -196,8 +219,8 @@ def send_set(schemes: dict[str, Any], wanted: dict[str, Any], worker_ids: Any) -
         name: None if weights is None else schemes[name]._extracted(weights)
         for name, weights in wanted.items()
     }
-    group = first._connected("send")
-    return group.send(given, first._workers(worker_ids), first._wait())
+    group, chosen = first._connected("send"), first._workers(worker_ids)
+    return None if chosen == [] else group.send(given, chosen, first._wait())
 
 
 def bump_at_next_forward(collector: Any, module: Any, version: int) -> None:

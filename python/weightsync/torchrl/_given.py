@@ -32,6 +32,8 @@ def check(
         WrongTypeError: if the model is no torch module.
     """
     given = [name for name, value in sources.items() if value is not None]
+    if hasattr(sources["context"], "remote_collectors") and len(given) > 1:
+        raise SettingError(f"RayCollector takes RayWeightSyncScheme, not {scheme}")
     if len(given) != 1:
         raise SettingError(
             f"init_on_sender: expected one of {', '.join(sources)}, got "
@@ -72,6 +74,22 @@ def model_of(context: Any, name: str) -> Any:
     return _paths.resolve(context, name)
 
 
+def model_here(context: Any, name: str) -> Any:
+    """A model that the trainer's collector or context is to have.
+
+    Raises:
+        ModelError: if it does not.
+    """
+    try:
+        return model_of(context, name)
+    except ModelError as error:
+        raise ModelError(
+            f"{error}: this process needs the model, because a send reads its weights here, and a "
+            f"{type(context).__name__} may have its environments in the workers alone. For a "
+            "MultiCollector call init_on_sender(model=…, devices=…) of this scheme first"
+        ) from error
+
+
 def devices_of(context: Any) -> list[Any]:
     """The device of each of a collector's workers."""
     devices = getattr(context, "policy_device", None)
@@ -93,16 +111,32 @@ def is_on(own: Any, device: torch.device) -> bool:
     return same and (device.index is None or (own.index or 0) == device.index)
 
 
+def device_of(given: Any) -> torch.device:
+    """A device of ``worker_ids``.
+
+    Raises:
+        SettingError: if it is none.
+    """
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise SettingError(
+            f"worker_ids: expected numbers of workers, or their devices such as 'cuda:0', got {given!r}"
+        ) from None
+
+
 def by_worker(weights: Any) -> bool:
     """Whether these are weights by worker number, ``{0: …, 1: …}``."""
     is_dict = isinstance(weights, dict) and bool(weights)
     return is_dict and all(isinstance(key, int) for key in weights)
 
 
-def unknown_worker(worker: int, known: Iterable[int]) -> SettingError:
+def unknown_worker(worker: Any, known: Iterable[Any]) -> SettingError:
     """The error for a worker that does not exist."""
+    # The text "1" is not the number.
+    said = repr(worker) if isinstance(worker, str) else worker
     return SettingError(
-        f"there is no worker {worker}; there is {', '.join(map(str, known)) or 'none'}"
+        f"there is no worker {said}; there is {', '.join(map(str, known)) or 'none'}"
     )
 
 
@@ -116,15 +150,20 @@ def refusing(name: str) -> Callable[[], Any]:
     return current
 
 
-def initial_only(first: Any, name: str) -> Callable[[], Any]:
-    """A source of a factory's initial weights, which refuses once they have been sent."""
+def initial_only(
+    first: Any, name: str, whose: str = "is made by a factory in each worker"
+) -> Callable[[], Any]:
+    """A source of initial weights, which refuses once they have been sent.
+
+    Args:
+        whose: where the model is, for the error; by default a factory makes it.
+    """
     held = [first]
 
     def current() -> Any:
         if not held:
             raise ModelError(
-                f"{name!r} is made by a factory in each worker, and this process has none: pass "
-                "the weights"
+                f"{name!r} {whose}, and this process has none: pass the weights"
             )
         return held[0]
 

@@ -171,7 +171,8 @@ class Group:
             sender.connect(0, weights_dict=first, timeout=WEIGHT_SYNC_TIMEOUT)
         for one, own in each.items():
             # A worker that joins from here on gets its own.
-            sender.send_each(own, model=one, wait="sent")
+            # No warning: that nobody is there yet is no failure.
+            sender._send_each(own, model=one, wait="sent")
         self._published = True
         self._firsts, self._initial = {}, {}
         for current in (*self._weights.values(), *self._each.values()):

@@ -71,6 +71,20 @@ class NativeScheme(WeightSyncScheme):
 
     # The trainer's half.
 
+    def init_on_sender(self, *args: Any, **kwargs: Any) -> None:
+        """As TorchRL's; nothing is communicated.
+
+        Raises:
+            LifecycleError: if the workers have joined this scheme.
+        """
+        # Before anything changes: the scheme goes on as it was.
+        if self.synchronized_on_sender and self._group is not None:
+            raise LifecycleError(
+                "init_on_sender: this scheme has its workers: call shutdown() first, or make "
+                "another scheme"
+            )
+        super().init_on_sender(*args, **kwargs)
+
     def _init_on_sender_impl(
         self,
         *,
@@ -153,7 +167,7 @@ class NativeScheme(WeightSyncScheme):
         self, context: Any, name: str
     ) -> tuple[Callable[[], Any], Callable[[], dict[int, Any]] | None]:
         """The weights of a collector's model, looked up at each send."""
-        model = _given.model_of(context, name)
+        model = _given.model_here(context, name)
         if model is None and name == "policy":
             factories = list(getattr(context, "policy_factory", None) or [])
             if factories and all(one is factories[0] for one in factories):
@@ -203,7 +217,8 @@ class NativeScheme(WeightSyncScheme):
         Args:
             weights: None for the registered model; a module, TensorDict, state dict or
                 nested dict; a path of a model; or any of these by worker, ``{0: …, 1: …}``.
-            worker_ids: the only workers that change, by number or by device.
+            worker_ids: the only workers that change, by number or by device. Without any
+                nothing is sent, and there is no report.
             timeout: how long the send waits at most, in seconds; without it TorchRL's limit.
         """
         if self._local and self.initialized_on_sender:
@@ -212,6 +227,9 @@ class NativeScheme(WeightSyncScheme):
         group = self._connected("send")
         name, wait = self._model_id or "policy", self._wait()
         chosen = self._workers(worker_ids)
+        if chosen == []:
+            # RPCCollector asks for this where no worker is due: no version is for nobody.
+            return None
         each = None
         if _given.by_worker(weights):
             each = {
@@ -250,7 +268,7 @@ class NativeScheme(WeightSyncScheme):
             if hasattr(one, "__index__"):
                 workers.append(self._known(operator.index(one)))
                 continue
-            device = torch.device(one)
+            device = _given.device_of(one)
             found = [at for at, own in enumerate(self._devices or []) if _given.is_on(own, device)]
             if not found:
                 raise SettingError(

@@ -171,7 +171,8 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         super()._init_on_sender_impl(model_id=name, model=model, num_workers=1, **kwargs)
         if not is_given:
             assert self._group is not None
-            self._group._weights[name] = _given.initial_only(model, name)
+            whose = "is the transform's module, in its actor"
+            self._group._weights[name] = _given.initial_only(model, name, whose)
         if context is not None:
             self.context = context
 

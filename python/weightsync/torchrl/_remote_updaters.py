@@ -7,14 +7,19 @@ begins all workers' updates and then waits for every one.
 from __future__ import annotations
 
 import abc
+import operator
+import threading
 from collections.abc import Callable
 from typing import Any
 
+from tensordict import is_tensor_collection
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 from torchrl.collectors import WeightUpdaterBase
 
 from weightsync._deadline import Deadline
 from weightsync.errors import PeerError, SettingError
+from weightsync.ray import _cluster
+from weightsync.torchrl._torch_rpc import answer_of
 from weightsync.torchrl._updaters import Checked
 
 
@@ -23,6 +28,29 @@ class _Remote(Checked):
 
     policy_weights: Any
     weight_getter: Callable[[], Any] | None = None
+    # One push at a time: a worker's answer does not say to which of two.
+    _pushing: Any
+
+    def __new__(cls, *_: Any, **__: Any) -> _Remote:
+        made = super().__new__(cls)
+        # Not in a constructor, which a subclass may replace.
+        made._pushing = threading.RLock()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_pushing"}
+
+    def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
+        with self._pushing:
+            super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+
+    def _is_nothing(self, weights: Any) -> bool:
+        if weights is None or (is_tensor_collection(weights) and weights.is_empty()):
+            raise SettingError(
+                f"{type(self).__name__}: there are no weights to push: pass them, or give "
+                "policy_weights or weight_getter"
+            )
+        return False
 
     @abc.abstractmethod
     def _begin(self, worker: int, weights: Any) -> Any:
@@ -108,6 +136,7 @@ class RayWeightUpdater(_Remote, WeightUpdaterBase):
         *,
         weight_getter: Callable[[], Any] | None = None,
     ) -> None:
+        _check(policy_weights, weight_getter, max_interval=max_interval)
         self.policy_weights = policy_weights
         self.weight_getter = weight_getter
         self.remote_collectors = remote_collectors
@@ -123,10 +152,9 @@ class RayWeightUpdater(_Remote, WeightUpdaterBase):
         return self._batches_since_weight_update[worker_id] <= self.max_interval
 
     def _shared(self, weights: Any) -> Any:
-        import ray
-
-        # One copy in Ray's object store, whatever the number of workers.
-        return ray.put(weights)
+        # One copy in Ray's object store, whatever the number of workers. Where Ray has been shut
+        # down, ray.put would start another.
+        return _cluster.running().put(weights)
 
     def _begin(self, worker: int, weights: Any) -> Any:
         deadline = Deadline(WEIGHT_SYNC_TIMEOUT)
@@ -164,6 +192,12 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         *,
         weight_getter: Callable[[], Any] | None = None,
     ) -> None:
+        _check(policy_weights, weight_getter, num_workers=num_workers)
+        if num_workers != len(collector_rrefs):
+            raise SettingError(
+                f"num_workers: expected {len(collector_rrefs)}, as many as collector_rrefs, got "
+                f"{num_workers}"
+            )
         self.collector_infos = collector_infos
         self.collector_class = collector_class
         self.collector_rrefs = collector_rrefs
@@ -193,11 +227,13 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         Raises:
             PeerError: naming the workers that did not take the weights.
         """
-        begun, self._begun = self._begun, []
-        for one in begun:
-            self._wait(*one)
-        self._is_waiting = wait
-        super().push_weights(policy_or_weights, worker_ids)
+        with self._pushing:
+            begun, self._begun = self._begun, []
+            for one in begun:
+                self._wait(*one)
+            self._is_waiting = wait
+            self._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
+        self._call_post_hooks()
 
     def __call__(
         self, policy_or_weights: Any = None, worker_ids: Any = None, *, wait: bool = True
@@ -216,7 +252,7 @@ class RPCWeightUpdater(_Remote, WeightUpdaterBase):
         return rref.rpc_async(timeout=WEIGHT_SYNC_TIMEOUT).update_policy_weights_(weights)
 
     def _finish(self, worker: int, begun: Any) -> None:
-        begun.wait()
+        answer_of(begun)
 
 
 class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
@@ -226,7 +262,9 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
     numbers from 0 on.
 
     A push that a worker has not answered in time fails. The next push to this worker waits for
-    that answer first.
+    that answer first. The answer alone is limited, by the timeout of the store: a worker whose
+    process is stopped, and does not take the tensors, keeps the push until it goes on or ends,
+    because TorchRL's process group has no limit for that.
 
     Args:
         store: the store of the collector, which carries instructions and answers.
@@ -246,6 +284,7 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         *,
         weight_getter: Callable[[], Any] | None = None,
     ) -> None:
+        _check(policy_weights, weight_getter, num_workers=num_workers)
         self._store = store
         self.policy_weights = policy_weights
         self.weight_getter = weight_getter
@@ -258,13 +297,13 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         return list(range(self.num_workers))
 
     def _push_weights(self, *, policy_or_weights: Any = None, worker_ids: Any = None) -> None:
-        if isinstance(worker_ids, int):
-            if not 1 <= worker_ids <= self.num_workers:
+        if hasattr(worker_ids, "__index__"):
+            rank = operator.index(worker_ids)
+            if not 1 <= rank <= self.num_workers:
                 raise SettingError(
-                    f"there is no worker of rank {worker_ids}; the ranks are 1 to "
-                    f"{self.num_workers}"
+                    f"there is no worker of rank {rank}; the ranks are 1 to {self.num_workers}"
                 )
-            worker_ids = [worker_ids - 1]
+            worker_ids = [rank - 1]
         super()._push_weights(policy_or_weights=policy_or_weights, worker_ids=worker_ids)
 
     def _shared(self, weights: Any) -> Any:
@@ -291,10 +330,15 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         self._store.delete_key(f"NODE_{rank}_out")
         self._store.set(_owes(rank), b"update_weights")
         self._store.set(f"NODE_{rank}_in", b"update_weights")
-        if self._sync:
-            weights.send(rank)
-        else:
-            weights.isend(rank)
+        try:
+            if self._sync:
+                weights.send(rank)
+            else:
+                weights.isend(rank)
+        except Exception:
+            # No answer is to come: the next push fails as this one, and at once.
+            self._store.delete_key(_owes(rank))
+            raise
 
     def _finish(self, worker: int, begun: Any) -> None:
         self._take_answer(worker + 1)
@@ -312,6 +356,24 @@ class DistributedWeightUpdater(_Remote, WeightUpdaterBase):
         self._store.delete_key(out)
         if status != b"updated":
             raise PeerError(f"expected the answer 'updated', got {status!r}")
+
+
+def _check(policy_weights: Any, weight_getter: Any, **numbers: Any) -> None:
+    """Checks the arguments of a constructor.
+
+    Raises:
+        SettingError: naming the argument that cannot be.
+    """
+    if policy_weights is not None and not is_tensor_collection(policy_weights):
+        raise SettingError(
+            f"policy_weights: expected a TensorDict, got {type(policy_weights).__name__}; of a "
+            "module that is TensorDict.from_module(module).data"
+        )
+    if weight_getter is not None and not callable(weight_getter):
+        raise SettingError(f"weight_getter: expected a function, got {weight_getter!r}")
+    for name, value in numbers.items():
+        if not hasattr(value, "__index__"):
+            raise SettingError(f"{name}: expected a whole number, got {value!r}")
 
 
 def _owes(rank: int) -> str:

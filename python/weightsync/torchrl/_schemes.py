@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.errors import LifecycleError, SettingError, UnsupportedError
 from weightsync.scheme import Distributed, MultiProcess, Rpc
 from weightsync.torchrl import _torch_rpc
 from weightsync.torchrl._given import model_of
@@ -261,7 +261,10 @@ class RPCWeightSyncScheme(NativeScheme):
             UnsupportedError: if the installed torch has no RPC, or for a setting that does
                 not go with it.
             LifecycleError: if torch's RPC is not initialised in this process.
+            SettingError: if ``workers`` are no names, or not ``num_workers``.
         """
+        if workers is not None:
+            _check_workers(workers, num_workers)
         infos = getattr(context, "collector_infos", None) if workers is None else workers
         self._callees = list(infos or [])
         if self._callees:
@@ -313,6 +316,19 @@ class RPCWeightSyncScheme(NativeScheme):
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_callees": []}
+
+
+def _check_workers(workers: Any, num_workers: int | None) -> None:
+    is_list = isinstance(workers, Sequence) and not isinstance(workers, (str, bytes))
+    if not is_list or not workers:
+        raise SettingError(
+            "workers: expected a list of the workers' names in torch's RPC, or of their "
+            f"WorkerInfo, got {workers!r}. Without torch's RPC leave it out, and pass num_workers"
+        )
+    if num_workers not in (None, len(workers)):
+        raise SettingError(
+            f"num_workers: expected {len(workers)}, as many as workers, got {num_workers!r}"
+        )
 
 
 def over_tcp(backend: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
 from weightsync import _ends
-from weightsync._native import InitInfo, Layout, Session
+from weightsync._native import InitInfo, Layout, PendingSend, Report, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._targets import Target
 from weightsync.background import Background
@@ -38,6 +38,12 @@ logger = logging.getLogger("weightsync")
 # A worker's own wait looks for a version at this interval, in seconds. The trainer's call, which
 # loads it, does not wait so.
 _LOOK_INTERVAL = 0.005
+
+# A send looks at this interval, in seconds, whether the call of a worker that it waits for failed.
+_CALL_INTERVAL = 0.5
+
+# The longest limit that a lock takes has room for the clock.
+_LONGEST = threading.TIMEOUT_MAX / 2
 
 
 def is_running() -> bool:
@@ -98,6 +104,7 @@ class CallGroup(Group):
             name: self._weights[name]() if value is None else value
             for name, value in weights.items()
         }
+        until = time.monotonic() + _limit(timeout)
         pending = sender.send_async(
             weights_dict=given,
             worker_ids=worker_ids,
@@ -106,7 +113,7 @@ class CallGroup(Group):
         )
         (version,) = pending.versions.values()
         calls = self._call_loads(worker_ids, version, timeout)
-        report = pending.wait()
+        report = _report(pending, calls, until)
         _log(report)
         return self._answered(report, calls, wait)
 
@@ -132,7 +139,7 @@ class CallGroup(Group):
     def _call_loads(
         self, worker_ids: list[int] | None, version: int, timeout: float | None
     ) -> dict[int, Any]:
-        limit = WEIGHT_SYNC_TIMEOUT if timeout is None else timeout
+        limit = _limit(timeout)
         workers = self.worker_ids if worker_ids is None else worker_ids
         return {one: self._call(one, limit, _load, version, limit) for one in workers}
 
@@ -152,19 +159,21 @@ class CallGroup(Group):
     def _answered(self, report: Any, calls: dict[int, Any], wait: str) -> Any:
         """The report, once the calls of the workers that have applied the version are answered.
 
-        The other workers have their line in the report, and their calls end by their limit.
+        The calls of the other workers end by their limit. Why one failed is a warning, unless
+        the worker's line says it.
         """
         for worker, call in calls.items() if wait == "applied" else ():
             line = report.worker(worker)
-            applied = line is not None and line.outcome == "applied"
-            if (applied or isinstance(call, Exception)) and (failure := _failure(call)):
-                logger.warning("the call of worker %d failed: %s", worker, failure)
+            if line is not None and line.outcome == "applied":
+                _failure(call)
+            elif (line is None or line.outcome == "late") and (refusal := _refusal(call)):
+                logger.warning("the call of worker %d failed: %s", worker, refusal)
         return report
 
     def _wait_for_workers(self, sender: Sender, context: Any) -> None:
         """Calls each worker with the init info. A worker answers once it has the first weights."""
         require()
-        state, limit = self.__getstate__(), WEIGHT_SYNC_TIMEOUT
+        state, limit = self.__getstate__(), _limit(None)
         calls = {one: self._call(one, limit, _join, state, limit) for one in self.worker_ids}
         missing = []
         for worker, call in calls.items():
@@ -283,12 +292,25 @@ class _Native:
             return False
         try:
             while self._model.version < version:
+                # A version that is here waits for forwards untaken, and the next call may load it.
+                taken = self._take(until)
+                if taken is None:
+                    return False
+                if taken:
+                    continue
                 with self.loading_into(until) as models:
                     if not self._receive_into(models, _left(until)):
                         return False
             return True
         finally:
             self.receiving.release()
+
+    def _take(self, until: float) -> bool | None:
+        """Loads a version if one is here; None if a forward does not end in time."""
+        loading = self.loading_into(until)
+        with loading as models:
+            # Before the version is taken: one that cannot be loaded is refused.
+            return self._receive_into(models, 0.0) if loading.enter_alone() else None
 
     def _receive_into(self, models: list[tuple[str, Target]], timeout: float) -> bool:
         if self.session is None:
@@ -324,12 +346,7 @@ class _Native:
         if self.session is None or not self.receiving.acquire(blocking=False):
             return None
         try:
-            loading = self.loading_into(time.monotonic())
-            with loading as models:
-                # Before the version is taken: one that cannot be loaded is refused.
-                if not loading.enter_alone():
-                    return None
-                return self.versions() if self._receive_into(models, 0.0) else None
+            return self.versions() if self._take(time.monotonic()) else None
         except PeerError:
             return None
         finally:
@@ -361,7 +378,7 @@ class _Native:
 
 
 class _Loading(Target):
-    """A model that is locked from its load on, until a ``with`` block ends."""
+    """A model that is locked from just before its load on, until a ``with`` block ends."""
 
     def __init__(self, name: str, model: WorkerModel, lock: ModelLock, until: float) -> None:
         self._name, self._model, self._lock, self._until = name, model, lock, until
@@ -375,17 +392,24 @@ class _Loading(Target):
             self._lock.leave_alone()
 
     def layout(self) -> Layout:
+        # The engine compares a model just before it loads it. A load that fails is half done,
+        # and a comparison has changed nothing. A worker that joins is compared long before.
+        if self._model.version:
+            self._lock_in_time()
         return self._model.layout()
 
     def shape(self, layout: Layout) -> bool:
         return self._model.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
+        self._lock_in_time()
+        self._model.load(snapshot)
+
+    def _lock_in_time(self) -> None:
         if not self.enter_alone():
             raise DeadlineError(
                 "a forward, or a block of frozen(), did not end within the call's limit", "retry"
             )
-        self._model.load(snapshot)
 
     def enter_alone(self) -> bool:
         """Locks the model; False if a forward does not end in time."""
@@ -399,12 +423,48 @@ def _left(until: float) -> float:
     return max(until - time.monotonic(), 0.0)
 
 
+def _limit(timeout: float | None) -> float:
+    """The limit of a call in seconds, which locks and torch can add to a time."""
+    return min(WEIGHT_SYNC_TIMEOUT if timeout is None else timeout, _LONGEST)
+
+
+def _report(pending: PendingSend, calls: dict[int, Any], until: float) -> Report:
+    """Waits for the report; not for workers whose calls have failed."""
+    while True:
+        look = min(until, time.monotonic() + _CALL_INTERVAL)
+        report = pending.wait(_left(look))
+        late = [line.worker for line in report.workers if line.outcome == "late"]
+        is_over = _left(look) > 0 or look == until
+        if is_over or all(_refusal(calls.get(worker)) for worker in late):
+            return report
+
+
+def _refusal(call: Any) -> str | None:
+    """The worker's words, if a call has failed by them, or could not begin."""
+    if call is None or isinstance(call, Exception):
+        return None if call is None else _failure(call)
+    try:
+        refusal: str | None = call.value() if call.done() else None
+    except Exception:
+        # The call's limit has come, or the worker's process has ended: the report knows.
+        return None
+    return refusal
+
+
+def answer_of(call: Any) -> Any:
+    """Waits for the answer of a call of torch RPC. Ctrl-C ends this wait, and not torch's own."""
+    answered = threading.Event()
+    call.add_done_callback(lambda _: answered.set())
+    answered.wait()
+    return call.wait()
+
+
 def _failure(call: Any) -> str | None:
     """Waits for a call's answer, and returns why it failed, or None."""
     try:
         if isinstance(call, Exception):
             raise call
-        failure: str | None = call.wait()
+        failure: str | None = answer_of(call)
     except Exception as error:
         # torch adds the caller's traceback.
         return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import nn
 from torchrl.collectors import MultiProcessedWeightUpdater as _MultiProcessed
@@ -26,15 +29,13 @@ class Checked:
         Weights that are not given are pulled from the server. Workers and tensors are
         checked before any weights change.
         """
-        wanted = known = self.all_worker_ids()
+        wanted = self.all_worker_ids()
         if worker_ids is not None:
-            wanted = worker_ids if isinstance(worker_ids, (list, tuple)) else [worker_ids]
-            unknown = [one for one in wanted if known is not None and one not in known]
-            if unknown:
-                raise unknown_worker(unknown[0], known)
+            wanted = _chosen(worker_ids, wanted)
         weights = self._get_server_weights() if policy_or_weights is None else policy_or_weights
         mapped = _as_tensordict(self._maybe_map_weights(weights))
-        if mapped is None:
+        # RPCCollector pushes to nobody where no worker is due.
+        if wanted != [] and self._is_nothing(mapped):
             return
         # The vanilla updater has no workers: its policy is in this process.
         wanted = [None] if wanted is None else [one for one in wanted if not self._skip_update(one)]
@@ -42,6 +43,10 @@ class Checked:
             if (place := self._place(worker)) is not None:
                 compare(place, mapped, "the policy")
         self._sync_workers(wanted, mapped)
+
+    def _is_nothing(self, weights: Any) -> bool:
+        """Whether there are no weights, and the push does nothing."""
+        return weights is None
 
     def _sync_workers(self, workers: list[Any], weights: Any) -> None:
         for worker in workers:
@@ -63,6 +68,22 @@ class MultiProcessedWeightUpdater(Checked, _MultiProcessed):
 
     def _place(self, worker: Any) -> Any:
         return self._policy_weights[worker]
+
+
+def _chosen(worker_ids: Any, known: list[Any] | None) -> list[Any]:
+    """The workers that are meant: one, or several of any iterable; each once.
+
+    Raises:
+        SettingError: naming a worker that does not exist.
+    """
+    is_one = isinstance(worker_ids, (str, torch.device)) or hasattr(worker_ids, "__index__")
+    wanted = list(worker_ids) if isinstance(worker_ids, Iterable) and not is_one else [worker_ids]
+    for one in wanted:
+        # 1.0 equals 1, and is no number of a worker.
+        if known is not None and (isinstance(one, float) or one not in known):
+            raise unknown_worker(one, known)
+    numbers = [operator.index(one) if hasattr(one, "__index__") else one for one in wanted]
+    return list(dict.fromkeys(numbers))
 
 
 def _as_tensordict(weights: Any) -> Any:
