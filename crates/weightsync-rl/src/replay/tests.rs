@@ -15,6 +15,13 @@ use super::*;
 /// Bytes per frame of a column that a directory alone has.
 const WIDE: usize = 20;
 
+/// In memory where possible: a sync of a disk takes most of a case's time.
+pub(super) fn scratch() -> TempDir {
+    TempDir::new_in("/dev/shm")
+        .or_else(|_| TempDir::new())
+        .unwrap()
+}
+
 fn schema() -> Schema {
     Schema::new([
         Column::new("observation", Dtype::U8, [WIDE as u64]),
@@ -92,7 +99,7 @@ proptest! {
         capacity in 27..40_usize,
         is_on_disk: bool,
     ) {
-        let dir = TempDir::new().unwrap();
+        let dir = scratch();
         let builder = ReplayBuffer::builder(schema());
         let builder = builder.capacity(capacity).ndim(ndim).sampler(sampler).seed(3);
         let open = || match is_on_disk {
@@ -192,7 +199,7 @@ fn frames_that_are_gone_are_named() {
 
 #[test]
 fn directory_refuses_another_buffer_by_name() {
-    let dir = TempDir::new().unwrap();
+    let dir = scratch();
     let open = |schema: Schema, capacity: usize| {
         let builder = ReplayBuffer::builder(schema).capacity(capacity);
         builder.directory(dir.path())
@@ -215,7 +222,7 @@ fn directory_refuses_another_buffer_by_name() {
 
 #[test]
 fn slices_go_on_over_a_restart() {
-    let dir = TempDir::new().unwrap();
+    let dir = scratch();
     let open = || {
         let builder = ReplayBuffer::builder(schema()).capacity(8);
         let slices = Slices::of("trajectory").slice_len(4);
@@ -289,7 +296,7 @@ fn share(buffer: &ReplayBuffer, batch: u64) {
 
 #[test]
 fn samples_never_see_half_of_an_extend() {
-    let dir = TempDir::new().unwrap();
+    let dir = scratch();
     let slices = Slices::of("trajectory").num_slices(4).strict_len(false);
     let builder = ReplayBuffer::builder(schema());
     let builder = builder.capacity(160).sampler(slices);

@@ -11,7 +11,7 @@ use super::{
     files::{Op, path_of},
     *,
 };
-use crate::replay::Column;
+use crate::replay::{Column, tests::scratch};
 
 const PARTS: [Part; 4] = [Part::Header, Part::Stamps, Part::Column(0), Part::Column(1)];
 
@@ -24,13 +24,6 @@ fn schema() -> Schema {
         Column::new("b", Dtype::U64, []),
     ])
     .unwrap()
-}
-
-/// In memory where possible: a sync of a disk takes most of a case's time.
-fn scratch() -> TempDir {
-    TempDir::new_in("/dev/shm")
-        .or_else(|_| TempDir::new())
-        .unwrap()
 }
 
 fn open(dir: &TempDir, capacity: usize) -> Disk {
