@@ -43,7 +43,7 @@ use weightsync_engine::{Dtype, Layout};
 
 use crate::{
     Error,
-    env::{CartPole, Env, MountainCar},
+    env::{Acrobot, CartPole, Env, MountainCar},
     policy::MlpPolicy,
 };
 
@@ -58,6 +58,8 @@ pub enum Task {
     CartPole,
     /// [`MountainCar`].
     MountainCar,
+    /// [`Acrobot`].
+    Acrobot,
 }
 
 impl Task {
@@ -66,6 +68,7 @@ impl Task {
         match self {
             Task::CartPole => CartPole::NAME,
             Task::MountainCar => MountainCar::NAME,
+            Task::Acrobot => Acrobot::NAME,
         }
     }
 
@@ -74,6 +77,7 @@ impl Task {
         match self {
             Task::CartPole => CartPole::OBSERVATION_LEN,
             Task::MountainCar => MountainCar::OBSERVATION_LEN,
+            Task::Acrobot => Acrobot::OBSERVATION_LEN,
         }
     }
 
@@ -82,6 +86,7 @@ impl Task {
         match self {
             Task::CartPole => CartPole::ACTIONS,
             Task::MountainCar => MountainCar::ACTIONS,
+            Task::Acrobot => Acrobot::ACTIONS,
         }
     }
 

@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{
     Error,
-    env::{CartPole, Env, MountainCar},
+    env::{Acrobot, CartPole, Env, MountainCar},
     policy::MlpPolicy,
     rollout::Rollout,
 };
@@ -37,6 +37,7 @@ pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     match start.task {
         Task::CartPole => serve_task::<CartPole>(process, start),
         Task::MountainCar => serve_task::<MountainCar>(process, start),
+        Task::Acrobot => serve_task::<Acrobot>(process, start),
     }
 }
 

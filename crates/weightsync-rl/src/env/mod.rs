@@ -4,10 +4,12 @@
 //! and starts a new episode wherever one ended. Randomness comes from the
 //! [`EnvRng`] a caller passes in, so the same seed gives the same episodes.
 
+mod acrobot;
 mod batch;
 mod cartpole;
 mod mountain_car;
 
+pub use acrobot::Acrobot;
 pub use batch::BatchedEnv;
 pub use cartpole::CartPole;
 pub use mountain_car::MountainCar;

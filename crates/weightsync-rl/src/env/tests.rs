@@ -47,7 +47,7 @@ fn replay<E: Env, const N: usize>(
             for (ours, theirs) in state(&env).iter().zip(&trajectory.states[t + 1]) {
                 assert!((ours - theirs).abs() <= 1e-12, "{at}: {ours} ≠ {theirs}");
             }
-            let mut observation = [0.0; N];
+            let mut observation = vec![0.0; E::OBSERVATION_LEN];
             env.observe(&mut observation);
             for (ours, theirs) in observation.iter().zip(&step.observation) {
                 assert!((ours - theirs).abs() <= 1e-6, "{at}: {ours} ≠ {theirs}");
@@ -72,6 +72,12 @@ fn cartpole_moves_as_gymnasium_does() {
 fn mountain_car_moves_as_gymnasium_does() {
     let json = include_str!("../../tests/data/mountain_car.json");
     replay::<MountainCar, 2>(json, MountainCar::set_state, MountainCar::state);
+}
+
+#[test]
+fn acrobot_moves_as_gymnasium_does() {
+    let json = include_str!("../../tests/data/acrobot.json");
+    replay::<Acrobot, 4>(json, Acrobot::set_state, Acrobot::state);
 }
 
 #[test]

@@ -1,8 +1,8 @@
-"""Records golden trajectories of CartPole-v1 and MountainCar-v0 from Gymnasium.
+"""Records golden trajectories of built-in tasks from Gymnasium.
 
-    pip install gymnasium && python record_cartpole.py
+    pip install gymnasium && python record_gymnasium.py
 
-writes `cartpole.json` and `mountain_car.json` next to this file. Each trajectory
+writes a JSON file for each task next to this file. Each trajectory
 holds its float64 states (one more than its actions), the float32 observation
 after every step as Gymnasium returned it, and the flags of every step.
 """
@@ -22,6 +22,11 @@ def balance(state, _rng):
 
 def swing(state, _rng):
     return 2 if state[1] >= 0.0 else 0
+
+
+def pump(state, _rng):
+    """Pushes the way in which the second link swings."""
+    return 2 if state[3] >= 0.0 else 0
 
 
 def always(action):
@@ -83,4 +88,9 @@ write(
     "mountain_car.json",
     "MountainCar-v0",
     [(swing, 1), (any_of_three, 2), (always(0), 3)],
+)
+write(
+    "acrobot.json",
+    "Acrobot-v1",
+    [(pump, 1), (any_of_three, 2), (always(2), 3)],
 )
