@@ -30,6 +30,10 @@ pub struct Frames {
     pub truncated: Vec<bool>,
     /// Version of the weights that chose the action.
     pub policy_versions: Vec<u64>,
+    /// The trajectory of each frame. Frames of one id follow each other in time
+    /// without a gap; a collector gives no id twice, whichever of its workers
+    /// and batches the frames are from.
+    pub traj_ids: Vec<u64>,
     /// Episodes that ended in these frames, worker by worker, in the order of
     /// their last steps.
     pub episodes: Vec<Episode>,
@@ -59,6 +63,7 @@ impl Frames {
             terminated: vec![false; len],
             truncated: vec![false; len],
             policy_versions: vec![0; len],
+            traj_ids: vec![0; len],
             episodes: Vec::new(),
         }
     }
@@ -71,6 +76,11 @@ impl Frames {
     /// Whether there is no frame.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Length of the last dimension, time.
+    pub fn steps(&self) -> usize {
+        self.shape[2]
     }
 
     /// Whether the episode of frame `index` ended with it, for either reason.
@@ -99,6 +109,7 @@ impl Frames {
             all.terminated.extend(part.terminated);
             all.truncated.extend(part.truncated);
             all.policy_versions.extend(part.policy_versions);
+            all.traj_ids.extend(part.traj_ids);
             all.episodes.extend(part.episodes);
         }
         Ok(all)
@@ -117,6 +128,7 @@ impl Frames {
             && self.terminated.len() == len
             && self.truncated.len() == len
             && self.policy_versions.len() == len
+            && self.traj_ids.len() == len
             && self.episodes.len() <= len;
         if fits {
             Ok(())

@@ -31,6 +31,7 @@ pub struct Rollout<E> {
     /// does not change what one of them sees.
     rngs: Vec<EnvRng>,
     episodes: Vec<Episode>,
+    trajectories: TrajectoryIds,
 }
 
 impl<E: Env> Rollout<E> {
@@ -49,6 +50,7 @@ impl<E: Env> Rollout<E> {
                 };
                 envs
             ],
+            trajectories: TrajectoryIds::new(envs),
         }
     }
 
@@ -74,6 +76,7 @@ impl<E: Env> Rollout<E> {
                 frames.terminated[i] = transition.terminated;
                 frames.truncated[i] = transition.truncated;
                 frames.policy_versions[i] = version;
+                frames.traj_ids[i] = self.trajectories.of(p);
 
                 let episode = &mut self.episodes[p];
                 episode.reward += transition.reward;
@@ -87,6 +90,7 @@ impl<E: Env> Rollout<E> {
                         },
                     ));
                     self.env.reset(p);
+                    self.trajectories.start(p);
                 }
             }
         }
@@ -94,8 +98,37 @@ impl<E: Env> Rollout<E> {
     }
 }
 
+/// The trajectories under way, numbered as TorchRL's collector does: the
+/// environments begin with 0 to P − 1, and each reset takes the next id.
+#[derive(Clone, Debug)]
+struct TrajectoryIds {
+    current: Vec<u64>,
+    next: u64,
+}
+
+impl TrajectoryIds {
+    fn new(envs: usize) -> Self {
+        let next = envs as u64;
+        Self {
+            current: (0..next).collect(),
+            next,
+        }
+    }
+
+    fn of(&self, env: usize) -> u64 {
+        self.current[env]
+    }
+
+    fn start(&mut self, env: usize) {
+        self.current[env] = self.next;
+        self.next += 1;
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use serde::Deserialize;
+
     use super::*;
     use crate::env::CartPole;
 
@@ -131,6 +164,57 @@ mod tests {
         assert!(ends > 4, "a coin does not balance a pole");
         assert!(frames.episodes.iter().all(|e| e.reward == e.steps as f32));
         assert_eq!(frames.policy_versions, vec![9; 400]);
+    }
+
+    #[derive(Deserialize)]
+    struct Golden {
+        cases: Vec<Case>,
+    }
+
+    #[derive(Deserialize)]
+    struct Case {
+        reset_at_each_iter: bool,
+        batches: Vec<Recorded>,
+    }
+
+    #[derive(Deserialize)]
+    struct Recorded {
+        traj_ids: Vec<Vec<u64>>,
+        done: Vec<Vec<bool>>,
+    }
+
+    #[test]
+    fn trajectory_ids_are_those_of_torchrl() {
+        let json = include_str!("../tests/data/trajectories.json");
+        for case in serde_json::from_str::<Golden>(json).unwrap().cases {
+            let mut ids = TrajectoryIds::new(3);
+            for batch in case.batches {
+                if case.reset_at_each_iter {
+                    (0..3).for_each(|env| ids.start(env));
+                }
+                for t in 0..5 {
+                    for env in 0..3 {
+                        assert_eq!(ids.of(env), batch.traj_ids[env][t]);
+                        if batch.done[env][t] {
+                            ids.start(env);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn trajectory_ids_change_where_an_episode_ends() {
+        let frames = Rollout::<CartPole>::new(2, 5).collect(&coin(), 9, 200);
+        assert_eq!((frames.traj_ids[0], frames.traj_ids[200]), (0, 1));
+        for i in (0..199).chain(200..399) {
+            let changes = frames.traj_ids[i] != frames.traj_ids[i + 1];
+            assert_eq!(changes, frames.done(i), "frame {i}");
+        }
+        let ids: std::collections::BTreeSet<u64> = frames.traj_ids.iter().copied().collect();
+        let last_ends = frames.done(199) as usize + frames.done(399) as usize;
+        assert_eq!(ids.len(), 2 + frames.episodes.len() - last_ends);
     }
 
     #[test]

@@ -444,7 +444,7 @@ fn misbehave(process: &WorkerProcess) -> Outcome {
     if what == "die" {
         std::process::abort();
     }
-    process.send(b"\x01nonsense")?;
+    process.send(b"\x02nonsense")?;
     process.recv(None)?;
     Ok(())
 }

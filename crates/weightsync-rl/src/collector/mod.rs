@@ -31,6 +31,7 @@
 
 mod multi_sync;
 mod serve;
+mod trajectories;
 mod wire;
 
 #[cfg(feature = "fuzz")]

@@ -9,6 +9,7 @@ use weightsync_engine::{
 
 use super::{
     Task,
+    trajectories::Trajectories,
     wire::{self, Collect, Collected, Start},
 };
 use crate::{Error, env::EnvRng, frames::Frames};
@@ -117,6 +118,7 @@ impl Builder {
             deaths: vec![0; workers.len()],
             vacant: vec![None; workers.len()],
             restarts: Vec::new(),
+            trajectories: Trajectories::new(workers.len()),
             workers,
             sender,
             batch: 0,
@@ -205,6 +207,7 @@ pub struct MultiSync {
     vacant: Vec<Option<Exit>>,
     /// Not told yet.
     restarts: Vec<Restarted>,
+    trajectories: Trajectories,
     batch: u64,
 }
 
@@ -326,7 +329,7 @@ impl MultiSync {
                         parts[worker] = Some(frames);
                     }
                     // A part of a batch that was given up.
-                    Ok(None) => {}
+                    Ok(None) => self.trajectories.forget(worker),
                     // It talks nonsense: a fresh process may not. Its end is an
                     // event of its own.
                     Err(_) => self.workers.kill(worker)?,
@@ -340,7 +343,11 @@ impl MultiSync {
                 _ => {}
             }
         }
-        Frames::stack(parts.into_iter().flatten().collect())
+        let mut parts: Vec<Frames> = parts.into_iter().flatten().collect();
+        for (worker, part) in parts.iter_mut().enumerate() {
+            self.trajectories.rename(worker, part);
+        }
+        Frames::stack(parts)
     }
 
     fn ask(
@@ -395,6 +402,7 @@ impl MultiSync {
             weights: self.sender.init_info(),
         })?;
         let pid = self.workers.restart(worker, Some(start))?;
+        self.trajectories.forget(worker);
         if let Some(exit) = self.vacant[worker].take() {
             let worker = id(worker);
             self.restarts.push(Restarted { worker, exit, pid });

@@ -11,7 +11,7 @@ use crate::{
 };
 
 /// The first byte of every message.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// What a worker process is started with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -51,15 +51,16 @@ struct Columns {
     terminated: Vec<bool>,
     truncated: Vec<bool>,
     policy_versions: Vec<u64>,
+    traj_ids: Vec<u64>,
     episodes: Vec<(f32, u32)>,
 }
 
 /// The most bytes the frames of one worker take on the wire.
 pub(super) fn longest(envs: usize, steps: usize, observation_len: usize) -> usize {
     const HEAD: usize = 256;
-    // Two observations; varints of 5 and 10 bytes; three times 4; two flags; an
-    // episode of 4 + 5.
-    let frame = 2 * 4 * observation_len + 5 + 10 + 3 * 4 + 2 + 9;
+    // Two observations; varints of 5, 10 and 10 bytes; three times 4; two flags;
+    // an episode of 4 + 5.
+    let frame = 2 * 4 * observation_len + 5 + 10 + 10 + 3 * 4 + 2 + 9;
     HEAD + envs * steps * frame
 }
 
@@ -100,6 +101,7 @@ impl Collected {
                 terminated: frames.terminated,
                 truncated: frames.truncated,
                 policy_versions: frames.policy_versions,
+                traj_ids: frames.traj_ids,
             },
         }
     }
@@ -119,6 +121,7 @@ impl Collected {
             terminated: columns.terminated,
             truncated: columns.truncated,
             policy_versions: columns.policy_versions,
+            traj_ids: columns.traj_ids,
             episodes: episodes
                 .map(|(reward, steps)| Episode { reward, steps })
                 .collect(),
@@ -178,6 +181,7 @@ mod tests {
         frames.rewards.fill(1.0);
         frames.terminated[1] = true;
         frames.policy_versions.fill(300);
+        frames.traj_ids.copy_from_slice(&[4, 129]);
         frames.episodes.push(Episode {
             reward: 2.0,
             steps: 2,
@@ -193,13 +197,13 @@ mod tests {
             version: 300,
         };
         let bytes = encode(&collect).unwrap();
-        assert_eq!(bytes, [1, 3, 64, 0xac, 2]);
+        assert_eq!(bytes, [2, 3, 64, 0xac, 2]);
         assert_eq!(decode::<Collect>(&bytes).unwrap(), collect);
 
         let bytes = encode(&Collected::new(3, frames())).unwrap();
         let zeros = |n: usize| "00".repeat(n);
         let golden = [
-            "01030102",
+            "02030102",
             "04",
             "08",
             &zeros(28),
@@ -212,6 +216,7 @@ mod tests {
             "020001",
             "020000",
             "02ac02ac02",
+            "02048101",
             "010000004002",
         ]
         .concat();
