@@ -2,8 +2,10 @@ use std::time::Duration;
 
 use weightsync_engine::{
     WorkerId,
-    worker::{Exit, WorkerError},
+    worker::WorkerError,
 };
+
+use crate::collector::Ending;
 
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
@@ -33,6 +35,14 @@ pub enum Error {
         expected: [usize; 3],
         /// `[B, P, T]` claimed.
         got: [usize; 3],
+    },
+    /// Frames hold an action that the task does not have.
+    #[error("action {action} of a task whose actions are 0 to {}", .actions.saturating_sub(1))]
+    NoSuchAction {
+        /// The action.
+        action: u32,
+        /// How many the task has.
+        actions: u32,
     },
     /// The frames of a batch cannot be shared out evenly.
     #[error(
@@ -75,7 +85,7 @@ pub enum Error {
         /// How often in a row.
         deaths: u32,
         /// Its last end.
-        exit: Box<Exit>,
+        exit: Box<Ending>,
     },
     /// Some workers did not deliver in time.
     #[error("workers {:?} delivered no frames within {waited:.1?}", numbers(.missing))]
@@ -95,6 +105,12 @@ pub enum Error {
         got: u64,
         /// Why no other will come.
         reason: String,
+    },
+    /// A worker thread could not be started.
+    #[error("starting a worker thread: {reason}")]
+    Thread {
+        /// Why.
+        reason: std::io::Error,
     },
     /// The worker processes.
     #[error(transparent)]

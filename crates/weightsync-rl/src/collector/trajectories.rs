@@ -8,7 +8,15 @@ use crate::frames::Frames;
 #[derive(Debug)]
 pub(super) struct Trajectories {
     next: u64,
-    workers: Vec<Vec<UnderWay>>,
+    workers: Vec<Worker>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Worker {
+    /// Counts how often its trajectories were cut.
+    stretch: u64,
+    /// The stretch of the part renamed last, and the trajectories it ended with.
+    last: (u64, Vec<UnderWay>),
 }
 
 /// The trajectory of an environment's last frame.
@@ -23,21 +31,31 @@ impl Trajectories {
     pub fn new(workers: usize) -> Self {
         Self {
             next: 0,
-            workers: vec![Vec::new(); workers],
+            workers: vec![Worker::default(); workers],
         }
     }
 
-    /// Renames the trajectories of a worker's part, `[P, T]` behind any further
-    /// dimensions of length 1.
-    pub fn rename(&mut self, worker: usize, part: &mut Frames) {
+    /// The stretch that frames which come from a worker now belong to.
+    pub fn stretch(&self, worker: usize) -> u64 {
+        self.workers[worker].stretch
+    }
+
+    /// Cuts the trajectories of a worker: what comes from it now does not follow
+    /// what came before, for a part between is lost or the worker is another.
+    pub fn cut(&mut self, worker: usize) {
+        self.workers[worker].stretch += 1;
+    }
+
+    /// Renames the trajectories of a worker's part, `[P, T]`.
+    pub fn rename(&mut self, worker: usize, stretch: u64, part: &mut Frames) {
         let steps = part.steps();
         if steps == 0 {
             return;
         }
-        let envs = part.traj_ids.len() / steps;
-        let mut current: Vec<Option<UnderWay>> =
-            self.workers[worker].iter().copied().map(Some).collect();
-        current.resize(envs, None);
+        let (last, under_way) = std::mem::take(&mut self.workers[worker].last);
+        let known = under_way.into_iter().filter(|_| last == stretch);
+        let mut current: Vec<Option<UnderWay>> = known.map(Some).collect();
+        current.resize(part.traj_ids.len() / steps, None);
         for t in 0..steps {
             for (env, current) in current.iter_mut().enumerate() {
                 let name = &mut part.traj_ids[env * steps + t];
@@ -51,14 +69,7 @@ impl Trajectories {
                 *current = Some(under_way);
             }
         }
-        self.workers[worker] = current.into_iter().flatten().collect();
-    }
-
-    /// Breaks the trajectories of a worker: its next part does not follow the
-    /// last one that came, for a part between them is lost or the worker is
-    /// another.
-    pub fn forget(&mut self, worker: usize) {
-        self.workers[worker].clear();
+        self.workers[worker].last = (stretch, current.into_iter().flatten().collect());
     }
 }
 
@@ -77,7 +88,7 @@ mod tests {
         let mut trajectories = Trajectories::new(2);
         let mut rename = |worker, ids| {
             let mut part = part(ids);
-            trajectories.rename(worker, &mut part);
+            trajectories.rename(worker, 0, &mut part);
             part.traj_ids
         };
         assert_eq!(rename(0, [[0, 2, 2], [1, 1, 3]]), [0, 2, 2, 1, 1, 3]);
@@ -88,14 +99,15 @@ mod tests {
     }
 
     #[test]
-    fn a_trajectory_breaks_where_frames_are_lost() {
+    fn a_trajectory_is_cut_where_frames_are_lost() {
         let mut trajectories = Trajectories::new(1);
         for expected in [0, 2] {
             let mut part = part([[0, 0, 0], [1, 1, 1]]);
-            trajectories.rename(0, &mut part);
+            let stretch = trajectories.stretch(0);
+            trajectories.rename(0, stretch, &mut part);
             let (a, b) = (expected, expected + 1);
             assert_eq!(part.traj_ids, [a, a, a, b, b, b]);
-            trajectories.forget(0);
+            trajectories.cut(0);
         }
     }
 }

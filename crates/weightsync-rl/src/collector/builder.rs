@@ -1,0 +1,209 @@
+use std::{marker::PhantomData, time::Duration};
+
+use weightsync_engine::{Expect, SenderSetup, WeightExtractor, worker::Spawn};
+
+use super::{
+    Multi, Sync, Task,
+    core::{Core, Plan, Seeds},
+    crew::{Crew, Processes, Threads},
+    kind::{FirstCome, Gathered, Here, Kind, Many, Remote},
+    wire,
+};
+use crate::Error;
+
+/// The most frames in one batch: what a pipe's longest frame is good for.
+const MAX_FRAMES_PER_BATCH: usize = 1 << 20;
+
+/// The settings of a collector; each kind has a `builder` to start from.
+#[derive(Debug)]
+pub struct Builder<K = Gathered> {
+    pub(super) task: Task,
+    workers: usize,
+    envs_per_worker: Option<usize>,
+    frames_per_batch: usize,
+    pub(super) seed: u64,
+    deadline: Duration,
+    place: Place,
+    max_staleness: Option<u64>,
+    kind: PhantomData<K>,
+}
+
+/// Where workers run.
+#[derive(Debug)]
+enum Place {
+    /// In processes, by default this program run again.
+    Processes(Option<Spawn>),
+    Threads,
+}
+
+impl<K: Kind> Builder<K> {
+    pub(super) fn new(task: Task) -> Self {
+        Self {
+            task,
+            workers: 1,
+            envs_per_worker: None,
+            frames_per_batch: 1000,
+            seed: 0,
+            deadline: Duration::from_secs(30),
+            place: Place::Processes(None),
+            max_staleness: None,
+            kind: PhantomData,
+        }
+    }
+
+    /// Environments in each worker, `P` (1 by default).
+    pub fn envs_per_worker(mut self, envs: usize) -> Self {
+        self.envs_per_worker = Some(envs);
+        self
+    }
+
+    /// Frames in one batch (1000 by default): `B × P × T` where a batch is from
+    /// all `B` workers together, `P × T` where it is from one.
+    pub fn frames_per_batch(mut self, frames: usize) -> Self {
+        self.frames_per_batch = frames;
+        self
+    }
+
+    /// Where all randomness of environments and policies comes from (0 by
+    /// default). As long as no worker dies, the same seed and the same weights
+    /// give each worker the same frames.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// What each worker runs, if the frames of a batch can be shared out.
+    pub(super) fn plan(&self) -> Result<Plan, Error> {
+        let envs = self.envs_per_worker.unwrap_or(1);
+        let workers = if K::ALL_WORKERS { self.workers } else { 1 };
+        let frames_per_batch = self.frames_per_batch;
+        if frames_per_batch == 0 || frames_per_batch > MAX_FRAMES_PER_BATCH {
+            return Err(Error::BatchSize {
+                frames_per_batch,
+                limit: MAX_FRAMES_PER_BATCH,
+            });
+        }
+        match workers.checked_mul(envs) {
+            Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(Plan {
+                task: self.task,
+                envs,
+                steps: frames_per_batch / rows,
+            }),
+            _ => Err(Error::UnevenBatch {
+                frames_per_batch,
+                workers,
+                envs,
+            }),
+        }
+    }
+}
+
+impl Builder<Here> {
+    /// Makes the environments and takes the first weights. These have to hold
+    /// the layers of the policy under `actor`, as
+    /// [`MlpPolicy::from_tensors`](crate::policy::MlpPolicy::from_tensors) reads
+    /// them, and may hold more.
+    ///
+    /// # Errors
+    /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
+    /// policy for the task, [`Error::Weights`] if they cannot be read.
+    pub fn start(self, weights: &impl WeightExtractor) -> Result<Sync, Error> {
+        Sync::start(&self, weights)
+    }
+}
+
+impl<K: Many> Builder<K> {
+    /// Number of workers, `B` (1 by default).
+    pub fn workers(mut self, workers: usize) -> Self {
+        self.workers = workers;
+        self
+    }
+}
+
+impl<K: Remote> Builder<K> {
+    /// How long [`start`](Self::start), a batch or an update may take at most
+    /// (30 s by default). What the clock cannot count to is no deadline.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Workers are processes, started like this; by default this program is run
+    /// again without arguments. Count, init bytes and the restart policy are
+    /// set by the collector.
+    pub fn spawn(mut self, spawn: Spawn) -> Self {
+        self.place = Place::Processes(Some(spawn));
+        self
+    }
+
+    /// Workers are threads of this process. They need no [`serve`](super::serve),
+    /// but share the process's fate; one that panics is replaced, one that hangs
+    /// cannot be ended.
+    pub fn threads(mut self) -> Self {
+        self.place = Place::Threads;
+        self
+    }
+
+    /// Starts the workers and gives them their first weights. These have to
+    /// hold the layers of the policy under `actor`, as
+    /// [`MlpPolicy::from_tensors`](crate::policy::MlpPolicy::from_tensors)
+    /// reads them, and may hold more.
+    ///
+    /// # Errors
+    /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
+    /// policy for the task, [`Error::Weights`] if they cannot be sent,
+    /// [`Error::Thread`] if a thread cannot be started, and those of
+    /// [`next_batch`](Multi::next_batch).
+    pub fn start(self, weights: &impl WeightExtractor) -> Result<Multi<K>, Error> {
+        let plan = self.plan()?;
+        if self.workers == 0 {
+            return Err(Error::UnevenBatch {
+                frames_per_batch: self.frames_per_batch,
+                workers: 0,
+                envs: plan.envs,
+            });
+        }
+        // Every version has this layout, so one that arrives can be acted on:
+        // a worker may say that it has it before it looks at it.
+        self.task.check(&weights.layout()?)?;
+        let setup = SenderSetup::new("policy", weights)?.send_timeout(Some(self.deadline));
+        let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
+        let mut seeds = Seeds::new(self.seed);
+        let starts = (0..self.workers).map(|_| plan.start(seeds.next(), sender.init_info()));
+        let starts = starts.collect();
+        let crew: Box<dyn Crew> = match self.place {
+            Place::Threads => Box::new(Threads::start(starts)?),
+            Place::Processes(spawn) => {
+                let spawn = match spawn {
+                    Some(spawn) => spawn,
+                    None => Spawn::this_program()?,
+                };
+                let longest = wire::longest(plan.envs, plan.steps, self.task.observation_len());
+                Box::new(Processes::start(spawn, &starts, longest)?)
+            }
+        };
+        let core = Core::meet(
+            sender,
+            crew,
+            self.workers,
+            plan,
+            seeds,
+            self.deadline,
+            self.max_staleness,
+        )?;
+        Ok(Multi::new(core))
+    }
+}
+
+impl<K: FirstCome> Builder<K> {
+    /// No frame is handed out whose action was chosen by weights more than so
+    /// many versions older than the newest. A part of which this is true is
+    /// dropped and [counted](super::Batch::dropped); its worker goes on with the
+    /// newest weights. No limit by default.
+    pub fn max_staleness(mut self, versions: u64) -> Self {
+        self.max_staleness = Some(versions);
+        self
+    }
+}
