@@ -31,10 +31,10 @@ pub enum Error {
     /// Frames are not shaped as asked for, or a field's length does not match.
     #[error("expected frames of shape {expected:?}, got {got:?}, or a field is cut")]
     FrameShape {
-        /// `[B, P, T]` asked for.
-        expected: [usize; 3],
-        /// `[B, P, T]` claimed.
-        got: [usize; 3],
+        /// The shape asked for.
+        expected: Vec<usize>,
+        /// The shape claimed.
+        got: Vec<usize>,
     },
     /// Frames hold an action that the task does not have.
     #[error("action {action} of a task whose actions are 0 to {}", .actions.saturating_sub(1))]

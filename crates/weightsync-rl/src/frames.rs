@@ -1,22 +1,37 @@
 //! What a collector delivers: steps of environments, with time last.
 
+use std::ops::Range;
+
 use crate::Error;
 
-/// Steps of `B` workers with `P` environments each over `T` steps.
+/// Steps of environments.
 ///
-/// Every field holds `B × P × T` entries in row-major order (time runs
-/// fastest), observations times [`observation_len`](Self::observation_len).
-/// This is the documents' `[B, P, T]`, `cat_results = "stack"`.
+/// Every field holds the entries of a batch of [`shape`](Self::shape) in
+/// row-major order, observations times [`observation_len`](Self::observation_len).
+/// The last dimension is time:
+///
+/// | | [`Sync`], [`MultiAsync`], [`Async`] | [`MultiSync`]: [`Stack`] | [`First`] | [`Last`] |
+/// |---|---|---|---|---|
+/// | a single environment in each worker | `[T]` | `[B, T]` | `[B × T]` | `[B × T]` |
+/// | `P` environments in each | `[P, T]` | `[B, P, T]` | `[B × P, T]` | `[P, B × T]` |
+///
+/// [`Sync`]: crate::collector::Sync
+/// [`MultiAsync`]: crate::collector::MultiAsync
+/// [`Async`]: crate::collector::Async
+/// [`MultiSync`]: crate::collector::MultiSync
+/// [`Stack`]: CatResults::Stack
+/// [`First`]: CatResults::First
+/// [`Last`]: CatResults::Last
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Frames {
-    /// `[B, P, T]`.
-    pub shape: [usize; 3],
+    /// The batch's dimensions, time last.
+    pub shape: Vec<usize>,
     /// Number of `f32`s in one observation.
     pub observation_len: usize,
-    /// What the policy saw, `[B, P, T, observation_len]`.
+    /// What the policy saw, `[..shape, observation_len]`.
     pub observations: Vec<f32>,
-    /// What the step led to, before any reset, `[B, P, T, observation_len]`.
+    /// What the step led to, before any reset, `[..shape, observation_len]`.
     pub next_observations: Vec<f32>,
     /// What the policy did.
     pub actions: Vec<u32>,
@@ -48,12 +63,25 @@ pub struct Episode {
     pub steps: u32,
 }
 
+/// How the frames of several workers become one batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CatResults {
+    /// In a dimension of their own, the first: the documents' `"stack"`.
+    #[default]
+    Stack,
+    /// Along the first dimension each has, which is time for single
+    /// environments: the documents' `0`.
+    First,
+    /// Along time: the documents' `-1`.
+    Last,
+}
+
 impl Frames {
-    /// Room for one worker's frames, all zero: shape `[1, envs, steps]`.
+    /// Room for the frames of some environments, all zero: shape `[envs, steps]`.
     pub(crate) fn zeroed(envs: usize, steps: usize, observation_len: usize) -> Self {
         let len = envs * steps;
         Self {
-            shape: [1, envs, steps],
+            shape: vec![envs, steps],
             observation_len,
             observations: vec![0.0; len * observation_len],
             next_observations: vec![0.0; len * observation_len],
@@ -68,9 +96,9 @@ impl Frames {
         }
     }
 
-    /// Number of frames, `B × P × T`.
+    /// Number of frames: the product of the shape.
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        self.policy_versions.len()
     }
 
     /// Whether there is no frame.
@@ -80,7 +108,7 @@ impl Frames {
 
     /// Length of the last dimension, time.
     pub fn steps(&self) -> usize {
-        self.shape[2]
+        self.shape.last().copied().unwrap_or(0)
     }
 
     /// Whether the episode of frame `index` ended with it, for either reason.
@@ -88,35 +116,66 @@ impl Frames {
         self.terminated[index] || self.truncated[index]
     }
 
-    /// Puts the frames of several workers, each `[1, P, T]`, behind each other.
+    /// Puts the frames of several workers, each of the same shape, together.
     ///
     /// # Errors
     /// [`Error::FrameShape`] if one is not shaped like the first.
-    pub fn stack(parts: Vec<Frames>) -> Result<Frames, Error> {
-        let mut parts = parts.into_iter();
-        let Some(mut all) = parts.next() else {
+    pub fn cat(parts: Vec<Frames>, how: CatResults) -> Result<Frames, Error> {
+        let count = parts.len();
+        let Some(first) = parts.first() else {
             return Ok(Frames::default());
         };
-        for part in parts {
-            let [_, envs, steps] = all.shape;
-            part.check([1, envs, steps], all.observation_len)?;
-            all.shape[0] += 1;
-            all.observations.extend(part.observations);
-            all.next_observations.extend(part.next_observations);
-            all.actions.extend(part.actions);
-            all.log_probs.extend(part.log_probs);
-            all.rewards.extend(part.rewards);
-            all.terminated.extend(part.terminated);
-            all.truncated.extend(part.truncated);
-            all.policy_versions.extend(part.policy_versions);
-            all.traj_ids.extend(part.traj_ids);
-            all.episodes.extend(part.episodes);
+        for part in &parts {
+            part.check(&first.shape, first.observation_len)?;
         }
+        let mut shape = first.shape.clone();
+        let (len, steps) = (first.len(), first.steps());
+        match (how, shape.as_mut_slice()) {
+            (CatResults::First, [first, ..]) => *first *= count,
+            (CatResults::Last, [.., last]) => *last *= count,
+            (CatResults::Stack, _) | (_, []) => shape.insert(0, count),
+        }
+        // Rows of time stay whole: one worker after the other, or in turns.
+        let in_turns = how == CatResults::Last && len > steps;
+        let mut all = if in_turns {
+            let mut all = Frames::default();
+            for row in (0..len).step_by(steps) {
+                parts.iter().for_each(|part| all.extend(part, row..row + steps));
+            }
+            let episodes = parts.iter().flat_map(|part| &part.episodes);
+            all.episodes = episodes.copied().collect();
+            all.observation_len = first.observation_len;
+            all
+        } else {
+            let mut parts = parts.into_iter();
+            let mut all = parts.next().unwrap_or_default();
+            for part in parts {
+                all.extend(&part, 0..len);
+                all.episodes.extend(part.episodes);
+            }
+            all
+        };
+        all.shape = shape;
         Ok(all)
     }
 
+    /// Appends some of the other's frames, but not its episodes.
+    pub(crate) fn extend(&mut self, other: &Frames, range: Range<usize>) {
+        let seen = range.start * other.observation_len..range.end * other.observation_len;
+        let (at, r) = (seen, range);
+        self.observations.extend_from_slice(&other.observations[at.clone()]);
+        self.next_observations.extend_from_slice(&other.next_observations[at]);
+        self.actions.extend_from_slice(&other.actions[r.clone()]);
+        self.log_probs.extend_from_slice(&other.log_probs[r.clone()]);
+        self.rewards.extend_from_slice(&other.rewards[r.clone()]);
+        self.terminated.extend_from_slice(&other.terminated[r.clone()]);
+        self.truncated.extend_from_slice(&other.truncated[r.clone()]);
+        self.policy_versions.extend_from_slice(&other.policy_versions[r.clone()]);
+        self.traj_ids.extend_from_slice(&other.traj_ids[r]);
+    }
+
     /// Checks frames that came from outside against what was asked for.
-    pub(crate) fn check(&self, shape: [usize; 3], observation_len: usize) -> Result<(), Error> {
+    pub(crate) fn check(&self, shape: &[usize], observation_len: usize) -> Result<(), Error> {
         let len: usize = shape.iter().product();
         let fits = self.shape == shape
             && self.observation_len == observation_len
@@ -134,8 +193,8 @@ impl Frames {
             Ok(())
         } else {
             Err(Error::FrameShape {
-                expected: shape,
-                got: self.shape,
+                expected: shape.to_vec(),
+                got: self.shape.clone(),
             })
         }
     }
@@ -145,20 +204,38 @@ impl Frames {
 mod tests {
     use super::*;
 
-    #[test]
-    fn stacked_frames_keep_worker_order_and_check_shapes() {
+    /// Two workers' frames, `[2, 3]` each, whose actions tell where they are.
+    fn parts() -> Vec<Frames> {
         let mut parts = vec![Frames::zeroed(2, 3, 4), Frames::zeroed(2, 3, 4)];
-        parts[1].actions.fill(7);
-        let all = Frames::stack(parts.clone()).unwrap();
-        assert_eq!(all.shape, [2, 2, 3]);
-        assert_eq!(all.actions[..6], [0; 6]);
-        assert_eq!(all.actions[6..], [7; 6]);
-        all.check([2, 2, 3], 4).unwrap();
+        parts[0].actions = vec![0, 1, 2, 10, 11, 12];
+        parts[1].actions = vec![100, 101, 102, 110, 111, 112];
+        parts
+    }
 
-        parts[1] = Frames::zeroed(2, 4, 4);
-        assert!(Frames::stack(parts.clone()).is_err());
-        parts[1] = Frames::zeroed(2, 3, 4);
-        parts[1].rewards.pop();
-        assert!(Frames::stack(parts).is_err(), "one field too short");
+    #[test]
+    fn frames_of_workers_are_put_together_in_three_ways() {
+        let cat = |how| {
+            let all = Frames::cat(parts(), how).unwrap();
+            all.check(&all.shape, 4).unwrap();
+            (all.shape, all.actions)
+        };
+        let in_order = vec![0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112];
+        assert_eq!(cat(CatResults::Stack), (vec![2, 2, 3], in_order.clone()));
+        assert_eq!(cat(CatResults::First), (vec![4, 3], in_order));
+        let in_turns = vec![0, 1, 2, 100, 101, 102, 10, 11, 12, 110, 111, 112];
+        assert_eq!(cat(CatResults::Last), (vec![2, 6], in_turns));
+    }
+
+    #[test]
+    fn frames_that_do_not_match_are_not_put_together() {
+        let refused = |other: Frames| {
+            let parts = vec![Frames::zeroed(2, 3, 4), other];
+            Frames::cat(parts, CatResults::Stack).is_err()
+        };
+        assert!(refused(Frames::zeroed(2, 4, 4)));
+        assert!(refused(Frames::zeroed(2, 3, 5)));
+        let mut cut = Frames::zeroed(2, 3, 4);
+        cut.rewards.pop();
+        assert!(refused(cut), "one field too short");
     }
 }

@@ -21,7 +21,7 @@ use crate::{
 /// })?;
 /// let mut rollout = Rollout::<CartPole>::new(2, 1);
 /// let frames = rollout.collect(&policy, 0, 100);
-/// assert_eq!(frames.shape, [1, 2, 100]);
+/// assert_eq!(frames.shape, [2, 100]);
 /// # Ok::<(), weightsync_rl::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -54,7 +54,7 @@ impl<E: Env> Rollout<E> {
         }
     }
 
-    /// Takes `steps` steps in every environment with actions drawn from
+    /// Takes `steps` steps in every environment, `[P, T]`, with actions drawn from
     /// `policy`, resetting where an episode ends, and stamps every frame with
     /// `version`.
     pub fn collect(&mut self, policy: &MlpPolicy<'_>, version: u64, steps: usize) -> Frames {

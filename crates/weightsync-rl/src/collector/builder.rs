@@ -9,7 +9,7 @@ use super::{
     kind::{FirstCome, Gathered, Here, Kind, Many, Remote},
     wire,
 };
-use crate::Error;
+use crate::{Error, frames::CatResults};
 
 /// The most frames in one batch: what a pipe's longest frame is good for.
 const MAX_FRAMES_PER_BATCH: usize = 1 << 20;
@@ -25,6 +25,7 @@ pub struct Builder<K = Gathered> {
     deadline: Duration,
     place: Place,
     max_staleness: Option<u64>,
+    cat_results: CatResults,
     kind: PhantomData<K>,
 }
 
@@ -47,11 +48,13 @@ impl<K: Kind> Builder<K> {
             deadline: Duration::from_secs(30),
             place: Place::Processes(None),
             max_staleness: None,
+            cat_results: CatResults::Stack,
             kind: PhantomData,
         }
     }
 
-    /// Environments in each worker, `P` (1 by default).
+    /// Environments in each worker, `P`. By default there is one, and frames have
+    /// [no dimension](crate::frames::Frames) for it.
     pub fn envs_per_worker(mut self, envs: usize) -> Self {
         self.envs_per_worker = Some(envs);
         self
@@ -87,6 +90,7 @@ impl<K: Kind> Builder<K> {
             Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(Plan {
                 task: self.task,
                 envs,
+                batched: self.envs_per_worker.is_some(),
                 steps: frames_per_batch / rows,
             }),
             _ => Err(Error::UnevenBatch {
@@ -110,6 +114,14 @@ impl Builder<Here> {
     /// policy for the task, [`Error::Weights`] if they cannot be read.
     pub fn start(self, weights: &impl WeightExtractor) -> Result<Sync, Error> {
         Sync::start(&self, weights)
+    }
+}
+
+impl Builder<Gathered> {
+    /// How the parts of the workers become one batch (stacked by default).
+    pub fn cat_results(mut self, how: CatResults) -> Self {
+        self.cat_results = how;
+        self
     }
 }
 
@@ -193,7 +205,7 @@ impl<K: Remote> Builder<K> {
             self.deadline,
             self.max_staleness,
         )?;
-        Ok(Multi::new(core))
+        Ok(Multi::new(core, self.cat_results))
     }
 }
 

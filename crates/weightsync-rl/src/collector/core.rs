@@ -41,6 +41,8 @@ pub(super) struct Core {
 pub(super) struct Plan {
     pub task: Task,
     pub envs: usize,
+    /// Whether environments have a dimension of their own.
+    pub batched: bool,
     /// Steps of every environment in one part.
     pub steps: usize,
 }
@@ -62,7 +64,7 @@ struct Part {
 
 /// The parts of a batch and what happened meanwhile.
 pub(super) struct Gathered {
-    /// In the order of the workers; each is `[P, T]`.
+    /// In the order of the workers; each is `[P, T]`, or `[T]`.
     pub parts: Vec<(WorkerId, Frames)>,
     pub restarts: Vec<Restarted>,
     pub dropped: usize,
@@ -76,6 +78,13 @@ impl Plan {
             envs: self.envs as u32,
             seed,
             weights,
+        }
+    }
+
+    /// Shapes a worker's frames, `[P, T]`, as they are handed out.
+    pub fn shape(&self, frames: &mut Frames) {
+        if !self.batched {
+            frames.shape = vec![frames.len()];
         }
     }
 
@@ -257,6 +266,7 @@ impl Core {
         for (worker, state) in self.workers.iter_mut().enumerate() {
             if let Some(Part { mut frames, stretch }) = state.part.take() {
                 self.trajectories.rename(worker, stretch, &mut frames);
+                self.plan.shape(&mut frames);
                 parts.push((id(worker), frames));
             }
         }

@@ -8,8 +8,12 @@ use super::{
     Batch, Builder, Task,
     core::Core,
     kind::{FirstServed, Gathered, OneWorker, Remote, goal},
+    schedule::Goal,
 };
-use crate::{Error, frames::Frames};
+use crate::{
+    Error,
+    frames::{CatResults, Frames},
+};
 
 /// A collector whose workers collect at the same time, each its part of every
 /// batch, and wait for new weights in between.
@@ -42,6 +46,7 @@ pub type Async = Multi<OneWorker>;
 #[derive(Debug)]
 pub struct Multi<K> {
     core: Core,
+    cat_results: CatResults,
     kind: PhantomData<K>,
 }
 
@@ -51,9 +56,12 @@ impl<K: Remote> Multi<K> {
         Builder::new(task)
     }
 
-    pub(super) fn new(core: Core) -> Self {
-        let kind = PhantomData;
-        Self { core, kind }
+    pub(super) fn new(core: Core, cat_results: CatResults) -> Self {
+        Self {
+            core,
+            cat_results,
+            kind: PhantomData,
+        }
     }
 
     /// The next batch: of all workers, or of the first that has one, by kind.
@@ -65,9 +73,13 @@ impl<K: Remote> Multi<K> {
     /// new batch, and starts a worker wherever one is missing.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
         let gathered = self.core.gather(goal::<K>())?;
-        let (workers, parts) = gathered.parts.into_iter().unzip();
+        let (workers, mut parts): (Vec<_>, Vec<_>) = gathered.parts.into_iter().unzip();
+        let frames = match goal::<K>() {
+            Goal::Anyone => parts.pop().unwrap_or_default(),
+            _ => Frames::cat(parts, self.cat_results)?,
+        };
         Ok(Batch {
-            frames: Frames::stack(parts)?,
+            frames,
             workers,
             restarts: gathered.restarts,
             dropped: gathered.dropped,

@@ -1,6 +1,11 @@
 use weightsync_engine::{Epoch, Run, Snapshot, Version, WeightExtractor};
 
-use super::{Batch, Builder, Task, core::Seeds, kind::Here, task::Roll};
+use super::{
+    Batch, Builder, Task,
+    core::{Plan, Seeds},
+    kind::Here,
+    task::Roll,
+};
 use crate::Error;
 
 /// A collector in the caller's own thread: no worker, no copy of frames.
@@ -20,16 +25,15 @@ use crate::Error;
 ///     .frames_per_batch(200)
 ///     .start(&weights)?;
 /// let batch = collector.next_batch()?;
-/// assert_eq!(batch.frames.len(), 200);
+/// assert_eq!(batch.frames.shape, [2, 100]);
 /// weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // in practice, training
 /// collector.update_policy_weights(&weights)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug)]
 pub struct Sync {
-    task: Task,
+    plan: Plan,
     rollout: Box<dyn Roll>,
-    steps: usize,
     weights: Snapshot,
 }
 
@@ -47,9 +51,8 @@ impl Sync {
         // Seeded like the first worker of the others: it sees the same frames.
         let seed = Seeds::new(settings.seed).next();
         Ok(Self {
-            task: plan.task,
+            plan,
             rollout: plan.task.rollout(plan.envs, seed),
-            steps: plan.steps,
             weights: read(plan.task, weights, Version::FIRST)?,
         })
     }
@@ -60,8 +63,10 @@ impl Sync {
     /// None that [`start`](Builder::start) and
     /// [`update_policy_weights`](Self::update_policy_weights) have not excluded.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
+        let mut frames = self.rollout.part(&self.weights, self.plan.steps)?;
+        self.plan.shape(&mut frames);
         Ok(Batch {
-            frames: self.rollout.part(&self.weights, self.steps)?,
+            frames,
             workers: Vec::new(),
             restarts: Vec::new(),
             dropped: 0,
@@ -80,7 +85,7 @@ impl Sync {
         weights: &impl WeightExtractor,
     ) -> Result<Version, Error> {
         let version = self.version().next();
-        self.weights = read(self.task, weights, version)?;
+        self.weights = read(self.plan.task, weights, version)?;
         Ok(version)
     }
 

@@ -72,7 +72,7 @@ impl Task {
         envs: usize,
         steps: usize,
     ) -> Result<(), Error> {
-        frames.check([1, envs, steps], self.observation_len())?;
+        frames.check(&[envs, steps], self.observation_len())?;
         let actions = self.actions() as u32;
         match frames.actions.iter().find(|&&action| action >= actions) {
             None => Ok(()),

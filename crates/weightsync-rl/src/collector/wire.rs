@@ -84,7 +84,8 @@ pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
 
 impl Collected {
     pub fn new(ticket: u64, frames: Frames) -> Self {
-        let [_, envs, steps] = frames.shape;
+        let steps = frames.steps();
+        let envs = frames.shape.first().copied().unwrap_or(0);
         let episodes = frames.episodes.iter();
         Self {
             ticket,
@@ -111,7 +112,7 @@ impl Collected {
         let columns = self.columns;
         let episodes = columns.episodes.into_iter();
         let frames = Frames {
-            shape: [1, columns.envs as usize, columns.steps as usize],
+            shape: vec![columns.envs as usize, columns.steps as usize],
             observation_len: columns.observation_len as usize,
             observations: columns.observations,
             next_observations: columns.next_observations,

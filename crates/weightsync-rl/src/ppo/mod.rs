@@ -217,7 +217,7 @@ pub fn keep_to_one_thread() {
     gemm::set_threading_threshold(usize::MAX);
 }
 
-/// Frames as tensors, first dimension `B × P × T` or a selection of it.
+/// Frames as tensors, first dimension all frames or a selection of them.
 struct Batch {
     observations: Tensor,
     /// `[N, 1]`, as `gather` wants them.

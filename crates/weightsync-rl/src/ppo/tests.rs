@@ -45,6 +45,12 @@ fn advantages_of_a_worked_example() {
     // Backwards: 4 + 30 − 40; truncated: 3 + 25 − 30, cut from what follows;
     // terminated: 2 − 20; 1 + 10 − 10 + ¼ × −18.
     assert_eq!(got, [-3.5, -18.0, -2.0, -6.0]);
+    // The same where no episode ends, but the last frame is another's.
+    let mut frames = Frames::zeroed(1, 2, 1);
+    frames.rewards = vec![1.0, 2.0];
+    frames.traj_ids = vec![0, 1];
+    let got = advantages(&frames, &[10.0, 20.0], &[20.0, 40.0], 0.5, 0.5);
+    assert_eq!(got, [1.0, 2.0]);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod kinds;
 mod multi_sync;
+mod shapes;
 
 use std::{fs::OpenOptions, io::{self, Write}, path::Path, process::ExitCode};
 
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
     let trials = [
         kinds::trials(),
         multi_sync::trials(),
+        shapes::trials(),
     ];
     let trials = trials.into_iter().flatten().collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
