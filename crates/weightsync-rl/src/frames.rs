@@ -1,8 +1,12 @@
 //! What a collector delivers: steps of environments, with time last.
 
+mod split;
+
 use std::ops::Range;
 
 use crate::Error;
+
+pub use split::{SplitFrames, split_trajectories};
 
 /// Steps of environments.
 ///
@@ -43,7 +47,8 @@ pub struct Frames {
     pub terminated: Vec<bool>,
     /// Whether a limit cut the episode after this step.
     pub truncated: Vec<bool>,
-    /// Version of the weights that chose the action.
+    /// Version of the weights that chose the action; 0 where none did, for the
+    /// action was drawn evenly from all there are.
     pub policy_versions: Vec<u64>,
     /// The trajectory of each frame. Frames of one id follow each other in time
     /// without a gap; a collector gives no id twice, whichever of its workers
@@ -55,7 +60,7 @@ pub struct Frames {
 }
 
 /// An episode that has ended.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Episode {
     /// Sum of its rewards, undiscounted.
     pub reward: f32,

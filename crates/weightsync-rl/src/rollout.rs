@@ -1,11 +1,12 @@
 //! Collecting in the caller's own thread: the inner loop of every collector.
 
-use rand::SeedableRng;
+use rand::{RngExt, SeedableRng};
+use serde::{Deserialize, Serialize};
 
 use crate::{
     env::{BatchedEnv, Env, EnvRng},
     frames::{Episode, Frames},
-    policy::MlpPolicy,
+    policy::{Choice, MlpPolicy},
 };
 
 /// Environments, their generators and the episodes under way.
@@ -32,44 +33,100 @@ pub struct Rollout<E> {
     rngs: Vec<EnvRng>,
     episodes: Vec<Episode>,
     trajectories: TrajectoryIds,
+    options: RolloutOptions,
+}
+
+/// How actions are chosen from the distribution a policy gives them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Exploration {
+    /// Drawn from it.
+    #[default]
+    Random,
+    /// The most likely one.
+    Mode,
+}
+
+/// What a rollout does besides stepping environments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RolloutOptions {
+    /// Cuts an episode after so many frames, as truncated; 0 sets no limit.
+    pub max_frames_per_traj: u32,
+    /// Begins new episodes with every call, whatever is under way.
+    pub reset_at_each_iter: bool,
+    /// How actions are chosen.
+    pub exploration: Exploration,
 }
 
 impl<E: Env> Rollout<E> {
     /// `envs` environments at the start of their episodes, all randomness
     /// derived from `seed`.
     pub fn new(envs: usize, seed: u64) -> Self {
+        Self::with_options(envs, seed, RolloutOptions::default())
+    }
+
+    /// The same with options.
+    pub fn with_options(envs: usize, seed: u64, options: RolloutOptions) -> Self {
         // The environments fork their generators from `seed` itself.
         let mut seeds = EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15);
         Self {
             env: BatchedEnv::new(envs, seed),
             rngs: (0..envs).map(|_| seeds.fork()).collect(),
-            episodes: vec![
-                Episode {
-                    reward: 0.0,
-                    steps: 0
-                };
-                envs
-            ],
+            episodes: vec![Episode::default(); envs],
             trajectories: TrajectoryIds::new(envs),
+            options,
         }
     }
 
-    /// Takes `steps` steps in every environment, `[P, T]`, with actions drawn from
+    /// Takes `steps` steps in every environment, `[P, T]`, with actions chosen by
     /// `policy`, resetting where an episode ends, and stamps every frame with
     /// `version`.
     pub fn collect(&mut self, policy: &MlpPolicy<'_>, version: u64, steps: usize) -> Frames {
+        let mut scratch = policy.scratch();
+        match self.options.exploration {
+            Exploration::Random => self.run(version, steps, |observation, rng| {
+                policy.sample(observation, &mut scratch, rng)
+            }),
+            Exploration::Mode => self.run(version, steps, |observation, _| {
+                policy.greedy(observation, &mut scratch)
+            }),
+        }
+    }
+
+    /// The same with actions drawn evenly from all there are, and version 0.
+    pub fn collect_random(&mut self, steps: usize) -> Frames {
+        let log_prob = -(E::ACTIONS as f32).ln();
+        self.run(0, steps, |_, rng| Choice {
+            action: rng.random_range(0..E::ACTIONS as u32),
+            log_prob,
+        })
+    }
+
+    fn run(
+        &mut self,
+        version: u64,
+        steps: usize,
+        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice,
+    ) -> Frames {
         let envs = self.env.len();
         let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN);
-        let mut scratch = policy.scratch();
+        if self.options.reset_at_each_iter && steps > 0 {
+            (0..envs).for_each(|p| self.reset(p));
+        }
         for t in 0..steps {
             for p in 0..envs {
                 let i = p * steps + t;
                 let at = i * E::OBSERVATION_LEN..(i + 1) * E::OBSERVATION_LEN;
                 let observation = &mut frames.observations[at.clone()];
                 self.env.observe_one(p, observation);
-                let choice = policy.sample(observation, &mut scratch, &mut self.rngs[p]);
-                let transition = self.env.step(p, choice.action);
+                let choice = choose(observation, &mut self.rngs[p]);
+                let mut transition = self.env.step(p, choice.action);
                 self.env.observe_one(p, &mut frames.next_observations[at]);
+
+                let episode = &mut self.episodes[p];
+                episode.reward += transition.reward;
+                episode.steps += 1;
+                transition.truncated |= episode.steps == self.options.max_frames_per_traj;
+
                 frames.actions[i] = choice.action;
                 frames.log_probs[i] = choice.log_prob;
                 frames.rewards[i] = transition.reward;
@@ -77,24 +134,20 @@ impl<E: Env> Rollout<E> {
                 frames.truncated[i] = transition.truncated;
                 frames.policy_versions[i] = version;
                 frames.traj_ids[i] = self.trajectories.of(p);
-
-                let episode = &mut self.episodes[p];
-                episode.reward += transition.reward;
-                episode.steps += 1;
                 if transition.done() {
-                    frames.episodes.push(std::mem::replace(
-                        episode,
-                        Episode {
-                            reward: 0.0,
-                            steps: 0,
-                        },
-                    ));
-                    self.env.reset(p);
-                    self.trajectories.start(p);
+                    frames.episodes.push(*episode);
+                    self.reset(p);
                 }
             }
         }
         frames
+    }
+
+    /// Begins a new episode.
+    fn reset(&mut self, env: usize) {
+        self.env.reset(env);
+        self.episodes[env] = Episode::default();
+        self.trajectories.start(env);
     }
 }
 
@@ -215,6 +268,67 @@ mod tests {
         let ids: std::collections::BTreeSet<u64> = frames.traj_ids.iter().copied().collect();
         let last_ends = frames.done(199) as usize + frames.done(399) as usize;
         assert_eq!(ids.len(), 2 + frames.episodes.len() - last_ends);
+    }
+
+    #[test]
+    fn long_trajectories_are_truncated_at_the_limit() {
+        let options = RolloutOptions {
+            max_frames_per_traj: 7,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        let frames = rollout.collect(&coin(), 1, 100);
+        assert!(frames.episodes.iter().all(|episode| episode.steps == 7));
+        for i in 0..200 {
+            // No pole falls so early.
+            let expected = (false, i % 100 % 7 == 6);
+            assert_eq!((frames.terminated[i], frames.truncated[i]), expected);
+        }
+    }
+
+    #[test]
+    fn episodes_begin_with_every_iteration_if_asked() {
+        let options = RolloutOptions {
+            reset_at_each_iter: true,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        assert!(rollout.collect(&coin(), 1, 0).is_empty(), "nothing begins");
+        for first in [2, 4] {
+            let frames = rollout.collect(&coin(), 1, 3);
+            let (a, b) = (first, first + 1);
+            assert_eq!(frames.traj_ids, [a, a, a, b, b, b]);
+            assert!(frames.observations[..4].iter().all(|s| s.abs() <= 0.05));
+            assert!(frames.episodes.is_empty());
+        }
+    }
+
+    #[test]
+    fn the_mode_is_the_likeliest_action() {
+        let (weight, bias) = ([0.0; 8], [0.0, 0.1]);
+        let leaning = MlpPolicy::from_tensors(4, "a", |name| match name {
+            "a.0.weight" => Some(&weight),
+            "a.0.bias" => Some(&bias),
+            _ => None,
+        })
+        .unwrap();
+        let options = RolloutOptions {
+            exploration: Exploration::Mode,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        assert_eq!(rollout.collect(&leaning, 1, 50).actions, vec![1; 100]);
+        let drawn = Rollout::<CartPole>::new(2, 5).collect(&leaning, 1, 50);
+        assert!(drawn.actions.contains(&0) && drawn.actions.contains(&1));
+    }
+
+    #[test]
+    fn random_actions_are_even_and_of_no_version() {
+        let frames = Rollout::<CartPole>::new(2, 5).collect_random(500);
+        let ones = frames.actions.iter().sum::<u32>();
+        assert!((430..570).contains(&ones), "{ones} of 1000");
+        assert!(frames.log_probs.iter().all(|log| *log == 0.5_f32.ln()));
+        assert_eq!(frames.policy_versions, vec![0; 1000]);
     }
 
     #[test]

@@ -4,12 +4,17 @@ use weightsync_engine::{Expect, SenderSetup, WeightExtractor, worker::Spawn};
 
 use super::{
     Multi, Sync, Task,
-    core::{Core, Plan, Seeds},
+    core::{Core, Plan, Seeds, Tally},
     crew::{Crew, Processes, Threads},
     kind::{FirstCome, Gathered, Here, Kind, Many, Remote},
+    schedule::Rules,
     wire,
 };
-use crate::{Error, frames::CatResults};
+use crate::{
+    Error,
+    frames::CatResults,
+    rollout::{Exploration, RolloutOptions},
+};
 
 /// The most frames in one batch: what a pipe's longest frame is good for.
 const MAX_FRAMES_PER_BATCH: usize = 1 << 20;
@@ -24,6 +29,9 @@ pub struct Builder<K = Gathered> {
     pub(super) seed: u64,
     deadline: Duration,
     place: Place,
+    options: RolloutOptions,
+    init_random_frames: usize,
+    total_frames: Option<usize>,
     max_staleness: Option<u64>,
     cat_results: CatResults,
     kind: PhantomData<K>,
@@ -47,6 +55,9 @@ impl<K: Kind> Builder<K> {
             seed: 0,
             deadline: Duration::from_secs(30),
             place: Place::Processes(None),
+            options: RolloutOptions::default(),
+            init_random_frames: 0,
+            total_frames: None,
             max_staleness: None,
             cat_results: CatResults::Stack,
             kind: PhantomData,
@@ -75,6 +86,51 @@ impl<K: Kind> Builder<K> {
         self
     }
 
+    /// Cuts an episode after so many frames, as truncated; 0, the default, sets no
+    /// limit beyond the task's own.
+    pub fn max_frames_per_traj(mut self, frames: u32) -> Self {
+        self.options.max_frames_per_traj = frames;
+        self
+    }
+
+    /// Whether every batch begins with new episodes, whatever is under way (not
+    /// by default).
+    pub fn reset_at_each_iter(mut self, reset: bool) -> Self {
+        self.options.reset_at_each_iter = reset;
+        self
+    }
+
+    /// How actions are chosen from the distribution the policy gives them (drawn
+    /// by default).
+    pub fn exploration(mut self, exploration: Exploration) -> Self {
+        self.options.exploration = exploration;
+        self
+    }
+
+    /// The first so many frames, and the rest of the batch in which this number
+    /// is reached, have actions drawn evenly from all there are (0 by default).
+    /// Their version is 0.
+    pub fn init_random_frames(mut self, frames: usize) -> Self {
+        self.init_random_frames = frames;
+        self
+    }
+
+    /// Iterating over the collector ends once so many frames have been handed
+    /// out (never by default).
+    pub fn total_frames(mut self, frames: usize) -> Self {
+        self.total_frames = Some(frames);
+        self
+    }
+
+    /// What is handed out, counted from none.
+    pub(super) fn tally(&self) -> Tally {
+        Tally {
+            init_random_frames: self.init_random_frames,
+            total_frames: self.total_frames,
+            frames: 0,
+        }
+    }
+
     /// What each worker runs, if the frames of a batch can be shared out.
     pub(super) fn plan(&self) -> Result<Plan, Error> {
         let envs = self.envs_per_worker.unwrap_or(1);
@@ -92,6 +148,7 @@ impl<K: Kind> Builder<K> {
                 envs,
                 batched: self.envs_per_worker.is_some(),
                 steps: frames_per_batch / rows,
+                options: self.options,
             }),
             _ => Err(Error::UnevenBatch {
                 frames_per_batch,
@@ -183,6 +240,12 @@ impl<K: Remote> Builder<K> {
         let setup = SenderSetup::new("policy", weights)?.send_timeout(Some(self.deadline));
         let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
         let mut seeds = Seeds::new(self.seed);
+        let rules = Rules {
+            max_staleness: self.max_staleness,
+            init_random_frames: self.init_random_frames as u64,
+            part: (plan.envs * plan.steps) as u64,
+        };
+        let tally = self.tally();
         let starts = (0..self.workers).map(|_| plan.start(seeds.next(), sender.init_info()));
         let starts = starts.collect();
         let crew: Box<dyn Crew> = match self.place {
@@ -203,9 +266,9 @@ impl<K: Remote> Builder<K> {
             plan,
             seeds,
             self.deadline,
-            self.max_staleness,
+            rules,
         )?;
-        Ok(Multi::new(core, self.cat_results))
+        Ok(Multi::new(core, self.cat_results, tally))
     }
 }
 

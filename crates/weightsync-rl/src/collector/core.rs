@@ -12,11 +12,11 @@ use weightsync_engine::{InitInfo, Sender, Version, WorkerId};
 use super::{
     Restarted, Task,
     crew::{Crew, Ending, Heard},
-    schedule::{Effect, Event, Goal, Schedule},
+    schedule::{Effect, Event, Goal, Rules, Schedule},
     trajectories::Trajectories,
     wire::{Collect, Start},
 };
-use crate::{Error, env::EnvRng, frames::Frames};
+use crate::{Error, env::EnvRng, frames::Frames, rollout::RolloutOptions};
 
 /// Workers, what is known of them, and what came from them.
 #[derive(Debug)]
@@ -45,6 +45,7 @@ pub(super) struct Plan {
     pub batched: bool,
     /// Steps of every environment in one part.
     pub steps: usize,
+    pub options: RolloutOptions,
 }
 
 #[derive(Debug, Default)]
@@ -77,6 +78,7 @@ impl Plan {
             task: self.task,
             envs: self.envs as u32,
             seed,
+            options: self.options,
             weights,
         }
     }
@@ -106,14 +108,14 @@ impl Core {
         plan: Plan,
         seeds: Seeds,
         deadline: Duration,
-        max_staleness: Option<u64>,
+        rules: Rules,
     ) -> Result<Self, Error> {
         let mut core = Self {
             sender,
             crew,
             deadline,
             plan,
-            schedule: Schedule::new(workers, max_staleness),
+            schedule: Schedule::new(workers, rules),
             seeds,
             workers: (0..workers).map(|_| Worker::default()).collect(),
             trajectories: Trajectories::new(workers),
@@ -190,11 +192,13 @@ impl Core {
                     worker,
                     ticket,
                     version,
+                    random,
                 } => {
                     let request = Collect {
                         ticket,
                         steps: self.plan.steps(goal) as u32,
                         version,
+                        random,
                     };
                     if let Err(error) = self.crew.ask(worker, &request, left(deadline)) {
                         self.schedule.step(Event::NotAsked { worker, ticket });
@@ -231,7 +235,9 @@ impl Core {
                 if task.check_part(&frames, envs, self.plan.steps(goal)).is_err() {
                     return (Event::Nonsense { worker }, None);
                 }
-                let oldest = frames.policy_versions.iter().copied().min();
+                // Drawn evenly, an action is of no version and never stale.
+                let versions = frames.policy_versions.iter().copied();
+                let oldest = versions.filter(|version| *version > 0).min();
                 let part = Event::Part {
                     worker,
                     ticket,
@@ -285,6 +291,24 @@ fn left(deadline: Option<Instant>) -> Option<Duration> {
 /// The number of the worker at an index; there are fewer than frames in a batch.
 fn id(worker: usize) -> WorkerId {
     WorkerId(worker as u32)
+}
+
+/// How many frames were handed out, and what that decides.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tally {
+    pub init_random_frames: usize,
+    pub total_frames: Option<usize>,
+    pub frames: usize,
+}
+
+impl Tally {
+    pub fn is_full(&self) -> bool {
+        self.total_frames.is_some_and(|total| self.frames >= total)
+    }
+
+    pub fn begins_random(&self) -> bool {
+        self.frames < self.init_random_frames
+    }
 }
 
 /// One seed for every worker that is started.

@@ -6,7 +6,7 @@ use weightsync_engine::{
 
 use super::{
     Batch, Builder, Task,
-    core::Core,
+    core::{Core, Tally},
     kind::{FirstServed, Gathered, OneWorker, Remote, goal},
     schedule::Goal,
 };
@@ -41,12 +41,14 @@ pub type Async = Multi<OneWorker>;
 
 /// A collector with workers; see [`MultiSync`], [`MultiAsync`] and [`Async`].
 ///
-/// As an iterator it yields [batches](Self::next_batch) without end. One that
-/// failed is an error, after which the next is tried.
+/// As an iterator it yields [batches](Self::next_batch) until
+/// [`total_frames`](Builder::total_frames) have been handed out. One that failed
+/// is an error, after which the next is tried.
 #[derive(Debug)]
 pub struct Multi<K> {
     core: Core,
     cat_results: CatResults,
+    tally: Tally,
     kind: PhantomData<K>,
 }
 
@@ -56,10 +58,11 @@ impl<K: Remote> Multi<K> {
         Builder::new(task)
     }
 
-    pub(super) fn new(core: Core, cat_results: CatResults) -> Self {
+    pub(super) fn new(core: Core, cat_results: CatResults, tally: Tally) -> Self {
         Self {
             core,
             cat_results,
+            tally,
             kind: PhantomData,
         }
     }
@@ -78,6 +81,7 @@ impl<K: Remote> Multi<K> {
             Goal::Anyone => parts.pop().unwrap_or_default(),
             _ => Frames::cat(parts, self.cat_results)?,
         };
+        self.tally.frames += frames.len();
         Ok(Batch {
             frames,
             workers,
@@ -148,6 +152,6 @@ impl<K: Remote> Iterator for Multi<K> {
     type Item = Result<Batch, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        Some(self.next_batch())
+        (!self.tally.is_full()).then(|| self.next_batch())
     }
 }

@@ -46,11 +46,13 @@ pub(super) enum Event {
 pub(super) enum Effect {
     /// Start a worker in the place of one that has ended.
     Start { worker: usize },
-    /// Ask a worker for a part, by weights of this version or newer ones.
+    /// Ask a worker for a part, by weights of this version or newer ones, or by
+    /// actions drawn evenly.
     Ask {
         worker: usize,
         ticket: u64,
         version: u64,
+        random: bool,
     },
     /// End a worker.
     Kill { worker: usize },
@@ -72,9 +74,24 @@ pub(super) enum Effect {
 pub(super) struct Schedule {
     goal: Goal,
     version: u64,
-    max_staleness: Option<u64>,
+    rules: Rules,
+    /// Frames handed out.
+    delivered: u64,
     next_ticket: u64,
     workers: Vec<Worker>,
+}
+
+/// What the caller has set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Rules {
+    /// A part for [`Goal::Anyone`] is stale once so many versions and one more
+    /// have come after its weights.
+    pub max_staleness: Option<u64>,
+    /// While fewer frames than this have been handed out or are on their way,
+    /// actions are drawn evenly.
+    pub init_random_frames: u64,
+    /// Frames of one part.
+    pub part: u64,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -90,14 +107,13 @@ struct Worker {
 }
 
 impl Schedule {
-    /// Workers that run and have been asked for nothing. With `max_staleness`,
-    /// a part for [`Goal::Anyone`] is stale once so many versions and one more
-    /// have come after its weights.
-    pub fn new(workers: usize, max_staleness: Option<u64>) -> Self {
+    /// Workers that run and have been asked for nothing.
+    pub fn new(workers: usize, rules: Rules) -> Self {
         Self {
             goal: Goal::Meet,
             version: 0,
-            max_staleness,
+            rules,
+            delivered: 0,
             next_ticket: 0,
             workers: vec![Worker::default(); workers],
         }
@@ -174,10 +190,11 @@ impl Schedule {
         state.deaths = 0;
         if self.goal == Goal::Anyone {
             let age = self.version.saturating_sub(oldest);
-            if self.max_staleness.is_some_and(|most| age > most) {
+            if self.rules.max_staleness.is_some_and(|most| age > most) {
                 let stale = true;
                 effects.push(Effect::Discard { worker, stale });
             } else {
+                self.delivered += self.rules.part;
                 effects.extend([Effect::Keep { worker }, Effect::Deliver]);
             }
             self.ask(worker, effects);
@@ -187,6 +204,9 @@ impl Schedule {
         effects.push(Effect::Keep { worker });
         if self.workers.iter().all(|worker| worker.kept) {
             self.workers.iter_mut().for_each(|worker| worker.kept = false);
+            if self.goal == Goal::Everyone {
+                self.delivered += self.rules.part * self.workers.len() as u64;
+            }
             effects.push(Effect::Deliver);
         }
     }
@@ -197,17 +217,28 @@ impl Schedule {
             Goal::Meet | Goal::Everyone => 1,
             Goal::Anyone => AHEAD,
         };
-        let state = &mut self.workers[worker];
-        while !state.kept && state.asked.len() < most {
+        while !self.workers[worker].kept && self.workers[worker].asked.len() < most {
             let ticket = self.next_ticket;
-            self.next_ticket += 1;
-            state.asked.push(ticket);
             effects.push(Effect::Ask {
                 worker,
                 ticket,
                 version: self.version,
+                random: self.next_is_random(),
             });
+            self.next_ticket += 1;
+            self.workers[worker].asked.push(ticket);
         }
+    }
+
+    /// Whether the part to be asked for next has actions drawn evenly. All parts
+    /// of a batch are alike in this.
+    fn next_is_random(&self) -> bool {
+        let on_their_way = match self.goal {
+            Goal::Meet => return false,
+            Goal::Everyone => 0,
+            Goal::Anyone => self.workers.iter().map(|worker| worker.asked.len()).sum(),
+        };
+        self.delivered + on_their_way as u64 * self.rules.part < self.rules.init_random_frames
     }
 }
 

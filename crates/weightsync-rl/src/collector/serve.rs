@@ -61,10 +61,14 @@ impl Port for WorkerProcess {
 pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, port.index() as u32);
     let live = setup.connect(Some(JOIN))?.snapshots_in_background()?;
-    let mut rollout = start.task.rollout(start.envs as usize, start.seed);
+    let envs = start.envs as usize;
+    let mut rollout = start.task.rollout(envs, start.seed, start.options);
     while let Some(request) = port.request()? {
-        let weights = at_least(&live, request.version)?;
-        let frames = rollout.part(&weights, request.steps as usize)?;
+        let weights = match request.random {
+            true => None,
+            false => Some(at_least(&live, request.version)?),
+        };
+        let frames = rollout.part(weights.as_ref(), request.steps as usize)?;
         port.deliver(request.ticket, frames)?;
     }
     Ok(())

@@ -2,7 +2,7 @@ use weightsync_engine::{Epoch, Run, Snapshot, Version, WeightExtractor};
 
 use super::{
     Batch, Builder, Task,
-    core::{Plan, Seeds},
+    core::{Plan, Seeds, Tally},
     kind::Here,
     task::Roll,
 };
@@ -11,7 +11,8 @@ use crate::Error;
 /// A collector in the caller's own thread: no worker, no copy of frames.
 ///
 /// **Guarantee.** A batch is collected, whole, by the weights that were given
-/// last. As an iterator it yields [batches](Self::next_batch) without end.
+/// last. As an iterator it yields [batches](Self::next_batch) until
+/// [`total_frames`](Builder::total_frames) have been handed out.
 ///
 /// ```
 /// use weightsync::Tensors;
@@ -35,6 +36,7 @@ pub struct Sync {
     plan: Plan,
     rollout: Box<dyn Roll>,
     weights: Snapshot,
+    tally: Tally,
 }
 
 impl Sync {
@@ -52,8 +54,9 @@ impl Sync {
         let seed = Seeds::new(settings.seed).next();
         Ok(Self {
             plan,
-            rollout: plan.task.rollout(plan.envs, seed),
+            rollout: plan.task.rollout(plan.envs, seed, plan.options),
             weights: read(plan.task, weights, Version::FIRST)?,
+            tally: settings.tally(),
         })
     }
 
@@ -63,8 +66,10 @@ impl Sync {
     /// None that [`start`](Builder::start) and
     /// [`update_policy_weights`](Self::update_policy_weights) have not excluded.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
-        let mut frames = self.rollout.part(&self.weights, self.plan.steps)?;
+        let weights = (!self.tally.begins_random()).then_some(&self.weights);
+        let mut frames = self.rollout.part(weights, self.plan.steps)?;
         self.plan.shape(&mut frames);
+        self.tally.frames += frames.len();
         Ok(Batch {
             frames,
             workers: Vec::new(),
@@ -104,7 +109,7 @@ impl Iterator for Sync {
     type Item = Result<Batch, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        Some(self.next_batch())
+        (!self.tally.is_full()).then(|| self.next_batch())
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     env::{Acrobot, CartPole, Env, MountainCar},
     frames::Frames,
     policy::MlpPolicy,
-    rollout::Rollout,
+    rollout::{Rollout, RolloutOptions},
 };
 
 /// The built-in tasks, as a worker is told which one to run.
@@ -60,8 +60,8 @@ impl Task {
     }
 
     /// `envs` environments of the task, at the start of their episodes.
-    pub(super) fn rollout(self, envs: usize, seed: u64) -> Box<dyn Roll> {
-        with_env!(self, E => Box::new(Rollout::<E>::new(envs, seed)))
+    pub(super) fn rollout(self, envs: usize, seed: u64, options: RolloutOptions) -> Box<dyn Roll> {
+        with_env!(self, E => Box::new(Rollout::<E>::with_options(envs, seed, options)))
     }
 
     /// Whether a worker's frames are a part of `steps` steps in `envs`
@@ -92,12 +92,16 @@ impl Task {
 
 /// A rollout of any task, with the policy read from weights.
 pub(super) trait Roll: fmt::Debug + Send {
-    /// Takes `steps` steps in every environment; `[P, T]`.
-    fn part(&mut self, weights: &Snapshot, steps: usize) -> Result<Frames, Error>;
+    /// Takes `steps` steps in every environment; `[P, T]`. Without weights,
+    /// actions are drawn evenly.
+    fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error>;
 }
 
 impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
-    fn part(&mut self, weights: &Snapshot, steps: usize) -> Result<Frames, Error> {
+    fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error> {
+        let Some(weights) = weights else {
+            return Ok(self.collect_random(steps));
+        };
         // The version's own bytes: nothing is copied.
         let policy = MlpPolicy::from_tensors(E::OBSERVATION_LEN, "actor", |name| {
             weights.slice::<f32>(name).ok()

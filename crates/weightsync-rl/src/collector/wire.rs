@@ -8,6 +8,7 @@ use super::Task;
 use crate::{
     Error,
     frames::{Episode, Frames},
+    rollout::RolloutOptions,
 };
 
 /// The first byte of every message.
@@ -19,16 +20,18 @@ pub(super) struct Start {
     pub task: Task,
     pub envs: u32,
     pub seed: u64,
+    pub options: RolloutOptions,
     pub weights: InitInfo,
 }
 
 /// Trainer to worker: take `steps` steps in every environment, with weights of
-/// version `version` or newer.
+/// version `version` or newer, or with actions drawn evenly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Collect {
     pub ticket: u64,
     pub steps: u32,
     pub version: u64,
+    pub random: bool,
 }
 
 /// Worker to trainer: the frames asked for with this ticket.
@@ -190,9 +193,10 @@ mod tests {
             ticket: 3,
             steps: 64,
             version: 300,
+            random: true,
         };
         let bytes = encode(&collect).unwrap();
-        assert_eq!(bytes, [2, 3, 64, 0xac, 2]);
+        assert_eq!(bytes, [2, 3, 64, 0xac, 2, 1]);
         assert_eq!(decode::<Collect>(&bytes).unwrap(), collect);
 
         let bytes = encode(&Collected::new(3, frames())).unwrap();

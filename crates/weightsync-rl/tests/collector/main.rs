@@ -2,6 +2,7 @@
 
 mod kinds;
 mod multi_sync;
+mod options;
 mod shapes;
 
 use std::{fs::OpenOptions, io::{self, Write}, path::Path, process::ExitCode};
@@ -40,6 +41,7 @@ fn main() -> ExitCode {
     let trials = [
         kinds::trials(),
         multi_sync::trials(),
+        options::trials(),
         shapes::trials(),
     ];
     let trials = trials.into_iter().flatten().collect();

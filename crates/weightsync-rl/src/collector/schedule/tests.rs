@@ -33,7 +33,13 @@ type Heard = Option<(u64, u64)>;
 impl World {
     fn new(goal: Goal, workers: usize, max_staleness: Option<u64>) -> Self {
         Self {
-            schedule: Schedule::new(workers, max_staleness),
+            schedule: Schedule::new(
+                workers,
+                Rules {
+                    max_staleness,
+                    ..Rules::default()
+                },
+            ),
             goal,
             max_staleness,
             workers: vec![Some(Vec::new()); workers],
@@ -116,8 +122,9 @@ impl World {
                     worker,
                     ticket,
                     version,
+                    random,
                 } => {
-                    assert_eq!(version, self.version);
+                    assert!(version == self.version && !random);
                     let requests = self.workers[worker].as_mut().expect("a worker that runs");
                     requests.push((ticket, version));
                     if self.goal == Goal::Anyone {
@@ -216,7 +223,7 @@ fn first_come_is_first_served_in_every_order() {
 
 #[test]
 fn a_worker_that_keeps_dying_is_given_up() {
-    let mut schedule = Schedule::new(1, None);
+    let mut schedule = Schedule::new(1, Rules::default());
     let (goal, version) = (Goal::Everyone, 1);
     schedule.step(Event::Begin { goal, version });
     for _ in 0..MAX_DEATHS {
@@ -230,4 +237,59 @@ fn a_worker_that_keeps_dying_is_given_up() {
     // The next batch tries again.
     let effects = schedule.step(Event::Begin { goal, version });
     assert_eq!(effects, [Effect::Start { worker: 0 }]);
+}
+
+#[test]
+fn the_first_frames_are_drawn_evenly() {
+    let rules = Rules {
+        init_random_frames: 25,
+        part: 10,
+        ..Rules::default()
+    };
+    // Two workers make 20 frames a batch: the second is random as a whole.
+    let mut schedule = Schedule::new(2, rules);
+    let random: Vec<bool> = (0..3)
+        .map(|_| {
+            let (goal, version) = (Goal::Everyone, 1);
+            let asked = asked(&schedule.step(Event::Begin { goal, version }));
+            for (worker, ticket, random) in &asked {
+                assert_eq!(*random, asked[0].2);
+                part(&mut schedule, *worker, *ticket);
+            }
+            asked[0].2
+        })
+        .collect();
+    assert_eq!(random, [true, true, false]);
+
+    // First come, first served: the first three parts that are asked for.
+    let mut schedule = Schedule::new(2, rules);
+    let (goal, version) = (Goal::Anyone, 1);
+    let first = asked(&schedule.step(Event::Begin { goal, version }));
+    let random: Vec<bool> = first.iter().map(|ask| ask.2).collect();
+    assert_eq!(random, [true, true, true, false]);
+    let next = asked(&part(&mut schedule, first[0].0, first[0].1));
+    assert!(!next[0].2);
+}
+
+fn part(schedule: &mut Schedule, worker: usize, ticket: u64) -> Vec<Effect> {
+    let oldest = 1;
+    schedule.step(Event::Part {
+        worker,
+        ticket,
+        oldest,
+    })
+}
+
+/// Worker, ticket, and whether actions are drawn evenly.
+fn asked(effects: &[Effect]) -> Vec<(usize, u64, bool)> {
+    let ask = |effect: &Effect| match *effect {
+        Effect::Ask {
+            worker,
+            ticket,
+            random,
+            ..
+        } => Some((worker, ticket, random)),
+        _ => None,
+    };
+    effects.iter().filter_map(ask).collect()
 }
