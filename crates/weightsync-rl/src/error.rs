@@ -1,9 +1,6 @@
 use std::time::Duration;
 
-use weightsync_engine::{
-    WorkerId,
-    worker::WorkerError,
-};
+use weightsync_engine::{WorkerId, worker::WorkerError};
 
 use crate::collector::Ending;
 

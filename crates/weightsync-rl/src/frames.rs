@@ -38,8 +38,9 @@ pub struct Frames {
     /// What the step led to, before any reset, `[..shape, observation_len]`.
     pub next_observations: Vec<f32>,
     /// What the policy did.
-    pub actions: Vec<u32>,
-    /// Natural logarithm of the probability the policy gave to the action.
+    pub actions: Actions,
+    /// Natural logarithm of the probability the policy gave to the action, or of
+    /// the density.
     pub log_probs: Vec<f32>,
     /// What the step earned.
     pub rewards: Vec<f32>,
@@ -68,6 +69,90 @@ pub struct Episode {
     pub steps: u32,
 }
 
+/// The actions of a batch.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Actions {
+    /// A number of each frame.
+    Discrete(Vec<u32>),
+    /// Quantities of each frame, as they were drawn: tasks clip them.
+    Continuous {
+        /// `[..shape, len]`.
+        values: Vec<f32>,
+        /// Number of quantities in one action.
+        len: usize,
+    },
+}
+
+/// What a batch's actions are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ActionKind {
+    Discrete,
+    Continuous(usize),
+}
+
+impl Actions {
+    /// The actions, if they are discrete.
+    pub fn discrete(&self) -> Option<&[u32]> {
+        match self {
+            Actions::Discrete(actions) => Some(actions),
+            Actions::Continuous { .. } => None,
+        }
+    }
+
+    /// The actions, `[..shape, len]`, and the number of quantities in one, if they
+    /// are continuous.
+    pub fn continuous(&self) -> Option<(&[f32], usize)> {
+        match self {
+            Actions::Discrete(_) => None,
+            Actions::Continuous { values, len } => Some((values, *len)),
+        }
+    }
+
+    pub(crate) fn zeroed(kind: ActionKind, frames: usize) -> Self {
+        match kind {
+            ActionKind::Discrete => Actions::Discrete(vec![0; frames]),
+            ActionKind::Continuous(len) => Actions::Continuous {
+                values: vec![0.0; frames * len],
+                len,
+            },
+        }
+    }
+
+    pub(crate) fn kind(&self) -> ActionKind {
+        match self {
+            Actions::Discrete(_) => ActionKind::Discrete,
+            Actions::Continuous { len, .. } => ActionKind::Continuous(*len),
+        }
+    }
+
+    /// Whether there is one for each of so many frames.
+    fn are(&self, frames: usize) -> bool {
+        match self {
+            Actions::Discrete(actions) => actions.len() == frames,
+            Actions::Continuous { values, len } => frames.checked_mul(*len) == Some(values.len()),
+        }
+    }
+
+    /// Appends those of some frames, which are of the same kind.
+    fn extend(&mut self, other: &Actions, frames: Range<usize>) {
+        match (self, other) {
+            (Actions::Discrete(all), Actions::Discrete(other)) => {
+                all.extend_from_slice(&other[frames]);
+            }
+            (Actions::Continuous { values, len }, Actions::Continuous { values: other, .. }) => {
+                values.extend_from_slice(&other[frames.start * *len..frames.end * *len]);
+            }
+            (all, other) => debug_assert_eq!(all.kind(), other.kind()),
+        }
+    }
+}
+
+impl Default for Actions {
+    fn default() -> Self {
+        Actions::Discrete(Vec::new())
+    }
+}
+
 /// How the frames of several workers become one batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CatResults {
@@ -83,14 +168,19 @@ pub enum CatResults {
 
 impl Frames {
     /// Room for the frames of some environments, all zero: shape `[envs, steps]`.
-    pub(crate) fn zeroed(envs: usize, steps: usize, observation_len: usize) -> Self {
+    pub(crate) fn zeroed(
+        envs: usize,
+        steps: usize,
+        observation_len: usize,
+        actions: ActionKind,
+    ) -> Self {
         let len = envs * steps;
         Self {
             shape: vec![envs, steps],
             observation_len,
             observations: vec![0.0; len * observation_len],
             next_observations: vec![0.0; len * observation_len],
-            actions: vec![0; len],
+            actions: Actions::zeroed(actions, len),
             log_probs: vec![0.0; len],
             rewards: vec![0.0; len],
             terminated: vec![false; len],
@@ -131,7 +221,7 @@ impl Frames {
             return Ok(Frames::default());
         };
         for part in &parts {
-            part.check(&first.shape, first.observation_len)?;
+            part.check(&first.shape, first.observation_len, first.actions.kind())?;
         }
         let mut shape = first.shape.clone();
         let (len, steps) = (first.len(), first.steps());
@@ -143,13 +233,14 @@ impl Frames {
         // Rows of time stay whole: one worker after the other, or in turns.
         let in_turns = how == CatResults::Last && len > steps;
         let mut all = if in_turns {
-            let mut all = Frames::default();
+            let mut all = Frames::zeroed(0, 0, first.observation_len, first.actions.kind());
             for row in (0..len).step_by(steps) {
-                parts.iter().for_each(|part| all.extend(part, row..row + steps));
+                parts
+                    .iter()
+                    .for_each(|part| all.extend(part, row..row + steps));
             }
             let episodes = parts.iter().flat_map(|part| &part.episodes);
             all.episodes = episodes.copied().collect();
-            all.observation_len = first.observation_len;
             all
         } else {
             let mut parts = parts.into_iter();
@@ -168,25 +259,37 @@ impl Frames {
     pub(crate) fn extend(&mut self, other: &Frames, range: Range<usize>) {
         let seen = range.start * other.observation_len..range.end * other.observation_len;
         let (at, r) = (seen, range);
-        self.observations.extend_from_slice(&other.observations[at.clone()]);
-        self.next_observations.extend_from_slice(&other.next_observations[at]);
-        self.actions.extend_from_slice(&other.actions[r.clone()]);
-        self.log_probs.extend_from_slice(&other.log_probs[r.clone()]);
+        self.observations
+            .extend_from_slice(&other.observations[at.clone()]);
+        self.next_observations
+            .extend_from_slice(&other.next_observations[at]);
+        self.actions.extend(&other.actions, r.clone());
+        self.log_probs
+            .extend_from_slice(&other.log_probs[r.clone()]);
         self.rewards.extend_from_slice(&other.rewards[r.clone()]);
-        self.terminated.extend_from_slice(&other.terminated[r.clone()]);
-        self.truncated.extend_from_slice(&other.truncated[r.clone()]);
-        self.policy_versions.extend_from_slice(&other.policy_versions[r.clone()]);
+        self.terminated
+            .extend_from_slice(&other.terminated[r.clone()]);
+        self.truncated
+            .extend_from_slice(&other.truncated[r.clone()]);
+        self.policy_versions
+            .extend_from_slice(&other.policy_versions[r.clone()]);
         self.traj_ids.extend_from_slice(&other.traj_ids[r]);
     }
 
     /// Checks frames that came from outside against what was asked for.
-    pub(crate) fn check(&self, shape: &[usize], observation_len: usize) -> Result<(), Error> {
+    pub(crate) fn check(
+        &self,
+        shape: &[usize],
+        observation_len: usize,
+        actions: ActionKind,
+    ) -> Result<(), Error> {
         let len: usize = shape.iter().product();
         let fits = self.shape == shape
             && self.observation_len == observation_len
             && self.observations.len() == len * observation_len
             && self.next_observations.len() == len * observation_len
-            && self.actions.len() == len
+            && self.actions.kind() == actions
+            && self.actions.are(len)
             && self.log_probs.len() == len
             && self.rewards.len() == len
             && self.terminated.len() == len
@@ -209,11 +312,15 @@ impl Frames {
 mod tests {
     use super::*;
 
+    fn zeroed(envs: usize, steps: usize, observation_len: usize) -> Frames {
+        Frames::zeroed(envs, steps, observation_len, ActionKind::Discrete)
+    }
+
     /// Two workers' frames, `[2, 3]` each, whose actions tell where they are.
     fn parts() -> Vec<Frames> {
-        let mut parts = vec![Frames::zeroed(2, 3, 4), Frames::zeroed(2, 3, 4)];
-        parts[0].actions = vec![0, 1, 2, 10, 11, 12];
-        parts[1].actions = vec![100, 101, 102, 110, 111, 112];
+        let mut parts = vec![zeroed(2, 3, 4), zeroed(2, 3, 4)];
+        parts[0].actions = Actions::Discrete(vec![0, 1, 2, 10, 11, 12]);
+        parts[1].actions = Actions::Discrete(vec![100, 101, 102, 110, 111, 112]);
         parts
     }
 
@@ -221,8 +328,8 @@ mod tests {
     fn frames_of_workers_are_put_together_in_three_ways() {
         let cat = |how| {
             let all = Frames::cat(parts(), how).unwrap();
-            all.check(&all.shape, 4).unwrap();
-            (all.shape, all.actions)
+            all.check(&all.shape, 4, ActionKind::Discrete).unwrap();
+            (all.shape, all.actions.discrete().unwrap().to_vec())
         };
         let in_order = vec![0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112];
         assert_eq!(cat(CatResults::Stack), (vec![2, 2, 3], in_order.clone()));
@@ -232,15 +339,32 @@ mod tests {
     }
 
     #[test]
+    fn continuous_actions_are_put_together_like_others() {
+        let mut parts = vec![Frames::zeroed(2, 1, 1, ActionKind::Continuous(2)); 2];
+        for (i, part) in parts.iter_mut().enumerate() {
+            let first = i as f32 * 10.0;
+            part.actions = Actions::Continuous {
+                values: vec![first, first + 1.0, first + 2.0, first + 3.0],
+                len: 2,
+            };
+        }
+        let all = Frames::cat(parts, CatResults::Last).unwrap();
+        let values = [0.0, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0];
+        assert_eq!(all.shape, [2, 2]);
+        assert_eq!(all.actions.continuous(), Some((&values[..], 2)));
+    }
+
+    #[test]
     fn frames_that_do_not_match_are_not_put_together() {
         let refused = |other: Frames| {
-            let parts = vec![Frames::zeroed(2, 3, 4), other];
+            let parts = vec![zeroed(2, 3, 4), other];
             Frames::cat(parts, CatResults::Stack).is_err()
         };
-        assert!(refused(Frames::zeroed(2, 4, 4)));
-        assert!(refused(Frames::zeroed(2, 3, 5)));
-        let mut cut = Frames::zeroed(2, 3, 4);
+        assert!(refused(zeroed(2, 4, 4)));
+        assert!(refused(zeroed(2, 3, 5)));
+        let mut cut = zeroed(2, 3, 4);
         cut.rewards.pop();
         assert!(refused(cut), "one field too short");
+        assert!(refused(Frames::zeroed(2, 3, 4, ActionKind::Continuous(1))));
     }
 }

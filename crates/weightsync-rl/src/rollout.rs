@@ -1,12 +1,12 @@
 //! Collecting in the caller's own thread: the inner loop of every collector.
 
-use rand::{RngExt, SeedableRng};
+use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    env::{BatchedEnv, Env, EnvRng},
+    env::{BatchedEnv, Env, EnvRng, Store},
     frames::{Episode, Frames},
-    policy::{Choice, MlpPolicy},
+    policy::{Choice, Policy},
 };
 
 /// Environments, their generators and the episodes under way.
@@ -80,7 +80,12 @@ impl<E: Env> Rollout<E> {
     /// Takes `steps` steps in every environment, `[P, T]`, with actions chosen by
     /// `policy`, resetting where an episode ends, and stamps every frame with
     /// `version`.
-    pub fn collect(&mut self, policy: &MlpPolicy<'_>, version: u64, steps: usize) -> Frames {
+    pub fn collect(
+        &mut self,
+        policy: &impl Policy<Action = E::Action>,
+        version: u64,
+        steps: usize,
+    ) -> Frames {
         let mut scratch = policy.scratch();
         match self.options.exploration {
             Exploration::Random => self.run(version, steps, |observation, rng| {
@@ -94,10 +99,8 @@ impl<E: Env> Rollout<E> {
 
     /// The same with actions drawn evenly from all there are, and version 0.
     pub fn collect_random(&mut self, steps: usize) -> Frames {
-        let log_prob = -(E::ACTIONS as f32).ln();
-        self.run(0, steps, |_, rng| Choice {
-            action: rng.random_range(0..E::ACTIONS as u32),
-            log_prob,
+        self.run(0, steps, |_, rng| {
+            E::Action::even(E::ACTIONS, E::ACTION_RANGE, rng)
         })
     }
 
@@ -105,10 +108,10 @@ impl<E: Env> Rollout<E> {
         &mut self,
         version: u64,
         steps: usize,
-        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice,
+        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice<E::Action>,
     ) -> Frames {
         let envs = self.env.len();
-        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN);
+        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN, E::Action::KIND);
         if self.options.reset_at_each_iter && steps > 0 {
             (0..envs).for_each(|p| self.reset(p));
         }
@@ -127,7 +130,7 @@ impl<E: Env> Rollout<E> {
                 episode.steps += 1;
                 transition.truncated |= episode.steps == self.options.max_frames_per_traj;
 
-                frames.actions[i] = choice.action;
+                choice.action.store(i, &mut frames.actions);
                 frames.log_probs[i] = choice.log_prob;
                 frames.rewards[i] = transition.reward;
                 frames.terminated[i] = transition.terminated;
@@ -183,7 +186,10 @@ mod tests {
     use serde::Deserialize;
 
     use super::*;
-    use crate::env::CartPole;
+    use crate::{
+        env::{CartPole, Pendulum},
+        policy::{GaussianPolicy, MlpPolicy},
+    };
 
     fn coin() -> MlpPolicy<'static> {
         MlpPolicy::from_tensors(4, "a", |name| match name {
@@ -317,18 +323,52 @@ mod tests {
             ..RolloutOptions::default()
         };
         let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
-        assert_eq!(rollout.collect(&leaning, 1, 50).actions, vec![1; 100]);
+        let actions = rollout.collect(&leaning, 1, 50).actions;
+        assert_eq!(actions.discrete(), Some(&[1; 100][..]));
         let drawn = Rollout::<CartPole>::new(2, 5).collect(&leaning, 1, 50);
-        assert!(drawn.actions.contains(&0) && drawn.actions.contains(&1));
+        let drawn = drawn.actions.discrete().unwrap();
+        assert!(drawn.contains(&0) && drawn.contains(&1));
     }
 
     #[test]
     fn random_actions_are_even_and_of_no_version() {
         let frames = Rollout::<CartPole>::new(2, 5).collect_random(500);
-        let ones = frames.actions.iter().sum::<u32>();
+        let ones = frames.actions.discrete().unwrap().iter().sum::<u32>();
         assert!((430..570).contains(&ones), "{ones} of 1000");
         assert!(frames.log_probs.iter().all(|log| *log == 0.5_f32.ln()));
         assert_eq!(frames.policy_versions, vec![0; 1000]);
+        let frames = Rollout::<Pendulum>::new(2, 5).collect_random(500);
+        let (torques, 1) = frames.actions.continuous().unwrap() else {
+            panic!("one quantity");
+        };
+        assert!(torques.iter().all(|torque| torque.abs() <= 2.0));
+        assert!(torques.iter().sum::<f32>().abs() < 150.0);
+        assert!(frames.log_probs.iter().all(|log| *log == -4.0_f32.ln()));
+    }
+
+    #[test]
+    fn continuous_actions_are_stored_as_drawn() {
+        let (weight, bias, log_std) = ([0.0; 3], [5.0], [0.0]);
+        let policy = GaussianPolicy::<1>::from_tensors(3, "a", |name| match name {
+            "a.0.weight" => Some(&weight),
+            "a.0.bias" => Some(&bias),
+            "a.log_std" => Some(&log_std),
+            _ => None,
+        })
+        .unwrap();
+        let frames = Rollout::<Pendulum>::new(2, 5).collect(&policy, 3, 300);
+        let (torques, 1) = frames.actions.continuous().unwrap() else {
+            panic!("one quantity");
+        };
+        let mean = torques.iter().sum::<f32>() / 600.0;
+        assert!((mean - 5.0).abs() < 0.2, "not clipped: {mean}");
+        for (torque, log_prob) in torques.iter().zip(&frames.log_probs) {
+            let expected = -0.5 * (torque - 5.0).powi(2) - 0.918_938_5;
+            assert!((log_prob - expected).abs() < 1e-4);
+        }
+        let ends: Vec<usize> = (0..600).filter(|&i| frames.truncated[i]).collect();
+        assert_eq!(ends, [199, 499]);
+        assert!(!frames.terminated.contains(&true));
     }
 
     #[test]

@@ -255,7 +255,7 @@ impl<K: Remote> Builder<K> {
                     Some(spawn) => spawn,
                     None => Spawn::this_program()?,
                 };
-                let longest = wire::longest(plan.envs, plan.steps, self.task.observation_len());
+                let longest = wire::longest(plan.envs, plan.steps, self.task);
                 Box::new(Processes::start(spawn, &starts, longest)?)
             }
         };

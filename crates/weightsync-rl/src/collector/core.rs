@@ -232,7 +232,10 @@ impl Core {
         match heard {
             Heard::Frames { ticket, frames } => {
                 let (task, envs) = (self.plan.task, self.plan.envs);
-                if task.check_part(&frames, envs, self.plan.steps(goal)).is_err() {
+                if task
+                    .check_part(&frames, envs, self.plan.steps(goal))
+                    .is_err()
+                {
                     return (Event::Nonsense { worker }, None);
                 }
                 // Drawn evenly, an action is of no version and never stale.
@@ -270,7 +273,11 @@ impl Core {
     fn take(&mut self) -> Gathered {
         let mut parts = Vec::new();
         for (worker, state) in self.workers.iter_mut().enumerate() {
-            if let Some(Part { mut frames, stretch }) = state.part.take() {
+            if let Some(Part {
+                mut frames,
+                stretch,
+            }) = state.part.take()
+            {
                 self.trajectories.rename(worker, stretch, &mut frames);
                 self.plan.shape(&mut frames);
                 parts.push((id(worker), frames));

@@ -203,7 +203,9 @@ impl Schedule {
         state.kept = true;
         effects.push(Effect::Keep { worker });
         if self.workers.iter().all(|worker| worker.kept) {
-            self.workers.iter_mut().for_each(|worker| worker.kept = false);
+            self.workers
+                .iter_mut()
+                .for_each(|worker| worker.kept = false);
             if self.goal == Goal::Everyone {
                 self.delivered += self.rules.part * self.workers.len() as u64;
             }

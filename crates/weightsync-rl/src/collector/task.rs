@@ -5,9 +5,8 @@ use weightsync_engine::{Dtype, Layout, Snapshot};
 
 use crate::{
     Error,
-    env::{Acrobot, CartPole, Env, MountainCar},
-    frames::Frames,
-    policy::MlpPolicy,
+    env::{Acrobot, Action, CartPole, Env, MountainCar, Pendulum, Store},
+    frames::{ActionKind, Frames},
     rollout::{Rollout, RolloutOptions},
 };
 
@@ -21,6 +20,8 @@ pub enum Task {
     MountainCar,
     /// [`Acrobot`].
     Acrobot,
+    /// [`Pendulum`].
+    Pendulum,
 }
 
 /// Evaluates an expression in which a name stands for the task's environment.
@@ -39,6 +40,10 @@ macro_rules! with_env {
                 type $env = Acrobot;
                 $body
             }
+            Task::Pendulum => {
+                type $env = Pendulum;
+                $body
+            }
         }
     };
 }
@@ -54,9 +59,18 @@ impl Task {
         with_env!(self, E => E::OBSERVATION_LEN)
     }
 
-    /// Number of actions.
+    /// Number of discrete actions, or of quantities in a continuous one.
     pub fn actions(self) -> usize {
         with_env!(self, E => E::ACTIONS)
+    }
+
+    /// Whether actions are continuous.
+    pub fn is_continuous(self) -> bool {
+        self.action_kind() != ActionKind::Discrete
+    }
+
+    pub(super) fn action_kind(self) -> ActionKind {
+        with_env!(self, E => <E as Env>::Action::KIND)
     }
 
     /// `envs` environments of the task, at the start of their episodes.
@@ -72,9 +86,10 @@ impl Task {
         envs: usize,
         steps: usize,
     ) -> Result<(), Error> {
-        frames.check(&[envs, steps], self.observation_len())?;
+        frames.check(&[envs, steps], self.observation_len(), self.action_kind())?;
         let actions = self.actions() as u32;
-        match frames.actions.iter().find(|&&action| action >= actions) {
+        let discrete = frames.actions.discrete().unwrap_or_default();
+        match discrete.iter().find(|&&action| action >= actions) {
             None => Ok(()),
             Some(&action) => Err(Error::NoSuchAction { action, actions }),
         }
@@ -82,11 +97,11 @@ impl Task {
 
     /// Whether weights of this layout hold a policy for the task.
     pub(super) fn check(self, layout: &Layout) -> Result<(), Error> {
-        let outputs = MlpPolicy::width(self.observation_len(), "actor", |name| {
+        let len = |name: &str| {
             let tensor = layout.tensor(name)?;
             (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
-        })?;
-        check_outputs(outputs, self.actions())
+        };
+        with_env!(self, E => <E as Env>::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len))
     }
 }
 
@@ -103,22 +118,10 @@ impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
             return Ok(self.collect_random(steps));
         };
         // The version's own bytes: nothing is copied.
-        let policy = MlpPolicy::from_tensors(E::OBSERVATION_LEN, "actor", |name| {
-            weights.slice::<f32>(name).ok()
-        })?;
-        check_outputs(policy.outputs(), E::ACTIONS)?;
+        let tensor = |name: &str| weights.slice::<f32>(name).ok();
+        let len = |name: &str| tensor(name).map(<[f32]>::len);
+        E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
+        let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
         Ok(self.collect(&policy, weights.version().0, steps))
     }
-}
-
-/// Whether a policy has as many outputs as its task has actions.
-fn check_outputs(got: usize, expected: usize) -> Result<(), Error> {
-    if got == expected {
-        return Ok(());
-    }
-    Err(Error::TensorLen {
-        name: "the actor's last bias".into(),
-        expected,
-        got,
-    })
 }

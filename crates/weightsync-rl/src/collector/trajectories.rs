@@ -76,9 +76,10 @@ impl Trajectories {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::frames::ActionKind;
 
     fn part(ids: [[u64; 3]; 2]) -> Frames {
-        let mut frames = Frames::zeroed(2, 3, 1);
+        let mut frames = Frames::zeroed(2, 3, 1, ActionKind::Discrete);
         frames.traj_ids = ids.concat();
         frames
     }

@@ -7,7 +7,7 @@ use weightsync_engine::InitInfo;
 use super::Task;
 use crate::{
     Error,
-    frames::{Episode, Frames},
+    frames::{Actions, Episode, Frames},
     rollout::RolloutOptions,
 };
 
@@ -48,7 +48,7 @@ struct Columns {
     observation_len: u32,
     observations: Vec<f32>,
     next_observations: Vec<f32>,
-    actions: Vec<u32>,
+    actions: ActionColumn,
     log_probs: Vec<f32>,
     rewards: Vec<f32>,
     terminated: Vec<bool>,
@@ -58,12 +58,23 @@ struct Columns {
     episodes: Vec<(f32, u32)>,
 }
 
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum ActionColumn {
+    Discrete(Vec<u32>),
+    Continuous { len: u32, values: Vec<f32> },
+}
+
 /// The most bytes the frames of one worker take on the wire.
-pub(super) fn longest(envs: usize, steps: usize, observation_len: usize) -> usize {
+pub(super) fn longest(envs: usize, steps: usize, task: Task) -> usize {
     const HEAD: usize = 256;
-    // Two observations; varints of 5, 10 and 10 bytes; three times 4; two flags;
-    // an episode of 4 + 5.
-    let frame = 2 * 4 * observation_len + 5 + 10 + 10 + 3 * 4 + 2 + 9;
+    let action = if task.is_continuous() {
+        4 * task.actions()
+    } else {
+        5
+    };
+    // Two observations; varints of 10 and 10 bytes; three times 4; two flags; an
+    // episode of 4 + 5.
+    let frame = 2 * 4 * task.observation_len() + action + 10 + 10 + 3 * 4 + 2 + 9;
     HEAD + envs * steps * frame
 }
 
@@ -99,7 +110,13 @@ impl Collected {
                 episodes: episodes.map(|e| (e.reward, e.steps)).collect(),
                 observations: frames.observations,
                 next_observations: frames.next_observations,
-                actions: frames.actions,
+                actions: match frames.actions {
+                    Actions::Discrete(actions) => ActionColumn::Discrete(actions),
+                    Actions::Continuous { values, len } => ActionColumn::Continuous {
+                        len: len as u32,
+                        values,
+                    },
+                },
                 log_probs: frames.log_probs,
                 rewards: frames.rewards,
                 terminated: frames.terminated,
@@ -119,7 +136,13 @@ impl Collected {
             observation_len: columns.observation_len as usize,
             observations: columns.observations,
             next_observations: columns.next_observations,
-            actions: columns.actions,
+            actions: match columns.actions {
+                ActionColumn::Discrete(actions) => Actions::Discrete(actions),
+                ActionColumn::Continuous { values, len } => Actions::Continuous {
+                    values,
+                    len: len as usize,
+                },
+            },
             log_probs: columns.log_probs,
             rewards: columns.rewards,
             terminated: columns.terminated,
@@ -159,7 +182,7 @@ pub mod fuzz {
 
     /// The frames of a small batch.
     pub fn valid() -> Vec<u8> {
-        let frames = Frames::zeroed(2, 4, Task::CartPole.observation_len());
+        let frames = Frames::zeroed(2, 4, 4, Task::CartPole.action_kind());
         encode(&Collected::new(7, frames)).unwrap_or_default()
     }
 }
@@ -169,12 +192,12 @@ mod tests {
     use rand::{Rng, RngExt, SeedableRng};
 
     use super::*;
-    use crate::env::EnvRng;
+    use crate::{env::EnvRng, frames::ActionKind};
 
     fn frames() -> Frames {
-        let mut frames = Frames::zeroed(1, 2, 4);
+        let mut frames = Frames::zeroed(1, 2, 4, ActionKind::Discrete);
         frames.observations[7] = 1.0;
-        frames.actions[1] = 1;
+        frames.actions = Actions::Discrete(vec![0, 1]);
         frames.log_probs[0] = -0.5;
         frames.rewards.fill(1.0);
         frames.terminated[1] = true;
@@ -209,7 +232,7 @@ mod tests {
             "0000803f",
             "08",
             &zeros(32),
-            "020001",
+            "00020001",
             "02000000bf00000000",
             "020000803f0000803f",
             "020001",
@@ -223,7 +246,7 @@ mod tests {
         assert_eq!(hex, golden);
         let back: Collected = decode(&bytes).unwrap();
         assert_eq!(back.into_frames(), (3, frames()));
-        assert!(bytes.len() <= longest(1, 2, 4));
+        assert!(bytes.len() <= longest(1, 2, Task::CartPole));
     }
 
     #[test]
@@ -231,10 +254,32 @@ mod tests {
         let check = |frames: &Frames, envs, steps| Task::CartPole.check_part(frames, envs, steps);
         check(&frames(), 1, 2).unwrap();
         assert!(check(&frames(), 2, 1).is_err());
-        assert!(check(&Frames::zeroed(1, 2, 3), 1, 2).is_err());
+        assert!(check(&Frames::zeroed(1, 2, 3, ActionKind::Discrete), 1, 2).is_err());
         let mut wild = frames();
-        wild.actions[0] = 2;
+        wild.actions = Actions::Discrete(vec![2, 0]);
         assert!(check(&wild, 1, 2).is_err());
+        wild.actions = Actions::zeroed(ActionKind::Continuous(1), 2);
+        assert!(check(&wild, 1, 2).is_err(), "of another kind");
+    }
+
+    #[test]
+    fn continuous_actions_keep_their_bytes_on_the_wire() {
+        let mut frames = Frames::zeroed(1, 1, 3, ActionKind::Continuous(1));
+        frames.actions = Actions::Continuous {
+            values: vec![1.0],
+            len: 1,
+        };
+        let bytes = encode(&Collected::new(0, frames.clone())).unwrap();
+        let mut golden = vec![2, 0, 1, 1, 3, 3];
+        golden.extend([0; 12]);
+        golden.push(3);
+        golden.extend([0; 12]);
+        // The kind, the length of an action, and the number of quantities.
+        golden.extend([1, 1, 1, 0, 0, 0x80, 0x3f]);
+        golden.extend([1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0]);
+        assert_eq!(bytes, golden);
+        let back: Collected = decode(&bytes).unwrap();
+        assert_eq!(back.into_frames(), (0, frames));
     }
 
     #[test]

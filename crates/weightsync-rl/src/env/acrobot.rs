@@ -40,6 +40,7 @@ impl Acrobot {
 }
 
 impl Env for Acrobot {
+    type Action = u32;
     const NAME: &'static str = "Acrobot-v1";
     const OBSERVATION_LEN: usize = 6;
     const ACTIONS: usize = 3;
@@ -109,13 +110,7 @@ fn runge_kutta(state: [f64; 4], torque: f64) -> [f64; 4] {
 }
 
 fn derivative([first, second, first_speed, second_speed]: [f64; 4], torque: f64) -> [f64; 4] {
-    let (m, l, lc, i, g) = (
-        LINK_MASS,
-        LINK_LENGTH,
-        LINK_CENTRE,
-        LINK_INERTIA,
-        GRAVITY,
-    );
+    let (m, l, lc, i, g) = (LINK_MASS, LINK_LENGTH, LINK_CENTRE, LINK_INERTIA, GRAVITY);
     let (sin, cos) = second.sin_cos();
     let d1 = m * lc * lc + m * (l * l + lc * lc + 2.0 * l * lc * cos) + i + i;
     let d2 = m * (lc * lc + l * lc * cos) + i;
@@ -124,9 +119,9 @@ fn derivative([first, second, first_speed, second_speed]: [f64; 4], torque: f64)
         - 2.0 * m * l * lc * second_speed * first_speed * sin
         + (m * lc + m * l) * g * (first - PI / 2.0).cos()
         + phi2;
-    let second_rate = (torque + d2 / d1 * phi1 - m * l * lc * first_speed * first_speed * sin
-        - phi2)
-        / (m * lc * lc + i - d2 * d2 / d1);
+    let second_rate =
+        (torque + d2 / d1 * phi1 - m * l * lc * first_speed * first_speed * sin - phi2)
+            / (m * lc * lc + i - d2 * d2 / d1);
     let first_rate = -(d2 * second_rate + phi1) / d1;
     [first_speed, second_speed, first_rate, second_rate]
 }

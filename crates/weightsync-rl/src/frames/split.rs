@@ -35,8 +35,9 @@ pub struct SplitFrames {
 pub fn split_trajectories(frames: &Frames) -> SplitFrames {
     let runs = runs(frames);
     let longest = runs.iter().map(Range::len).max().unwrap_or(0);
-    let padding = Frames::zeroed(1, longest, frames.observation_len);
-    let mut split = Frames::zeroed(0, 0, frames.observation_len);
+    let kind = frames.actions.kind();
+    let padding = Frames::zeroed(1, longest, frames.observation_len, kind);
+    let mut split = Frames::zeroed(0, 0, frames.observation_len, kind);
     let mut mask = Vec::with_capacity(runs.len() * longest);
     for run in &runs {
         split.extend(frames, run.clone());
@@ -68,10 +69,11 @@ fn runs(frames: &Frames) -> Vec<Range<usize>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::frames::ActionKind;
 
     #[test]
     fn trajectories_are_padded_to_the_longest() {
-        let mut frames = Frames::zeroed(2, 4, 1);
+        let mut frames = Frames::zeroed(2, 4, 1, ActionKind::Discrete);
         frames.traj_ids = vec![7, 7, 7, 9, 8, 10, 10, 11];
         frames.rewards = vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0];
         frames.observations = frames.rewards.clone();
@@ -88,15 +90,25 @@ mod tests {
         ];
         assert_eq!(rows, expected);
         assert_eq!(split.frames.observations, split.frames.rewards);
-        let mask: Vec<bool> = expected.concat().iter().map(|reward| *reward > 0.0).collect();
+        let mask: Vec<bool> = expected
+            .concat()
+            .iter()
+            .map(|reward| *reward > 0.0)
+            .collect();
         assert_eq!(split.mask, mask);
-        assert_eq!(split.frames.terminated.iter().filter(|end| **end).count(), 1);
-        split.frames.check(&[5, 3], 1).unwrap();
+        assert_eq!(
+            split.frames.terminated.iter().filter(|end| **end).count(),
+            1
+        );
+        split
+            .frames
+            .check(&[5, 3], 1, ActionKind::Discrete)
+            .unwrap();
     }
 
     #[test]
     fn no_frames_are_no_trajectories() {
-        let split = split_trajectories(&Frames::zeroed(2, 0, 4));
+        let split = split_trajectories(&Frames::zeroed(2, 0, 4, ActionKind::Discrete));
         assert_eq!((split.frames.shape, split.mask), (vec![0, 0], vec![]));
     }
 }

@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use weightsync_engine::{Tensors, Version, WorkerId};
 use weightsync_rl::{
     collector::{Async, Batch, Ending, MultiAsync, MultiSync, Sync, Task},
-    frames::Frames,
+    frames::{CatResults, Frames},
 };
 
-use crate::{Outcome, trials, weights};
+use crate::{Outcome, discrete, trials, weights};
 
 trials! {
     threads_collect_the_frames_of_processes,
@@ -19,6 +19,7 @@ trials! {
     multi_async_gives_the_parts_of_all_workers,
     multi_async_begins_parts_with_the_newest_weights,
     multi_async_drops_frames_that_are_too_old,
+    continuous_actions_come_from_every_kind,
     trajectory_ids_are_unique_over_workers_and_batches,
     trajectory_ids_are_not_used_again_after_a_death,
 }
@@ -86,7 +87,7 @@ fn sync_acts_on_the_weights_given() -> Outcome {
         bias[action as usize] = 100.0;
         assert_eq!(collector.update_policy_weights(&weights)?, Version(version));
         let frames = collector.next_batch()?.frames;
-        assert_eq!(frames.actions, vec![action; 50]);
+        assert_eq!(discrete(&frames), vec![action; 50]);
         assert_eq!(frames.policy_versions, vec![version; 50]);
     }
     Ok(())
@@ -180,6 +181,31 @@ fn multi_async_drops_frames_that_are_too_old() -> Outcome {
     Ok(())
 }
 
+fn continuous_actions_come_from_every_kind() -> Outcome {
+    let mut weights = Tensors::new();
+    weights.insert("actor.0.weight", [1, 3], vec![0.0_f32; 3])?;
+    weights.insert("actor.0.bias", [1], vec![0.5_f32])?;
+    assert!(Sync::builder(Task::Pendulum).start(&weights).is_err());
+    weights.insert("actor.log_std", [1], vec![-1.0_f32])?;
+    let mut here = Sync::builder(Task::Pendulum)
+        .envs_per_worker(2)
+        .start(&weights)?;
+    let expected = here.next_batch()?.frames;
+    let (torques, len) = expected.actions.continuous().ok_or("continuous")?;
+    assert_eq!((torques.len(), len), (1000, 1));
+    let mut all = MultiSync::builder(Task::Pendulum)
+        .envs_per_worker(2)
+        .cat_results(CatResults::First)
+        .start(&weights)?;
+    assert_eq!(all.next_batch()?.frames, expected);
+    let mut first = Async::builder(Task::Pendulum)
+        .envs_per_worker(2)
+        .threads()
+        .start(&weights)?;
+    assert_eq!(first.next_batch()?.frames, expected);
+    Ok(())
+}
+
 fn trajectory_ids_are_unique_over_workers_and_batches() -> Outcome {
     let weights = weights()?;
     let mut all = MultiSync::builder(Task::CartPole)
@@ -187,7 +213,9 @@ fn trajectory_ids_are_unique_over_workers_and_batches() -> Outcome {
         .envs_per_worker(2)
         .frames_per_batch(300)
         .start(&weights)?;
-    let batches = (0..4).map(|_| all.next_batch()).collect::<Result<Vec<_>, _>>()?;
+    let batches = (0..4)
+        .map(|_| all.next_batch())
+        .collect::<Result<Vec<_>, _>>()?;
     assert_chained(&batches);
     // One growing count, in order of worker, then of the first frames.
     let ids = &batches[0].frames.traj_ids;
@@ -207,7 +235,9 @@ fn trajectory_ids_are_unique_over_workers_and_batches() -> Outcome {
         .frames_per_batch(100)
         .threads()
         .start(&weights)?;
-    let batches = (0..9).map(|_| first.next_batch()).collect::<Result<Vec<_>, _>>()?;
+    let batches = (0..9)
+        .map(|_| first.next_batch())
+        .collect::<Result<Vec<_>, _>>()?;
     assert_chained(&batches);
     Ok(())
 }

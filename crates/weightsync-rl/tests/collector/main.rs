@@ -5,7 +5,12 @@ mod multi_sync;
 mod options;
 mod shapes;
 
-use std::{fs::OpenOptions, io::{self, Write}, path::Path, process::ExitCode};
+use std::{
+    fs::OpenOptions,
+    io::{self, Write},
+    path::Path,
+    process::ExitCode,
+};
 
 use libtest_mimic::Arguments;
 use rustix::process::Pid;
@@ -13,7 +18,7 @@ use weightsync_engine::{
     Tensors,
     worker::{self, WorkerProcess},
 };
-use weightsync_rl::collector;
+use weightsync_rl::{collector, frames::Frames};
 
 pub type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -65,6 +70,11 @@ pub fn weights() -> Result<Tensors, weightsync_engine::Error> {
     weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
     weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
     Ok(weights)
+}
+
+/// The actions of a task that has discrete ones.
+pub fn discrete(frames: &Frames) -> &[u32] {
+    frames.actions.discrete().expect("discrete actions")
 }
 
 pub fn pid(id: u32) -> Result<Pid, io::Error> {

@@ -12,7 +12,7 @@ use weightsync_rl::{
     collector::{Batch, Builder, MultiSync, Task},
 };
 
-use crate::{MISCHIEF, Outcome, pid, trials, weights};
+use crate::{MISCHIEF, Outcome, discrete, pid, trials, weights};
 
 trials! {
     the_same_seed_gives_the_same_frames,
@@ -82,11 +82,11 @@ fn workers_act_on_the_weights_sent() -> Outcome {
         bias.fill(-100.0);
         bias[action as usize] = 100.0;
         collector.update_policy_weights(&weights)?;
-        assert_eq!(collector.next_batch()?.frames.actions, vec![action; 300]);
+        assert_eq!(discrete(&collector.next_batch()?.frames), vec![action; 300]);
     }
     // An in-place change that was not sent is not acted on.
     weights.slice_mut::<f32>("actor.0.bias")?.reverse();
-    assert_eq!(collector.next_batch()?.frames.actions, vec![0; 300]);
+    assert_eq!(discrete(&collector.next_batch()?.frames), vec![0; 300]);
     Ok(())
 }
 
@@ -116,7 +116,7 @@ fn an_idle_worker_that_dies_is_replaced() -> Outcome {
     assert_eq!(collector.pid(WorkerId(1)), Some(restarts[0].pid));
     assert_eq!(batch.frames.shape, [3, 2, 50]);
     assert_eq!(
-        batch.frames.actions,
+        discrete(&batch.frames),
         vec![0; 300],
         "with the current weights"
     );

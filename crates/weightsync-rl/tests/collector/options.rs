@@ -7,7 +7,7 @@ use weightsync_rl::{
     rollout::Exploration,
 };
 
-use crate::{Outcome, trials, weights};
+use crate::{Outcome, discrete, trials, weights};
 
 trials! {
     iteration_ends_with_the_total_frames,
@@ -140,7 +140,7 @@ fn the_mode_is_the_same_for_every_seed() -> Outcome {
             .exploration(Exploration::Mode)
             .threads()
             .start(&weights)?;
-        assert_eq!(collector.next_batch()?.frames.actions, vec![1; 40]);
+        assert_eq!(discrete(&collector.next_batch()?.frames), vec![1; 40]);
     }
     Ok(())
 }

@@ -6,7 +6,7 @@ use weightsync_rl::{
     frames::{CatResults, Frames},
 };
 
-use crate::{Outcome, trials, weights};
+use crate::{Outcome, discrete, trials, weights};
 
 trials! {
     every_cell_of_the_table_has_its_shape,
@@ -58,7 +58,7 @@ fn frames_are_where_the_shape_says() -> Outcome {
     let frame = |frames: &Frames, i: usize| {
         let len = frames.observation_len;
         let seen = frames.observations[i * len..(i + 1) * len].to_vec();
-        (seen, frames.traj_ids[i], frames.actions[i])
+        (seen, frames.traj_ids[i], discrete(frames)[i])
     };
     for worker in 0..b {
         for env in 0..p {

@@ -11,6 +11,7 @@ import json
 import pathlib
 
 import gymnasium as gym
+import numpy as np
 
 HERE = pathlib.Path(__file__).parent
 
@@ -31,6 +32,16 @@ def pump(state, _rng):
 
 def always(action):
     return lambda _state, _rng: action
+
+
+def swing_up(state, _rng):
+    """Pumps the pendulum with all it has."""
+    return np.array([2.0 if state[1] >= 0.0 else -2.0], dtype=np.float32)
+
+
+def any_torque(_state, rng):
+    """Also more than there is: it is clipped."""
+    return rng.uniform(-3.0, 3.0, size=1).astype(np.float32)
 
 
 def coin(state, rng):
@@ -59,7 +70,7 @@ def record(env_id, policy, seed):
         states.append([float(s) for s in env.unwrapped.state])
         steps.append(
             {
-                "action": action,
+                "action": [float(f"{a:.9g}") for a in action] if isinstance(action, np.ndarray) else action,
                 "observation": [float(f"{o:.9g}") for o in observation],
                 "reward": float(reward),
                 "terminated": bool(terminated),
@@ -93,4 +104,9 @@ write(
     "acrobot.json",
     "Acrobot-v1",
     [(pump, 1), (any_of_three, 2), (always(2), 3)],
+)
+write(
+    "pendulum.json",
+    "Pendulum-v1",
+    [(swing_up, 1), (any_torque, 2)],
 )

@@ -158,7 +158,9 @@ impl Port for Channel {
 
     fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error> {
         // A trainer that has left asks for nothing more either.
-        let _ = self.tell.send((self.worker, Heard::Frames { ticket, frames }));
+        let _ = self
+            .tell
+            .send((self.worker, Heard::Frames { ticket, frames }));
         Ok(())
     }
 }

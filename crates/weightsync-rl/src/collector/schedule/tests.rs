@@ -202,7 +202,10 @@ fn explore(start: World, depth: usize) -> usize {
     let mut frontier = vec![start];
     for _ in 0..depth {
         let next: Vec<World> = frontier.iter().flat_map(World::next).collect();
-        frontier = next.into_iter().filter(|w| seen.insert(w.clone())).collect();
+        frontier = next
+            .into_iter()
+            .filter(|w| seen.insert(w.clone()))
+            .collect();
     }
     seen.len()
 }
