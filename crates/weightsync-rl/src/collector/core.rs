@@ -122,7 +122,8 @@ impl Core {
             restarts: Vec::new(),
             dropped: 0,
         };
-        core.gather(Goal::Meet)?;
+        // Who died before the first batch is told with it.
+        core.restarts = core.gather(Goal::Meet)?.restarts;
         Ok(core)
     }
 
@@ -247,6 +248,7 @@ impl Core {
                     oldest: oldest.unwrap_or(u64::MAX),
                 };
                 let stretch = self.trajectories.stretch(worker);
+                let frames = *frames;
                 (part, Some(Part { frames, stretch }))
             }
             Heard::Nonsense => (Event::Nonsense { worker }, None),

@@ -1,7 +1,8 @@
 use std::time::Duration;
 
 use weightsync_engine::{
-    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, worker::WorkerProcess,
+    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground,
+    worker::{WorkerError, WorkerProcess},
 };
 
 use super::wire::{self, Collect, Collected, Start};
@@ -46,14 +47,19 @@ impl Port for WorkerProcess {
     }
 
     fn request(&self) -> Result<Option<Collect>, Error> {
-        let Some(bytes) = self.recv(None)? else {
-            return Ok(None);
-        };
-        Ok(Some(wire::decode(&bytes)?))
+        match self.recv(None)? {
+            // What was asked before the trainer left is of no use any more.
+            Some(bytes) if !self.is_closed() => Ok(Some(wire::decode(&bytes)?)),
+            _ => Ok(None),
+        }
     }
 
     fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error> {
-        Ok(self.send(&wire::encode(&Collected::new(ticket, frames))?)?)
+        match self.send(&wire::encode(&Collected::new(ticket, frames))?) {
+            // Its next request is that there is none.
+            Err(WorkerError::Closed) => Ok(()),
+            other => Ok(other?),
+        }
     }
 }
 

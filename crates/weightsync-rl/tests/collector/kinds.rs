@@ -1,14 +1,16 @@
 //! The kinds of collectors, and workers that are threads.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, time::Duration};
 
+use rustix::process::{Signal, kill_process};
 use weightsync_engine::{Tensors, Version, WorkerId};
 use weightsync_rl::{
+    Error,
     collector::{Async, Batch, Ending, MultiAsync, MultiSync, Sync, Task},
     frames::{CatResults, Frames},
 };
 
-use crate::{Outcome, discrete, trials, weights};
+use crate::{Outcome, discrete, pid, trials, weights};
 
 trials! {
     threads_collect_the_frames_of_processes,
@@ -19,6 +21,8 @@ trials! {
     multi_async_gives_the_parts_of_all_workers,
     multi_async_begins_parts_with_the_newest_weights,
     multi_async_drops_frames_that_are_too_old,
+    first_come_survives_the_death_of_a_worker,
+    first_come_gives_up_at_the_deadline,
     continuous_actions_come_from_every_kind,
     trajectory_ids_are_unique_over_workers_and_batches,
     trajectory_ids_are_not_used_again_after_a_death,
@@ -52,6 +56,7 @@ fn every_kind_collects_the_same_first_frames() -> Outcome {
         MultiSync::builder(Task::Acrobot)
             .frames_per_batch(64)
             .seed(9)
+            .cat_results(CatResults::First)
             .threads()
             .start(&acrobot()?)?
             .next_batch()?,
@@ -181,6 +186,72 @@ fn multi_async_drops_frames_that_are_too_old() -> Outcome {
     Ok(())
 }
 
+fn first_come_survives_the_death_of_a_worker() -> Outcome {
+    let weights = weights()?;
+    let mut collector = MultiAsync::builder(Task::CartPole)
+        .workers(2)
+        .frames_per_batch(40)
+        .start(&weights)?;
+    let (mut batches, mut killed) = (Vec::new(), BTreeSet::new());
+    for worker in [0, 1, 0].map(WorkerId) {
+        let victim = collector.pid(worker).ok_or("no such worker")?;
+        kill_process(pid(victim)?, Signal::KILL)?;
+        killed.insert(victim);
+        let mut replaced = false;
+        while !replaced {
+            let batch = collector.next_batch()?;
+            replaced = batch.restarts.iter().any(|r| r.worker == worker);
+            batches.push(batch);
+        }
+        // Its successor may not have joined yet.
+        let report = collector.update_policy_weights(&weights)?;
+        let dead = |pid| killed.contains(&pid);
+        assert!(report.failed().all(|line| dead(line.pid)), "{report}");
+    }
+    // The replaced ones go on.
+    for worker in [0, 1].map(WorkerId) {
+        while batches.last().is_none_or(|last| last.workers != [worker]) {
+            batches.push(collector.next_batch()?);
+        }
+    }
+    assert_chained(&batches);
+    Ok(())
+}
+
+fn first_come_gives_up_at_the_deadline() -> Outcome {
+    let mut collector = Async::builder(Task::CartPole)
+        .frames_per_batch(40)
+        .start(&weights()?)?;
+    let first = collector.next_batch()?;
+    let worker = pid(collector.pid(WorkerId(0)).ok_or("no worker")?)?;
+    kill_process(worker, Signal::STOP)?;
+    collector.set_deadline(Duration::from_millis(50));
+    // Parts that were finished before come all the same.
+    let mut batches = vec![first];
+    let missing = loop {
+        match collector.next_batch() {
+            Ok(batch) => batches.push(batch),
+            Err(Error::CollectTimeout { missing, .. }) => break missing,
+            Err(other) => return Err(other.into()),
+        }
+    };
+    assert_eq!(missing, [WorkerId(0)]);
+    kill_process(worker, Signal::CONT)?;
+    collector.set_deadline(Duration::from_secs(30));
+    for _ in 0..5 {
+        batches.push(collector.next_batch()?);
+    }
+    // Nothing was lost: one trajectory after the other.
+    assert_chained(&batches);
+    let ids = batches.iter().flat_map(|batch| &batch.frames.traj_ids);
+    let mut next = 0;
+    for id in ids.copied() {
+        assert!(id == next || id + 1 == next, "{id} after {next}");
+        next = next.max(id + 1);
+    }
+    Ok(())
+}
+
 fn continuous_actions_come_from_every_kind() -> Outcome {
     let mut weights = Tensors::new();
     weights.insert("actor.0.weight", [1, 3], vec![0.0_f32; 3])?;
@@ -250,7 +321,7 @@ fn trajectory_ids_are_not_used_again_after_a_death() -> Outcome {
     let mut batches = vec![collector.next_batch()?];
     for _ in 0..3 {
         let victim = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
-        rustix::process::kill_process(crate::pid(victim)?, rustix::process::Signal::KILL)?;
+        kill_process(pid(victim)?, Signal::KILL)?;
         let mut restarted = false;
         while !restarted {
             let batch = collector.next_batch()?;

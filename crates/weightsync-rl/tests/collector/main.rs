@@ -20,6 +20,7 @@ use weightsync_engine::{
 };
 use weightsync_rl::{collector, frames::Frames};
 
+/// What a test comes to.
 pub type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 /// Tells a worker of this binary how to misbehave; see [`misbehave`].
@@ -65,6 +66,7 @@ macro_rules! trials {
     };
 }
 
+/// A policy for CartPole that tosses a coin.
 pub fn weights() -> Result<Tensors, weightsync_engine::Error> {
     let mut weights = Tensors::new();
     weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
@@ -77,6 +79,7 @@ pub fn discrete(frames: &Frames) -> &[u32] {
     frames.actions.discrete().expect("discrete actions")
 }
 
+/// A process id, as signals take it.
 pub fn pid(id: u32) -> Result<Pid, io::Error> {
     Pid::from_raw(id as i32).ok_or_else(|| io::Error::other("no process has id 0"))
 }

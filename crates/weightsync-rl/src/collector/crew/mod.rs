@@ -46,11 +46,18 @@ impl fmt::Display for Ending {
 #[derive(Debug)]
 pub(super) enum Heard {
     /// Frames, as yet unchecked, for the request `ticket`.
-    Frames { ticket: u64, frames: Frames },
+    Frames { ticket: u64, frames: Box<Frames> },
     /// Bytes that mean nothing.
     Nonsense,
     /// It has ended. What is heard afterwards is from another in its place.
     Ended(Ending),
+}
+
+impl Heard {
+    fn frames(ticket: u64, frames: Frames) -> Self {
+        let frames = Box::new(frames);
+        Heard::Frames { ticket, frames }
+    }
 }
 
 /// A group of workers. Dropping it ends them.

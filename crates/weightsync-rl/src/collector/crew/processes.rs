@@ -54,7 +54,7 @@ impl Crew for Processes {
             Event::Frame(bytes) => match wire::decode::<Collected>(&bytes) {
                 Ok(collected) => {
                     let (ticket, frames) = collected.into_frames();
-                    Heard::Frames { ticket, frames }
+                    Heard::frames(ticket, frames)
                 }
                 Err(_) => Heard::Nonsense,
             },

@@ -1,7 +1,11 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::mpsc::{Receiver, Sender, channel},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, Sender, channel},
+    },
     thread::{Builder, JoinHandle},
     time::Duration,
 };
@@ -23,6 +27,8 @@ use crate::{
 #[derive(Debug)]
 pub(in crate::collector) struct Threads {
     workers: Vec<Option<Running>>,
+    /// They are to end, whatever they have been asked for.
+    leaving: Arc<AtomicBool>,
     tell: Sender<(usize, Heard)>,
     heard: Receiver<(usize, Heard)>,
 }
@@ -40,6 +46,7 @@ impl Threads {
         let (tell, heard) = channel();
         let mut threads = Self {
             workers: starts.iter().map(|_| None).collect(),
+            leaving: Arc::default(),
             tell,
             heard,
         };
@@ -47,6 +54,15 @@ impl Threads {
             threads.restart(worker, start)?;
         }
         Ok(threads)
+    }
+
+    /// Waits until a worker has left that was told to, or has told that it ends.
+    fn leave(&mut self, worker: usize) {
+        if let Some(Running { ask, thread }) = self.workers[worker].take() {
+            drop(ask);
+            // Its panic has been caught, and told.
+            let _ = thread.join();
+        }
     }
 }
 
@@ -66,7 +82,7 @@ impl Crew for Threads {
             None => self.heard.recv().ok()?,
         };
         if matches!(heard, Heard::Ended(_)) {
-            self.workers[worker].take().map(Running::join);
+            self.leave(worker);
         }
         Some((worker, heard))
     }
@@ -76,6 +92,7 @@ impl Crew for Threads {
         let port = Channel {
             worker,
             requests,
+            leaving: Arc::clone(&self.leaving),
             tell: self.tell.clone(),
         };
         let thread = Builder::new()
@@ -104,12 +121,11 @@ impl Crew for Threads {
 
     fn shutdown(&mut self) {
         // All are told before the first is waited for.
+        self.leaving.store(true, Ordering::Relaxed);
         for running in self.workers.iter_mut().flatten() {
             running.ask = None;
         }
-        for worker in &mut self.workers {
-            worker.take().map(Running::join);
-        }
+        (0..self.workers.len()).for_each(|worker| self.leave(worker));
     }
 }
 
@@ -119,18 +135,11 @@ impl Drop for Threads {
     }
 }
 
-impl Running {
-    fn join(self) {
-        drop(self.ask);
-        // Its panic has been caught, and told.
-        let _ = self.thread.join();
-    }
-}
-
 /// A worker thread's way to and from its trainer.
 struct Channel {
     worker: usize,
     requests: Receiver<Collect>,
+    leaving: Arc<AtomicBool>,
     tell: Sender<(usize, Heard)>,
 }
 
@@ -153,14 +162,13 @@ impl Port for Channel {
     }
 
     fn request(&self) -> Result<Option<Collect>, Error> {
-        Ok(self.requests.recv().ok())
+        let request = self.requests.recv().ok();
+        Ok(request.filter(|_| !self.leaving.load(Ordering::Relaxed)))
     }
 
     fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error> {
         // A trainer that has left asks for nothing more either.
-        let _ = self
-            .tell
-            .send((self.worker, Heard::Frames { ticket, frames }));
+        let _ = self.tell.send((self.worker, Heard::frames(ticket, frames)));
         Ok(())
     }
 }
@@ -170,4 +178,56 @@ fn words(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
     let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     format!("it panicked: {}", text.unwrap_or("with no words"))
+}
+
+#[cfg(test)]
+mod tests {
+    use weightsync_engine::{SenderSetup, Tensors};
+
+    use super::*;
+    use crate::{collector::Task, rollout::RolloutOptions};
+
+    #[test]
+    fn a_thread_that_fails_says_why_and_is_replaced() {
+        let mut weights = Tensors::new();
+        weights
+            .insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])
+            .unwrap();
+        let setup = SenderSetup::new("policy", &weights).unwrap();
+        let sender = setup.open(&weights, None).unwrap();
+        // Its weights are for another task.
+        let start = Start {
+            task: Task::Acrobot,
+            envs: 1,
+            seed: 0,
+            options: RolloutOptions::default(),
+            weights: sender.init_info(),
+        };
+        let request = Collect {
+            ticket: 0,
+            steps: 1,
+            version: 1,
+            random: false,
+        };
+        let mut threads = Threads::start(vec![start.clone()]).unwrap();
+        for _ in 0..2 {
+            assert_eq!(threads.pid(0), Some(std::process::id()));
+            threads.ask(0, &request, None).unwrap();
+            match threads.hear(None) {
+                Some((0, Heard::Ended(Ending::Thread(words)))) => {
+                    assert!(words.contains("actor.0.bias"), "{words}");
+                }
+                other => panic!("{other:?}"),
+            }
+            assert_eq!(threads.pid(0), None);
+            threads.restart(0, start.clone()).unwrap();
+        }
+    }
+
+    #[test]
+    fn the_words_of_a_panic_are_kept() {
+        assert_eq!(words(&"no way out"), "it panicked: no way out");
+        assert_eq!(words(&"formatted".to_owned()), "it panicked: formatted");
+        assert_eq!(words(&7), "it panicked: with no words");
+    }
 }
