@@ -34,6 +34,29 @@ pub type MultiSync = Multi<Gathered>;
 /// they are when it is handed out. A worker begins its next part at once; one
 /// finished part of each waits, and while the next is finished too, the worker
 /// pauses. A worker that dies is replaced. No worker outlives the trainer.
+///
+/// ```
+/// use weightsync::Tensors;
+/// use weightsync_rl::collector::{MultiAsync, Task};
+///
+/// let mut weights = Tensors::new();
+/// weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
+/// weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
+/// let mut collector = MultiAsync::builder(Task::CartPole)
+///     .workers(2)
+///     .frames_per_batch(100)
+///     .total_frames(500)
+///     .max_staleness(2)
+///     .threads()
+///     .start(&weights)?;
+/// while let Some(batch) = collector.next() {
+///     let batch = batch?;
+///     println!("{} frames of {:?}", batch.frames.len(), batch.workers);
+///     weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // in practice, training
+///     collector.update_policy_weights(&weights)?;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub type MultiAsync = Multi<FirstServed>;
 
 /// A [`MultiAsync`] with one worker: collecting overlaps with training.
