@@ -68,8 +68,44 @@ fn runs(frames: &Frames) -> Vec<Range<usize>> {
 
 #[cfg(test)]
 mod tests {
+    use serde::Deserialize;
+
     use super::*;
     use crate::frames::ActionKind;
+
+    #[derive(Deserialize)]
+    struct Golden {
+        cases: Vec<Case>,
+    }
+
+    #[derive(Deserialize)]
+    struct Case {
+        batches: Vec<Recorded>,
+    }
+
+    #[derive(Deserialize)]
+    struct Recorded {
+        traj_ids: Vec<Vec<u64>>,
+        split: Vec<Vec<u64>>,
+        mask: Vec<Vec<bool>>,
+    }
+
+    #[test]
+    fn batches_are_split_as_torchrl_splits_them() {
+        let json = include_str!("../../tests/data/trajectories.json");
+        let golden: Golden = serde_json::from_str(json).unwrap();
+        for batch in golden.cases.iter().flat_map(|case| &case.batches) {
+            let mut frames = Frames::zeroed(3, 5, 1, ActionKind::Discrete);
+            frames.traj_ids = batch.traj_ids.concat();
+            let split = split_trajectories(&frames);
+            assert_eq!(
+                split.frames.shape,
+                [batch.split.len(), batch.split[0].len()]
+            );
+            assert_eq!(split.frames.traj_ids, batch.split.concat());
+            assert_eq!(split.mask, batch.mask.concat());
+        }
+    }
 
     #[test]
     fn trajectories_are_padded_to_the_longest() {

@@ -3,7 +3,8 @@
     pip install torchrl && python record_trajectories.py
 
 writes `trajectories.json` next to this file: for each case the ids and the ends of
-every frame, batch by batch, `[P, T]`.
+every frame, batch by batch, `[P, T]`; and how the batch is split, `[N, T_max]`: the
+ids, which are 0 in the padding, and the mask.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 import torchrl
 from tensordict import TensorDict
 from torchrl.collectors import Collector
+from torchrl.collectors.utils import split_trajectories
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import EnvBase, SerialEnv
 
@@ -44,6 +46,16 @@ class Counter(EnvBase):
         pass
 
 
+def recorded(batch):
+    split = split_trajectories(batch)
+    return {
+        "traj_ids": batch["collector", "traj_ids"].tolist(),
+        "done": batch["next", "done"].squeeze(-1).tolist(),
+        "split": split["collector", "traj_ids"].tolist(),
+        "mask": split["collector", "mask"].tolist(),
+    }
+
+
 def record(reset_at_each_iter):
     collector = Collector(
         SerialEnv(3, [lambda lengths=lengths: Counter(lengths) for lengths in ENVIRONMENTS]),
@@ -52,13 +64,7 @@ def record(reset_at_each_iter):
         total_frames=45,
         reset_at_each_iter=reset_at_each_iter,
     )
-    batches = [
-        {
-            "traj_ids": batch["collector", "traj_ids"].tolist(),
-            "done": batch["next", "done"].squeeze(-1).tolist(),
-        }
-        for batch in collector
-    ]
+    batches = [recorded(batch) for batch in collector]
     collector.shutdown()
     return {"reset_at_each_iter": reset_at_each_iter, "batches": batches}
 
