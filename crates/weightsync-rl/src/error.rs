@@ -1,9 +1,8 @@
 use std::{io, path::PathBuf, time::Duration};
 
-use weightsync_engine::{
-    WorkerId,
-    worker::{Exit, WorkerError},
-};
+use weightsync_engine::{WorkerId, worker::WorkerError};
+
+use crate::collector::Ending;
 
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
@@ -29,10 +28,18 @@ pub enum Error {
     /// Frames are not shaped as asked for, or a field's length does not match.
     #[error("expected frames of shape {expected:?}, got {got:?}, or a field is cut")]
     FrameShape {
-        /// `[B, P, T]` asked for.
-        expected: [usize; 3],
-        /// `[B, P, T]` claimed.
-        got: [usize; 3],
+        /// The shape asked for.
+        expected: Vec<usize>,
+        /// The shape claimed.
+        got: Vec<usize>,
+    },
+    /// Frames hold an action that the task does not have.
+    #[error("action {action} of a task whose actions are 0 to {}", .actions.saturating_sub(1))]
+    NoSuchAction {
+        /// The action.
+        action: u32,
+        /// How many the task has.
+        actions: u32,
     },
     /// The frames of a batch cannot be shared out evenly.
     #[error(
@@ -75,7 +82,7 @@ pub enum Error {
         /// How often in a row.
         deaths: u32,
         /// Its last end.
-        exit: Box<Exit>,
+        exit: Box<Ending>,
     },
     /// Some workers did not deliver in time.
     #[error("workers {:?} delivered no frames within {waited:.1?}", numbers(.missing))]
@@ -235,6 +242,12 @@ pub enum Error {
         path: PathBuf,
         /// What the system says.
         source: io::Error,
+    },
+    /// A worker thread could not be started.
+    #[error("starting a worker thread: {reason}")]
+    Thread {
+        /// Why.
+        reason: io::Error,
     },
     /// The worker processes.
     #[error(transparent)]

@@ -2,7 +2,7 @@
 //!
 //! The journey of a frame: an [environment](mod@env) is stepped by a
 //! [policy](policy::MlpPolicy) in a [rollout](rollout::Rollout), inside a
-//! worker process of a collector, which hands [`Frames`](frames::Frames) to
+//! worker of a [collector], which hands [`Frames`](frames::Frames) to
 //! the trainer; `ppo` (feature `candle`) turns them into better weights, and
 //! these go back to the workers through `weightsync`. A
 //! [replay buffer](mod@replay) keeps frames to learn from them again.

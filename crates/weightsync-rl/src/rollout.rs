@@ -1,11 +1,12 @@
 //! Collecting in the caller's own thread: the inner loop of every collector.
 
 use rand::SeedableRng;
+use serde::{Deserialize, Serialize};
 
 use crate::{
-    env::{BatchedEnv, Env, EnvRng},
+    env::{BatchedEnv, Env, EnvRng, Store},
     frames::{Episode, Frames},
-    policy::MlpPolicy,
+    policy::{Choice, Policy},
 };
 
 /// Environments, their generators and the episodes under way.
@@ -21,7 +22,7 @@ use crate::{
 /// })?;
 /// let mut rollout = Rollout::<CartPole>::new(2, 1);
 /// let frames = rollout.collect(&policy, 0, 100);
-/// assert_eq!(frames.shape, [1, 2, 100]);
+/// assert_eq!(frames.shape, [2, 100]);
 /// # Ok::<(), weightsync_rl::Error>(())
 /// ```
 #[derive(Clone, Debug)]
@@ -31,73 +32,164 @@ pub struct Rollout<E> {
     /// does not change what one of them sees.
     rngs: Vec<EnvRng>,
     episodes: Vec<Episode>,
+    trajectories: TrajectoryIds,
+    options: RolloutOptions,
+}
+
+/// How actions are chosen from the distribution a policy gives them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Exploration {
+    /// Drawn from it.
+    #[default]
+    Random,
+    /// The most likely one.
+    Mode,
+}
+
+/// What a rollout does besides stepping environments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RolloutOptions {
+    /// Cuts an episode after so many frames, as truncated; 0 sets no limit.
+    pub max_frames_per_traj: u32,
+    /// Begins new episodes with every call, whatever is under way.
+    pub reset_at_each_iter: bool,
+    /// How actions are chosen.
+    pub exploration: Exploration,
 }
 
 impl<E: Env> Rollout<E> {
     /// `envs` environments at the start of their episodes, all randomness
     /// derived from `seed`.
     pub fn new(envs: usize, seed: u64) -> Self {
+        Self::with_options(envs, seed, RolloutOptions::default())
+    }
+
+    /// The same with options.
+    pub fn with_options(envs: usize, seed: u64, options: RolloutOptions) -> Self {
         // The environments fork their generators from `seed` itself.
         let mut seeds = EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15);
         Self {
             env: BatchedEnv::new(envs, seed),
             rngs: (0..envs).map(|_| seeds.fork()).collect(),
-            episodes: vec![
-                Episode {
-                    reward: 0.0,
-                    steps: 0
-                };
-                envs
-            ],
+            episodes: vec![Episode::default(); envs],
+            trajectories: TrajectoryIds::new(envs),
+            options,
         }
     }
 
-    /// Takes `steps` steps in every environment with actions drawn from
+    /// Takes `steps` steps in every environment, `[P, T]`, with actions chosen by
     /// `policy`, resetting where an episode ends, and stamps every frame with
     /// `version`.
-    pub fn collect(&mut self, policy: &MlpPolicy<'_>, version: u64, steps: usize) -> Frames {
-        let envs = self.env.len();
-        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN);
+    pub fn collect(
+        &mut self,
+        policy: &impl Policy<Action = E::Action>,
+        version: u64,
+        steps: usize,
+    ) -> Frames {
         let mut scratch = policy.scratch();
+        match self.options.exploration {
+            Exploration::Random => self.run(version, steps, |observation, rng| {
+                policy.sample(observation, &mut scratch, rng)
+            }),
+            Exploration::Mode => self.run(version, steps, |observation, _| {
+                policy.greedy(observation, &mut scratch)
+            }),
+        }
+    }
+
+    /// The same with actions drawn evenly from all there are, and version 0.
+    pub fn collect_random(&mut self, steps: usize) -> Frames {
+        self.run(0, steps, |_, rng| {
+            E::Action::even(E::ACTIONS, E::ACTION_RANGE, rng)
+        })
+    }
+
+    fn run(
+        &mut self,
+        version: u64,
+        steps: usize,
+        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice<E::Action>,
+    ) -> Frames {
+        let envs = self.env.len();
+        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN, E::Action::KIND);
+        if self.options.reset_at_each_iter && steps > 0 {
+            (0..envs).for_each(|p| self.reset(p));
+        }
         for t in 0..steps {
             for p in 0..envs {
                 let i = p * steps + t;
                 let at = i * E::OBSERVATION_LEN..(i + 1) * E::OBSERVATION_LEN;
                 let observation = &mut frames.observations[at.clone()];
                 self.env.observe_one(p, observation);
-                let choice = policy.sample(observation, &mut scratch, &mut self.rngs[p]);
-                let transition = self.env.step(p, choice.action);
+                let choice = choose(observation, &mut self.rngs[p]);
+                let mut transition = self.env.step(p, choice.action);
                 self.env.observe_one(p, &mut frames.next_observations[at]);
-                frames.actions[i] = choice.action;
+
+                let episode = &mut self.episodes[p];
+                episode.reward += transition.reward;
+                episode.steps += 1;
+                transition.truncated |= episode.steps == self.options.max_frames_per_traj;
+
+                choice.action.store(i, &mut frames.actions);
                 frames.log_probs[i] = choice.log_prob;
                 frames.rewards[i] = transition.reward;
                 frames.terminated[i] = transition.terminated;
                 frames.truncated[i] = transition.truncated;
                 frames.policy_versions[i] = version;
-
-                let episode = &mut self.episodes[p];
-                episode.reward += transition.reward;
-                episode.steps += 1;
+                frames.traj_ids[i] = self.trajectories.of(p);
                 if transition.done() {
-                    frames.episodes.push(std::mem::replace(
-                        episode,
-                        Episode {
-                            reward: 0.0,
-                            steps: 0,
-                        },
-                    ));
-                    self.env.reset(p);
+                    frames.episodes.push(*episode);
+                    self.reset(p);
                 }
             }
         }
         frames
     }
+
+    /// Begins a new episode.
+    fn reset(&mut self, env: usize) {
+        self.env.reset(env);
+        self.episodes[env] = Episode::default();
+        self.trajectories.start(env);
+    }
+}
+
+/// The trajectories under way, numbered as TorchRL's collector does: the
+/// environments begin with 0 to P − 1, and each reset takes the next id.
+#[derive(Clone, Debug)]
+struct TrajectoryIds {
+    current: Vec<u64>,
+    next: u64,
+}
+
+impl TrajectoryIds {
+    fn new(envs: usize) -> Self {
+        let next = envs as u64;
+        Self {
+            current: (0..next).collect(),
+            next,
+        }
+    }
+
+    fn of(&self, env: usize) -> u64 {
+        self.current[env]
+    }
+
+    fn start(&mut self, env: usize) {
+        self.current[env] = self.next;
+        self.next += 1;
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use serde::Deserialize;
+
     use super::*;
-    use crate::env::CartPole;
+    use crate::{
+        env::{CartPole, Pendulum},
+        policy::{GaussianPolicy, MlpPolicy},
+    };
 
     fn coin() -> MlpPolicy<'static> {
         MlpPolicy::from_tensors(4, "a", |name| match name {
@@ -131,6 +223,152 @@ mod tests {
         assert!(ends > 4, "a coin does not balance a pole");
         assert!(frames.episodes.iter().all(|e| e.reward == e.steps as f32));
         assert_eq!(frames.policy_versions, vec![9; 400]);
+    }
+
+    #[derive(Deserialize)]
+    struct Golden {
+        cases: Vec<Case>,
+    }
+
+    #[derive(Deserialize)]
+    struct Case {
+        reset_at_each_iter: bool,
+        batches: Vec<Recorded>,
+    }
+
+    #[derive(Deserialize)]
+    struct Recorded {
+        traj_ids: Vec<Vec<u64>>,
+        done: Vec<Vec<bool>>,
+    }
+
+    #[test]
+    fn trajectory_ids_are_those_of_torchrl() {
+        let json = include_str!("../tests/data/trajectories.json");
+        for case in serde_json::from_str::<Golden>(json).unwrap().cases {
+            let mut ids = TrajectoryIds::new(3);
+            for batch in case.batches {
+                if case.reset_at_each_iter {
+                    (0..3).for_each(|env| ids.start(env));
+                }
+                for t in 0..5 {
+                    for env in 0..3 {
+                        assert_eq!(ids.of(env), batch.traj_ids[env][t]);
+                        if batch.done[env][t] {
+                            ids.start(env);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn trajectory_ids_change_where_an_episode_ends() {
+        let frames = Rollout::<CartPole>::new(2, 5).collect(&coin(), 9, 200);
+        assert_eq!((frames.traj_ids[0], frames.traj_ids[200]), (0, 1));
+        for i in (0..199).chain(200..399) {
+            let changes = frames.traj_ids[i] != frames.traj_ids[i + 1];
+            assert_eq!(changes, frames.done(i), "frame {i}");
+        }
+        let ids: std::collections::BTreeSet<u64> = frames.traj_ids.iter().copied().collect();
+        let last_ends = frames.done(199) as usize + frames.done(399) as usize;
+        assert_eq!(ids.len(), 2 + frames.episodes.len() - last_ends);
+    }
+
+    #[test]
+    fn long_trajectories_are_truncated_at_the_limit() {
+        let options = RolloutOptions {
+            max_frames_per_traj: 7,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        let frames = rollout.collect(&coin(), 1, 100);
+        assert!(frames.episodes.iter().all(|episode| episode.steps == 7));
+        for i in 0..200 {
+            // No pole falls so early.
+            let expected = (false, i % 100 % 7 == 6);
+            assert_eq!((frames.terminated[i], frames.truncated[i]), expected);
+        }
+    }
+
+    #[test]
+    fn episodes_begin_with_every_iteration_if_asked() {
+        let options = RolloutOptions {
+            reset_at_each_iter: true,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        assert!(rollout.collect(&coin(), 1, 0).is_empty(), "nothing begins");
+        for first in [2, 4] {
+            let frames = rollout.collect(&coin(), 1, 3);
+            let (a, b) = (first, first + 1);
+            assert_eq!(frames.traj_ids, [a, a, a, b, b, b]);
+            assert!(frames.observations[..4].iter().all(|s| s.abs() <= 0.05));
+            assert!(frames.episodes.is_empty());
+        }
+    }
+
+    #[test]
+    fn the_mode_is_the_likeliest_action() {
+        let (weight, bias) = ([0.0; 8], [0.0, 0.1]);
+        let leaning = MlpPolicy::from_tensors(4, "a", |name| match name {
+            "a.0.weight" => Some(&weight),
+            "a.0.bias" => Some(&bias),
+            _ => None,
+        })
+        .unwrap();
+        let options = RolloutOptions {
+            exploration: Exploration::Mode,
+            ..RolloutOptions::default()
+        };
+        let mut rollout = Rollout::<CartPole>::with_options(2, 5, options);
+        let actions = rollout.collect(&leaning, 1, 50).actions;
+        assert_eq!(actions.discrete(), Some(&[1; 100][..]));
+        let drawn = Rollout::<CartPole>::new(2, 5).collect(&leaning, 1, 50);
+        let drawn = drawn.actions.discrete().unwrap();
+        assert!(drawn.contains(&0) && drawn.contains(&1));
+    }
+
+    #[test]
+    fn random_actions_are_even_and_of_no_version() {
+        let frames = Rollout::<CartPole>::new(2, 5).collect_random(500);
+        let ones = frames.actions.discrete().unwrap().iter().sum::<u32>();
+        assert!((430..570).contains(&ones), "{ones} of 1000");
+        assert!(frames.log_probs.iter().all(|log| *log == 0.5_f32.ln()));
+        assert_eq!(frames.policy_versions, vec![0; 1000]);
+        let frames = Rollout::<Pendulum>::new(2, 5).collect_random(500);
+        let (torques, 1) = frames.actions.continuous().unwrap() else {
+            panic!("one quantity");
+        };
+        assert!(torques.iter().all(|torque| torque.abs() <= 2.0));
+        assert!(torques.iter().sum::<f32>().abs() < 150.0);
+        assert!(frames.log_probs.iter().all(|log| *log == -4.0_f32.ln()));
+    }
+
+    #[test]
+    fn continuous_actions_are_stored_as_drawn() {
+        let (weight, bias, log_std) = ([0.0; 3], [5.0], [0.0]);
+        let policy = GaussianPolicy::<1>::from_tensors(3, "a", |name| match name {
+            "a.0.weight" => Some(&weight),
+            "a.0.bias" => Some(&bias),
+            "a.log_std" => Some(&log_std),
+            _ => None,
+        })
+        .unwrap();
+        let frames = Rollout::<Pendulum>::new(2, 5).collect(&policy, 3, 300);
+        let (torques, 1) = frames.actions.continuous().unwrap() else {
+            panic!("one quantity");
+        };
+        let mean = torques.iter().sum::<f32>() / 600.0;
+        assert!((mean - 5.0).abs() < 0.2, "not clipped: {mean}");
+        for (torque, log_prob) in torques.iter().zip(&frames.log_probs) {
+            let expected = -0.5 * (torque - 5.0).powi(2) - 0.918_938_5;
+            assert!((log_prob - expected).abs() < 1e-4);
+        }
+        let ends: Vec<usize> = (0..600).filter(|&i| frames.truncated[i]).collect();
+        assert_eq!(ends, [199, 499]);
+        assert!(!frames.terminated.contains(&true));
     }
 
     #[test]

@@ -143,7 +143,7 @@ impl Training {
     /// Has the workers collect one batch with the weights they have; `None` if
     /// that takes too long. They can be asked again.
     fn collect(&mut self, progress: &mut Progress) -> Result<Option<Frames>, Box<dyn Error>> {
-        let batch = match self.collector.collect() {
+        let batch = match self.collector.next_batch() {
             Ok(batch) => batch,
             Err(error @ rl::Error::CollectTimeout { .. }) => {
                 progress.say(&error.to_string());

@@ -1,7 +1,14 @@
-//! Collectors: environments and policies in worker processes, frames to the
-//! trainer, weights to the workers.
+//! Collectors: environments and policies in workers, frames to the trainer,
+//! weights to the workers.
 //!
-//! [`MultiSync`] is the trainer's end, [`serve`] the worker's. Both ends are
+//! | kind | workers | a batch is |
+//! |---|---|---|
+//! | [`Sync`] | none: the caller's thread | collected when it is asked for |
+//! | [`MultiSync`] | processes or threads | a part of every worker |
+//! | [`MultiAsync`] | processes or threads | the part of whichever worker is first |
+//! | [`Async`] | one process or thread | its next part |
+//!
+//! A collector is the trainer's end, [`serve`] that of a worker process. Both are
 //! usually the same program, which asks [`weightsync_engine::worker::current`] first:
 //!
 //! ```no_run
@@ -20,7 +27,7 @@
 //!         .frames_per_batch(512)
 //!         .start(&weights)?;
 //!     for _ in 0..100 {
-//!         let batch = collector.collect()?;
+//!         let batch = collector.next_batch()?;
 //!         println!("{} frames of {}", batch.frames.len(), collector.version());
 //!         weights.slice_mut::<f32>("actor.0.bias")?[0] += 0.01; // in practice, training
 //!         println!("{}", collector.update_policy_weights(&weights)?);
@@ -29,80 +36,57 @@
 //! }
 //! ```
 
-mod multi_sync;
+mod builder;
+mod core;
+mod crew;
+pub mod kind;
+mod multi;
+mod schedule;
 mod serve;
+mod sync;
+mod task;
+mod trajectories;
 mod wire;
 
 #[cfg(feature = "fuzz")]
 #[doc(hidden)]
 pub use wire::fuzz;
 
-use serde::{Deserialize, Serialize};
+use weightsync_engine::WorkerId;
 
-use weightsync_engine::{Dtype, Layout};
+use crate::frames::Frames;
 
-use crate::{
-    Error,
-    env::{CartPole, Env, MountainCar},
-    policy::MlpPolicy,
-};
-
-pub use multi_sync::{Batch, Builder, MultiSync, Restarted};
+pub use builder::Builder;
+pub use crew::Ending;
+pub use multi::{Async, Multi, MultiAsync, MultiSync};
 pub use serve::serve;
+pub use sync::Sync;
+pub use task::Task;
 
-/// The built-in tasks, as a worker is told which one to run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A batch of frames, and what happened while it was collected.
+#[derive(Debug)]
 #[non_exhaustive]
-pub enum Task {
-    /// [`CartPole`].
-    CartPole,
-    /// [`MountainCar`].
-    MountainCar,
+pub struct Batch {
+    /// The frames, in the order of [`workers`](Self::workers).
+    pub frames: Frames,
+    /// Whose frames they are; empty for [`Sync`], which has no worker.
+    pub workers: Vec<WorkerId>,
+    /// Workers that died since the batch before, each replaced by one with the
+    /// current weights.
+    pub restarts: Vec<Restarted>,
+    /// Parts that were dropped since the batch before, for they were
+    /// [too old](Builder::max_staleness).
+    pub dropped: usize,
 }
 
-impl Task {
-    /// The name the task is registered under in Gymnasium.
-    pub fn name(self) -> &'static str {
-        match self {
-            Task::CartPole => CartPole::NAME,
-            Task::MountainCar => MountainCar::NAME,
-        }
-    }
-
-    /// Number of `f32`s in one observation.
-    pub fn observation_len(self) -> usize {
-        match self {
-            Task::CartPole => CartPole::OBSERVATION_LEN,
-            Task::MountainCar => MountainCar::OBSERVATION_LEN,
-        }
-    }
-
-    /// Number of actions.
-    pub fn actions(self) -> usize {
-        match self {
-            Task::CartPole => CartPole::ACTIONS,
-            Task::MountainCar => MountainCar::ACTIONS,
-        }
-    }
-
-    /// Whether weights of this layout hold a policy for the task.
-    fn check(self, layout: &Layout) -> Result<(), Error> {
-        let actions = MlpPolicy::width(self.observation_len(), "actor", |name| {
-            let tensor = layout.tensor(name)?;
-            (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
-        })?;
-        self.check_actions(actions)
-    }
-
-    /// Whether a policy with so many outputs is one for the task.
-    fn check_actions(self, outputs: usize) -> Result<(), Error> {
-        if outputs == self.actions() {
-            return Ok(());
-        }
-        Err(Error::TensorLen {
-            name: "the actor's last bias".into(),
-            expected: self.actions(),
-            got: outputs,
-        })
-    }
+/// A worker that died and was replaced.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Restarted {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// How it ended.
+    pub exit: Ending,
+    /// The process in which another took its place.
+    pub pid: u32,
 }

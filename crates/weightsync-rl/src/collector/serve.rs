@@ -1,19 +1,12 @@
 use std::time::Duration;
 
 use weightsync_engine::{
-    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, worker::WorkerProcess,
+    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground,
+    worker::{WorkerError, WorkerProcess},
 };
 
-use super::{
-    Task,
-    wire::{self, Collect, Collected, Start},
-};
-use crate::{
-    Error,
-    env::{CartPole, Env, MountainCar},
-    policy::MlpPolicy,
-    rollout::Rollout,
-};
+use super::wire::{self, Collect, Collected, Start};
+use crate::{Error, frames::Frames};
 
 /// How long a worker waits for the trainer to take it in.
 const JOIN: Duration = Duration::from_secs(30);
@@ -22,10 +15,11 @@ const JOIN: Duration = Duration::from_secs(30);
 /// the trainer closes the pipe.
 ///
 /// A thread of its own receives weights whatever the environments are doing;
-/// the safe point is the beginning of a batch, which pins the newest version
-/// and reads it in place, in shared memory, until its last frame. So a version
-/// is reported as applied when it is pinned: nothing is left to load, and that
-/// its layout is a policy's was checked by the trainer before it sent anything.
+/// the safe point is the beginning of a part of a batch, which pins the newest
+/// version and reads it in place, in shared memory, until its last frame. So a
+/// version is reported as applied when it is pinned: nothing is left to load,
+/// and that its layout is a policy's was checked by the trainer before it sent
+/// anything.
 ///
 /// # Errors
 /// [`Error::Weights`] if the trainer cannot be joined or its model cannot be
@@ -34,33 +28,56 @@ const JOIN: Duration = Duration::from_secs(30);
 /// trainer sees the process end and, if the error is printed, why.
 pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     let start: Start = wire::decode(process.init())?;
-    match start.task {
-        Task::CartPole => serve_task::<CartPole>(process, start),
-        Task::MountainCar => serve_task::<MountainCar>(process, start),
+    work(process, start)
+}
+
+/// A worker's way to and from its trainer.
+pub(super) trait Port {
+    /// The worker's number.
+    fn index(&self) -> usize;
+    /// The next request; `None` once the trainer wants no more.
+    fn request(&self) -> Result<Option<Collect>, Error>;
+    /// Hands over the frames that the request `ticket` asked for.
+    fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error>;
+}
+
+impl Port for WorkerProcess {
+    fn index(&self) -> usize {
+        WorkerProcess::index(self)
+    }
+
+    fn request(&self) -> Result<Option<Collect>, Error> {
+        match self.recv(None)? {
+            // What was asked before the trainer left is of no use any more.
+            Some(bytes) if !self.is_closed() => Ok(Some(wire::decode(&bytes)?)),
+            _ => Ok(None),
+        }
+    }
+
+    fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error> {
+        match self.send(&wire::encode(&Collected::new(ticket, frames))?) {
+            // Its next request is that there is none.
+            Err(WorkerError::Closed) => Ok(()),
+            other => Ok(other?),
+        }
     }
 }
 
-fn serve_task<E: Env>(process: &WorkerProcess, start: Start) -> Result<(), Error> {
-    let setup = ReceiverSetup::new(start.weights, process.index() as u32);
+/// Collects what is asked for through `port` until nothing more is.
+pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
+    let setup = ReceiverSetup::new(start.weights, port.index() as u32);
     let live = setup.connect(Some(JOIN))?.snapshots_in_background()?;
-    let mut rollout = Rollout::<E>::new(start.envs as usize, start.seed);
-    while let Some(request) = process.recv(None)? {
-        let request: Collect = wire::decode(&request)?;
-        let weights = at_least(&live, request.version)?;
-        let policy = policy(start.task, &weights)?;
-        let frames = rollout.collect(&policy, weights.version().0, request.steps as usize);
-        process.send(&wire::encode(&Collected::new(request.batch, frames))?)?;
+    let envs = start.envs as usize;
+    let mut rollout = start.task.rollout(envs, start.seed, start.options);
+    while let Some(request) = port.request()? {
+        let weights = match request.random {
+            true => None,
+            false => Some(at_least(&live, request.version)?),
+        };
+        let frames = rollout.part(weights.as_ref(), request.steps as usize)?;
+        port.deliver(request.ticket, frames)?;
     }
     Ok(())
-}
-
-/// The policy on a version's own bytes.
-fn policy(task: Task, weights: &Snapshot) -> Result<MlpPolicy<'_>, Error> {
-    let policy = MlpPolicy::from_tensors(task.observation_len(), "actor", |name| {
-        weights.slice::<f32>(name).ok()
-    })?;
-    task.check_actions(policy.outputs())?;
-    Ok(policy)
 }
 
 /// The newest version, as soon as it is the one asked for or newer: the trainer

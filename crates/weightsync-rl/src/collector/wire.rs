@@ -7,11 +7,12 @@ use weightsync_engine::InitInfo;
 use super::Task;
 use crate::{
     Error,
-    frames::{Episode, Frames},
+    frames::{Actions, Episode, Frames},
+    rollout::RolloutOptions,
 };
 
 /// The first byte of every message.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 
 /// What a worker process is started with.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -19,22 +20,24 @@ pub(super) struct Start {
     pub task: Task,
     pub envs: u32,
     pub seed: u64,
+    pub options: RolloutOptions,
     pub weights: InitInfo,
 }
 
 /// Trainer to worker: take `steps` steps in every environment, with weights of
-/// version `version` or newer.
+/// version `version` or newer, or with actions drawn evenly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Collect {
-    pub batch: u64,
+    pub ticket: u64,
     pub steps: u32,
     pub version: u64,
+    pub random: bool,
 }
 
-/// Worker to trainer: the frames of a batch.
+/// Worker to trainer: the frames asked for with this ticket.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Collected {
-    pub batch: u64,
+    ticket: u64,
     columns: Columns,
 }
 
@@ -45,21 +48,33 @@ struct Columns {
     observation_len: u32,
     observations: Vec<f32>,
     next_observations: Vec<f32>,
-    actions: Vec<u32>,
+    actions: ActionColumn,
     log_probs: Vec<f32>,
     rewards: Vec<f32>,
     terminated: Vec<bool>,
     truncated: Vec<bool>,
     policy_versions: Vec<u64>,
+    traj_ids: Vec<u64>,
     episodes: Vec<(f32, u32)>,
 }
 
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+enum ActionColumn {
+    Discrete(Vec<u32>),
+    Continuous { len: u32, values: Vec<f32> },
+}
+
 /// The most bytes the frames of one worker take on the wire.
-pub(super) fn longest(envs: usize, steps: usize, observation_len: usize) -> usize {
+pub(super) fn longest(envs: usize, steps: usize, task: Task) -> usize {
     const HEAD: usize = 256;
-    // Two observations; varints of 5 and 10 bytes; three times 4; two flags; an
+    let action = if task.is_continuous() {
+        4 * task.actions()
+    } else {
+        5
+    };
+    // Two observations; varints of 10 and 10 bytes; three times 4; two flags; an
     // episode of 4 + 5.
-    let frame = 2 * 4 * observation_len + 5 + 10 + 3 * 4 + 2 + 9;
+    let frame = 2 * 4 * task.observation_len() + action + 10 + 10 + 3 * 4 + 2 + 9;
     HEAD + envs * steps * frame
 }
 
@@ -82,11 +97,12 @@ pub(super) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
 }
 
 impl Collected {
-    pub fn new(batch: u64, frames: Frames) -> Self {
-        let [_, envs, steps] = frames.shape;
+    pub fn new(ticket: u64, frames: Frames) -> Self {
+        let steps = frames.steps();
+        let envs = frames.shape.first().copied().unwrap_or(0);
         let episodes = frames.episodes.iter();
         Self {
-            batch,
+            ticket,
             columns: Columns {
                 envs: envs as u32,
                 steps: steps as u32,
@@ -94,44 +110,50 @@ impl Collected {
                 episodes: episodes.map(|e| (e.reward, e.steps)).collect(),
                 observations: frames.observations,
                 next_observations: frames.next_observations,
-                actions: frames.actions,
+                actions: match frames.actions {
+                    Actions::Discrete(actions) => ActionColumn::Discrete(actions),
+                    Actions::Continuous { values, len } => ActionColumn::Continuous {
+                        len: len as u32,
+                        values,
+                    },
+                },
                 log_probs: frames.log_probs,
                 rewards: frames.rewards,
                 terminated: frames.terminated,
                 truncated: frames.truncated,
                 policy_versions: frames.policy_versions,
+                traj_ids: frames.traj_ids,
             },
         }
     }
 
-    /// The frames, if they are what was asked for.
-    pub fn into_frames(self, shape: [usize; 3], task: Task) -> Result<Frames, Error> {
+    /// The ticket, and the frames as they came: nothing is checked.
+    pub fn into_frames(self) -> (u64, Frames) {
         let columns = self.columns;
         let episodes = columns.episodes.into_iter();
         let frames = Frames {
-            shape: [1, columns.envs as usize, columns.steps as usize],
+            shape: vec![columns.envs as usize, columns.steps as usize],
             observation_len: columns.observation_len as usize,
             observations: columns.observations,
             next_observations: columns.next_observations,
-            actions: columns.actions,
+            actions: match columns.actions {
+                ActionColumn::Discrete(actions) => Actions::Discrete(actions),
+                ActionColumn::Continuous { values, len } => Actions::Continuous {
+                    values,
+                    len: len as usize,
+                },
+            },
             log_probs: columns.log_probs,
             rewards: columns.rewards,
             terminated: columns.terminated,
             truncated: columns.truncated,
             policy_versions: columns.policy_versions,
+            traj_ids: columns.traj_ids,
             episodes: episodes
                 .map(|(reward, steps)| Episode { reward, steps })
                 .collect(),
         };
-        frames.check(shape, task.observation_len())?;
-        let actions = task.actions() as u32;
-        match frames.actions.iter().find(|&&action| action >= actions) {
-            None => Ok(frames),
-            Some(action) => Err(unreadable(
-                0,
-                format!("action {action} of a task with {actions}"),
-            )),
-        }
+        (self.ticket, frames)
     }
 }
 
@@ -152,13 +174,15 @@ pub mod fuzz {
     pub fn messages(bytes: &[u8]) -> bool {
         let _ = decode::<Start>(bytes);
         let _ = decode::<Collect>(bytes);
-        let collected = decode::<Collected>(bytes);
-        collected.is_ok_and(|collected| collected.into_frames([1, 2, 4], Task::CartPole).is_ok())
+        decode::<Collected>(bytes).is_ok_and(|collected| {
+            let (_, frames) = collected.into_frames();
+            Task::CartPole.check_part(&frames, 2, 4).is_ok()
+        })
     }
 
     /// The frames of a small batch.
     pub fn valid() -> Vec<u8> {
-        let frames = Frames::zeroed(2, 4, Task::CartPole.observation_len());
+        let frames = Frames::zeroed(2, 4, 4, Task::CartPole.action_kind());
         encode(&Collected::new(7, frames)).unwrap_or_default()
     }
 }
@@ -168,16 +192,17 @@ mod tests {
     use rand::{Rng, RngExt, SeedableRng};
 
     use super::*;
-    use crate::env::EnvRng;
+    use crate::{env::EnvRng, frames::ActionKind};
 
     fn frames() -> Frames {
-        let mut frames = Frames::zeroed(1, 2, 4);
+        let mut frames = Frames::zeroed(1, 2, 4, ActionKind::Discrete);
         frames.observations[7] = 1.0;
-        frames.actions[1] = 1;
+        frames.actions = Actions::Discrete(vec![0, 1]);
         frames.log_probs[0] = -0.5;
         frames.rewards.fill(1.0);
         frames.terminated[1] = true;
         frames.policy_versions.fill(300);
+        frames.traj_ids.copy_from_slice(&[4, 129]);
         frames.episodes.push(Episode {
             reward: 2.0,
             steps: 2,
@@ -188,53 +213,73 @@ mod tests {
     #[test]
     fn messages_keep_their_bytes_on_the_wire() {
         let collect = Collect {
-            batch: 3,
+            ticket: 3,
             steps: 64,
             version: 300,
+            random: true,
         };
         let bytes = encode(&collect).unwrap();
-        assert_eq!(bytes, [1, 3, 64, 0xac, 2]);
+        assert_eq!(bytes, [2, 3, 64, 0xac, 2, 1]);
         assert_eq!(decode::<Collect>(&bytes).unwrap(), collect);
 
         let bytes = encode(&Collected::new(3, frames())).unwrap();
         let zeros = |n: usize| "00".repeat(n);
         let golden = [
-            "01030102",
+            "02030102",
             "04",
             "08",
             &zeros(28),
             "0000803f",
             "08",
             &zeros(32),
-            "020001",
+            "00020001",
             "02000000bf00000000",
             "020000803f0000803f",
             "020001",
             "020000",
             "02ac02ac02",
+            "02048101",
             "010000004002",
         ]
         .concat();
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         assert_eq!(hex, golden);
         let back: Collected = decode(&bytes).unwrap();
-        let back = back.into_frames([1, 1, 2], Task::CartPole).unwrap();
-        assert_eq!(back, frames());
-        assert!(bytes.len() <= longest(1, 2, 4));
+        assert_eq!(back.into_frames(), (3, frames()));
+        assert!(bytes.len() <= longest(1, 2, Task::CartPole));
     }
 
     #[test]
     fn frames_that_were_not_asked_for_are_refused() {
-        let refused = |frames, shape| {
-            Collected::new(0, frames)
-                .into_frames(shape, Task::CartPole)
-                .is_err()
-        };
-        assert!(refused(frames(), [1, 2, 1]));
-        assert!(refused(Frames::zeroed(1, 2, 3), [1, 1, 2]));
+        let check = |frames: &Frames, envs, steps| Task::CartPole.check_part(frames, envs, steps);
+        check(&frames(), 1, 2).unwrap();
+        assert!(check(&frames(), 2, 1).is_err());
+        assert!(check(&Frames::zeroed(1, 2, 3, ActionKind::Discrete), 1, 2).is_err());
         let mut wild = frames();
-        wild.actions[0] = 2;
-        assert!(refused(wild, [1, 1, 2]));
+        wild.actions = Actions::Discrete(vec![2, 0]);
+        assert!(check(&wild, 1, 2).is_err());
+        wild.actions = Actions::zeroed(ActionKind::Continuous(1), 2);
+        assert!(check(&wild, 1, 2).is_err(), "of another kind");
+    }
+
+    #[test]
+    fn continuous_actions_keep_their_bytes_on_the_wire() {
+        let mut frames = Frames::zeroed(1, 1, 3, ActionKind::Continuous(1));
+        frames.actions = Actions::Continuous {
+            values: vec![1.0],
+            len: 1,
+        };
+        let bytes = encode(&Collected::new(0, frames.clone())).unwrap();
+        let mut golden = vec![2, 0, 1, 1, 3, 3];
+        golden.extend([0; 12]);
+        golden.push(3);
+        golden.extend([0; 12]);
+        // The kind, the length of an action, and the number of quantities.
+        golden.extend([1, 1, 1, 0, 0, 0x80, 0x3f]);
+        golden.extend([1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 1, 0, 1, 0, 0]);
+        assert_eq!(bytes, golden);
+        let back: Collected = decode(&bytes).unwrap();
+        assert_eq!(back.into_frames(), (0, frames));
     }
 
     #[test]
@@ -257,11 +302,9 @@ mod tests {
                 }
                 bytes.truncate(rng.random_range(0..=bytes.len()));
             }
-            if let Ok(collected) = decode::<Collected>(&bytes)
-                && let Ok(frames) = collected.into_frames([1, 1, 2], Task::CartPole)
-            {
-                assert_eq!(frames.len(), 2);
-                read += 1;
+            if let Ok(collected) = decode::<Collected>(&bytes) {
+                let (_, frames) = collected.into_frames();
+                read += usize::from(Task::CartPole.check_part(&frames, 1, 2).is_ok());
             }
             let _ = decode::<Collect>(&bytes);
             let _ = decode::<Start>(&bytes);

@@ -61,7 +61,7 @@ impl<E: Env> BatchedEnv<E> {
 
     /// Steps the environment `index`. Where this ends the episode, the final
     /// state stays observable until [`reset`](Self::reset).
-    pub fn step(&mut self, index: usize, action: u32) -> Transition {
+    pub fn step(&mut self, index: usize, action: E::Action) -> Transition {
         self.envs[index].0.step(action)
     }
 

@@ -39,6 +39,7 @@ impl CartPole {
 }
 
 impl Env for CartPole {
+    type Action = u32;
     const NAME: &'static str = "CartPole-v1";
     const OBSERVATION_LEN: usize = 4;
     const ACTIONS: usize = 2;

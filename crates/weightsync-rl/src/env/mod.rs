@@ -4,13 +4,20 @@
 //! and starts a new episode wherever one ended. Randomness comes from the
 //! [`EnvRng`] a caller passes in, so the same seed gives the same episodes.
 
+mod acrobot;
+mod action;
 mod batch;
 mod cartpole;
 mod mountain_car;
+mod pendulum;
 
+pub use acrobot::Acrobot;
+pub use action::Action;
+pub(crate) use action::Store;
 pub use batch::BatchedEnv;
 pub use cartpole::CartPole;
 pub use mountain_car::MountainCar;
+pub use pendulum::Pendulum;
 
 /// The generator behind every random choice of this crate: fast, seedable, and
 /// the same on every platform and in every release.
@@ -35,7 +42,8 @@ impl Transition {
     }
 }
 
-/// A task with a fixed number of observed quantities and of discrete actions.
+/// A task with a fixed number of observed quantities, and of discrete actions or
+/// of continuous quantities in an action.
 ///
 /// ```
 /// use rand::SeedableRng;
@@ -52,12 +60,17 @@ impl Transition {
 /// assert!(steps < 20, "always pushing right lets the pole fall");
 /// ```
 pub trait Env {
+    /// `u32` where actions are discrete, `[f32; N]` where they are continuous.
+    type Action: Action;
     /// The name the task is registered under in Gymnasium.
     const NAME: &'static str;
     /// Number of `f32`s in one observation.
     const OBSERVATION_LEN: usize;
-    /// Number of actions; they are `0..ACTIONS`.
+    /// Number of discrete actions, which are `0..ACTIONS`, or of quantities in a
+    /// continuous one.
     const ACTIONS: usize;
+    /// Least and greatest value of each quantity in a continuous action.
+    const ACTION_RANGE: [f32; 2] = [-1.0, 1.0];
 
     /// An environment at the start of an episode.
     fn new(rng: &mut EnvRng) -> Self
@@ -71,10 +84,11 @@ pub trait Env {
     /// [`OBSERVATION_LEN`](Self::OBSERVATION_LEN) elements.
     fn observe(&self, out: &mut [f32]);
 
-    /// Takes one step. An action of [`ACTIONS`](Self::ACTIONS) or more counts
-    /// as the last one. After a step that is [`done`](Transition::done), call
+    /// Takes one step. A discrete action of [`ACTIONS`](Self::ACTIONS) or more
+    /// counts as the last one; a continuous one is clipped to its
+    /// [range](Self::ACTION_RANGE). After a step that is [`done`](Transition::done), call
     /// [`reset`](Self::reset) first.
-    fn step(&mut self, action: u32) -> Transition;
+    fn step(&mut self, action: Self::Action) -> Transition;
 }
 
 #[cfg(test)]

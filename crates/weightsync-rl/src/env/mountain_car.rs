@@ -33,6 +33,7 @@ impl MountainCar {
 }
 
 impl Env for MountainCar {
+    type Action = u32;
     const NAME: &'static str = "MountainCar-v0";
     const OBSERVATION_LEN: usize = 2;
     const ACTIONS: usize = 3;

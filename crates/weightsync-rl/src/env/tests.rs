@@ -1,41 +1,42 @@
 use rand::SeedableRng;
-use serde::Deserialize;
+use serde::{Deserialize, de::DeserializeOwned};
 
 use super::*;
 
 #[derive(Deserialize)]
-struct Golden {
-    trajectories: Vec<Trajectory>,
+struct Golden<A> {
+    trajectories: Vec<Trajectory<A>>,
 }
 
 #[derive(Deserialize)]
-struct Trajectory {
+struct Trajectory<A> {
     states: Vec<Vec<f64>>,
-    steps: Vec<Step>,
+    steps: Vec<Step<A>>,
 }
 
 #[derive(Deserialize)]
-struct Step {
-    action: u32,
+struct Step<A> {
+    action: A,
     observation: Vec<f32>,
     reward: f32,
     terminated: bool,
     truncated: bool,
 }
 
-fn golden(json: &str) -> Vec<Trajectory> {
-    serde_json::from_str::<Golden>(json).unwrap().trajectories
+fn golden<A: DeserializeOwned>(json: &str) -> Vec<Trajectory<A>> {
+    serde_json::from_str::<Golden<A>>(json)
+        .unwrap()
+        .trajectories
 }
 
 /// Replays every recorded step from its recorded state: an open loop would
 /// amplify the last bit of a `sin` by e⁴⁰ over the ten seconds of an episode.
-fn replay<E: Env, const N: usize>(
-    json: &str,
-    set: fn(&mut E, [f64; N]),
-    state: fn(&E) -> [f64; N],
-) {
+fn replay<E: Env, const N: usize>(json: &str, set: fn(&mut E, [f64; N]), state: fn(&E) -> [f64; N])
+where
+    E::Action: DeserializeOwned,
+{
     let mut rng = EnvRng::seed_from_u64(0);
-    for (run, trajectory) in golden(json).iter().enumerate() {
+    for (run, trajectory) in golden::<E::Action>(json).iter().enumerate() {
         let mut env = E::new(&mut rng);
         for (t, step) in trajectory.steps.iter().enumerate() {
             let at = format!("{} trajectory {run} step {t}", E::NAME);
@@ -47,13 +48,16 @@ fn replay<E: Env, const N: usize>(
             for (ours, theirs) in state(&env).iter().zip(&trajectory.states[t + 1]) {
                 assert!((ours - theirs).abs() <= 1e-12, "{at}: {ours} ≠ {theirs}");
             }
-            let mut observation = [0.0; N];
+            let mut observation = vec![0.0; E::OBSERVATION_LEN];
             env.observe(&mut observation);
             for (ours, theirs) in observation.iter().zip(&step.observation) {
                 assert!((ours - theirs).abs() <= 1e-6, "{at}: {ours} ≠ {theirs}");
             }
+            // One unit in the last place of the largest.
+            let error = (transition.reward - step.reward).abs();
+            assert!(error <= 1e-6, "{at}: {}", step.reward);
             let expected = Transition {
-                reward: step.reward,
+                reward: transition.reward,
                 terminated: step.terminated,
                 truncated: step.truncated,
             };
@@ -75,9 +79,21 @@ fn mountain_car_moves_as_gymnasium_does() {
 }
 
 #[test]
+fn acrobot_moves_as_gymnasium_does() {
+    let json = include_str!("../../tests/data/acrobot.json");
+    replay::<Acrobot, 4>(json, Acrobot::set_state, Acrobot::state);
+}
+
+#[test]
+fn pendulum_moves_as_gymnasium_does() {
+    let json = include_str!("../../tests/data/pendulum.json");
+    replay::<Pendulum, 2>(json, Pendulum::set_state, Pendulum::state);
+}
+
+#[test]
 fn whole_short_episodes_agree_without_correction() {
     let mut rng = EnvRng::seed_from_u64(0);
-    for trajectory in golden(include_str!("../../tests/data/cartpole.json")) {
+    for trajectory in golden::<u32>(include_str!("../../tests/data/cartpole.json")) {
         let mut env = CartPole::new(&mut rng);
         env.set_state(trajectory.states[0].as_slice().try_into().unwrap());
         for (step, next) in trajectory

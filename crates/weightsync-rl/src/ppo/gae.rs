@@ -1,11 +1,11 @@
 use crate::frames::Frames;
 
-/// Generalised advantage estimates (Schulman et al., 2016), shaped like the
-/// frames, `[B × P × T]`.
+/// Generalised advantage estimates (Schulman et al., 2016), one for each frame.
 ///
 /// `values` and `next_values` are the critic's values of the observations and
 /// next observations. A terminated episode has no future; a truncated one has,
-/// and so has the last frame of a row: there the next value stands for it.
+/// and so has the last frame of a trajectory in a row of time: there the next
+/// value stands for it.
 ///
 /// # Panics
 /// If `values` or `next_values` has not one entry per frame.
@@ -16,7 +16,7 @@ pub fn advantages(
     discount: f32,
     trace: f32,
 ) -> Vec<f32> {
-    let steps = frames.shape[2].max(1);
+    let steps = frames.steps().max(1);
     let mut advantages = vec![0.0; frames.len()];
     for start in (0..frames.len()).step_by(steps) {
         let mut ahead = 0.0;
@@ -27,7 +27,9 @@ pub fn advantages(
                 next_values[i]
             };
             let surprise = frames.rewards[i] + discount * future - values[i];
-            if frames.done(i) {
+            // A row may hold pieces of several workers.
+            let follows = i + 1 < start + steps && frames.traj_ids[i] == frames.traj_ids[i + 1];
+            if frames.done(i) || !follows {
                 ahead = 0.0;
             }
             ahead = surprise + discount * trace * ahead;

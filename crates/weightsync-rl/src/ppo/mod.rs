@@ -7,14 +7,18 @@
 mod gae;
 mod model;
 
-use candle_core::{D, Device, Tensor, backprop::GradStore};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, ops::log_softmax};
+use candle_core::{Device, Tensor, backprop::GradStore};
+use candle_nn::{AdamW, Optimizer, ParamsAdamW};
 use rand::{SeedableRng, seq::SliceRandom};
 
 pub use gae::advantages;
 pub use model::{ActorCritic, Weights};
 
-use crate::{Error, env::EnvRng, frames::Frames};
+use crate::{
+    Error,
+    env::EnvRng,
+    frames::{Actions, Frames},
+};
 
 /// The settings of PPO.
 ///
@@ -136,7 +140,7 @@ impl Ppo {
     ///
     /// # Errors
     /// [`Error::Candle`] if a tensor operation fails, as it does when the
-    /// observations' length is not that of the model.
+    /// observations' length or the kind of actions is not that of the model.
     pub fn update(&mut self, frames: &Frames) -> Result<UpdateStats, Error> {
         let batch = Batch::new(&self.model, frames, &self.config)?;
         let mut order: Vec<u32> = (0..frames.len() as u32).collect();
@@ -162,8 +166,7 @@ impl Ppo {
 
     /// One step on one minibatch; returns its KL estimate.
     fn step(&mut self, batch: &Batch, stats: &mut UpdateStats) -> Result<f64, Error> {
-        let log_probs = log_softmax(&self.model.logits(&batch.observations)?, D::Minus1)?;
-        let chosen = log_probs.gather(&batch.actions, 1)?.squeeze(1)?;
+        let (chosen, entropy) = self.model.evaluate(&batch.observations, &batch.actions)?;
         let log_ratio = (chosen - &batch.log_probs)?;
         let ratio = log_ratio.exp()?;
         let clipped = ratio.clamp(1.0 - self.config.clip, 1.0 + self.config.clip)?;
@@ -173,10 +176,6 @@ impl Ppo {
             .neg()?;
         let error = (self.model.values(&batch.observations)? - &batch.returns)?;
         let value_loss = (error.sqr()?.mean_all()? * 0.5)?;
-        let entropy = (log_probs.exp()? * &log_probs)?
-            .sum(D::Minus1)?
-            .mean_all()?
-            .neg()?;
         let loss = ((&policy_loss + &value_loss)? - (&entropy * self.config.entropy)?)?;
 
         let mut gradients = loss.backward()?;
@@ -217,10 +216,11 @@ pub fn keep_to_one_thread() {
     gemm::set_threading_threshold(usize::MAX);
 }
 
-/// Frames as tensors, first dimension `B × P × T` or a selection of it.
+/// Frames as tensors, first dimension all frames or a selection of them.
 struct Batch {
     observations: Tensor,
-    /// `[N, 1]`, as `gather` wants them.
+    /// Discrete ones `[N, 1]`, as `gather` wants them; continuous ones with all
+    /// their quantities.
     actions: Tensor,
     log_probs: Tensor,
     /// With mean 0 and deviation 1.
@@ -251,7 +251,12 @@ impl Batch {
         gae::standardize(&mut advantages);
         Ok(Self {
             observations,
-            actions: Tensor::from_slice(&frames.actions, (n, 1), &Device::Cpu)?,
+            actions: match &frames.actions {
+                Actions::Discrete(actions) => Tensor::from_slice(actions, (n, 1), &Device::Cpu)?,
+                Actions::Continuous { values, len } => {
+                    Tensor::from_slice(values, (n, *len), &Device::Cpu)?
+                }
+            },
             log_probs: vector(&frames.log_probs)?,
             advantages: vector(&advantages)?,
             returns: vector(&returns)?,

@@ -1,23 +1,30 @@
 use std::collections::BTreeMap;
 
-use candle_core::{Device, Tensor, Var};
-use candle_nn::{Linear, Module, VarMap};
-use rand::{RngExt, SeedableRng};
+use candle_core::{D, DType, Device, Tensor, Var};
+use candle_nn::{Linear, Module, VarMap, ops::log_softmax};
+use rand::SeedableRng;
 
-use crate::{Error, env::EnvRng, policy::MlpPolicy};
+use crate::{
+    Error,
+    env::EnvRng,
+    policy::{GaussianPolicy, LOG_SQRT_TAU, MlpPolicy, normal},
+};
 
 /// A policy and a value network with `tanh` between their layers, held in one
 /// `VarMap`.
 ///
 /// The tensors are `actor.{layer}.weight` (`[outputs, inputs]`),
 /// `actor.{layer}.bias` (`[outputs]`), and the same under `critic`; all `f32`.
-/// [`MlpPolicy`] acts on the actor's tensors.
+/// [`MlpPolicy`] acts on the actor's tensors, or [`GaussianPolicy`], with
+/// `actor.log_std` besides, where actions are continuous.
 pub struct ActorCritic {
     var_map: VarMap,
     /// In the order of their names, which a `VarMap` does not keep: sums over
     /// all variables must not depend on the order of a hash map.
     vars: Vec<(String, Var)>,
     actor: Vec<Linear>,
+    /// Logarithms of the deviations, where actions are continuous, `[N]`.
+    log_std: Option<Var>,
     critic: Vec<Linear>,
 }
 
@@ -35,6 +42,31 @@ impl ActorCritic {
     /// # Errors
     /// [`Error::Candle`] if a tensor cannot be made.
     pub fn new(inputs: usize, hidden: &[usize], actions: usize, seed: u64) -> Result<Self, Error> {
+        Self::with(inputs, hidden, actions, None, seed)
+    }
+
+    /// The same for continuous actions of `quantities`: the actor's outputs are
+    /// their means, and all deviations are 1 at first.
+    ///
+    /// # Errors
+    /// [`Error::Candle`] if a tensor cannot be made.
+    pub fn gaussian(
+        inputs: usize,
+        hidden: &[usize],
+        quantities: usize,
+        seed: u64,
+    ) -> Result<Self, Error> {
+        let log_std = Var::zeros(quantities, DType::F32, &Device::Cpu)?;
+        Self::with(inputs, hidden, quantities, Some(log_std), seed)
+    }
+
+    fn with(
+        inputs: usize,
+        hidden: &[usize],
+        outputs: usize,
+        log_std: Option<Var>,
+        seed: u64,
+    ) -> Result<Self, Error> {
         let mut rng = EnvRng::seed_from_u64(seed);
         let mut vars = BTreeMap::new();
         // A small last layer makes the first policy try everything.
@@ -42,11 +74,15 @@ impl ActorCritic {
             "actor",
             inputs,
             hidden,
-            (actions, 0.01),
+            (outputs, 0.01),
             &mut vars,
             &mut rng,
         )?;
         let critic = layers("critic", inputs, hidden, (1, 1.0), &mut vars, &mut rng)?;
+        let deviations = log_std
+            .iter()
+            .map(|var| ("actor.log_std".to_owned(), var.clone()));
+        vars.extend(deviations);
         let var_map = VarMap::new();
         if let Ok(mut data) = var_map.data().lock() {
             data.extend(vars.iter().map(|(name, var)| (name.clone(), var.clone())));
@@ -55,6 +91,7 @@ impl ActorCritic {
             var_map,
             vars: vars.into_iter().collect(),
             actor,
+            log_std,
             critic,
         })
     }
@@ -69,7 +106,8 @@ impl ActorCritic {
         self.vars.iter().map(|(name, var)| (name.as_str(), var))
     }
 
-    /// Logits of the actions, `[N, actions]`, for observations `[N, inputs]`.
+    /// Logits of the actions, or means of their quantities, `[N, outputs]`, for
+    /// observations `[N, inputs]`.
     ///
     /// # Errors
     /// [`Error::Candle`] if the shapes do not fit.
@@ -83,6 +121,31 @@ impl ActorCritic {
     /// [`Error::Candle`] if the shapes do not fit.
     pub fn values(&self, observations: &Tensor) -> Result<Tensor, Error> {
         Ok(forward(&self.critic, observations)?.squeeze(1)?)
+    }
+
+    /// Logarithms of the probabilities or densities of actions, `[N]`, and the mean
+    /// entropy of their distributions, a scalar.
+    pub(super) fn evaluate(
+        &self,
+        observations: &Tensor,
+        actions: &Tensor,
+    ) -> Result<(Tensor, Tensor), Error> {
+        let outputs = self.logits(observations)?;
+        let Some(log_std) = &self.log_std else {
+            let log_probs = log_softmax(&outputs, D::Minus1)?;
+            let chosen = log_probs.gather(actions, 1)?.squeeze(1)?;
+            let entropy = (log_probs.exp()? * &log_probs)?
+                .sum(D::Minus1)?
+                .mean_all()?
+                .neg()?;
+            return Ok((chosen, entropy));
+        };
+        let log_std = log_std.as_tensor();
+        let away = (actions - outputs)?.broadcast_div(&log_std.exp()?)?;
+        let height = (log_std + f64::from(LOG_SQRT_TAU))?;
+        let chosen = (away.sqr()? * -0.5)?.broadcast_sub(&height)?.sum(1)?;
+        let entropy = (height + 0.5)?.sum_all()?;
+        Ok((chosen, entropy))
     }
 
     /// Copies the weights out.
@@ -106,9 +169,19 @@ impl Weights {
     /// # Errors
     /// As [`MlpPolicy::from_tensors`].
     pub fn policy(&self) -> Result<MlpPolicy<'_>, Error> {
-        MlpPolicy::from_tensors(self.inputs, "actor", |name| {
-            self.tensors.get(name).map(Vec::as_slice)
-        })
+        MlpPolicy::from_tensors(self.inputs, "actor", |name| self.tensor(name))
+    }
+
+    /// The actor on these weights, where actions are continuous.
+    ///
+    /// # Errors
+    /// As [`GaussianPolicy::from_tensors`].
+    pub fn gaussian<const N: usize>(&self) -> Result<GaussianPolicy<'_, N>, Error> {
+        GaussianPolicy::from_tensors(self.inputs, "actor", |name| self.tensor(name))
+    }
+
+    fn tensor(&self, name: &str) -> Option<&[f32]> {
+        self.tensors.get(name).map(Vec::as_slice)
     }
 }
 
@@ -140,7 +213,7 @@ fn layers(
         };
         let weight = orthogonal(next, width, gain, rng);
         let weight = Var::from_vec(weight, (next, width), &Device::Cpu)?;
-        let bias = Var::zeros(next, candle_core::DType::F32, &Device::Cpu)?;
+        let bias = Var::zeros(next, DType::F32, &Device::Cpu)?;
         layers.push(Linear::new(
             weight.as_tensor().clone(),
             Some(bias.as_tensor().clone()),
@@ -180,11 +253,4 @@ fn orthogonal(rows: usize, columns: usize, gain: f32, rng: &mut EnvRng) -> Vec<f
         }
     }
     matrix
-}
-
-/// A normal deviate, by Box and Muller.
-fn normal(rng: &mut EnvRng) -> f32 {
-    let (u, v): (f32, f32) = (rng.random(), rng.random());
-    // 1 − u lies in (0, 1], where the logarithm is finite.
-    (-2.0 * (1.0 - u).ln()).sqrt() * (std::f32::consts::TAU * v).cos()
 }

@@ -1,111 +1,34 @@
-//! The multi-sync collector with real worker processes: this binary, run again.
+//! The collector that gathers from all workers, in processes that die.
 
-use std::{
-    fs::OpenOptions,
-    io::{self, Write},
-    path::Path,
-    process::ExitCode,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
-use libtest_mimic::{Arguments, Trial};
-use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use rustix::process::{Signal, kill_process, test_kill_process};
 use weightsync_engine::{
     Tensors, WorkerId,
-    worker::{self, Restart, Spawn, WorkerProcess},
+    worker::{self, Restart, Spawn},
 };
 use weightsync_rl::{
     Error,
-    collector::{self, Batch, Builder, MultiSync, Task},
+    collector::{Batch, Builder, MultiSync, Task},
 };
 
-type Outcome = Result<(), Box<dyn std::error::Error>>;
+use crate::{MISCHIEF, Outcome, discrete, pid, trials, weights};
 
-/// Tells a worker of this binary how to misbehave; see [`misbehave`].
-const MISCHIEF: &str = "COLLECTOR_TEST_MISCHIEF";
-
-fn main() -> ExitCode {
-    match worker::current() {
-        Ok(None) => {}
-        Ok(Some(process)) => {
-            let served = misbehave(&process).and_then(|()| Ok(collector::serve(&process)?));
-            return match served {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(error) => {
-                    eprintln!("{error}");
-                    ExitCode::FAILURE
-                }
-            };
-        }
-        Err(error) => {
-            eprintln!("{error}");
-            return ExitCode::FAILURE;
-        }
-    }
-    let tests = [
-        (
-            "the_same_seed_gives_the_same_frames",
-            the_same_seed_gives_the_same_frames as fn() -> Outcome,
-        ),
-        (
-            "frames_carry_the_version_sent",
-            frames_carry_the_version_sent,
-        ),
-        (
-            "workers_act_on_the_weights_sent",
-            workers_act_on_the_weights_sent,
-        ),
-        (
-            "an_idle_worker_that_dies_is_replaced",
-            an_idle_worker_that_dies_is_replaced,
-        ),
-        (
-            "a_worker_that_dies_in_a_batch_is_replaced",
-            a_worker_that_dies_in_a_batch_is_replaced,
-        ),
-        (
-            "a_worker_that_talks_nonsense_is_replaced",
-            a_worker_that_talks_nonsense_is_replaced,
-        ),
-        (
-            "workers_that_cannot_start_are_given_up",
-            workers_that_cannot_start_are_given_up,
-        ),
-        (
-            "a_restart_policy_of_the_caller_does_not_count",
-            a_restart_policy_of_the_caller_does_not_count,
-        ),
-        (
-            "a_worker_given_up_is_tried_again_by_the_next_batch",
-            a_worker_given_up_is_tried_again_by_the_next_batch,
-        ),
-        (
-            "a_stopped_worker_costs_the_deadline_and_is_named",
-            a_stopped_worker_costs_the_deadline_and_is_named,
-        ),
-        (
-            "a_deadline_beyond_the_clock_is_none",
-            a_deadline_beyond_the_clock_is_none,
-        ),
-        (
-            "no_worker_outlives_the_collector",
-            no_worker_outlives_the_collector,
-        ),
-        (
-            "foreign_weights_are_refused_before_workers_start",
-            foreign_weights_are_refused_before_workers_start,
-        ),
-        (
-            "impossible_batches_are_refused",
-            impossible_batches_are_refused,
-        ),
-    ];
-    let trials = tests.map(|(name, test)| {
-        Trial::test(name, move || {
-            test().map_err(|error| error.to_string().into())
-        })
-    });
-    libtest_mimic::run(&Arguments::from_args(), trials.into()).exit_code()
+trials! {
+    the_same_seed_gives_the_same_frames,
+    frames_carry_the_version_sent,
+    workers_act_on_the_weights_sent,
+    an_idle_worker_that_dies_is_replaced,
+    a_worker_that_dies_in_a_batch_is_replaced,
+    a_worker_that_talks_nonsense_is_replaced,
+    workers_that_cannot_start_are_given_up,
+    a_restart_policy_of_the_caller_does_not_count,
+    a_worker_given_up_is_tried_again_by_the_next_batch,
+    a_stopped_worker_costs_the_deadline_and_is_named,
+    a_deadline_beyond_the_clock_is_none,
+    no_worker_outlives_the_collector,
+    foreign_weights_are_refused_before_workers_start,
+    impossible_batches_are_refused,
 }
 
 fn the_same_seed_gives_the_same_frames() -> Outcome {
@@ -114,7 +37,7 @@ fn the_same_seed_gives_the_same_frames() -> Outcome {
         let mut collector = builder().seed(seed).start(&weights)?;
         let mut batches = Vec::new();
         for _ in 0..5 {
-            batches.push(collector.collect()?.frames);
+            batches.push(collector.next_batch()?.frames);
             weights.slice_mut::<f32>("actor.0.weight")?[2] += 0.5;
             collector.update_policy_weights(&weights)?;
         }
@@ -135,7 +58,7 @@ fn frames_carry_the_version_sent() -> Outcome {
     let mut collector = builder().start(&weights)?;
     let first = collector.version().0;
     for update in 0..20 {
-        let batch = collector.collect()?;
+        let batch = collector.next_batch()?;
         assert_eq!(batch.frames.policy_versions, vec![first + update; 300]);
         assert!(batch.restarts.is_empty());
         let report = collector.update_policy_weights(&weights)?;
@@ -159,18 +82,18 @@ fn workers_act_on_the_weights_sent() -> Outcome {
         bias.fill(-100.0);
         bias[action as usize] = 100.0;
         collector.update_policy_weights(&weights)?;
-        assert_eq!(collector.collect()?.frames.actions, vec![action; 300]);
+        assert_eq!(discrete(&collector.next_batch()?.frames), vec![action; 300]);
     }
     // An in-place change that was not sent is not acted on.
     weights.slice_mut::<f32>("actor.0.bias")?.reverse();
-    assert_eq!(collector.collect()?.frames.actions, vec![0; 300]);
+    assert_eq!(discrete(&collector.next_batch()?.frames), vec![0; 300]);
     Ok(())
 }
 
 fn an_idle_worker_that_dies_is_replaced() -> Outcome {
     let mut weights = weights()?;
     let mut collector = builder().start(&weights)?;
-    collector.collect()?;
+    collector.next_batch()?;
     let victim = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
     kill_process(pid(victim)?, Signal::KILL)?;
     // Sent whether or not its death has been noticed; it concerns nobody else.
@@ -180,22 +103,20 @@ fn an_idle_worker_that_dies_is_replaced() -> Outcome {
     assert!(report.failed().all(|line| line.pid == victim), "{report}");
 
     let mut restarts = Vec::new();
-    let mut batch = collector.collect()?;
+    let mut batch = collector.next_batch()?;
     restarts.append(&mut batch.restarts);
     if restarts.is_empty() {
         // It was asked before the kernel had ended it.
-        restarts.append(&mut collector.collect()?.restarts);
+        restarts.append(&mut collector.next_batch()?.restarts);
     }
     assert_eq!(restarts.len(), 1);
-    assert_eq!(
-        (restarts[0].worker, restarts[0].exit.signal),
-        (WorkerId(1), Some(9))
-    );
-    assert_eq!(restarts[0].exit.pid, victim);
+    assert_eq!(restarts[0].worker, WorkerId(1));
+    let exit = restarts[0].exit.process().ok_or("a process")?;
+    assert_eq!((exit.signal, exit.pid), (Some(9), victim));
     assert_eq!(collector.pid(WorkerId(1)), Some(restarts[0].pid));
     assert_eq!(batch.frames.shape, [3, 2, 50]);
     assert_eq!(
-        batch.frames.actions,
+        discrete(&batch.frames),
         vec![0; 300],
         "with the current weights"
     );
@@ -228,12 +149,13 @@ fn replaced_once(mischief: &str, ended: fn(&worker::Exit) -> bool) -> Outcome {
         // Of no effect: the collector decides.
         .restart(Restart::UpTo(9));
     let mut collector = builder().spawn(spawn).start(&weights()?)?;
-    let batch = collector.collect()?;
+    let batch = collector.next_batch()?;
     assert_eq!(batch.restarts.len(), 1);
     assert_eq!(batch.restarts[0].worker, WorkerId(1));
-    assert!(ended(&batch.restarts[0].exit), "{}", batch.restarts[0].exit);
+    let exit = batch.restarts[0].exit.process().ok_or("a process")?;
+    assert!(ended(exit), "{exit}");
     assert_eq!(batch.frames.shape, [3, 2, 50]);
-    assert!(collector.collect()?.restarts.is_empty());
+    assert!(collector.next_batch()?.restarts.is_empty());
     Ok(())
 }
 
@@ -242,6 +164,7 @@ fn workers_that_cannot_start_are_given_up() -> Outcome {
     let begun = Instant::now();
     match builder().spawn(spawn).start(&weights()?) {
         Err(Error::KeepsDying { exit, .. }) => {
+            let exit = exit.process().ok_or("a process")?;
             assert_eq!(exit.status, Some(1));
             assert!(exit.stderr_text().contains("out of order"), "{exit}");
         }
@@ -263,6 +186,7 @@ fn a_restart_policy_of_the_caller_does_not_count() -> Outcome {
         .restart(Restart::UpTo(5));
     match builder().workers(1).spawn(spawn).start(&weights()?) {
         Err(Error::KeepsDying { deaths, exit, .. }) => {
+            let exit = exit.process().ok_or("a process")?;
             assert!(!exit.restarted, "{exit}");
             assert_eq!(std::fs::metadata(&starts)?.len(), u64::from(deaths));
         }
@@ -284,8 +208,10 @@ fn a_worker_given_up_is_tried_again_by_the_next_batch() -> Outcome {
     // The second has to start the process that the first gave up.
     for _ in 0..2 {
         let begun = Instant::now();
-        match collector.collect() {
-            Err(Error::KeepsDying { exit, .. }) => assert_eq!(exit.status, Some(1)),
+        match collector.next_batch() {
+            Err(Error::KeepsDying { exit, .. }) => {
+                assert_eq!(exit.process().and_then(|exit| exit.status), Some(1));
+            }
             other => panic!("{other:?}"),
         }
         assert!(begun.elapsed() < Duration::from_secs(20), "no deadline");
@@ -305,7 +231,7 @@ fn a_worker_given_up_is_tried_again_by_the_next_batch() -> Outcome {
 /// A batch, after the deaths that were under way have been counted.
 fn collect_after_deaths(collector: &mut MultiSync) -> Result<Batch, Error> {
     loop {
-        match collector.collect() {
+        match collector.next_batch() {
             Err(Error::KeepsDying { .. }) => {}
             other => return other,
         }
@@ -318,7 +244,7 @@ fn a_stopped_worker_costs_the_deadline_and_is_named() -> Outcome {
     collector.set_deadline(deadline);
     let stopped = pid(collector.pid(WorkerId(2)).ok_or("no worker 2")?)?;
     kill_process(stopped, Signal::STOP)?;
-    match collector.collect() {
+    match collector.next_batch() {
         Err(Error::CollectTimeout { missing, waited }) => {
             assert!(missing.contains(&WorkerId(2)), "{missing:?}");
             assert!(waited >= deadline && waited < Duration::from_secs(20));
@@ -332,7 +258,7 @@ fn a_stopped_worker_costs_the_deadline_and_is_named() -> Outcome {
 
     kill_process(stopped, Signal::CONT)?;
     collector.set_deadline(Duration::from_secs(30));
-    let batch = collector.collect()?;
+    let batch = collector.next_batch()?;
     assert_eq!(batch.frames.policy_versions, vec![2; 300]);
     assert!(batch.restarts.is_empty());
     Ok(())
@@ -341,7 +267,7 @@ fn a_stopped_worker_costs_the_deadline_and_is_named() -> Outcome {
 fn a_deadline_beyond_the_clock_is_none() -> Outcome {
     let builder = builder().deadline(Duration::MAX);
     let mut collector = builder.start(&weights()?)?;
-    assert_eq!(collector.collect()?.frames.len(), 300);
+    assert_eq!(collector.next_batch()?.frames.len(), 300);
     assert!(collector.update_policy_weights(&weights()?)?.all_applied());
     Ok(())
 }
@@ -399,52 +325,4 @@ fn builder() -> Builder {
         .workers(3)
         .envs_per_worker(2)
         .frames_per_batch(300)
-}
-
-fn weights() -> Result<Tensors, weightsync_engine::Error> {
-    let mut weights = Tensors::new();
-    weights.insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])?;
-    weights.insert("actor.0.bias", [2], vec![0.0_f32; 2])?;
-    Ok(weights)
-}
-
-fn pid(id: u32) -> Result<Pid, io::Error> {
-    Pid::from_raw(id as i32).ok_or_else(|| io::Error::other("no process has id 0"))
-}
-
-/// In a worker: `fail:` ends it at once, `while:FILE` while that file exists,
-/// and `count:FILE` with a byte added to that file; `die:FILE` and `babble:FILE` have
-/// worker 1 abort on its first real request, or answer it with bytes that mean
-/// nothing, once, with FILE as the memory of it.
-fn misbehave(process: &WorkerProcess) -> Outcome {
-    let Ok(mischief) = std::env::var(MISCHIEF) else {
-        return Ok(());
-    };
-    let (what, file) = mischief.split_once(':').ok_or("no colon")?;
-    if what == "fail" {
-        return Err("out of order".into());
-    }
-    let file = Path::new(file);
-    match what {
-        "count" => {
-            let mut starts = OpenOptions::new().create(true).append(true).open(file)?;
-            starts.write_all(b"+")?;
-            return Err("out of order".into());
-        }
-        "while" if file.exists() => return Err("out of order".into()),
-        "while" => return Ok(()),
-        _ => {}
-    }
-    if process.index() != 1 || file.exists() {
-        return Ok(());
-    }
-    std::fs::write(file, what)?;
-    // It has heard the request and will never answer it as asked.
-    process.recv(None)?;
-    if what == "die" {
-        std::process::abort();
-    }
-    process.send(b"\x01nonsense")?;
-    process.recv(None)?;
-    Ok(())
 }

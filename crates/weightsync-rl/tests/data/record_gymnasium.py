@@ -1,8 +1,8 @@
-"""Records golden trajectories of CartPole-v1 and MountainCar-v0 from Gymnasium.
+"""Records golden trajectories of built-in tasks from Gymnasium.
 
-    pip install gymnasium && python record_cartpole.py
+    pip install gymnasium && python record_gymnasium.py
 
-writes `cartpole.json` and `mountain_car.json` next to this file. Each trajectory
+writes a JSON file for each task next to this file. Each trajectory
 holds its float64 states (one more than its actions), the float32 observation
 after every step as Gymnasium returned it, and the flags of every step.
 """
@@ -11,6 +11,7 @@ import json
 import pathlib
 
 import gymnasium as gym
+import numpy as np
 
 HERE = pathlib.Path(__file__).parent
 
@@ -24,8 +25,23 @@ def swing(state, _rng):
     return 2 if state[1] >= 0.0 else 0
 
 
+def pump(state, _rng):
+    """Pushes the way in which the second link swings."""
+    return 2 if state[3] >= 0.0 else 0
+
+
 def always(action):
     return lambda _state, _rng: action
+
+
+def swing_up(state, _rng):
+    """Pumps the pendulum with all it has."""
+    return np.array([2.0 if state[1] >= 0.0 else -2.0], dtype=np.float32)
+
+
+def any_torque(_state, rng):
+    """Also more than there is: it is clipped."""
+    return rng.uniform(-3.0, 3.0, size=1).astype(np.float32)
 
 
 def coin(state, rng):
@@ -54,7 +70,7 @@ def record(env_id, policy, seed):
         states.append([float(s) for s in env.unwrapped.state])
         steps.append(
             {
-                "action": action,
+                "action": [float(f"{a:.9g}") for a in action] if isinstance(action, np.ndarray) else action,
                 "observation": [float(f"{o:.9g}") for o in observation],
                 "reward": float(reward),
                 "terminated": bool(terminated),
@@ -83,4 +99,14 @@ write(
     "mountain_car.json",
     "MountainCar-v0",
     [(swing, 1), (any_of_three, 2), (always(0), 3)],
+)
+write(
+    "acrobot.json",
+    "Acrobot-v1",
+    [(pump, 1), (any_of_three, 2), (always(2), 3)],
+)
+write(
+    "pendulum.json",
+    "Pendulum-v1",
+    [(swing_up, 1), (any_torque, 2)],
 )

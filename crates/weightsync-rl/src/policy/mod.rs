@@ -5,9 +5,15 @@
 //! but slices, so it can read the weights out of a pinned snapshot in shared
 //! memory: no copy is made between the trainer's send and the worker's action.
 
+mod gaussian;
+
 use rand::RngExt;
 
 use crate::{Error, env::EnvRng};
+
+pub use gaussian::GaussianPolicy;
+#[cfg(feature = "candle")]
+pub(crate) use gaussian::{LOG_SQRT_TAU, normal};
 
 /// One fully connected layer, `y = W x + b`, on borrowed weights.
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +28,7 @@ struct Layer<'w> {
 /// the logits of a categorical distribution over actions.
 ///
 /// ```
-/// use weightsync_rl::policy::MlpPolicy;
+/// use weightsync_rl::policy::{MlpPolicy, Policy};
 ///
 /// let (weight, bias) = ([1.0, 0.0, 0.0, 1.0], [0.0, 0.5]);
 /// let policy = MlpPolicy::from_tensors(2, "actor", |name| match name {
@@ -48,11 +54,31 @@ pub struct Scratch {
 
 /// An action drawn from a policy.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Choice {
-    /// The action, in `0..ACTIONS`.
-    pub action: u32,
-    /// Natural logarithm of the probability it had.
+pub struct Choice<A = u32> {
+    /// The action: a discrete one is in `0..ACTIONS`.
+    pub action: A,
+    /// Natural logarithm of the probability it had, or of the density.
     pub log_prob: f32,
+}
+
+/// Something that chooses an action for an observation.
+pub trait Policy {
+    /// `u32`, or `[f32; N]`.
+    type Action;
+
+    /// Room for the forward passes of this policy.
+    fn scratch(&self) -> Scratch;
+
+    /// Draws an action for one observation.
+    fn sample(
+        &self,
+        observation: &[f32],
+        scratch: &mut Scratch,
+        rng: &mut EnvRng,
+    ) -> Choice<Self::Action>;
+
+    /// The most likely action for one observation.
+    fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice<Self::Action>;
 }
 
 impl<'w> MlpPolicy<'w> {
@@ -100,16 +126,6 @@ impl<'w> MlpPolicy<'w> {
         self.layers.last().map_or(0, |layer| layer.bias.len())
     }
 
-    /// Room for the forward passes of this policy.
-    pub fn scratch(&self) -> Scratch {
-        let widest = self.layers.iter().map(|layer| layer.bias.len()).max();
-        let buffer = vec![0.0; widest.unwrap_or(0)];
-        Scratch {
-            input: buffer.clone(),
-            output: buffer,
-        }
-    }
-
     /// The logits for one observation; their sum of exponentials is not 1.
     pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Scratch) -> &'s [f32] {
         for (i, layer) in self.layers.iter().enumerate() {
@@ -128,15 +144,26 @@ impl<'w> MlpPolicy<'w> {
         }
         &scratch.output[..self.outputs()]
     }
+}
 
-    /// Draws an action for one observation.
-    pub fn sample(&self, observation: &[f32], scratch: &mut Scratch, rng: &mut EnvRng) -> Choice {
+impl Policy for MlpPolicy<'_> {
+    type Action = u32;
+
+    fn scratch(&self) -> Scratch {
+        let widest = self.layers.iter().map(|layer| layer.bias.len()).max();
+        let buffer = vec![0.0; widest.unwrap_or(0)];
+        Scratch {
+            input: buffer.clone(),
+            output: buffer,
+        }
+    }
+
+    fn sample(&self, observation: &[f32], scratch: &mut Scratch, rng: &mut EnvRng) -> Choice {
         let logits = self.logits(observation, scratch);
         draw(logits, rng.random())
     }
 
-    /// The most likely action for one observation.
-    pub fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice {
+    fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice {
         let logits = self.logits(observation, scratch);
         let mut best = 0;
         for (i, logit) in logits.iter().enumerate() {
@@ -149,6 +176,18 @@ impl<'w> MlpPolicy<'w> {
             log_prob: logits[best] - log_sum_exp(logits),
         }
     }
+}
+
+/// Whether a tensor of a policy has as many elements as its task needs.
+pub(crate) fn check_len(name: &str, got: usize, expected: usize) -> Result<(), Error> {
+    if got == expected {
+        return Ok(());
+    }
+    Err(Error::TensorLen {
+        name: name.into(),
+        expected,
+        got,
+    })
 }
 
 /// Goes through the layers `{prefix}.0`, `{prefix}.1`, … as far as `tensor` knows

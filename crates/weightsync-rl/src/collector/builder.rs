@@ -1,0 +1,284 @@
+use std::{marker::PhantomData, time::Duration};
+
+use weightsync_engine::{Expect, SenderSetup, WeightExtractor, worker::Spawn};
+
+use super::{
+    Multi, Sync, Task,
+    core::{Core, Plan, Seeds, Tally},
+    crew::{Crew, Processes, Threads},
+    kind::{FirstCome, Gathered, Here, Kind, Many, Remote},
+    schedule::Rules,
+    wire,
+};
+use crate::{
+    Error,
+    frames::CatResults,
+    rollout::{Exploration, RolloutOptions},
+};
+
+/// The most frames in one batch: what a pipe's longest frame is good for.
+const MAX_FRAMES_PER_BATCH: usize = 1 << 20;
+
+/// The settings of a collector; each kind has a `builder` to start from.
+#[derive(Debug)]
+pub struct Builder<K = Gathered> {
+    pub(super) task: Task,
+    workers: usize,
+    envs_per_worker: Option<usize>,
+    frames_per_batch: usize,
+    pub(super) seed: u64,
+    deadline: Duration,
+    place: Place,
+    options: RolloutOptions,
+    init_random_frames: usize,
+    total_frames: Option<usize>,
+    max_staleness: Option<u64>,
+    cat_results: CatResults,
+    kind: PhantomData<K>,
+}
+
+/// Where workers run.
+#[derive(Debug)]
+enum Place {
+    /// In processes, by default this program run again.
+    Processes(Option<Spawn>),
+    Threads,
+}
+
+impl<K: Kind> Builder<K> {
+    pub(super) fn new(task: Task) -> Self {
+        Self {
+            task,
+            workers: 1,
+            envs_per_worker: None,
+            frames_per_batch: 1000,
+            seed: 0,
+            deadline: Duration::from_secs(30),
+            place: Place::Processes(None),
+            options: RolloutOptions::default(),
+            init_random_frames: 0,
+            total_frames: None,
+            max_staleness: None,
+            cat_results: CatResults::Stack,
+            kind: PhantomData,
+        }
+    }
+
+    /// Environments in each worker, `P`. By default there is one, and frames have
+    /// [no dimension](crate::frames::Frames) for it.
+    pub fn envs_per_worker(mut self, envs: usize) -> Self {
+        self.envs_per_worker = Some(envs);
+        self
+    }
+
+    /// Frames in one batch (1000 by default): `B × P × T` where a batch is from
+    /// all `B` workers together, `P × T` where it is from one.
+    pub fn frames_per_batch(mut self, frames: usize) -> Self {
+        self.frames_per_batch = frames;
+        self
+    }
+
+    /// Where all randomness of environments and policies comes from (0 by
+    /// default). As long as no worker dies, the same seed and the same weights
+    /// give each worker the same frames.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Cuts an episode after so many frames, as truncated; 0, the default, sets no
+    /// limit beyond the task's own.
+    pub fn max_frames_per_traj(mut self, frames: u32) -> Self {
+        self.options.max_frames_per_traj = frames;
+        self
+    }
+
+    /// Whether every batch begins with new episodes, whatever is under way (not
+    /// by default).
+    pub fn reset_at_each_iter(mut self, reset: bool) -> Self {
+        self.options.reset_at_each_iter = reset;
+        self
+    }
+
+    /// How actions are chosen from the distribution the policy gives them (drawn
+    /// by default).
+    pub fn exploration(mut self, exploration: Exploration) -> Self {
+        self.options.exploration = exploration;
+        self
+    }
+
+    /// The first so many frames, and the rest of the batch in which this number
+    /// is reached, have actions drawn evenly from all there are (0 by default).
+    /// Their version is 0.
+    pub fn init_random_frames(mut self, frames: usize) -> Self {
+        self.init_random_frames = frames;
+        self
+    }
+
+    /// Iterating over the collector ends once so many frames have been handed
+    /// out (never by default).
+    pub fn total_frames(mut self, frames: usize) -> Self {
+        self.total_frames = Some(frames);
+        self
+    }
+
+    /// What is handed out, counted from none.
+    pub(super) fn tally(&self) -> Tally {
+        Tally {
+            init_random_frames: self.init_random_frames,
+            total_frames: self.total_frames,
+            frames: 0,
+        }
+    }
+
+    /// What each worker runs, if the frames of a batch can be shared out.
+    pub(super) fn plan(&self) -> Result<Plan, Error> {
+        let envs = self.envs_per_worker.unwrap_or(1);
+        let workers = if K::ALL_WORKERS { self.workers } else { 1 };
+        let frames_per_batch = self.frames_per_batch;
+        if frames_per_batch == 0 || frames_per_batch > MAX_FRAMES_PER_BATCH {
+            return Err(Error::BatchSize {
+                frames_per_batch,
+                limit: MAX_FRAMES_PER_BATCH,
+            });
+        }
+        match workers.checked_mul(envs) {
+            Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(Plan {
+                task: self.task,
+                envs,
+                batched: self.envs_per_worker.is_some(),
+                steps: frames_per_batch / rows,
+                options: self.options,
+            }),
+            _ => Err(Error::UnevenBatch {
+                frames_per_batch,
+                workers,
+                envs,
+            }),
+        }
+    }
+}
+
+impl Builder<Here> {
+    /// Makes the environments and takes the first weights. These have to hold
+    /// the layers of the policy under `actor`, as
+    /// [`MlpPolicy::from_tensors`](crate::policy::MlpPolicy::from_tensors) reads
+    /// them, and may hold more.
+    ///
+    /// # Errors
+    /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
+    /// policy for the task, [`Error::Weights`] if they cannot be read.
+    pub fn start(self, weights: &impl WeightExtractor) -> Result<Sync, Error> {
+        Sync::start(&self, weights)
+    }
+}
+
+impl Builder<Gathered> {
+    /// How the parts of the workers become one batch (stacked by default).
+    pub fn cat_results(mut self, how: CatResults) -> Self {
+        self.cat_results = how;
+        self
+    }
+}
+
+impl<K: Many> Builder<K> {
+    /// Number of workers, `B` (1 by default).
+    pub fn workers(mut self, workers: usize) -> Self {
+        self.workers = workers;
+        self
+    }
+}
+
+impl<K: Remote> Builder<K> {
+    /// How long [`start`](Self::start), a batch or an update may take at most
+    /// (30 s by default). What the clock cannot count to is no deadline.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Workers are processes, started like this; by default this program is run
+    /// again without arguments. Count, init bytes and the restart policy are
+    /// set by the collector.
+    pub fn spawn(mut self, spawn: Spawn) -> Self {
+        self.place = Place::Processes(Some(spawn));
+        self
+    }
+
+    /// Workers are threads of this process. They need no [`serve`](super::serve),
+    /// but share the process's fate; one that panics is replaced, one that hangs
+    /// cannot be ended.
+    pub fn threads(mut self) -> Self {
+        self.place = Place::Threads;
+        self
+    }
+
+    /// Starts the workers and gives them their first weights. These have to
+    /// hold the layers of the policy under `actor`, as
+    /// [`MlpPolicy::from_tensors`](crate::policy::MlpPolicy::from_tensors)
+    /// reads them, and may hold more.
+    ///
+    /// # Errors
+    /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
+    /// policy for the task, [`Error::Weights`] if they cannot be sent,
+    /// [`Error::Thread`] if a thread cannot be started, and those of
+    /// [`next_batch`](Multi::next_batch).
+    pub fn start(self, weights: &impl WeightExtractor) -> Result<Multi<K>, Error> {
+        let plan = self.plan()?;
+        if self.workers == 0 {
+            return Err(Error::UnevenBatch {
+                frames_per_batch: self.frames_per_batch,
+                workers: 0,
+                envs: plan.envs,
+            });
+        }
+        // Every version has this layout, so one that arrives can be acted on:
+        // a worker may say that it has it before it looks at it.
+        self.task.check(&weights.layout()?)?;
+        let setup = SenderSetup::new("policy", weights)?.send_timeout(Some(self.deadline));
+        let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
+        let mut seeds = Seeds::new(self.seed);
+        let rules = Rules {
+            max_staleness: self.max_staleness,
+            init_random_frames: self.init_random_frames as u64,
+            part: (plan.envs * plan.steps) as u64,
+        };
+        let tally = self.tally();
+        let starts = (0..self.workers).map(|_| plan.start(seeds.next(), sender.init_info()));
+        let starts = starts.collect();
+        let crew: Box<dyn Crew> = match self.place {
+            Place::Threads => Box::new(Threads::start(starts)?),
+            Place::Processes(spawn) => {
+                let spawn = match spawn {
+                    Some(spawn) => spawn,
+                    None => Spawn::this_program()?,
+                };
+                let longest = wire::longest(plan.envs, plan.steps, self.task);
+                Box::new(Processes::start(spawn, &starts, longest)?)
+            }
+        };
+        let core = Core::meet(
+            sender,
+            crew,
+            self.workers,
+            plan,
+            seeds,
+            self.deadline,
+            rules,
+        )?;
+        Ok(Multi::new(core, self.cat_results, tally))
+    }
+}
+
+impl<K: FirstCome> Builder<K> {
+    /// No frame is handed out whose action was chosen by weights more than so
+    /// many versions older than the newest. A part of which this is true is
+    /// dropped and [counted](super::Batch::dropped); its worker goes on with the
+    /// newest weights. No limit by default.
+    pub fn max_staleness(mut self, versions: u64) -> Self {
+        self.max_staleness = Some(versions);
+        self
+    }
+}

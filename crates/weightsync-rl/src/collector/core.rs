@@ -1,0 +1,335 @@
+//! What the collectors with workers share: the loop that performs what the
+//! [schedule](super::schedule) decides.
+
+use std::{
+    collections::VecDeque,
+    time::{Duration, Instant},
+};
+
+use rand::{Rng, SeedableRng};
+use weightsync_engine::{InitInfo, Sender, Version, WorkerId};
+
+use super::{
+    Restarted, Task,
+    crew::{Crew, Ending, Heard},
+    schedule::{Effect, Event, Goal, Rules, Schedule},
+    trajectories::Trajectories,
+    wire::{Collect, Start},
+};
+use crate::{Error, env::EnvRng, frames::Frames, rollout::RolloutOptions};
+
+/// Workers, what is known of them, and what came from them.
+#[derive(Debug)]
+pub(super) struct Core {
+    // Before the workers, so that they hear of its end while they live.
+    pub sender: Sender,
+    pub crew: Box<dyn Crew>,
+    pub deadline: Duration,
+    pub plan: Plan,
+    schedule: Schedule,
+    seeds: Seeds,
+    workers: Vec<Worker>,
+    trajectories: Trajectories,
+    /// Not told yet.
+    restarts: Vec<Restarted>,
+    /// Parts that were stale; not told yet.
+    dropped: usize,
+}
+
+/// What each worker runs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Plan {
+    pub task: Task,
+    pub envs: usize,
+    /// Whether environments have a dimension of their own.
+    pub batched: bool,
+    /// Steps of every environment in one part.
+    pub steps: usize,
+    pub options: RolloutOptions,
+}
+
+#[derive(Debug, Default)]
+struct Worker {
+    /// How the last one ended, while there is no other.
+    ended: Option<Ending>,
+    /// Its part of the batch.
+    part: Option<Part>,
+}
+
+/// A worker's frames, and the stretch of its trajectories they belong to.
+#[derive(Debug)]
+struct Part {
+    frames: Frames,
+    stretch: u64,
+}
+
+/// The parts of a batch and what happened meanwhile.
+pub(super) struct Gathered {
+    /// In the order of the workers; each is `[P, T]`, or `[T]`.
+    pub parts: Vec<(WorkerId, Frames)>,
+    pub restarts: Vec<Restarted>,
+    pub dropped: usize,
+}
+
+impl Plan {
+    /// What a worker is started with.
+    pub fn start(&self, seed: u64, weights: InitInfo) -> Start {
+        Start {
+            task: self.task,
+            envs: self.envs as u32,
+            seed,
+            options: self.options,
+            weights,
+        }
+    }
+
+    /// Shapes a worker's frames, `[P, T]`, as they are handed out.
+    pub fn shape(&self, frames: &mut Frames) {
+        if !self.batched {
+            frames.shape = vec![frames.len()];
+        }
+    }
+
+    fn steps(&self, goal: Goal) -> usize {
+        match goal {
+            Goal::Meet => 0,
+            Goal::Everyone | Goal::Anyone => self.steps,
+        }
+    }
+}
+
+impl Core {
+    /// Takes over workers that run, and waits until they have their first
+    /// weights.
+    pub fn meet(
+        sender: Sender,
+        crew: Box<dyn Crew>,
+        workers: usize,
+        plan: Plan,
+        seeds: Seeds,
+        deadline: Duration,
+        rules: Rules,
+    ) -> Result<Self, Error> {
+        let mut core = Self {
+            sender,
+            crew,
+            deadline,
+            plan,
+            schedule: Schedule::new(workers, rules),
+            seeds,
+            workers: (0..workers).map(|_| Worker::default()).collect(),
+            trajectories: Trajectories::new(workers),
+            restarts: Vec::new(),
+            dropped: 0,
+        };
+        // Who died before the first batch is told with it.
+        core.restarts = core.gather(Goal::Meet)?.restarts;
+        Ok(core)
+    }
+
+    /// Ends the workers and waits until they have left.
+    pub fn shutdown(self) {
+        let Self {
+            sender, mut crew, ..
+        } = self;
+        drop(sender);
+        crew.shutdown();
+    }
+
+    /// The version sent last.
+    pub fn version(&self) -> Version {
+        self.sender.version().expect("the only model")
+    }
+
+    /// Gathers a batch.
+    pub fn gather(&mut self, goal: Goal) -> Result<Gathered, Error> {
+        let begun = Instant::now();
+        let deadline = begun.checked_add(self.deadline);
+        let version = self.version().0;
+        let (mut event, mut part) = (Event::Begin { goal, version }, None);
+        loop {
+            let effects = self.schedule.step(event);
+            if self.perform(effects, part, goal, deadline)? {
+                return Ok(self.take());
+            }
+            let Some((worker, heard)) = self.crew.hear(left(deadline)) else {
+                return Err(Error::CollectTimeout {
+                    missing: self.schedule.missing().map(id).collect(),
+                    waited: begun.elapsed(),
+                });
+            };
+            (event, part) = self.understand(worker, heard, goal);
+        }
+    }
+
+    /// Performs effects in their order, with the part that was just heard; true
+    /// once the batch is whole.
+    fn perform(
+        &mut self,
+        effects: Vec<Effect>,
+        mut part: Option<Part>,
+        goal: Goal,
+        deadline: Option<Instant>,
+    ) -> Result<bool, Error> {
+        let mut effects = VecDeque::from(effects);
+        let (mut whole, mut failed) = (false, None);
+        while let Some(effect) = effects.pop_front() {
+            match effect {
+                Effect::Deliver => whole = true,
+                Effect::Keep { worker } => self.workers[worker].part = part.take(),
+                Effect::Discard { worker, stale } => {
+                    self.trajectories.cut(worker);
+                    self.dropped += usize::from(stale);
+                }
+                Effect::Clear { worker } => {
+                    self.workers[worker].part = None;
+                    self.trajectories.cut(worker);
+                }
+                Effect::Ask { worker, ticket, .. } if failed.is_some() => {
+                    self.schedule.step(Event::NotAsked { worker, ticket });
+                }
+                _ if failed.is_some() => {}
+                Effect::Ask {
+                    worker,
+                    ticket,
+                    version,
+                    random,
+                } => {
+                    let request = Collect {
+                        ticket,
+                        steps: self.plan.steps(goal) as u32,
+                        version,
+                        random,
+                    };
+                    if let Err(error) = self.crew.ask(worker, &request, left(deadline)) {
+                        self.schedule.step(Event::NotAsked { worker, ticket });
+                        failed = Some(error);
+                    }
+                }
+                Effect::Start { worker } => match self.start(worker) {
+                    Ok(()) => effects.extend(self.schedule.step(Event::Started { worker })),
+                    Err(error) => failed = Some(error),
+                },
+                Effect::Kill { worker } => failed = self.crew.kill(worker).err(),
+                Effect::GiveUp { worker, deaths } => {
+                    let exit = self.workers[worker].ended.clone();
+                    failed = Some(Error::KeepsDying {
+                        worker: id(worker),
+                        deaths,
+                        exit: Box::new(exit.expect("it has been heard to end")),
+                    });
+                }
+            }
+        }
+        match failed {
+            // What fails once the batch is whole is tried again by the next.
+            Some(error) if !whole => Err(error),
+            _ => Ok(whole),
+        }
+    }
+
+    /// What was heard, as the schedule takes it.
+    fn understand(&mut self, worker: usize, heard: Heard, goal: Goal) -> (Event, Option<Part>) {
+        match heard {
+            Heard::Frames { ticket, frames } => {
+                let (task, envs) = (self.plan.task, self.plan.envs);
+                if task
+                    .check_part(&frames, envs, self.plan.steps(goal))
+                    .is_err()
+                {
+                    return (Event::Nonsense { worker }, None);
+                }
+                // Drawn evenly, an action is of no version and never stale.
+                let versions = frames.policy_versions.iter().copied();
+                let oldest = versions.filter(|version| *version > 0).min();
+                let part = Event::Part {
+                    worker,
+                    ticket,
+                    oldest: oldest.unwrap_or(u64::MAX),
+                };
+                let stretch = self.trajectories.stretch(worker);
+                let frames = *frames;
+                (part, Some(Part { frames, stretch }))
+            }
+            Heard::Nonsense => (Event::Nonsense { worker }, None),
+            Heard::Ended(ending) => {
+                self.workers[worker].ended = Some(ending);
+                (Event::Ended { worker }, None)
+            }
+        }
+    }
+
+    /// Starts a worker whose last one has been heard to end.
+    fn start(&mut self, worker: usize) -> Result<(), Error> {
+        let start = self.plan.start(self.seeds.next(), self.sender.init_info());
+        let pid = self.crew.restart(worker, start)?;
+        self.trajectories.cut(worker);
+        if let Some(exit) = self.workers[worker].ended.take() {
+            let worker = id(worker);
+            self.restarts.push(Restarted { worker, exit, pid });
+        }
+        Ok(())
+    }
+
+    /// The batch, which is whole.
+    fn take(&mut self) -> Gathered {
+        let mut parts = Vec::new();
+        for (worker, state) in self.workers.iter_mut().enumerate() {
+            if let Some(Part {
+                mut frames,
+                stretch,
+            }) = state.part.take()
+            {
+                self.trajectories.rename(worker, stretch, &mut frames);
+                self.plan.shape(&mut frames);
+                parts.push((id(worker), frames));
+            }
+        }
+        Gathered {
+            parts,
+            restarts: std::mem::take(&mut self.restarts),
+            dropped: std::mem::take(&mut self.dropped),
+        }
+    }
+}
+
+fn left(deadline: Option<Instant>) -> Option<Duration> {
+    deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
+}
+
+/// The number of the worker at an index; there are fewer than frames in a batch.
+fn id(worker: usize) -> WorkerId {
+    WorkerId(worker as u32)
+}
+
+/// How many frames were handed out, and what that decides.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tally {
+    pub init_random_frames: usize,
+    pub total_frames: Option<usize>,
+    pub frames: usize,
+}
+
+impl Tally {
+    pub fn is_full(&self) -> bool {
+        self.total_frames.is_some_and(|total| self.frames >= total)
+    }
+
+    pub fn begins_random(&self) -> bool {
+        self.frames < self.init_random_frames
+    }
+}
+
+/// One seed for every worker that is started.
+#[derive(Debug)]
+pub(super) struct Seeds(EnvRng);
+
+impl Seeds {
+    pub fn new(seed: u64) -> Self {
+        Self(EnvRng::seed_from_u64(seed))
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0.next_u64()
+    }
+}

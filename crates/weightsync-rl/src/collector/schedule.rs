@@ -1,0 +1,248 @@
+//! Who is asked for what, and when a batch is whole: decisions alone. A loop
+//! feeds [`Schedule::step`] with events and performs the effects it returns.
+
+/// Deaths in a row, without a part delivered, after which a worker is given up.
+pub(super) const MAX_DEATHS: u32 = 3;
+/// Parts that a worker may be asked for ahead of the trainer: one that is
+/// finished and waits, and one that is under way.
+const AHEAD: usize = 2;
+
+/// What makes a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Goal {
+    /// An empty part of every worker: to deliver it, a worker must have its
+    /// first weights, and one that dies instead is noticed at once.
+    Meet,
+    /// One part of every worker, by weights that are newest when it begins.
+    Everyone,
+    /// The first part that comes; meanwhile all workers go on.
+    Anyone,
+}
+
+/// What has happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// The caller wants a batch; the newest weights have this version.
+    Begin { goal: Goal, version: u64 },
+    /// A worker delivered a part, all frames of which were chosen by weights of
+    /// this version or newer ones.
+    Part {
+        worker: usize,
+        ticket: u64,
+        oldest: u64,
+    },
+    /// A worker sent what cannot be read.
+    Nonsense { worker: usize },
+    /// A worker has ended.
+    Ended { worker: usize },
+    /// Another has taken its place.
+    Started { worker: usize },
+    /// An [`Effect::Ask`] could not be performed.
+    NotAsked { worker: usize, ticket: u64 },
+}
+
+/// What to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Effect {
+    /// Start a worker in the place of one that has ended.
+    Start { worker: usize },
+    /// Ask a worker for a part, by weights of this version or newer ones, or by
+    /// actions drawn evenly.
+    Ask {
+        worker: usize,
+        ticket: u64,
+        version: u64,
+        random: bool,
+    },
+    /// End a worker.
+    Kill { worker: usize },
+    /// The part that was just heard is this worker's in the batch.
+    Keep { worker: usize },
+    /// The part that was just heard is not handed out: because it is stale, or
+    /// because the batch it was asked for has been given up.
+    Discard { worker: usize, stale: bool },
+    /// Nor is the part that was kept: its batch has been given up.
+    Clear { worker: usize },
+    /// The parts that were kept are the batch.
+    Deliver,
+    /// Fail the batch: starting this worker again does not help.
+    GiveUp { worker: usize, deaths: u32 },
+}
+
+/// What the trainer knows of its workers.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Schedule {
+    goal: Goal,
+    version: u64,
+    rules: Rules,
+    /// Frames handed out.
+    delivered: u64,
+    next_ticket: u64,
+    workers: Vec<Worker>,
+}
+
+/// What the caller has set.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Rules {
+    /// A part for [`Goal::Anyone`] is stale once so many versions and one more
+    /// have come after its weights.
+    pub max_staleness: Option<u64>,
+    /// While fewer frames than this have been handed out or are on their way,
+    /// actions are drawn evenly.
+    pub init_random_frames: u64,
+    /// Frames of one part.
+    pub part: u64,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+struct Worker {
+    /// It has ended, and no other has started.
+    vacant: bool,
+    /// In a row.
+    deaths: u32,
+    /// Its part of the batch is there.
+    kept: bool,
+    /// Tickets of parts that it has not delivered.
+    asked: Vec<u64>,
+}
+
+impl Schedule {
+    /// Workers that run and have been asked for nothing.
+    pub fn new(workers: usize, rules: Rules) -> Self {
+        Self {
+            goal: Goal::Meet,
+            version: 0,
+            rules,
+            delivered: 0,
+            next_ticket: 0,
+            workers: vec![Worker::default(); workers],
+        }
+    }
+
+    /// Takes note of an event, and decides what to do.
+    pub fn step(&mut self, event: Event) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        match event {
+            Event::Begin { goal, version } => self.begin(goal, version, &mut effects),
+            Event::Part {
+                worker,
+                ticket,
+                oldest,
+            } => self.part(worker, ticket, oldest, &mut effects),
+            // Its end is an event of its own; a fresh worker may do better.
+            Event::Nonsense { worker } => effects.push(Effect::Kill { worker }),
+            Event::Ended { worker } => {
+                let state = &mut self.workers[worker];
+                state.vacant = true;
+                state.deaths += 1;
+                state.asked.clear();
+                let deaths = state.deaths;
+                effects.push(if deaths > MAX_DEATHS {
+                    Effect::GiveUp { worker, deaths }
+                } else {
+                    Effect::Start { worker }
+                });
+            }
+            Event::Started { worker } => {
+                self.workers[worker].vacant = false;
+                self.ask(worker, &mut effects);
+            }
+            Event::NotAsked { worker, ticket } => {
+                self.workers[worker].asked.retain(|asked| *asked != ticket);
+            }
+        }
+        effects
+    }
+
+    /// The workers whose parts are waited for.
+    pub fn missing(&self) -> impl Iterator<Item = usize> {
+        (0..self.workers.len()).filter(|&worker| !self.workers[worker].kept)
+    }
+
+    fn begin(&mut self, goal: Goal, version: u64, effects: &mut Vec<Effect>) {
+        self.goal = goal;
+        self.version = version;
+        for worker in 0..self.workers.len() {
+            let state = &mut self.workers[worker];
+            if std::mem::take(&mut state.kept) {
+                effects.push(Effect::Clear { worker });
+            }
+            if goal != Goal::Anyone {
+                // What was asked for a batch that was given up comes too late.
+                state.asked.clear();
+            }
+            if state.vacant {
+                effects.push(Effect::Start { worker });
+            } else {
+                self.ask(worker, effects);
+            }
+        }
+    }
+
+    fn part(&mut self, worker: usize, ticket: u64, oldest: u64, effects: &mut Vec<Effect>) {
+        let state = &mut self.workers[worker];
+        let Some(at) = state.asked.iter().position(|asked| *asked == ticket) else {
+            let stale = false;
+            effects.push(Effect::Discard { worker, stale });
+            return;
+        };
+        state.asked.remove(at);
+        state.deaths = 0;
+        if self.goal == Goal::Anyone {
+            let age = self.version.saturating_sub(oldest);
+            if self.rules.max_staleness.is_some_and(|most| age > most) {
+                let stale = true;
+                effects.push(Effect::Discard { worker, stale });
+            } else {
+                self.delivered += self.rules.part;
+                effects.extend([Effect::Keep { worker }, Effect::Deliver]);
+            }
+            self.ask(worker, effects);
+            return;
+        }
+        state.kept = true;
+        effects.push(Effect::Keep { worker });
+        if self.workers.iter().all(|worker| worker.kept) {
+            self.workers
+                .iter_mut()
+                .for_each(|worker| worker.kept = false);
+            if self.goal == Goal::Everyone {
+                self.delivered += self.rules.part * self.workers.len() as u64;
+            }
+            effects.push(Effect::Deliver);
+        }
+    }
+
+    /// Asks a worker for as much as it may be asked for.
+    fn ask(&mut self, worker: usize, effects: &mut Vec<Effect>) {
+        let most = match self.goal {
+            Goal::Meet | Goal::Everyone => 1,
+            Goal::Anyone => AHEAD,
+        };
+        while !self.workers[worker].kept && self.workers[worker].asked.len() < most {
+            let ticket = self.next_ticket;
+            effects.push(Effect::Ask {
+                worker,
+                ticket,
+                version: self.version,
+                random: self.next_is_random(),
+            });
+            self.next_ticket += 1;
+            self.workers[worker].asked.push(ticket);
+        }
+    }
+
+    /// Whether the part to be asked for next has actions drawn evenly. All parts
+    /// of a batch are alike in this.
+    fn next_is_random(&self) -> bool {
+        let on_their_way = match self.goal {
+            Goal::Meet => return false,
+            Goal::Everyone => 0,
+            Goal::Anyone => self.workers.iter().map(|worker| worker.asked.len()).sum(),
+        };
+        self.delivered + on_their_way as u64 * self.rules.part < self.rules.init_random_frames
+    }
+}
+
+#[cfg(test)]
+mod tests;

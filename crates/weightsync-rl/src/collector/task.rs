@@ -1,0 +1,127 @@
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use weightsync_engine::{Dtype, Layout, Snapshot};
+
+use crate::{
+    Error,
+    env::{Acrobot, Action, CartPole, Env, MountainCar, Pendulum, Store},
+    frames::{ActionKind, Frames},
+    rollout::{Rollout, RolloutOptions},
+};
+
+/// The built-in tasks, as a worker is told which one to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Task {
+    /// [`CartPole`].
+    CartPole,
+    /// [`MountainCar`].
+    MountainCar,
+    /// [`Acrobot`].
+    Acrobot,
+    /// [`Pendulum`].
+    Pendulum,
+}
+
+/// Evaluates an expression in which a name stands for the task's environment.
+macro_rules! with_env {
+    ($task:expr, $env:ident => $body:expr) => {
+        match $task {
+            Task::CartPole => {
+                type $env = CartPole;
+                $body
+            }
+            Task::MountainCar => {
+                type $env = MountainCar;
+                $body
+            }
+            Task::Acrobot => {
+                type $env = Acrobot;
+                $body
+            }
+            Task::Pendulum => {
+                type $env = Pendulum;
+                $body
+            }
+        }
+    };
+}
+
+impl Task {
+    /// The name the task is registered under in Gymnasium.
+    pub fn name(self) -> &'static str {
+        with_env!(self, E => E::NAME)
+    }
+
+    /// Number of `f32`s in one observation.
+    pub fn observation_len(self) -> usize {
+        with_env!(self, E => E::OBSERVATION_LEN)
+    }
+
+    /// Number of discrete actions, or of quantities in a continuous one.
+    pub fn actions(self) -> usize {
+        with_env!(self, E => E::ACTIONS)
+    }
+
+    /// Whether actions are continuous.
+    pub fn is_continuous(self) -> bool {
+        self.action_kind() != ActionKind::Discrete
+    }
+
+    pub(super) fn action_kind(self) -> ActionKind {
+        with_env!(self, E => <E as Env>::Action::KIND)
+    }
+
+    /// `envs` environments of the task, at the start of their episodes.
+    pub(super) fn rollout(self, envs: usize, seed: u64, options: RolloutOptions) -> Box<dyn Roll> {
+        with_env!(self, E => Box::new(Rollout::<E>::with_options(envs, seed, options)))
+    }
+
+    /// Whether a worker's frames are a part of `steps` steps in `envs`
+    /// environments of the task.
+    pub(super) fn check_part(
+        self,
+        frames: &Frames,
+        envs: usize,
+        steps: usize,
+    ) -> Result<(), Error> {
+        frames.check(&[envs, steps], self.observation_len(), self.action_kind())?;
+        let actions = self.actions() as u32;
+        let discrete = frames.actions.discrete().unwrap_or_default();
+        match discrete.iter().find(|&&action| action >= actions) {
+            None => Ok(()),
+            Some(&action) => Err(Error::NoSuchAction { action, actions }),
+        }
+    }
+
+    /// Whether weights of this layout hold a policy for the task.
+    pub(super) fn check(self, layout: &Layout) -> Result<(), Error> {
+        let len = |name: &str| {
+            let tensor = layout.tensor(name)?;
+            (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
+        };
+        with_env!(self, E => <E as Env>::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len))
+    }
+}
+
+/// A rollout of any task, with the policy read from weights.
+pub(super) trait Roll: fmt::Debug + Send {
+    /// Takes `steps` steps in every environment; `[P, T]`. Without weights,
+    /// actions are drawn evenly.
+    fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error>;
+}
+
+impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
+    fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error> {
+        let Some(weights) = weights else {
+            return Ok(self.collect_random(steps));
+        };
+        // The version's own bytes: nothing is copied.
+        let tensor = |name: &str| weights.slice::<f32>(name).ok();
+        let len = |name: &str| tensor(name).map(<[f32]>::len);
+        E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
+        let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
+        Ok(self.collect(&policy, weights.version().0, steps))
+    }
+}
