@@ -13,19 +13,19 @@ use weightsync_rl::{
 use crate::{Outcome, discrete, pid, trials, weights};
 
 trials! {
-    threads_collect_the_frames_of_processes,
-    every_kind_collects_the_same_first_frames,
-    sync_acts_on_the_weights_given,
-    sync_refuses_foreign_weights,
-    threads_get_updates_and_end_with_the_collector,
-    multi_async_gives_the_parts_of_all_workers,
-    multi_async_begins_parts_with_the_newest_weights,
-    multi_async_drops_frames_that_are_too_old,
-    first_come_survives_the_death_of_a_worker,
-    first_come_gives_up_at_the_deadline,
-    continuous_actions_come_from_every_kind,
-    trajectory_ids_are_unique_over_workers_and_batches,
-    trajectory_ids_are_not_used_again_after_a_death,
+    self::threads_collect_the_frames_of_processes,
+    self::every_kind_collects_the_same_first_frames,
+    self::sync_acts_on_the_weights_given,
+    self::sync_refuses_foreign_weights,
+    self::threads_get_updates_and_end_with_the_collector,
+    self::multi_async_gives_the_parts_of_all_workers,
+    self::multi_async_begins_parts_with_the_newest_weights,
+    self::multi_async_drops_frames_that_are_too_old,
+    self::first_come_survives_the_death_of_a_worker,
+    self::first_come_gives_up_at_the_deadline,
+    self::continuous_actions_come_from_every_kind,
+    self::trajectory_ids_are_unique_over_workers_and_batches,
+    self::trajectory_ids_are_not_used_again_after_a_death,
 }
 
 fn threads_collect_the_frames_of_processes() -> Outcome {

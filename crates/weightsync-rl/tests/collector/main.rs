@@ -54,10 +54,10 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// The tests of a module, by their names.
+/// The tests of a module, by their paths: the check of docs/features.md finds them by these.
 #[macro_export]
 macro_rules! trials {
-    ($($test:ident),* $(,)?) => {
+    ($(self::$test:ident),* $(,)?) => {
         pub fn trials() -> Vec<libtest_mimic::Trial> {
             vec![$(libtest_mimic::Trial::test(stringify!($test), || {
                 $test().map_err(|error| error.to_string().into())

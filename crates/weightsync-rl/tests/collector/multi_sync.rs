@@ -15,20 +15,20 @@ use weightsync_rl::{
 use crate::{MISCHIEF, Outcome, discrete, pid, trials, weights};
 
 trials! {
-    the_same_seed_gives_the_same_frames,
-    frames_carry_the_version_sent,
-    workers_act_on_the_weights_sent,
-    an_idle_worker_that_dies_is_replaced,
-    a_worker_that_dies_in_a_batch_is_replaced,
-    a_worker_that_talks_nonsense_is_replaced,
-    workers_that_cannot_start_are_given_up,
-    a_restart_policy_of_the_caller_does_not_count,
-    a_worker_given_up_is_tried_again_by_the_next_batch,
-    a_stopped_worker_costs_the_deadline_and_is_named,
-    a_deadline_beyond_the_clock_is_none,
-    no_worker_outlives_the_collector,
-    foreign_weights_are_refused_before_workers_start,
-    impossible_batches_are_refused,
+    self::the_same_seed_gives_the_same_frames,
+    self::frames_carry_the_version_sent,
+    self::workers_act_on_the_weights_sent,
+    self::an_idle_worker_that_dies_is_replaced,
+    self::a_worker_that_dies_in_a_batch_is_replaced,
+    self::a_worker_that_talks_nonsense_is_replaced,
+    self::workers_that_cannot_start_are_given_up,
+    self::a_restart_policy_of_the_caller_does_not_count,
+    self::a_worker_given_up_is_tried_again_by_the_next_batch,
+    self::a_stopped_worker_costs_the_deadline_and_is_named,
+    self::a_deadline_beyond_the_clock_is_none,
+    self::no_worker_outlives_the_collector,
+    self::foreign_weights_are_refused_before_workers_start,
+    self::impossible_batches_are_refused,
 }
 
 fn the_same_seed_gives_the_same_frames() -> Outcome {

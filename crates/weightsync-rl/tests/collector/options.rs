@@ -10,11 +10,11 @@ use weightsync_rl::{
 use crate::{Outcome, discrete, trials, weights};
 
 trials! {
-    iteration_ends_with_the_total_frames,
-    long_trajectories_are_truncated,
-    every_batch_begins_with_new_episodes,
-    the_first_frames_are_random,
-    the_mode_is_the_same_for_every_seed,
+    self::iteration_ends_with_the_total_frames,
+    self::long_trajectories_are_truncated,
+    self::every_batch_begins_with_new_episodes,
+    self::the_first_frames_are_random,
+    self::the_mode_is_the_same_for_every_seed,
 }
 
 /// Batches of 40 frames by each kind, with the options that `set` sets.

@@ -9,8 +9,8 @@ use weightsync_rl::{
 use crate::{Outcome, discrete, trials, weights};
 
 trials! {
-    every_cell_of_the_table_has_its_shape,
-    frames_are_where_the_shape_says,
+    self::every_cell_of_the_table_has_its_shape,
+    self::frames_are_where_the_shape_says,
 }
 
 const WORKERS: usize = 3;
