@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from weightsync.errors import SettingError
@@ -18,10 +19,16 @@ class Deadline:
     """
 
     def __init__(self, timeout: float | None) -> None:
-        if timeout is not None and (not isinstance(timeout, (int, float)) or not timeout >= 0):
+        try:
+            seconds = None if timeout is None else float(timeout)
+        except (TypeError, ValueError):
+            seconds = -1.0
+        if isinstance(timeout, str) or (seconds is not None and not seconds >= 0):
             raise SettingError(f"timeout: expected seconds from 0 on, or None, got {timeout!r}")
         self.timeout = timeout
-        self._until = None if timeout is None else time.monotonic() + timeout
+        # Python's locks take no longer timeout. The end of this one is no wait's either.
+        is_endless = seconds is None or seconds > threading.TIMEOUT_MAX / 2
+        self._until = None if is_endless else time.monotonic() + (seconds or 0.0)
 
     def left(self) -> float | None:
         """The seconds until then, at least 0."""

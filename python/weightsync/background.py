@@ -64,9 +64,16 @@ class Background:
             False if the timeout came first, or if no version can arrive any more; without
             a timeout also if the sender has shut down.
         """
-        until = Deadline(timeout)
+        return self._wait(version, Deadline(timeout), None if version else self.run)
+
+    def _wait(
+        self,
+        version: int | dict[str, int] | None,
+        until: Deadline,
+        run: tuple[int, str] | None,
+    ) -> bool:
+        """The same, where a version of another run than this one counts as new."""
         wanted = dict.fromkeys(self.versions, version) if isinstance(version, int) else version
-        run = None if wanted else self.run
         while True:
             native = self._native
             if run is not None and self.run != run:

@@ -66,7 +66,7 @@ class Snapshot(abc.Mapping[str, Any]):
         Raises:
             WrongWeightsError: naming each tensor that does not fit. No tensor was copied.
         """
-        self._native.load_into(target_of(model, "copy"))
+        self._native.load_into(target_of(model, "copy", stays=True))
 
     def mapped(self, mapping: Mapping) -> Snapshot:
         """The version after the rules of a :class:`Mapping`, in this process's own memory.

@@ -188,7 +188,7 @@ class Store:
             WrongWeightsError: naming each tensor that does not fit. No tensor was copied.
         """
         found = self.load(version, model=model, at_least=at_least, named=named, timeout=timeout)
-        found._native.load_into(target_of(target, "copy"))
+        found._native.load_into(target_of(target, "copy", stays=True))
         return found.version
 
     def files(

@@ -402,7 +402,8 @@ impl<M: Send + Sync + 'static> Background<M> {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let found = handoff.wait(left, |inner| match enough(&inner.status) {
                 true => Some(Found::Enough),
-                false if declared && inner.shared.has_staged() => {
+                // After a hand-over nothing is applied here.
+                false if declared && !inner.stop && inner.shared.has_staged() => {
                     asked = true;
                     inner
                         .shared

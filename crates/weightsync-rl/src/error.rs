@@ -44,7 +44,7 @@ pub enum Error {
     /// The frames of a batch cannot be shared out evenly.
     #[error(
         "{frames_per_batch} frames per batch cannot be shared by {workers} workers with {envs} \
-         environments each: make it a multiple of {}", .workers * .envs
+         environments each: {}", fitting(*.workers, *.envs)
     )]
     UnevenBatch {
         /// Frames asked for.
@@ -263,4 +263,12 @@ pub enum Error {
 
 fn numbers(workers: &[WorkerId]) -> Vec<u32> {
     workers.iter().map(|worker| worker.0).collect()
+}
+
+/// What to do about a batch that cannot be shared out.
+fn fitting(workers: usize, envs: usize) -> String {
+    match workers.saturating_mul(envs) {
+        0 => "have at least one of both".into(),
+        rows => format!("make it a multiple of {rows}"),
+    }
 }

@@ -95,6 +95,19 @@ def test_collector_ends_where_no_worker_is_left() -> None:
         collector.next()
         with pytest.raises(weightsync.PeerError, match="no worker is left(?s:.*)the pole broke"):
             collector.next()
+        with pytest.raises(weightsync.PeerError, match="no worker is left"):
+            collector.next()
+
+
+def test_last_batches_come_before_the_end() -> None:
+    """Both workers have delivered one batch when they fail."""
+    with rl.MultiAsyncCollector(
+        [lambda: Counting(fault="raise", at=12)] * 2, zeros, frames_per_batch=10, workers="threads"
+    ) as collector:
+        for _ in range(2):
+            assert collector.next().numel() == 10
+        with pytest.raises(weightsync.PeerError, match="no worker is left"):
+            collector.next()
 
 
 def test_worker_that_keeps_failing_is_given_up() -> None:

@@ -123,6 +123,20 @@ def test_first_frames_are_random_in_whole_batches() -> None:
     assert set(third["action"].tolist()) == {2}
 
 
+def test_workers_begin_with_random_frames() -> None:
+    settings: dict[str, Any] = {"init_random_frames": 10, "workers": "threads"}
+    with rl.MultiSyncCollector(
+        [Counting] * 2, Constant(), frames_per_batch=40, **settings
+    ) as collector:
+        first, second = collector.next(), collector.next()
+        assert not first["collector", "policy_version"].any(), "random frames are of no version"
+        assert set(second["collector", "policy_version"].flatten().tolist()) == {1}
+    with rl.MultiAsyncCollector(
+        [Counting] * 2, Constant(), frames_per_batch=20, max_staleness=0, **settings
+    ) as collector:
+        assert not collector.next()["collector", "policy_version"].any()
+
+
 def test_seed_repeats_all_frames() -> None:
     def collected(seed: int) -> Any:
         policy = torch.nn.Linear(4, 2)

@@ -61,6 +61,33 @@ def test_frames_of_numpy_come_back_as_arrays() -> None:
     assert sample["pixels"].shape == (3, 2, 3)
 
 
+def test_frames_that_are_none_are_not_kept() -> None:
+    buffer = rl.ReplayBuffer(100, batch_size=200)
+    with rl.Collector(
+        lambda: Counting(3), zeros, frames_per_batch=8, split_trajs=True, replay_buffer=buffer
+    ) as collector:
+        collector.next()
+    assert len(buffer) == 8
+    sample = buffer.sample()
+    assert set(sample["next", "reward"].tolist()) == {1.0, 2.0, 3.0}
+    other = rl.ReplayBuffer(100)
+    with rl.Collector(
+        lambda: Counting(3), zeros, frames_per_batch=8, reset_when_done=False
+    ) as collector:
+        index = other.extend(collector.next())
+    assert index.tolist() == [0, 1, 2, -1, -1, -1, -1, -1]
+
+
+def test_name_that_samples_use_is_refused() -> None:
+    with pytest.raises(weightsync.SettingError, match="'index'"):
+        rl.ReplayBuffer(10).extend(rl.Batch({"index": torch.zeros(3)}, (3,)))
+
+
+def test_memory_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(weightsync.WeightsyncError, match="no memory for"):
+        rl.ReplayBuffer(2**40).extend(batch_of(0, (3,)))
+
+
 def test_one_frame_is_added() -> None:
     buffer = rl.ReplayBuffer(10)
     assert buffer.add({"observation": np.ones(3, np.float32), "reward": 1.5}) == 0

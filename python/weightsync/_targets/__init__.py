@@ -15,13 +15,18 @@ from weightsync.errors import WrongTypeError
 __all__ = ["ModuleTarget", "Target", "TreeTarget", "target_of"]
 
 
-def target_of(model: Any, mode: str) -> Target:
-    """The target of a worker's model."""
+def target_of(model: Any, mode: str, *, stays: bool = False) -> Target:
+    """The target of a model.
+
+    Args:
+        stays: whether a model in memory that other processes share stays there. A worker's does
+            not: it would write into the learner's.
+    """
     choice("mode", mode, "bind", "copy")
     if _dtypes.is_module(model):
-        return ModuleTarget(model, mode)
+        return ModuleTarget(model, mode, stays=stays)
     if isinstance(model, Mapping) or _dtypes.is_tensordict(model):
-        return TreeTarget(model)
+        return TreeTarget(model, stays=stays)
     if all(callable(getattr(model, name, None)) for name in ("layout", "shape", "load")):
         return cast("Target", model)
     raise WrongTypeError(

@@ -26,9 +26,9 @@ class ModuleTarget(Target):
     values. Buffers are copied, because workers write them.
     """
 
-    def __init__(self, module: Any, mode: str = "bind") -> None:
+    def __init__(self, module: Any, mode: str = "bind", *, stays: bool = False) -> None:
         self._module = weakref.ref(module)
-        self._mode = mode
+        self._mode, self._stays = mode, stays
         # The sender's tensors, once they are known: a buffer that is not persistent is
         # received only if it is sent, and extra state gets the room that the sender gave it.
         self._sent: dict[str, tuple[str, tuple[int, ...]]] | None = None
@@ -59,7 +59,9 @@ class ModuleTarget(Target):
         with self._lock, not_inferring():
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
             self._layout, self._fresh = None, False
-            self._leave_shared_memory()
+            if not self._stays:
+                found = module_tensors(self._live_module(), "tensordict")
+                leave_shared_memory([tensor for _, _, _, _, tensor, _ in found])
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
@@ -190,30 +192,6 @@ class ModuleTarget(Target):
             [tensor.is_contiguous() for tensor in tensors],
         )
 
-    def _leave_shared_memory(self) -> None:
-        """Gives tensors in memory shared with other processes memory of their own.
-
-        A module that torch.multiprocessing has pickled shares its memory with the process that
-        pickled it: a load would write into the learner's weights, and other workers'.
-        """
-        import torch
-
-        # Tensors that share a memory go on sharing one.
-        rooms: dict[int, Any] = {}
-        pairs: dict[int, tuple[Any, Any]] = {}
-        for _, _, _, _, tensor, _ in module_tensors(self._live_module(), "tensordict"):
-            strided = tensor.layout == torch.strided and not _dtypes.is_lazy(tensor)
-            if not strided or not tensor.is_cpu or not tensor.is_shared():
-                continue
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in rooms:
-                rooms[storage.data_ptr()] = storage.clone()
-            own = tensor.detach().new_empty(0).set_(
-                rooms[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
-            )
-            pairs[id(tensor)] = (tensor, own)
-        _exchange(list(pairs.values()))
-
     def _materialise(self) -> bool:
         """Gives lazy and meta tensors the sender's shapes, and memory; whether any was lazy."""
         import torch
@@ -330,6 +308,35 @@ def _alike(tensor: Any, room: Any) -> Any:
     if type(tensor).__name__ == "Buffer":
         return type(tensor)(room)
     return room
+
+
+def leave_shared_memory(tensors: list[Any]) -> None:
+    """Gives tensors in host memory shared with other processes memory of their own.
+
+    A model that torch.multiprocessing has pickled shares its memory with the process that
+    pickled it: a load would write into the learner's weights, and other workers'.
+    """
+    import torch
+
+    # Tensors that share a memory go on sharing one.
+    rooms: dict[int, Any] = {}
+    pairs: dict[int, tuple[Any, Any]] = {}
+    for tensor in tensors:
+        strided = tensor.layout == torch.strided and not _dtypes.is_lazy(tensor)
+        if not strided or not tensor.is_cpu or not tensor.is_shared():
+            continue
+        if tensor.is_conj() or tensor.is_neg():
+            # Of a view that computes its values, the values alone.
+            pairs[id(tensor)] = (tensor, tensor.detach().resolve_conj().resolve_neg().clone())
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in rooms:
+            rooms[storage.data_ptr()] = storage.clone()
+        own = tensor.detach().new_empty(0).set_(
+            rooms[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+        pairs[id(tensor)] = (tensor, own)
+    _exchange(list(pairs.values()))
 
 
 def _exchange(pairs: list[tuple[Any, Any]]) -> None:

@@ -10,6 +10,7 @@ from weightsync._guard import loading
 from weightsync._native import Layout, Snapshot
 from weightsync._source import tree
 from weightsync._targets.base import Target, Tied, copy_values, is_plain, memory_of, not_inferring
+from weightsync._targets.module import leave_shared_memory
 from weightsync._view import View
 
 
@@ -19,8 +20,8 @@ class TreeTarget(Target):
     An empty dict takes the sender's tensors, under dotted names.
     """
 
-    def __init__(self, weights: Any) -> None:
-        self._weights = weights
+    def __init__(self, weights: Any, *, stays: bool = False) -> None:
+        self._weights, self._stays = weights, stays
         self._sent: list[tuple[str, str, list[int]]] = []
 
     def layout(self) -> Layout:
@@ -36,6 +37,12 @@ class TreeTarget(Target):
 
     def shape(self, layout: Layout) -> bool:
         self._sent = layout.tensors()
+        if not self._stays:
+            found = [tensor for _, tensor, _ in tree(self._weights)[0]]
+            of_torch = [tensor for tensor in found if _dtypes.is_tensor(tensor)]
+            if of_torch:
+                with not_inferring():
+                    leave_shared_memory(of_torch)
         if len(self._weights) or _dtypes.is_tensordict(self._weights):
             return False
         import torch

@@ -13,7 +13,7 @@ from weightsync import _dtypes, _extra
 from weightsync._checks import choice
 from weightsync._source import module_tensors, tree
 from weightsync._targets.base import copy_values, is_plain, not_inferring
-from weightsync._targets.module import BIND_FROM, _exchange, _forking
+from weightsync._targets.module import BIND_FROM, _exchange, _forking, leave_shared_memory
 from weightsync.errors import LoadError, WrongTypeError, WrongWeightsError
 from weightsync.process_group._packing import Layout
 from weightsync.transfer.chunk import flat_bytes
@@ -39,6 +39,14 @@ class Target:
         self._is_empty = isinstance(model, dict) and not model
         #: Whether a load has failed that could not be undone.
         self.is_torn = False
+        with _forking, not_inferring():
+            leave_shared_memory([one for one in self._tensors() if _dtypes.is_tensor(one)])
+
+    def _tensors(self) -> list[Any]:
+        """All tensors of the model."""
+        if _dtypes.is_module(self._model):
+            return [one for _, _, _, _, one, _ in module_tensors(self._model, "tensordict")]
+        return [one for _, one, _ in tree(self._model)[0]]
 
     def fit(self, layout: Layout) -> list[tuple[torch.Tensor, int, bool]]:
         """Where each tensor goes: the model's own tensor, the index of the one that comes, is a buffer.

@@ -65,7 +65,7 @@ def token() -> str | None:
     if not file:
         return os.environ.get("WEIGHTSYNC_TOKEN")
     # Of any bytes. White space around them is none of the token.
-    found = Path(file).read_bytes().strip()
+    found = Path(file).read_bytes().strip(b" \t\n\r\f")
     if b"\0" in found:
         raise SettingError(
             f"the token in {file} has a zero byte, which no environment variable of a relay can have: "

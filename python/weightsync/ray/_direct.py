@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ NAME = "WEIGHTSYNC"
 
 #: The seconds in which the process that made an object answers. Ray's own limit is longer.
 LIMIT = 20.0
+#: The bytes a second that a network is slow with: the tensors come within the wait, too.
+_SLOW = 50e6
 
 
 def register() -> None:
@@ -102,13 +105,15 @@ class Transport(TensorTransportManager):
         remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in the process that makes the object"
         check_reach("the process that made this object", source.address, source.is_open, remedy)
         # No two readers have the same number, and nobody deals numbers out.
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in source.tensor_meta)
+        limit = LIMIT + size / _SLOW
         with Receiver(source.info, int.from_bytes(os.urandom(4))) as receiver:
             try:
-                receiver.connect(timeout=LIMIT)
+                receiver.connect(timeout=limit)
             except DeadlineError as error:
                 raise PeerError(
-                    f"the process that made this object, on {source.address}, is gone: it did not "
-                    f"answer within {LIMIT:.0f} s"
+                    f"the process that made this object, on {source.address}, did not bring its "
+                    f"tensors within {limit:.0f} s: it is gone, or the network is slow"
                 ) from error
             snapshot = receiver.latest()
         assert snapshot is not None

@@ -227,7 +227,8 @@ class Receiver(_ends.AsyncWith):
                 self._take(left, _IN_CALL if left is None else min(_IN_CALL, max(left, _LEAST)))
             if version is None and self.run != run:
                 return True
-            if self.background.wait(version, timeout=until.left()):
+            # From the run before on: the move may have come after the look at it.
+            if self.background._wait(version, until, None if version else run):
                 return True
             has_next = self._next is not None
             is_over = self.background.state == "closed" and not has_next
@@ -277,9 +278,8 @@ class Receiver(_ends.AsyncWith):
 
     def _moved(self, offer: Offer) -> None:
         """There is another sender: a thread moves to it, if safe points are implied."""
-        # Two directories may tell of one.
-        is_new = not self._follows(offer) and offer.info != self._misfit
-        # One that is not new has come back, and an offer between has gone.
+        # Whether it is followed already, `_take` asks: another thread may be moving now.
+        is_new = offer.info != self._misfit
         self._next = offer if is_new else None
         if is_new:
             self._retry, self._pause = 0.0, _AGAIN

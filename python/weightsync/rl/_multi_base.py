@@ -33,7 +33,7 @@ from weightsync.rl._worker import Start
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
 
-#: After so many failures in a row, without a part delivered, a worker is not started again.
+#: After more failures in a row than this, without a part delivered, a worker is not started again.
 _MOST_FAILURES = 3
 
 #: Seconds that a worker may take to start: it imports torch, on a machine that may be busy.
@@ -61,6 +61,7 @@ class Part:
     axis: int
     index: int
     ids: Ids
+    is_random: bool
     #: The worker's trajectories, those of the process that collected the part.
     known: Known
     #: When it was done, on the clock of the host.
@@ -119,7 +120,6 @@ class MultiCollector(BaseCollector):
         #: Parts that were heard of, and are in no batch yet.
         self._done: list[Part] = []
         self._parts = 0
-        self._ordered = 0
         self._columns: list[Column] = []
         makers = [maker(env) for env in create_env_fn]
         if any(map(is_made, makers)):
@@ -250,11 +250,16 @@ class MultiCollector(BaseCollector):
     def _steps_of_a_part(self) -> int:
         ...
 
-    def _order(self, worker: int, slot: Slot, axis: int = 0, index: int = 0) -> None:
-        """Asks a worker for a part, in its place of a slot."""
+    def _order(
+        self, worker: int, slot: Slot, before: int, axis: int = 0, index: int = 0
+    ) -> None:
+        """Asks a worker for a part, in its place of a slot.
+
+        Args:
+            before: how many frames come before it, as far as this worker is concerned.
+        """
         self._parts += 1
-        random = self._random_steps(self._steps, self._ordered)
-        self._ordered += self._steps * self._envs
+        random = self._random_steps(self._steps, before)
         seat = self._seats[worker]
         if not seat.orders:
             seat.since = time.monotonic()
@@ -353,7 +358,14 @@ class MultiCollector(BaseCollector):
         seat.failures, seat.since = 0, time.monotonic()
         ids = Ids(said["first"], said["following"])
         return Part(
-            worker, order.slot, order.axis, order.index, ids, seat.trajectories, said["at"]
+            worker,
+            order.slot,
+            order.axis,
+            order.index,
+            ids,
+            order.random > 0,
+            seat.trajectories,
+            said["at"],
         )
 
     def _failed(self, worker: int, reason: str) -> None:
@@ -365,7 +377,7 @@ class MultiCollector(BaseCollector):
         seat.trajectories = {}
         for order in seat.orders:
             order.is_told = False
-        again = self._restart and self._slots is not None and seat.failures < _MOST_FAILURES
+        again = self._restart and self._slots is not None and seat.failures <= _MOST_FAILURES
         self._enter(worker, "empty")
         self._failures.append(Failure(worker, reason, again))
         if again:
@@ -421,10 +433,6 @@ class MultiCollector(BaseCollector):
         with self._alone():
             for worker in range(len(self._seats)):
                 self._crew.tell(worker, {"do": "reset"})
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._ordered = self._frames
 
     def _close(self) -> None:
         try:

@@ -120,11 +120,13 @@ class Rollout:
                 with self._writing():
                     self._leave_empty(out, t)
                 break
-            with self._frozen():
-                version = self._version()
-                if t < random_steps:
-                    answer, action = self._actor.act_randomly()
-                else:
+            if t < random_steps:
+                # Random actions are of no version.
+                version = 0
+                answer, action = self._actor.act_randomly()
+            else:
+                with self._frozen():
+                    version = self._version()
                     answer, action = self._actor.act()
             envs.step(action, active)
             self._lengths += 1

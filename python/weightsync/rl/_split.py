@@ -29,10 +29,10 @@ def split_trajectories(batch: Batch) -> Batch:
         raise MissingTensorError(
             "the batch has no column collector.traj_ids, by which its trajectories are told apart"
         )
-    ids = np.asarray(columns[TRAJ_IDS]).reshape(-1, batch.batch_size[-1])
-    there = np.asarray(columns[MASK]).reshape(ids.shape) if MASK in columns else ids == ids
+    ids = _on_host(columns[TRAJ_IDS]).reshape(-1, batch.batch_size[-1])
+    there = _on_host(columns[MASK]).reshape(ids.shape) if MASK in columns else ids == ids
     # A trajectory begins where a row begins, and where the id changes.
-    begins = np.ones(ids.shape, bool)
+    begins: np.ndarray = np.ones(ids.shape, bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = np.flatnonzero(begins)
     # Frames that are none are at the end of a row.
@@ -58,6 +58,11 @@ def _gathered(value: Any, dims: int, index: np.ndarray, mask: np.ndarray) -> Any
     out = rows[_like(index, value)]
     out[_like(~mask, value)] = 0
     return out
+
+
+def _on_host(value: Any) -> np.ndarray:
+    array: np.ndarray = np.asarray(value.cpu() if hasattr(value, "cpu") else value)
+    return array
 
 
 def _like(array: np.ndarray, value: Any) -> Any:

@@ -97,7 +97,7 @@ class MultiSyncCollector(MultiCollector):
                 if seat.stage == "empty":
                     seat.failures = 0
                     self._start_again(worker)
-                self._order(worker, slot, axis, worker)
+                self._order(worker, slot, self._frames, axis, worker)
             parts = self._parts_of(slot)
         except BaseException:
             self._give_up(slot)
@@ -119,7 +119,8 @@ class MultiSyncCollector(MultiCollector):
             if len(parts) == len(self._seats):
                 self._done.clear()
                 return [part for _, part in sorted(parts.items())]
-            ended = [one for one in self._failures if not one.restarted]
+            # A worker that failed after its part costs this batch nothing.
+            ended = [one for one in self._failures if not one.restarted and one.worker not in parts]
             if ended:
                 raise PeerError("; ".join(map(str, ended)))
             self._hear(None)
@@ -192,17 +193,17 @@ class MultiAsyncCollector(MultiCollector):
         """Waits for the worker that is done first."""
         while True:
             self._keep_busy()
-            self._hear(0 if self._done else None)
             if not self._done:
                 self._check_any_left()
+            self._hear(0 if self._done else None)
+            if not self._done:
                 continue
             part = min(self._done, key=lambda one: one.at)
             self._done.remove(part)
             views = self._views(part.slot)
-            oldest = int(views[POLICY_VERSION].min())
-            is_fresh = (
-                self._max_staleness is None or self.version - oldest <= self._max_staleness
-            )
+            age = self.version - int(views[POLICY_VERSION].min())
+            # Random actions are of no version.
+            is_fresh = self._max_staleness is None or part.is_random or age <= self._max_staleness
             self._renumber(part, views, handed_out=is_fresh)
             if not is_fresh:
                 self._dropped += self.frames_per_batch
@@ -217,8 +218,9 @@ class MultiAsyncCollector(MultiCollector):
         assert self._slots is not None
         for worker, seat in enumerate(self._seats):
             waiting = sum(part.worker == worker for part in self._done)
-            while seat.stage != "empty" and len(seat.orders) + waiting < 2:
-                self._order(worker, self._slots.take())
+            while seat.stage != "empty" and (ahead := len(seat.orders) + waiting) < 2:
+                frames = self._frames + ahead * self.frames_per_batch
+                self._order(worker, self._slots.take(), frames)
 
     def _check_any_left(self) -> None:
         if all(seat.stage == "empty" for seat in self._seats):

@@ -14,6 +14,7 @@ import numpy as np
 from weightsync import _dtypes
 from weightsync._native import ReplayBuffer as Native
 from weightsync.errors import LifecycleError, SettingError, WrongTypeError, WrongWeightsError
+from weightsync.rl._columns import MASK as COLLECTOR_MASK
 from weightsync.rl._columns import TRAJ_IDS, Batch, Key
 from weightsync.rl._policy import HAS_TORCH
 
@@ -46,6 +47,9 @@ class PrioritizedSampler:
 @dataclass(frozen=True)
 class SliceSampler:
     """Runs of consecutive steps of one trajectory, also where they came in several batches.
+
+    Trajectories of two collectors must have different numbers. Those in a directory that was
+    opened again are not gone on with.
 
     Args:
         num_slices: slices of a sample; or
@@ -97,11 +101,12 @@ class ReplayBuffer:
         self._native: Native | None = None
         self._columns: dict[Key, tuple[str, tuple[int, ...]]] = {}
         self._is_torch = self._is_closed = False
+        #: Whether the columns are those of a directory, and no batch has come yet.
+        self._is_reopened = False
         self._opening = threading.Lock()
         found = None if directory is None else Native.describe(directory)
         if found is not None:
             self._make({tuple(name.split(_SEPARATOR)): (d, tuple(s)) for name, d, s in found[1]})
-            self._is_torch = HAS_TORCH
 
     @property
     def capacity(self) -> int:
@@ -123,7 +128,8 @@ class ReplayBuffer:
             batch: a :class:`Batch`, or a TensorDict, of any shape whose last dimension is time.
 
         Returns:
-            The numbers of the frames, shaped like the batch.
+            The numbers of the frames, shaped like the batch; -1 where the batch's mask says that
+            there is no frame, which is not written.
 
         Raises:
             WrongWeightsError: if its columns are not those of the first batch.
@@ -149,23 +155,24 @@ class ReplayBuffer:
         count = self._batch_size if batch_size is None else batch_size
         if count is None:
             raise SettingError("sample() wants to know how many frames: give it batch_size")
-        if self._native is None:
+        native = self._native
+        if native is None:
+            self._check_open()
             raise SettingError("the replay buffer is empty: extend it before sampling")
         columns = {key: self._empty(count, *spec) for key, spec in self._columns.items()}
-        index: np.ndarray = np.empty(count, np.uint64)
-        weight: np.ndarray = np.empty(count, np.float32)
-        mask: np.ndarray = np.empty(count, bool)
+        # The native module writes 64-bit numbers without a sign, which never need the last bit.
+        drawn: dict[Key, np.ndarray] = {INDEX: np.empty(count, np.int64)}
+        kind = self._sampler.get("sampler")
+        if kind == "prioritised":
+            drawn[WEIGHT] = np.empty(count, np.float32)
+        if kind == "slices" and not self._sampler["strict_len"]:
+            drawn[MASK] = np.empty(count, bool)
         addresses = [_address(one) for one in columns.values()]
-        with_weight, with_mask = self._native.sample(
-            count, addresses, index.ctypes.data, weight.ctypes.data, mask.ctypes.data
-        )
-        columns[INDEX] = self._own(index.astype(np.int64))
-        if with_weight:
-            columns[WEIGHT] = self._own(weight)
-        if with_mask:
-            columns[MASK] = self._own(mask)
+        places = (_address(drawn[key]) if key in drawn else None for key in (INDEX, WEIGHT, MASK))
+        native.sample(count, addresses, *places)  # type: ignore[arg-type]
+        columns |= {key: self._own(value) for key, value in drawn.items()}
         size: tuple[int, ...] = (count,)
-        if self._sampler.get("sampler") == "slices":
+        if kind == "slices":
             steps = self._sampler.get("slice_len") or count // self._sampler["num_slices"]
             size = (count // steps, steps)
         return Batch.of({k: v.reshape(*size, *v.shape[1:]) for k, v in columns.items()}, size)
@@ -199,23 +206,36 @@ class ReplayBuffer:
     def _write(self, columns: Mapping[Key, Any], size: tuple[int, ...]) -> np.ndarray:
         frames = math.prod(size)
         rows = {key: _rows(key, value, len(size), frames) for key, value in columns.items()}
+        index: np.ndarray = np.full(frames, -1)
+        there = rows.pop(COLLECTOR_MASK, None)
+        kept = slice(None) if there is None else np.asarray(there, bool)
+        if there is not None and not np.all(kept):
+            rows = {key: _rows(key, value[kept], 1, int(np.sum(kept))) for key, value in rows.items()}
         native = self._opened(rows)
         self._check(rows)
-        begin, end = native.extend([frames], [_address(rows[key]) for key in self._columns])
-        return np.arange(begin, end).reshape(size)
+        count = len(index[kept])
+        begin, end = native.extend([count], [_address(rows[key]) for key in self._columns])
+        index[kept] = np.arange(begin, end)
+        return index.reshape(size)
 
     def _opened(self, rows: Mapping[Key, Any]) -> Native:
         """The buffer, which the first batch makes."""
         with self._opening:
             if self._native is None:
-                if self._is_closed:
-                    raise LifecycleError("the replay buffer was closed: make another")
-                native = self._make({key: _spec(key, value) for key, value in rows.items()})
-                self._is_torch = any(_dtypes.is_tensor(one) for one in rows.values())
-                return native
+                self._check_open()
+                return self._make({key: _spec(key, value) for key, value in rows.items()}, rows)
+            if self._is_reopened:
+                self._is_torch, self._is_reopened = _has_tensors(rows), False
             return self._native
 
-    def _make(self, columns: dict[Key, tuple[str, tuple[int, ...]]]) -> Native:
+    def _make(
+        self, columns: dict[Key, tuple[str, tuple[int, ...]]], rows: Mapping[Key, Any] | None = None
+    ) -> Native:
+        for key in (INDEX, WEIGHT, MASK):
+            if key in columns:
+                raise SettingError(
+                    f"the batch has a column {_name(key)!r}, a name that samples use: rename it"
+                )
         native = Native(
             [(_name(key), dtype, list(shape)) for key, (dtype, shape) in columns.items()],
             self._capacity,
@@ -223,8 +243,16 @@ class ReplayBuffer:
             seed=self._seed,
             directory=self._directory,
         )
-        self._native, self._columns = native, columns
+        self._is_reopened = rows is None
+        self._is_torch = HAS_TORCH if rows is None else _has_tensors(rows)
+        self._columns = columns
+        # The last: a thread that samples sees the rest then.
+        self._native = native
         return native
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LifecycleError("the replay buffer was closed: make another")
 
     def _check(self, rows: Mapping[Key, Any]) -> None:
         """Refuses columns that are not those of the first batch."""
@@ -253,6 +281,10 @@ class ReplayBuffer:
         import torch
 
         return torch.from_numpy(array)
+
+
+def _has_tensors(rows: Mapping[Key, Any]) -> bool:
+    return any(_dtypes.is_tensor(one) for one in rows.values())
 
 
 def _settings(sampler: Sampler | None) -> dict[str, Any]:

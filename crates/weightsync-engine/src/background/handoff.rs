@@ -114,7 +114,8 @@ impl<B> ReceiverHandoff<B> {
         let mut inner = self.lock();
         loop {
             let found = look(&mut inner);
-            let is_over = inner.ended || until.is_none() && inner.is_closed();
+            // After a hand-over nothing arrives here.
+            let is_over = inner.ended || inner.stop || until.is_none() && inner.is_closed();
             if found.is_some() || is_over {
                 return Ok(found);
             }

@@ -101,9 +101,9 @@ impl ModelLock {
 
     /// Whether no thread has a permit; otherwise the last thread to leave wakes the receiver.
     pub(super) fn asks_for_staged(&mut self, now: Instant) -> bool {
-        let is_free = self.permits.is_empty();
-        self.permits.version = (!is_free).then(|| self.permits.version.unwrap_or(now));
-        is_free
+        // Also where no thread has a permit: another may take one before this one is alone.
+        self.permits.version.get_or_insert(now);
+        self.permits.is_empty()
     }
 
     pub(super) fn asks_no_more(&mut self) {

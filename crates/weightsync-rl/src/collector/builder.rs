@@ -192,7 +192,7 @@ impl<K: Many> Builder<K> {
 
 impl<K: Remote> Builder<K> {
     /// How long [`start`](Self::start), a batch or an update may take at most
-    /// (30 s by default). What the clock cannot count to is no deadline.
+    /// (30 s by default). A deadline beyond the clock's range means none.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -237,7 +237,11 @@ impl<K: Remote> Builder<K> {
         // Every version has this layout, so one that arrives can be acted on:
         // a worker may say that it has it before it looks at it.
         self.task.check(&weights.layout()?)?;
-        let setup = SenderSetup::new("policy", weights)?.send_timeout(Some(self.deadline));
+        // A version for each worker that is in a part, the newest, and the one being written.
+        let most = self.workers.saturating_add(2).clamp(4, 64) as u8;
+        let setup = SenderSetup::new("policy", weights)?
+            .slots(2, most)
+            .send_timeout(Some(self.deadline));
         let sender = setup.connect(weights, Expect::Count(0), Some(self.deadline))?;
         let mut seeds = Seeds::new(self.seed);
         let rules = Rules {

@@ -87,8 +87,8 @@ pub(super) struct Rules {
     /// A part for [`Goal::Anyone`] is stale once so many versions and one more
     /// have come after its weights.
     pub max_staleness: Option<u64>,
-    /// While fewer frames than this have been handed out or are on their way,
-    /// actions are drawn evenly.
+    /// While fewer frames than this have been handed out, or are on their way from
+    /// the same worker, actions are drawn evenly.
     pub init_random_frames: u64,
     /// Frames of one part.
     pub part: u64,
@@ -129,8 +129,12 @@ impl Schedule {
                 ticket,
                 oldest,
             } => self.part(worker, ticket, oldest, &mut effects),
-            // Its end is an event of its own; a fresh worker may do better.
-            Event::Nonsense { worker } => effects.push(Effect::Kill { worker }),
+            // Its end is an event of its own; a fresh worker may do better. What it still sends
+            // does not follow what was kept.
+            Event::Nonsense { worker } => {
+                self.workers[worker].asked.clear();
+                effects.push(Effect::Kill { worker });
+            }
             Event::Ended { worker } => {
                 let state = &mut self.workers[worker];
                 state.vacant = true;
@@ -225,20 +229,20 @@ impl Schedule {
                 worker,
                 ticket,
                 version: self.version,
-                random: self.next_is_random(),
+                random: self.next_is_random(worker),
             });
             self.next_ticket += 1;
             self.workers[worker].asked.push(ticket);
         }
     }
 
-    /// Whether the part to be asked for next has actions drawn evenly. All parts
-    /// of a batch are alike in this.
-    fn next_is_random(&self) -> bool {
+    /// Whether the part that a worker is asked for next has actions drawn evenly.
+    /// All parts of a batch are alike in this, and every worker begins with them.
+    fn next_is_random(&self, worker: usize) -> bool {
         let on_their_way = match self.goal {
             Goal::Meet => return false,
             Goal::Everyone => 0,
-            Goal::Anyone => self.workers.iter().map(|worker| worker.asked.len()).sum(),
+            Goal::Anyone => self.workers[worker].asked.len(),
         };
         self.delivered + on_their_way as u64 * self.rules.part < self.rules.init_random_frames
     }

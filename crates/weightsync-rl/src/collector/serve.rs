@@ -75,6 +75,8 @@ pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
             false => Some(at_least(&live, request.version)?),
         };
         let frames = rollout.part(weights.as_ref(), request.steps as usize)?;
+        // Before the pipe, which may be full for long: a pinned version takes a slot.
+        drop(weights);
         port.deliver(request.ticket, frames)?;
     }
     Ok(())

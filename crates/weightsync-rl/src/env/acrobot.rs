@@ -128,6 +128,10 @@ fn derivative([first, second, first_speed, second_speed]: [f64; 4], torque: f64)
 
 /// An angle between −π and π.
 fn wrapped(mut angle: f64) -> f64 {
+    if !(-1e6..1e6).contains(&angle) {
+        // Subtracting would take for ever, or change nothing.
+        return (angle + PI).rem_euclid(2.0 * PI) - PI;
+    }
     while angle > PI {
         angle -= 2.0 * PI;
     }

@@ -64,7 +64,7 @@ use crate::Error;
 /// A ring of frames that threads write to and sample from.
 ///
 /// Locks are taken and released inside each call, so no call waits for longer
-/// than others copy.
+/// than others copy or, in a directory, sync the header.
 pub struct ReplayBuffer {
     schema: Schema,
     capacity: usize,
@@ -143,7 +143,7 @@ impl Builder {
     /// [`Error::ReplaySettings`] if a setting cannot be.
     pub fn in_memory(self) -> Result<ReplayBuffer, Error> {
         let draws = self.check()?;
-        let memory = Memory::new(self.schema.all_frame_bytes(), self.capacity);
+        let memory = Memory::new(self.schema.all_frame_bytes(), self.capacity)?;
         Ok(self.build(draws, 0..0, Storage::Memory(memory), None))
     }
 
@@ -153,7 +153,8 @@ impl Builder {
     ///
     /// Frames that were written since the last flush are read and checked.
     /// Ids go on where the frames end. Priorities are not kept: each frame has
-    /// that of a new one.
+    /// that of a new one. Trajectories are not gone on with: a number that comes
+    /// again is another trajectory's.
     ///
     /// ```
     /// use weightsync_engine::Dtype;
@@ -192,6 +193,8 @@ impl Builder {
             }
         };
         draws.append(live.clone(), column.as_deref());
+        // What comes is of another program, which numbers its trajectories from 0 again.
+        draws.end_trajectories();
         let files = disk.files().clone();
         Ok(self.build(draws, live, Storage::Disk(disk), Some(files)))
     }

@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use crate::Error;
+
 /// Frames that lie next to each other in the ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Stretch {
@@ -57,14 +59,25 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Room for `capacity` frames. The caller has checked that it can be.
-    pub fn new(frame_bytes: &[usize], capacity: usize) -> Self {
-        let columns = frame_bytes.iter().map(|bytes| vec![0; bytes * capacity]);
-        Self {
-            columns: columns.collect(),
+    /// Room for `capacity` frames, whose bytes the caller has checked to be a
+    /// number.
+    ///
+    /// # Errors
+    /// [`Error::ReplaySettings`] where the system has no memory for them.
+    pub fn new(frame_bytes: &[usize], capacity: usize) -> Result<Self, Error> {
+        let columns = frame_bytes.iter().map(|bytes| zeroed(bytes * capacity));
+        let columns = columns.collect::<Option<_>>();
+        let bytes = frame_bytes.iter().sum::<usize>();
+        Ok(Self {
+            columns: columns.ok_or_else(|| Error::ReplaySettings {
+                reason: format!(
+                    "there is no memory for {capacity} frames of {bytes} bytes: keep fewer, or \
+                     keep them in a directory"
+                ),
+            })?,
             frame_bytes: frame_bytes.to_vec(),
             capacity,
-        }
+        })
     }
 
     /// Writes frames into the rows of their ids.
@@ -84,6 +97,14 @@ impl Memory {
             out[stretch.in_list(bytes)].copy_from_slice(&from[stretch.in_ring(bytes)]);
         }
     }
+}
+
+/// Zeros; `None` where there is no memory. `vec!` alone would end the process.
+fn zeroed(len: usize) -> Option<Vec<u8>> {
+    let mut probe = Vec::<u8>::new();
+    probe.try_reserve_exact(len).ok()?;
+    drop(std::hint::black_box(probe));
+    Some(vec![0; len])
 }
 
 #[cfg(test)]

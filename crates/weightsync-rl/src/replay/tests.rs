@@ -221,7 +221,7 @@ fn directory_refuses_another_buffer_by_name() {
 }
 
 #[test]
-fn slices_go_on_over_a_restart() {
+fn slices_end_where_a_buffer_was_closed() {
     let dir = scratch();
     let open = || {
         let builder = ReplayBuffer::builder(schema()).capacity(8);
@@ -240,7 +240,10 @@ fn slices_go_on_over_a_restart() {
     let buffer = open();
     extend(&buffer, &[5, 6]);
     assert_eq!(buffer.ids(), 1..9);
-    assert_eq!(buffer.sample(4).unwrap().drawn.ids, [2, 4, 6, 7]);
+    // The number 5 is another trajectory's now.
+    assert!(buffer.sample(4).is_err());
+    extend(&buffer, &[5, 5, 5]);
+    assert_eq!(buffer.sample(4).unwrap().drawn.ids, [7, 9, 10, 11]);
 }
 
 /// Each extend is a trajectory of its own, so that half of one would be a short

@@ -264,14 +264,16 @@ fn the_first_frames_are_drawn_evenly() {
         .collect();
     assert_eq!(random, [true, true, false]);
 
-    // First come, first served: the first three parts that are asked for.
+    // First come, first served: every worker begins with them.
     let mut schedule = Schedule::new(2, rules);
     let (goal, version) = (Goal::Anyone, 1);
     let first = asked(&schedule.step(Event::Begin { goal, version }));
     let random: Vec<bool> = first.iter().map(|ask| ask.2).collect();
-    assert_eq!(random, [true, true, true, false]);
+    assert_eq!(random, [true; 4]);
     let next = asked(&part(&mut schedule, first[0].0, first[0].1));
-    assert!(!next[0].2);
+    assert!(next[0].2, "20 frames are there or on their way");
+    let next = asked(&part(&mut schedule, first[2].0, first[2].1));
+    assert!(!next[0].2, "30 are");
 }
 
 fn part(schedule: &mut Schedule, worker: usize, ticket: u64) -> Vec<Effect> {

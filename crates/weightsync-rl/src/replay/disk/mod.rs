@@ -60,7 +60,7 @@ impl Disk {
         let small: Vec<usize> = small.map(|&it| if it <= SMALL { it } else { 0 }).collect();
         let mut disk = Self {
             files: Arc::new(files),
-            small: Memory::new(&small, capacity),
+            small: Memory::new(&small, capacity)?,
             frame_bytes,
             capacity,
             header,

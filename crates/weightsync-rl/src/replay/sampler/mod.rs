@@ -226,6 +226,13 @@ impl Draws {
         }
     }
 
+    /// No frame that comes belongs to a trajectory that is here.
+    pub fn end_trajectories(&mut self) {
+        if let Kind::Slices(trajectories) = &mut self.kind {
+            trajectories.end_all();
+        }
+    }
+
     /// Draws `n` of the frames in the ring.
     pub fn draw(&mut self, n: usize, live: &Range<u64>) -> Result<Drawn, Error> {
         if live.is_empty() {

@@ -105,6 +105,11 @@ impl Trajectories {
         }
     }
 
+    /// No frame that comes belongs to a trajectory that is here.
+    pub fn end_all(&mut self) {
+        self.by_number.clear();
+    }
+
     /// The oldest `frames` frames go.
     pub fn evict(&mut self, mut frames: u64) {
         while frames > 0 {
@@ -125,7 +130,10 @@ impl Trajectories {
                 run.len -= cut;
             }
             if trajectory.runs.is_empty() {
-                self.by_number.remove(&trajectory.number);
+                // A later trajectory may have the number.
+                if self.by_number.get(&trajectory.number) == Some(&which) {
+                    self.by_number.remove(&trajectory.number);
+                }
                 self.free.push(which);
             }
             self.settle(which);
