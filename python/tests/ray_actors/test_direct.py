@@ -103,7 +103,7 @@ def test_reader_hears_that_the_maker_is_gone(monkeypatch, caplog):
     assert not caplog.records
     maker.kill()
     maker.join()
-    with pytest.raises(weightsync.PeerError, match="made this object, on here, is gone"):
+    with pytest.raises(weightsync.PeerError, match="made this object, on here, did not bring its tensors"):
         _direct.Transport().recv_multiple_tensors("object", made, None)
 
 

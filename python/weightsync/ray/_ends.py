@@ -278,8 +278,15 @@ class Receiver(_ends.AsyncWith):
 
     def _moved(self, offer: Offer) -> None:
         """There is another sender: a thread moves to it, if safe points are implied."""
-        # Whether it is followed already, `_take` asks: another thread may be moving now.
+        # Two directories may tell of one.
         is_new = offer.info != self._misfit
+        # While another thread moves, `_take` asks whether it is followed.
+        if is_new and self._moving.acquire(blocking=False):
+            try:
+                is_new = not self._follows(offer)
+            finally:
+                self._moving.release()
+        # One that is not new has come back, and an offer between has gone.
         self._next = offer if is_new else None
         if is_new:
             self._retry, self._pause = 0.0, _AGAIN
