@@ -2,8 +2,8 @@
 
     PYTHONPATH=bench/common python bench/collect [--json] [--only TEXT]
 
-Ours and a peer collect in turns in one run, and medians are shown. A value is the time of 1000
-frames. All collect from CartPole-v1 on this host.
+Ours and a peer take turns in one run, and medians are shown. A value is the time of 1000 frames.
+Collectors collect from CartPole-v1 on this host; replay buffers sample from memory.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Way:
     close: Callable[[], Any]
 
 
-def ours(envs: list[Any], net: Any, frames: int, kind: Any = rl.MultiSyncCollector) -> Way:
-    collector = kind(envs, net, frames_per_batch=frames)
+def ours(envs: list[Any], net: Any, frames: int) -> Way:
+    collector = rl.MultiSyncCollector(envs, net, frames_per_batch=frames)
     return Way(lambda: collector.next().numel(), collector.shutdown)
 
 

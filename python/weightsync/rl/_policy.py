@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from weightsync.errors import SettingError, WrongTypeError
-from weightsync.rl._columns import ACTION, Column, Key
+from weightsync.rl._columns import ACTION, Batch, Column, Key
 from weightsync.rl._envs import Envs
 
 try:
@@ -130,7 +130,7 @@ class Actor:
     def _from_plain(self, policy: Any) -> dict[Key, Any]:
         inputs = {key: self._tensor(value) for key, value in self._envs.observations.items()}
         only = next(iter(inputs.values())) if list(inputs) == [("observation",)] else None
-        answer = policy(_nested(inputs) if only is None else only)
+        answer = policy(Batch.of(inputs, ()) if only is None else only)
         more: dict[Key, Any] = {}
         if isinstance(answer, Mapping):
             if "action" not in answer:
@@ -274,16 +274,6 @@ def is_tensordict_module(policy: Any) -> bool:
     except ImportError:
         return False
     return isinstance(policy, TensorDictModuleBase)
-
-
-def _nested(columns: Mapping[Key, Any]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in columns.items():
-        inner = result
-        for name in key[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[key[-1]] = value
-    return result
 
 
 def make_policy(policy: Any, factory: Callable[[], Any] | None, device: Any) -> Any:

@@ -297,7 +297,7 @@ fn left(deadline: Option<Instant>) -> Option<Duration> {
     deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
 }
 
-/// The number of the worker at an index; there are fewer than frames in a batch.
+/// The number of the worker at an index.
 fn id(worker: usize) -> WorkerId {
     WorkerId(worker as u32)
 }

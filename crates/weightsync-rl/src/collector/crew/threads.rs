@@ -22,8 +22,9 @@ use crate::{
 
 /// Workers that are threads of the trainer's process.
 ///
-/// The channels need no bound: a worker is asked for two parts at most, and
-/// answers each request once.
+/// The channels have no bound of their own: a worker is asked for two parts ahead
+/// at most, and for one more by each batch that the trainer gives up and tries
+/// again. It answers each request once.
 #[derive(Debug)]
 pub(in crate::collector) struct Threads {
     workers: Vec<Option<Running>>,
