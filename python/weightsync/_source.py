@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from weightsync import _dtypes, _extra
+from weightsync._gpu import Staging
 from weightsync._native import Mapping as NativeMapping
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
@@ -43,6 +44,7 @@ class Source:
         self._last: tuple[int, list[weakref.ref[Any]]] | None = None
         # Tensors that must live as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
+        self._staging = Staging()
         # The tensors whose memory is held, and the memory: another thread may exchange a
         # parameter's memory while others are read. Small tensors are read too quickly for that.
         self._held: list[Any] = []
@@ -99,7 +101,7 @@ class Source:
         self._held = of_torch if any(one.nbytes >= _LARGE for one in of_torch) else []
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
-        addresses, strides = _addresses(tensors, self._kept, odd)
+        addresses, strides = _addresses(tensors, self._kept, odd, self._staging)
         self._native.place(addresses, strides, states)
         # Tensors that exist for this send alone, such as slices, must outlive the send.
         self._kept.extend(tensors)
@@ -410,11 +412,12 @@ def _may_be_odd(tensor: Any) -> bool:
 
 
 def _addresses(
-    tensors: list[Any], kept: list[Any], odd: bool
+    tensors: list[Any], kept: list[Any], odd: bool, staging: Staging
 ) -> tuple[list[int], dict[int, list[int]] | None]:
     """The current addresses of tensors, and the strides of tensors that are not row-major.
 
-    A tensor on a device is copied to the host first, and the copy is put into ``kept``.
+    A tensor on a device is copied to the host first: of a GPU into ``staging``, of another device
+    into memory that is put into ``kept``.
     """
     try:
         # The usual case, which must be quick also with very many tensors.
@@ -422,9 +425,11 @@ def _addresses(
             return [tensor.data_ptr() for tensor in tensors], None
     except AttributeError:
         pass
+    staged = staging.copy(tensors)
     addresses: list[int] = []
     strides: dict[int, list[int]] = {}
     for at, tensor in enumerate(tensors):
+        tensor = staged.get(at, tensor)
         if _dtypes.is_array(tensor):
             addresses.append(tensor.__array_interface__["data"][0])
             if not tensor.flags.c_contiguous:

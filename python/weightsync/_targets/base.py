@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from weightsync import _dtypes
+from weightsync._gpu import Pieces, settle
 from weightsync._native import Layout, Snapshot
 from weightsync.errors import WrongWeightsError
 
@@ -108,10 +109,28 @@ def copy_values(tensor: Any, source: Any) -> None:
         tensor.copy_(source)
 
 
+def copy_all(pairs: list[tuple[Any, Any]]) -> None:
+    """Copies row-major values in the host's memory into tensors of any device and strides."""
+    tensors = [tensor for tensor, _ in pairs]
+    settle(tensors)
+    gpus: dict[Any, Pieces] = {}
+    for tensor, source in pairs:
+        if tensor.is_cuda and _is_row_major(tensor):
+            if tensor.device not in gpus:
+                gpus[tensor.device] = Pieces(tensor.device)
+            gpus[tensor.device].copy(tensor, source)
+        else:
+            copy_values(tensor, source)
+    settle(tensors)
+
+
 def is_plain(tensor: Any) -> bool:
     """Whether a tensor's values lie row-major in the host's memory, as a version has them."""
-    odd = tensor.is_conj() or tensor.is_neg()
-    return bool(tensor.is_cpu and tensor.is_contiguous() and not odd)
+    return bool(tensor.is_cpu and _is_row_major(tensor))
+
+
+def _is_row_major(tensor: Any) -> bool:
+    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def not_inferring() -> contextlib.AbstractContextManager[Any]:

@@ -11,7 +11,7 @@ from weightsync import _dtypes, _extra, _guard
 from weightsync._guard import loading
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors
-from weightsync._targets.base import Target, Tied, copy_values, is_plain, memory_of, not_inferring
+from weightsync._targets.base import Target, Tied, copy_all, is_plain, memory_of, not_inferring
 from weightsync._view import View
 from weightsync.errors import LifecycleError, LoadError, WrongWeightsError
 
@@ -108,8 +108,7 @@ class ModuleTarget(Target):
         bound = made[: len(plan.bound)]
         _exchange(bound)
         self._bound = [tensor for tensor, _ in bound]
-        for tensor, source in made[len(bound) :]:
-            copy_values(tensor, source)
+        copy_all(made[len(bound) :])
         del memory
         if plan.changed:
             # Autograd then refuses a backward over values that it has saved of them.

@@ -9,7 +9,7 @@ from weightsync import _dtypes, _extra
 from weightsync._guard import loading
 from weightsync._native import Layout, Snapshot
 from weightsync._source import tree
-from weightsync._targets.base import Target, Tied, copy_values, is_plain, memory_of, not_inferring
+from weightsync._targets.base import Target, Tied, copy_all, is_plain, memory_of, not_inferring
 from weightsync._targets.module import leave_shared_memory
 from weightsync._view import View
 
@@ -89,8 +89,7 @@ class TreeTarget(Target):
         for tensor, sent in others:
             if _dtypes.is_array(tensor):
                 tensor[...] = view.array(sent)
-            else:
-                copy_values(tensor, view.tensor(sent))
+        copy_all([(one, view.tensor(sent)) for one, sent in others if not _dtypes.is_array(one)])
         for prefix, state in view.extra_states():
             self._put(prefix, state)
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from weightsync import _dtypes, _extra
 from weightsync._checks import choice
+from weightsync._gpu import settle
 from weightsync._source import module_tensors, tree
 from weightsync._targets.base import copy_values, is_plain, not_inferring
 from weightsync._targets.module import BIND_FROM, _exchange, _forking, leave_shared_memory
@@ -179,6 +180,7 @@ def _undo(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    settle(own for own, _ in pairs)
     to, values = [], []
     for own, source in pairs:
         if is_plain(own) and not own.is_inference():

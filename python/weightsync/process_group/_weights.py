@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from weightsync import _dtypes
+from weightsync._gpu import settle
 from weightsync._source import Places, _check_whole, _spec, module_weights, tree
 from weightsync.errors import PeerError, SendError, UnsupportedError, WrongTypeError
 from weightsync.process_group._packing import PIECE, Layout
@@ -108,6 +109,7 @@ class Weights:
     def _flat(self, at: int) -> torch.Tensor:
         # The next piece goes on with the tensor that this one ended in.
         if self._flat_one[0] != at:
+            settle([self._tensors[at]])
             self._flat_one = at, flat_bytes(self._tensors[at])
         return self._flat_one[1]
 

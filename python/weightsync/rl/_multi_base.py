@@ -28,6 +28,7 @@ from weightsync.rl._columns import (
 )
 from weightsync.rl._crew import Crew
 from weightsync.rl._envs import is_made, maker
+from weightsync.rl._policy import device_of, on_device
 from weightsync.rl._trajectories import Ids, Known, Trajectories
 from weightsync.rl._worker import Start
 from weightsync.scheme import Scheme
@@ -127,13 +128,16 @@ class MultiCollector(BaseCollector):
                 "workers need environments of their own: give functions that make them, and not "
                 "environments"
             )
+        # A copy on the CPU travels: a worker would open each GPU that a pickle names.
+        device = self._policy_device or device_of(self.policy)
+        travels = self.policy if device_of(self.policy) is None else on_device(self.policy, "cpu")
         starts = [
             Start(
                 worker=worker,
                 make_env=makers[worker],
-                policy=self.policy,
+                policy=travels,
                 policy_factory=factories[worker],
-                policy_device=self._policy_device,
+                policy_device=device,
                 rules=self._rules,
                 explore=self._explore,
                 num_threads=num_threads,

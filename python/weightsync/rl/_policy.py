@@ -60,7 +60,8 @@ class Actor:
         device: Any = None,
         own_process: bool = True,
     ) -> None:
-        self.policy, self._envs, self._explore, self._device = policy, envs, explore, device
+        self.policy, self._envs, self._explore = policy, envs, explore
+        self._device = device_of(policy) if device is None else device
         space = envs.action_space
         # The number of choices of a Discrete space, and the first of them.
         self._count = int(space.n) if _is_discrete(envs) else None
@@ -111,7 +112,7 @@ class Actor:
             except Exception:
                 # Not all policies can be copied. Most do not change by being asked.
                 copied = self.policy
-            with _same_randomness():
+            with _same_randomness(self._device):
                 columns = self._ask(copied)
         return [
             Column(key, value.dtype.name, tuple(value.shape[1:])) for key, value in columns.items()
@@ -246,8 +247,8 @@ class Actor:
 
 
 @contextlib.contextmanager
-def _same_randomness() -> Iterator[None]:
-    """Puts the generators of random numbers back to where they were.
+def _same_randomness(device: Any) -> Iterator[None]:
+    """Puts the generators of random numbers back to where they were, also that of a device.
 
     Not in a worker thread: the generators are the trainer's too, which may draw meanwhile.
     """
@@ -255,8 +256,10 @@ def _same_randomness() -> Iterator[None]:
         yield
         return
     states = random.getstate(), np.random.get_state()
+    # Not all GPUs: to ask for the state of one takes memory of it.
+    gpus = [] if device is None or "cuda" not in str(device) else [torch.device(device)]
     try:
-        with contextlib.nullcontext() if torch is None else torch.random.fork_rng():
+        with contextlib.nullcontext() if torch is None else torch.random.fork_rng(gpus):
             yield
     finally:
         random.setstate(states[0])
@@ -274,6 +277,27 @@ def is_tensordict_module(policy: Any) -> bool:
     except ImportError:
         return False
     return isinstance(policy, TensorDictModuleBase)
+
+
+def device_of(policy: Any) -> Any:
+    """The device of a policy's weights where it is not the CPU, else None."""
+    weights = getattr(policy, "parameters", None)
+    first = None if weights is None else next(iter(weights()), None)
+    device = getattr(first, "device", None)
+    return None if getattr(device, "type", None) in (None, "cpu", "meta") else device
+
+
+def on_device(policy: Any, device: Any) -> Any:
+    """The policy, or a copy if it has to be on another device."""
+    parameters = getattr(policy, "parameters", None)
+    if device is None or parameters is None:
+        return policy
+    device = torch.device(device)
+    elsewhere = any(
+        one.device.type != device.type or device.index not in (None, one.device.index)
+        for one in parameters()
+    )
+    return copy.deepcopy(policy).to(device) if elsewhere else policy
 
 
 def make_policy(policy: Any, factory: Callable[[], Any] | None, device: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from weightsync.errors import WrongTypeError, WrongWeightsError
 from weightsync.rl._base import BaseCollector, check_known, steps_of
 from weightsync.rl._columns import Batch, Layout
 from weightsync.rl._envs import Envs, SerialEnv, maker
-from weightsync.rl._policy import Actor, make_policy
+from weightsync.rl._policy import Actor, make_policy, on_device
 from weightsync.rl._rollout import Rollout
 
 
@@ -42,7 +41,7 @@ class Collector(BaseCollector):
         exploration_type: ``"random"``, ``"mode"``, ``"mean"`` or ``"deterministic"``.
         device: the policy's device, where ``policy_device`` is not given.
         storing_device: where batches are put.
-        policy_device: the device of the policy and its input.
+        policy_device: the device of the policy and its input; None: where its weights are.
         split_trajs: whether batches are split by :func:`split_trajectories`.
         postproc: called with each batch; returns what is handed out.
         update_at_each_batch: whether each batch begins with :meth:`update_policy_weights_`.
@@ -60,7 +59,8 @@ class Collector(BaseCollector):
         self._envs = Envs.of(maker(create_env_fn))
         self._opened()
         factory = settings.get("policy_factory")
-        self._acting = make_policy(self._on_device(), factory, self._policy_device)
+        acting = on_device(self.policy, self._policy_device)
+        self._acting = make_policy(acting, factory, self._policy_device)
         self.policy = self._acting if policy is None else policy
         actor = Actor(
             self._acting, self._envs, self._explore, self._policy_device, own_process=False
@@ -75,20 +75,6 @@ class Collector(BaseCollector):
     def version(self) -> int:
         """How often :meth:`update_policy_weights_` was called."""
         return self._version
-
-    def _on_device(self) -> Any:
-        """The policy, or a copy if it has to be on another device."""
-        parameters = getattr(self.policy, "parameters", None)
-        if self._policy_device is None or parameters is None:
-            return self.policy
-        import torch
-
-        device = torch.device(self._policy_device)
-        elsewhere = any(
-            one.device.type != device.type or device.index not in (None, one.device.index)
-            for one in parameters()
-        )
-        return copy.deepcopy(self.policy) if elsewhere else self.policy
 
     def _collect(self) -> Batch:
         dims = (self._envs.num_envs, self._steps)

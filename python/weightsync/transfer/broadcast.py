@@ -45,7 +45,7 @@ class BroadcastStrategy(WeightTransferStrategy):
     worker died both ends need a new init info.
 
     Args:
-        backend: ``"gloo"``, or ``"nccl"``, which has not run on a GPU here.
+        backend: ``"gloo"``, or ``"nccl"``, which has not run between GPUs here.
         master_addr: this host's address as receivers reach it. torch's rendez-vous knows no
             secrets, so anything but loopback belongs in a network that is trusted.
         timeout: how long each wait lasts at most, in seconds.

@@ -1,7 +1,6 @@
 """Strategies ``cuda_ipc`` and ``packed_cuda_ipc``: memory of a GPU that both ends run on.
 
-They need a GPU, and have not run on one: tests on the CPU cover packing, requests and the checks
-of handles. The module is imported when one of the strategies is chosen, and at no other time.
+They ran on one GPU. The module is imported when one of the strategies is chosen, and at no other time.
 """
 
 from __future__ import annotations
@@ -41,8 +40,6 @@ from weightsync.transfer.strategy import (
 class CudaIpcStrategy(WeightTransferStrategy):
     """A handle for each tensor. The trainer's ranks and the workers share the GPUs of one host.
 
-    This has not run on a GPU.
-
     Where there are several GPUs, chunks must come on all ranks: ``yield_on_all_ranks`` of the
     extractor's settings.
     """
@@ -74,7 +71,7 @@ class CudaIpcStrategy(WeightTransferStrategy):
 
 
 class PackedCudaIpcStrategy(CudaIpcStrategy):
-    """One handle for each chunk, which is packed into one buffer. This has not run on a GPU."""
+    """One handle for each chunk, which is packed into one buffer."""
 
     packed = True
 
