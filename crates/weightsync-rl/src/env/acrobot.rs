@@ -2,7 +2,7 @@ use std::f64::consts::PI;
 
 use rand::RngExt;
 
-use super::{Env, EnvRng, Transition};
+use super::{Env, EnvRng, Transition, begun};
 
 const LINK_LENGTH: f64 = 1.0;
 const LINK_MASS: f64 = 1.0;
@@ -20,7 +20,7 @@ const MAX_STEPS: u32 = 500;
 /// by one step of Runge and Kutta's method of fourth order. Actions push with
 /// −1 (0), 0 (1) or 1 N m (2); a reward of −1 per step and of 0 for the step that
 /// succeeds, and an episode cut after 500 steps.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Acrobot {
     state: [f64; 4],
     steps: u32,
@@ -46,12 +46,7 @@ impl Env for Acrobot {
     const ACTIONS: usize = 3;
 
     fn new(rng: &mut EnvRng) -> Self {
-        let mut env = Self {
-            state: [0.0; 4],
-            steps: 0,
-        };
-        env.reset(rng);
-        env
+        begun(rng)
     }
 
     fn reset(&mut self, rng: &mut EnvRng) {

@@ -1,6 +1,6 @@
 use rand::RngExt;
 
-use super::{Env, EnvRng, Transition};
+use super::{Env, EnvRng, Transition, begun};
 
 const GRAVITY: f64 = 9.8;
 const POLE_MASS: f64 = 0.1;
@@ -19,7 +19,7 @@ const MAX_STEPS: u32 = 500;
 ///
 /// Gymnasium's dynamics (explicit Euler in `f64`, observed as `f32`), a reward
 /// of 1 per step, and an episode cut after 500 steps.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct CartPole {
     /// Position, velocity, angle, angular velocity.
     state: [f64; 4],
@@ -45,12 +45,7 @@ impl Env for CartPole {
     const ACTIONS: usize = 2;
 
     fn new(rng: &mut EnvRng) -> Self {
-        let mut env = Self {
-            state: [0.0; 4],
-            steps: 0,
-        };
-        env.reset(rng);
-        env
+        begun(rng)
     }
 
     fn reset(&mut self, rng: &mut EnvRng) {

@@ -91,5 +91,12 @@ pub trait Env {
     fn step(&mut self, action: Self::Action) -> Transition;
 }
 
+/// An environment at the start of an episode.
+fn begun<E: Env + Default>(rng: &mut EnvRng) -> E {
+    let mut env = E::default();
+    env.reset(rng);
+    env
+}
+
 #[cfg(test)]
 mod tests;

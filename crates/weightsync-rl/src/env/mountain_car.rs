@@ -1,6 +1,6 @@
 use rand::RngExt;
 
-use super::{Env, EnvRng, Transition};
+use super::{Env, EnvRng, Transition, begun};
 
 const FORCE: f64 = 0.001;
 const GRAVITY: f64 = 0.0025;
@@ -13,7 +13,7 @@ const MAX_STEPS: u32 = 200;
 ///
 /// Gymnasium's dynamics; actions push left (0), not at all (1) or right (2);
 /// a reward of −1 per step, and an episode cut after 200 steps.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct MountainCar {
     position: f64,
     velocity: f64,
@@ -39,13 +39,7 @@ impl Env for MountainCar {
     const ACTIONS: usize = 3;
 
     fn new(rng: &mut EnvRng) -> Self {
-        let mut env = Self {
-            position: 0.0,
-            velocity: 0.0,
-            steps: 0,
-        };
-        env.reset(rng);
-        env
+        begun(rng)
     }
 
     fn reset(&mut self, rng: &mut EnvRng) {

@@ -2,7 +2,7 @@ use std::f64::consts::PI;
 
 use rand::RngExt;
 
-use super::{Env, EnvRng, Transition};
+use super::{Env, EnvRng, Transition, begun};
 
 const GRAVITY: f64 = 10.0;
 const MAX_SPEED: f64 = 8.0;
@@ -16,7 +16,7 @@ const MAX_STEPS: u32 = 200;
 /// Gymnasium's dynamics; the action is a torque in N m, clipped to ±2. The reward
 /// is at most 0, the nearer the pendulum is to standing still upright. No episode
 /// ends but by being cut after 200 steps.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct Pendulum {
     angle: f64,
     speed: f64,
@@ -43,13 +43,7 @@ impl Env for Pendulum {
     const ACTION_RANGE: [f32; 2] = [-MAX_TORQUE, MAX_TORQUE];
 
     fn new(rng: &mut EnvRng) -> Self {
-        let mut env = Self {
-            angle: 0.0,
-            speed: 0.0,
-            steps: 0,
-        };
-        env.reset(rng);
-        env
+        begun(rng)
     }
 
     fn reset(&mut self, rng: &mut EnvRng) {
