@@ -50,9 +50,12 @@ impl From<Slices> for Sampler {
 /// where `p(i) = (priority + eps) ^ alpha` (Schaul et al., "Prioritized
 /// Experience Replay", 2016).
 ///
-/// The importance weight of a frame is `(N × P(i)) ^ -beta` of `N` frames,
-/// divided by the largest one of the sample. A new frame gets the largest
-/// priority seen, which is 1 at first.
+/// The importance weight of a frame is `w(i) = (N × P(i)) ^ -beta`, divided by the
+/// largest weight of all `N` frames in the buffer (section 3.4 of the paper, and as
+/// TorchRL has it): `w(i) / max w = (p(i) / min p) ^ -beta`. So a frame's weight is at
+/// most 1 and does not depend on what else is in its sample. Frames of `p(i) = 0` are
+/// never drawn, and not counted in `min p`. A new frame gets the largest priority
+/// seen, which is 1 at first.
 ///
 /// ```
 /// use weightsync_rl::replay::Prioritised;
@@ -158,8 +161,8 @@ impl Slices {
 pub struct Drawn {
     /// The frames' ids. Slices lie behind each other.
     pub ids: Vec<u64>,
-    /// Importance weights, one per frame, the largest 1: of a prioritised
-    /// sampler alone.
+    /// Importance weights, one per frame, none above 1: of a prioritised sampler
+    /// alone.
     pub weights: Option<Vec<f32>>,
     /// False where a slice is padded: of a slice sampler that is not strict
     /// alone.

@@ -14,7 +14,7 @@ pub(in crate::replay) struct Priorities {
     largest: f32,
     largest_share: f64,
     /// `(priority + eps) ^ alpha` of each row, 0 where no frame is.
-    tree: SumTree,
+    tree: Tree,
     capacity: usize,
 }
 
@@ -32,7 +32,7 @@ impl Priorities {
             settings: settings.clone(),
             largest: 1.0,
             largest_share: 0.0,
-            tree: SumTree::new(capacity),
+            tree: Tree::new(capacity),
             capacity,
         };
         priorities.largest_share = priorities.share(1.0)?;
@@ -94,9 +94,9 @@ impl Priorities {
             ids.push(live.start + ahead);
             shares.push(share);
         }
-        // The frame drawn with the least probability has the largest weight.
-        // Both are multiples of the same (N / Σ p) ^ -beta, which cancels out.
-        let least = shares.iter().copied().fold(f64::INFINITY, f64::min);
+        // The frame with the least probability has the largest weight. Both are multiples
+        // of the same (N / Σ p) ^ -beta, which cancels out.
+        let least = self.tree.least();
         let weight = |share: f64| (share / least).powf(-self.settings.beta) as f32;
         Ok(Drawn {
             ids,
@@ -136,30 +136,39 @@ fn check_setting(name: &str, value: f64) -> Result<(), Error> {
 /// Children of a node: their sums fill a cache line.
 const FAN: usize = 8;
 
-/// Sums over each [`FAN`] shares of a list, sums of these, and so on. Every sum
-/// is made from its parts, never by adding a difference, so none drifts.
-struct SumTree {
+/// Sums over each [`FAN`] shares of a list, sums of these, and so on; and the least
+/// share above 0 of each node. Each sum is made from its parts, never by adding a
+/// difference, so none drifts.
+struct Tree {
     /// The shares first and their total, alone, last. All but that are padded
     /// with zeros to whole nodes.
-    levels: Vec<Vec<f64>>,
+    sums: Vec<Vec<f64>>,
+    /// The same for least shares, infinite where no share is above 0. The first level
+    /// is empty: it would be that of the sums.
+    least: Vec<Vec<f64>>,
 }
 
-impl SumTree {
+impl Tree {
     fn new(len: usize) -> Self {
-        let mut levels = Vec::new();
+        let mut lens = Vec::new();
         let mut nodes = len;
-        loop {
+        while lens.is_empty() || nodes > 1 {
             nodes = nodes.div_ceil(FAN);
-            levels.push(vec![0.0; nodes * FAN]);
-            if nodes == 1 {
-                levels.push(vec![0.0]);
-                return Self { levels };
-            }
+            lens.push(nodes * FAN);
         }
+        lens.push(1);
+        let sums = lens.iter().map(|len| vec![0.0; *len]).collect();
+        lens[0] = 0;
+        let least = lens.iter().map(|len| vec![f64::INFINITY; *len]).collect();
+        Self { sums, least }
     }
 
     fn total(&self) -> f64 {
-        self.levels[self.levels.len() - 1][0]
+        self.sums[self.sums.len() - 1][0]
+    }
+
+    fn least(&self) -> f64 {
+        self.least[self.least.len() - 1][0]
     }
 
     fn set(&mut self, leaf: usize, share: f64) {
@@ -169,13 +178,21 @@ impl SumTree {
     /// Sets a range that is not empty.
     fn fill(&mut self, leaves: Range<usize>, share: f64) {
         let (mut first, mut last) = (leaves.start, leaves.end - 1);
-        self.levels[0][first..=last].fill(share);
-        for level in 1..self.levels.len() {
-            let (below, above) = self.levels.split_at_mut(level);
-            let below = &below[level - 1];
+        self.sums[0][first..=last].fill(share);
+        for level in 1..self.sums.len() {
+            let (sums_below, sums) = self.sums.split_at_mut(level);
+            let (least_below, least) = self.least.split_at_mut(level);
+            let (sums_below, least_below) = (&sums_below[level - 1], &least_below[level - 1]);
             (first, last) = (first / FAN, last / FAN);
-            for (node, sum) in (first..).zip(&mut above[0][first..=last]) {
-                *sum = below[node * FAN..][..FAN].iter().sum();
+            for node in first..=last {
+                let children = node * FAN..(node + 1) * FAN;
+                let shares = &sums_below[children.clone()];
+                sums[0][node] = shares.iter().sum();
+                let smallest = |of: &mut dyn Iterator<Item = f64>| of.fold(f64::INFINITY, f64::min);
+                least[0][node] = match least_below.get(children) {
+                    Some(least) => smallest(&mut least.iter().copied()),
+                    None => smallest(&mut shares.iter().copied().filter(|share| *share > 0.0)),
+                };
             }
         }
     }
@@ -184,7 +201,7 @@ impl SumTree {
     /// above 0 as long as the total is.
     fn find(&self, mut mass: f64) -> (usize, f64) {
         let (mut node, mut found) = (0, 0.0);
-        for level in self.levels.iter().rev().skip(1) {
+        for level in self.sums.iter().rev().skip(1) {
             let first = node * FAN;
             // Rounding may leave a mass that no child has: the last one counts.
             for (child, &share) in (first..).zip(&level[first..][..FAN]) {
@@ -203,12 +220,14 @@ impl SumTree {
 
 #[cfg(test)]
 mod tests {
+    use proptest::{collection, prelude::*};
+
     use super::*;
 
     #[test]
-    fn sum_tree_finds_leaves_by_running_sums() {
+    fn tree_finds_leaves_by_running_sums() {
         for len in [1, 2, 7, 8, 9, 64, 65, 600] {
-            let mut tree = SumTree::new(len);
+            let mut tree = Tree::new(len);
             for leaf in 0..len {
                 tree.set(leaf, (leaf % 3) as f64);
             }
@@ -227,11 +246,31 @@ mod tests {
     }
 
     #[test]
-    fn sum_tree_finds_a_positive_leaf_at_its_end() {
-        let mut tree = SumTree::new(6);
+    fn tree_finds_a_positive_leaf_at_its_end() {
+        let mut tree = Tree::new(6);
         tree.fill(0..4, 0.1);
         assert_eq!(tree.find(tree.total() * 2.0), (3, 0.1));
         tree.fill(0..6, 0.0);
         assert_eq!(tree.total(), 0.0);
+    }
+
+    proptest! {
+        #[test]
+        fn tree_matches_sums_and_minima_of_a_list(
+            len in 1..700_usize,
+            fills in collection::vec((any::<u16>(), any::<u16>(), 0..5_u8), 1..30),
+        ) {
+            let (mut tree, mut list) = (Tree::new(len), vec![0.0; len]);
+            for (first, last, share) in fills {
+                let (a, b) = (usize::from(first) % len, usize::from(last) % len);
+                let leaves = a.min(b)..a.max(b) + 1;
+                // Sums of these are exact.
+                tree.fill(leaves.clone(), f64::from(share));
+                list[leaves].fill(f64::from(share));
+                prop_assert_eq!(tree.total(), list.iter().sum::<f64>());
+                let least = list.iter().copied().filter(|share| *share > 0.0);
+                prop_assert_eq!(tree.least(), least.fold(f64::INFINITY, f64::min));
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use proptest::{collection, prelude::*};
 use weightsync_engine::Dtype;
 
 use super::*;
@@ -147,10 +148,49 @@ fn prioritised_sampler_draws_by_the_papers_formula() {
         let expected: BTreeMap<u64, f64> = expected.collect();
         assert_likely(&count(drawn.ids.iter().copied()), expected.clone());
         let weight = |id: &u64| (5.0 * expected[id]).powf(-beta);
-        let largest = drawn.ids.iter().map(weight).fold(0.0, f64::max);
+        let drawable = expected.keys().filter(|id| expected[id] > 0.0);
+        let largest = drawable.map(weight).fold(0.0, f64::max);
         for (id, got) in drawn.ids.iter().zip(drawn.weights.unwrap()) {
             let off = f64::from(got) - weight(id) / largest;
             assert!(off.abs() < 1e-6, "{alpha} {beta} {eps}: frame {id}");
+        }
+    }
+}
+
+proptest! {
+    /// Whatever came and went before.
+    #[test]
+    fn weights_are_relative_to_the_least_of_the_buffer(
+        beta in 0.0..2.0_f64,
+        batches in collection::vec((1..=4_u64, any::<u64>(), 0.0..9.0_f32), 1..20),
+    ) {
+        let (alpha, eps) = (0.7, 1e-3);
+        let mut draws = draws(Prioritised::new(alpha, beta).eps(eps));
+        let mut shares = BTreeMap::new();
+        let (mut live, mut largest) = (0..0, 1.0_f32);
+        for (frames, which, priority) in batches {
+            let share = |priority: f32| (f64::from(priority) + eps).powf(alpha);
+            let new = live.end..live.end + frames;
+            let start = new.end.saturating_sub(CAPACITY as u64).max(live.start);
+            if start > live.start {
+                draws.evict(live.start..start);
+            }
+            draws.append(new.clone(), None);
+            live = start..new.end;
+            shares.extend(new.map(|id| (id, share(largest))));
+            shares.retain(|id, _| live.contains(id));
+            let id = live.start + which % (live.end - live.start);
+            draws.priorities().unwrap().update(&live, &[id], &[priority]).unwrap();
+            shares.insert(id, share(priority));
+            largest = largest.max(priority);
+
+            let weights: Vec<f64> = shares.values().map(|p| p.powf(-beta)).collect();
+            let most = weights.iter().copied().fold(0.0, f64::max);
+            let drawn = draws.draw(5, &live).unwrap();
+            for (id, got) in drawn.ids.iter().zip(drawn.weights.unwrap()) {
+                let expected = weights[(id - live.start) as usize] / most;
+                prop_assert!((f64::from(got) - expected).abs() < 1e-6, "{} {}", got, expected);
+            }
         }
     }
 }
