@@ -103,6 +103,36 @@ def test_each_frame_comes_once_without_replacement() -> None:
         assert sorted(drawn) == list(range(20))
 
 
+def test_weights_of_priorities_are_torchrls() -> None:
+    """Relative to the least priority in the buffer, which a small sample may not have."""
+    from torchrl.data.replay_buffers import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
+
+    alpha, beta, eps, capacity = 0.7, 0.5, 1e-3, 50
+    priorities = torch.rand(capacity, generator=torch.Generator().manual_seed(3)) * 5
+    sampler = PrioritizedSampler(capacity, alpha, beta, eps)
+    theirs = ReplayBuffer(storage=LazyTensorStorage(capacity), sampler=sampler, batch_size=2000)
+    theirs.extend(torch.arange(capacity))
+    theirs.update_priority(torch.arange(capacity), priorities)
+    _, told = theirs.sample(return_info=True)
+    expected = dict(zip(told["index"].tolist(), told["priority_weight"].tolist(), strict=True))
+
+    buffer = rl.ReplayBuffer(capacity, sampler=rl.PrioritizedSampler(alpha, beta, eps), seed=1)
+    # The first frames are gone, and their priorities with them.
+    buffer.extend(batch_of(0, (capacity,)))
+    buffer.update_priority(range(capacity), [0.0] * capacity)
+    index = buffer.extend(batch_of(capacity, (capacity,)))
+    buffer.update_priority(index, priorities)
+    compared = set()
+    for _ in range(500):
+        sample = buffer.sample(4)
+        frames = (sample["index"] - capacity).tolist()
+        for frame, weight in zip(frames, sample["priority_weight"].tolist(), strict=True):
+            if frame in expected:
+                assert weight == pytest.approx(expected[frame], rel=1e-5)
+                compared.add(frame)
+    assert len(compared) > capacity / 2
+
+
 def test_priorities_decide_what_is_drawn() -> None:
     sampler = rl.PrioritizedSampler(alpha=1.0, beta=1.0, eps=0.0)
     buffer = rl.ReplayBuffer(8, sampler=sampler, seed=1)

@@ -3,7 +3,11 @@
 //! A frame's id is its number in the order of writing, and never changes. It
 //! lies in row `id % capacity`, so the frame that it overwrites is the oldest.
 
-use std::ops::Range;
+use std::{hint::black_box, io, ops::Range};
+
+#[cfg(target_os = "linux")]
+use memmap2::Advice;
+use memmap2::MmapMut;
 
 use crate::Error;
 
@@ -31,9 +35,9 @@ impl Stretch {
 
 /// Cuts a list of ids into stretches, so that each is one copy.
 pub(super) fn stretches(
-    ids: impl IntoIterator<Item = u64>,
+    ids: impl IntoIterator<Item = u64, IntoIter: Clone>,
     capacity: usize,
-) -> impl Iterator<Item = Stretch> {
+) -> impl Iterator<Item = Stretch> + Clone {
     let mut rows = ids
         .into_iter()
         .map(move |id| (id % capacity as u64) as usize)
@@ -51,9 +55,9 @@ pub(super) fn stretches(
     })
 }
 
-/// The columns of a ring in this process's memory, one allocation each.
+/// The columns of a ring in this process's memory, each mapped on its own.
 pub(super) struct Memory {
-    columns: Vec<Vec<u8>>,
+    columns: Vec<MmapMut>,
     frame_bytes: Vec<usize>,
     capacity: usize,
 }
@@ -66,13 +70,13 @@ impl Memory {
     /// [`Error::ReplaySettings`] where the system has no memory for them.
     pub fn new(frame_bytes: &[usize], capacity: usize) -> Result<Self, Error> {
         let columns = frame_bytes.iter().map(|bytes| zeroed(bytes * capacity));
-        let columns = columns.collect::<Option<_>>();
+        let columns = columns.collect::<Result<_, _>>();
         let bytes = frame_bytes.iter().sum::<usize>();
         Ok(Self {
-            columns: columns.ok_or_else(|| Error::ReplaySettings {
+            columns: columns.map_err(|reason| Error::ReplaySettings {
                 reason: format!(
-                    "there is no memory for {capacity} frames of {bytes} bytes: keep fewer, or \
-                     keep them in a directory"
+                    "there is no memory for {capacity} frames of {bytes} bytes ({reason}): keep \
+                     fewer, or keep them in a directory"
                 ),
             })?,
             frame_bytes: frame_bytes.to_vec(),
@@ -91,20 +95,32 @@ impl Memory {
     }
 
     /// Copies one column of some frames out.
-    pub fn read(&self, column: usize, ids: impl IntoIterator<Item = u64>, out: &mut [u8]) {
+    pub fn read(
+        &self,
+        column: usize,
+        ids: impl IntoIterator<Item = u64, IntoIter: Clone>,
+        out: &mut [u8],
+    ) {
         let (from, bytes) = (&self.columns[column], self.frame_bytes[column]);
-        for stretch in stretches(ids, self.capacity) {
+        let stretches = stretches(ids, self.capacity);
+        // Frames that were drawn are anywhere in memory. A copy waits for its first line, and
+        // the next copy for it; the processor fetches lines that are only looked at all at once.
+        let first_bytes = stretches.clone().map(|it| from[it.row * bytes]);
+        black_box(first_bytes.fold(0, u8::wrapping_add));
+        for stretch in stretches {
             out[stretch.in_list(bytes)].copy_from_slice(&from[stretch.in_ring(bytes)]);
         }
     }
 }
 
-/// Zeros; `None` where there is no memory. `vec!` alone would end the process.
-fn zeroed(len: usize) -> Option<Vec<u8>> {
-    let mut probe = Vec::<u8>::new();
-    probe.try_reserve_exact(len).ok()?;
-    drop(std::hint::black_box(probe));
-    Some(vec![0; len])
+/// Zeros, in huge pages where the kernel has some: frames that are drawn from all over the
+/// memory would each need a small page's address looked up first.
+fn zeroed(len: usize) -> io::Result<MmapMut> {
+    let pages = MmapMut::map_anon(len)?;
+    // A kernel without huge pages uses small ones.
+    #[cfg(target_os = "linux")]
+    let _ = pages.advise(Advice::HugePage);
+    Ok(pages)
 }
 
 #[cfg(test)]

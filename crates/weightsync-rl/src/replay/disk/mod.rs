@@ -118,7 +118,7 @@ impl Disk {
     pub fn read(
         &self,
         column: usize,
-        ids: impl IntoIterator<Item = u64>,
+        ids: impl IntoIterator<Item = u64, IntoIter: Clone>,
         out: &mut [u8],
     ) -> Result<(), Error> {
         let bytes = self.frame_bytes[column];
@@ -277,7 +277,7 @@ impl Disk {
         &self,
         part: Part,
         bytes: usize,
-        ids: impl IntoIterator<Item = u64>,
+        ids: impl IntoIterator<Item = u64, IntoIter: Clone>,
         out: &mut [u8],
     ) -> Result<(), Error> {
         for stretch in stretches(ids, self.capacity) {
