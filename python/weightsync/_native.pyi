@@ -34,6 +34,7 @@ __all__ = [
     "Synchronizer",
     "TensorOutcome",
     "Tensors",
+    "Trajectories",
     "View",
     "WorkerReport",
     "WorkerStatus",
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "checksum",
     "command",
+    "runs",
 ]
 
 __version__: str
@@ -343,6 +345,36 @@ class ReplayBuffer:
     def ids(self) -> tuple[int, int]: ...
     @property
     def capacity(self) -> int: ...
+
+@final
+class Trajectories:
+    """Gives the trajectories of a collector's workers one growing count, in the order in which they
+    come: batch, worker, then time and environment of the first frame.
+    """
+
+    def __new__(cls, workers: int) -> Trajectories: ...
+    def arrived(self, worker: int) -> int:
+        """Takes note that a part has come from a worker, and returns its place in that worker's row
+        of parts.
+        """
+    def replaced(self, worker: int) -> None:
+        """Takes note that another has taken a worker's place: its parts do not follow those that
+        have come.
+        """
+    def rename(self, worker: int, part: int, ids: Any) -> None:
+        """Renames a part's trajectories in place: an ``int64`` array ``[P, T]`` of any strides. The
+        parts of a worker come in the order of their places; where one of them is left out, the
+        trajectories after it get other numbers.
+        """
+    @property
+    def next_id(self) -> int: ...
+    def go_on_from(self, next: int) -> None:
+        """Has all trajectories get numbers from this one on, also those that are under way."""
+
+def runs(ids: Any) -> tuple[list[int], list[int]]:
+    """Where each trajectory begins, and how long it is: neighbours with one number in an ``int64``
+    array whose last dimension is time, in the order of its elements.
+    """
     def columns(self) -> list[tuple[str, str, list[int]]]: ...
     def __len__(self) -> int: ...
 

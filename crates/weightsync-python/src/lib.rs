@@ -13,6 +13,7 @@ mod cascade;
 mod command;
 mod engine_update;
 mod errors;
+mod frames;
 mod loader;
 mod log;
 mod mapping;
@@ -44,6 +45,8 @@ mod _native {
     use crate::command::command;
     #[pymodule_export]
     use crate::engine_update::EngineUpdate;
+    #[pymodule_export]
+    use crate::frames::{Trajectories, runs};
     #[pymodule_export]
     use crate::mapping::{DryRun, MappedTarget, Mapping, TensorOutcome};
     #[pymodule_export]

@@ -41,6 +41,22 @@ pub enum Error {
         /// How many the task has.
         actions: u32,
     },
+    /// A number in the frames is none, or infinite: the policy's weights or its
+    /// task are at fault. A policy that learns from such frames is lost.
+    #[error(
+        "{column} is {got} in environment {env} at step {step} of the batch: check the policy's \
+         weights"
+    )]
+    NotFinite {
+        /// Which part of the frame.
+        column: &'static str,
+        /// The worker's environment.
+        env: usize,
+        /// The step of its part.
+        step: usize,
+        /// What was found.
+        got: f32,
+    },
     /// The frames of a batch cannot be shared out evenly.
     #[error(
         "{frames_per_batch} frames per batch cannot be shared by {workers} workers with {envs} \

@@ -1,12 +1,14 @@
 //! What a collector delivers: steps of environments, with time last.
 
 mod split;
+mod trajectories;
 
 use std::ops::Range;
 
 use crate::Error;
 
-pub use split::{SplitFrames, split_trajectories};
+pub use split::{SplitFrames, runs, split_trajectories};
+pub use trajectories::Trajectories;
 
 /// Steps of environments.
 ///
@@ -211,6 +213,60 @@ impl Frames {
         self.terminated[index] || self.truncated[index]
     }
 
+    /// Refuses numbers that are none, or infinite: a policy that learns from them is
+    /// lost.
+    ///
+    /// # Errors
+    /// [`Error::NotFinite`] about the first such number, in order of time. What
+    /// led to it comes before what it led to.
+    pub(crate) fn check_numbers(&self) -> Result<(), Error> {
+        let steps = self.steps();
+        let (actions, action_len) = self.actions.continuous().unwrap_or_default();
+        let columns = [
+            ("observation", &self.observations[..], self.observation_len),
+            ("action", actions, action_len),
+            ("log_prob", &self.log_probs[..], 1),
+            (
+                "next.observation",
+                &self.next_observations[..],
+                self.observation_len,
+            ),
+            ("next.reward", &self.rewards[..], 1),
+        ];
+        // Most frames are in order, which a plain pass over each column shows.
+        if columns
+            .iter()
+            .all(|(_, values, _)| values.iter().all(|value| value.is_finite()))
+        {
+            return Ok(());
+        }
+        let wrong = columns
+            .iter()
+            .enumerate()
+            .filter_map(|(order, (column, values, len))| {
+                let wrong = values
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, value)| !value.is_finite());
+                let places =
+                    wrong.map(|(at, value)| (at / len % steps, order, at / len / steps, value));
+                let (step, order, env, got) = places.min_by_key(|place| (place.0, place.2))?;
+                Some((
+                    (step, order),
+                    Error::NotFinite {
+                        column,
+                        env,
+                        step,
+                        got: *got,
+                    },
+                ))
+            });
+        match wrong.min_by_key(|(place, _)| *place) {
+            Some((_, error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
     /// Puts the frames of several workers, each of the same shape, together.
     ///
     /// # Errors
@@ -352,6 +408,70 @@ mod tests {
         let values = [0.0, 1.0, 10.0, 11.0, 2.0, 3.0, 12.0, 13.0];
         assert_eq!(all.shape, [2, 2]);
         assert_eq!(all.actions.continuous(), Some((&values[..], 2)));
+    }
+
+    #[test]
+    fn numbers_that_are_none_are_named_where_they_began() {
+        let frames = Frames::zeroed(2, 3, 4, ActionKind::Continuous(2));
+        frames.check_numbers().unwrap();
+        let cases: [(&str, fn(&mut Frames) -> &mut f32, usize, usize); 5] = [
+            (
+                "observation",
+                |frames| &mut frames.observations[4 * 5 + 3],
+                1,
+                2,
+            ),
+            (
+                "next.observation",
+                |frames| &mut frames.next_observations[4],
+                0,
+                1,
+            ),
+            ("log_prob", |frames| &mut frames.log_probs[3], 1, 0),
+            ("next.reward", |frames| &mut frames.rewards[4], 1, 1),
+            (
+                "action",
+                |frames| match &mut frames.actions {
+                    Actions::Continuous { values, .. } => &mut values[2 * 2 + 1],
+                    Actions::Discrete(_) => panic!("continuous"),
+                },
+                0,
+                2,
+            ),
+        ];
+        for (expected, place, at_env, at_step) in cases {
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut frames = frames.clone();
+                *place(&mut frames) = wrong;
+                match frames.check_numbers() {
+                    Err(Error::NotFinite {
+                        column,
+                        env,
+                        step,
+                        got,
+                    }) => {
+                        assert_eq!((column, env, step), (expected, at_env, at_step));
+                        assert_eq!(got.to_bits(), wrong.to_bits());
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        // The action came before what it led to, and the step before the next.
+        let mut frames = frames;
+        frames.observations.fill(f32::NAN);
+        frames.observations[..4].fill(0.0);
+        frames.observations[12..16].fill(0.0);
+        frames.next_observations.fill(f32::NAN);
+        frames.log_probs[3] = f32::NAN;
+        match frames.check_numbers() {
+            Err(Error::NotFinite {
+                column, env, step, ..
+            }) => {
+                assert_eq!((column, env, step), ("log_prob", 1, 0));
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl<E: Env> Rollout<E> {
         let envs = self.env.len();
         let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN, E::Action::KIND);
         if self.options.reset_at_each_iter && steps > 0 {
-            (0..envs).for_each(|p| self.reset(p));
+            self.reset_all();
         }
         for t in 0..steps {
             for p in 0..envs {
@@ -144,6 +144,11 @@ impl<E: Env> Rollout<E> {
             }
         }
         frames
+    }
+
+    /// Begins new episodes in all environments.
+    pub(crate) fn reset_all(&mut self) {
+        (0..self.env.len()).for_each(|env| self.reset(env));
     }
 
     /// Begins a new episode.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -50,6 +52,23 @@ def test_started_collector_fills_the_buffer(kind: int) -> None:
     collector.async_shutdown()
     assert not collector.is_running
     assert all(batch.numel() == 8 for batch in buffer.batches)
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_started_collector_ends_once_it_is_dropped(kind: int) -> None:
+    buffer = Buffer(3)
+    settings: dict[str, Any] = {"frames_per_batch": 8, "replay_buffer": buffer}
+    makers = [*collectors(buffer), lambda: rl.MultiSyncCollector([Counting], zeros, **settings)]
+    before = set(threading.enumerate())
+    collector = makers[kind]()
+    process = collector.pid(0) if kind == 3 else None
+    collector.start()
+    assert buffer.is_full.wait(100)
+    dropped = weakref.ref(collector)
+    del collector
+    while dropped() is not None or set(threading.enumerate()) - before:
+        threading.Event().wait(0.01)
+    assert process is None or not os.path.exists(f"/proc/{process}")
 
 
 def test_iteration_fills_the_buffer_and_yields_none() -> None:

@@ -294,3 +294,31 @@ def test_policy_is_not_changed_by_the_first_look() -> None:
         batch = collector.next()
     torch.manual_seed(5)
     assert batch["action"].tolist() == [int(torch.randint(0, 3, (1,))) for _ in range(10)]
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_loaded_state_goes_on_with_its_numbers(kind: int) -> None:
+    def collector() -> Any:
+        settings: dict[str, Any] = {"frames_per_batch": 24, "total_frames": 96}
+        if kind == 0:
+            return rl.Collector(rl.SerialEnv(2, Counting), zeros, **settings)
+        if kind == 1:
+            return rl.MultiSyncCollector([Counting] * 2, zeros, workers="threads", **settings)
+        return rl.AsyncCollector(Counting, zeros, workers="threads", **settings)
+
+    with collector() as first:
+        seen = {int(one) for _ in range(2) for one in first.next()["collector", "traj_ids"].flatten()}
+        state = first.state_dict()
+    assert state["frames"] == 48 and state["next_trajectory"] > max(seen)
+    with collector() as other:
+        # Also where trajectories are under way already.
+        other.next()
+        other.load_state_dict(state)
+        batches = list(other)
+        ids = [int(one) for batch in batches for one in batch["collector", "traj_ids"].flatten()]
+        assert len(batches) == 2
+        assert min(ids) == state["next_trajectory"]
+        assert seen.isdisjoint(ids)
+        # A state of an older version has no such number.
+        other.load_state_dict({"frames": 72})
+        assert min(other.next()["collector", "traj_ids"].flatten()) > max(ids)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -145,27 +146,32 @@ class BaseCollector(abc.ABC):
             self._turn.release()
 
     def _batches(self) -> Iterator[Any]:
-        while self.total_frames < 0 or self._frames < self.total_frames:
-            if self._update_at_each_batch and has_weights(self.policy):
-                self.update_policy_weights_()
-            with self._alone():
-                if self._collected is None:
-                    self._collected = self._collect()
-                batch = self._collected
-            result = self._finished(batch)
-            # Ctrl-C before this leaves the batch for the next call.
-            self._collected = None
-            self._frames += batch.numel()
-            self._progress.show(self._frames, self.version, batch)
-            self.failures, self.dropped = batch.failures, batch.dropped
-            for failure in batch.failures:
-                logger.warning("%s", failure)
-            if self.replay_buffer is None:
-                yield result
-            else:
-                self.replay_buffer.extend(result)
-                yield None
+        while not self._is_full():
+            yield self._next_batch()
         self._progress.end()
+
+    def _is_full(self) -> bool:
+        return 0 <= self.total_frames <= self._frames
+
+    def _next_batch(self) -> Any:
+        if self._update_at_each_batch and has_weights(self.policy):
+            self.update_policy_weights_()
+        with self._alone():
+            if self._collected is None:
+                self._collected = self._collect()
+            batch = self._collected
+        result = self._finished(batch)
+        # Ctrl-C before this leaves the batch for the next call.
+        self._collected = None
+        self._frames += batch.numel()
+        self._progress.show(self._frames, self.version, batch)
+        self.failures, self.dropped = batch.failures, batch.dropped
+        for failure in batch.failures:
+            logger.warning("%s", failure)
+        if self.replay_buffer is None:
+            return result
+        self.replay_buffer.extend(result)
+        return None
 
     def _finished(self, batch: Batch) -> Any:
         """The batch in the form that its user asked for."""
@@ -227,21 +233,26 @@ class BaseCollector(abc.ABC):
             raise SettingError("start() fills a replay buffer: give the collector replay_buffer=…")
         if self._thread is not None:
             raise LifecycleError("the collector has been started already")
-        iterator = iter(self)
         self._stopping.clear()
         self._iterator = None
         name = "weightsync-collector"
-        self._thread = threading.Thread(target=self._run, args=(iterator,), name=name, daemon=True)
+        # Between two batches the thread does not keep the collector: one that is dropped ends.
+        args = (weakref.ref(self), self._stopping)
+        self._thread = threading.Thread(target=_run, args=args, name=name, daemon=True)
         self._thread.start()
 
-    def _run(self, iterator: Iterator[Any]) -> None:
+    def _collect_in_background(self) -> bool:
+        """Collects a batch, and says whether there are more to come."""
         try:
-            while not self._stopping.is_set() and next(iterator, self) is not self:
-                pass
+            if not self._is_full():
+                self._next_batch()
+                return True
+            self._progress.end()
         except BaseException as error:
             self._failure = error
             if not self._stopping.is_set():
                 logger.exception("the collector stopped")
+        return False
 
     @property
     def is_running(self) -> bool:
@@ -306,12 +317,29 @@ class BaseCollector(abc.ABC):
         """Has all environments begin new episodes, with the next part that is asked for."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The count of frames, to go on with in :meth:`load_state_dict`."""
-        return {"frames": self._frames}
+        """The count of frames and the number of the next trajectory, to go on with in
+        :meth:`load_state_dict`.
+        """
+        # In this order: what a running collector does meanwhile makes the number too large at most.
+        return {"frames": self._frames, "next_trajectory": self._next_trajectory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on counting from a saved state."""
-        self._frames = state["frames"]
+        """Goes on counting from a saved state. All trajectories of the batches to come have numbers
+        that were not given before.
+        """
+        with self._alone():
+            self._frames = state["frames"]
+            # Older states have no number.
+            self._go_on_from(max(self._next_trajectory, state.get("next_trajectory", 0)))
+
+    @property
+    @abc.abstractmethod
+    def _next_trajectory(self) -> int:
+        """The number of the next trajectory."""
+
+    @abc.abstractmethod
+    def _go_on_from(self, trajectory: int) -> None:
+        """Has all trajectories get numbers from this one on."""
 
     def _random_steps(self, steps: int, ordered: int) -> int:
         """How many steps of a part are random; as in TorchRL, whole batches."""
@@ -339,6 +367,15 @@ class BaseCollector(abc.ABC):
         if not self._closed:
             with contextlib.suppress(Exception):
                 self.shutdown()
+
+
+def _run(of: weakref.ref[BaseCollector], stopping: threading.Event) -> None:
+    """What the thread of a started collector does."""
+    while not stopping.is_set():
+        collector = of()
+        if collector is None or not collector._collect_in_background():
+            return
+        del collector
 
 
 def check_known(weights: Mapping[str, Any], known: list[str]) -> None:

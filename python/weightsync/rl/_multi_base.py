@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 
 from weightsync._checks import choice, numbers
+from weightsync._native import Trajectories
 from weightsync.errors import PeerError, SettingError
 from weightsync.rl._base import BaseCollector, check_known, has_weights
 from weightsync.rl._columns import (
-    DONE,
     TRAJ_IDS,
     Batch,
     Column,
@@ -29,7 +29,6 @@ from weightsync.rl._columns import (
 from weightsync.rl._crew import Crew
 from weightsync.rl._envs import is_made, maker
 from weightsync.rl._policy import device_of, on_device
-from weightsync.rl._trajectories import Ids, Known, Trajectories
 from weightsync.rl._worker import Start
 from weightsync.scheme import Scheme
 from weightsync.sender import Sender
@@ -61,10 +60,9 @@ class Part:
     slot: Slot
     axis: int
     index: int
-    ids: Ids
     is_random: bool
-    #: The worker's trajectories, those of the process that collected the part.
-    known: Known
+    #: Its place in what came from the worker.
+    place: int
     #: When it was done, on the clock of the host.
     at: float
 
@@ -81,7 +79,6 @@ class Seat:
     since: float = field(default_factory=time.monotonic)
     #: In a row.
     failures: int = 0
-    trajectories: Known = field(default_factory=dict)
 
 
 class MultiCollector(BaseCollector):
@@ -117,7 +114,7 @@ class MultiCollector(BaseCollector):
         self._sender: Sender | None = None
         self._scheme = _scheme(weight_sync_schemes)
         self._failures: list[Failure] = []
-        self._trajectories = Trajectories()
+        self._trajectories = Trajectories(count)
         #: Parts that were heard of, and are in no batch yet.
         self._done: list[Part] = []
         self._parts = 0
@@ -360,15 +357,13 @@ class MultiCollector(BaseCollector):
         if said["part"] != order.part:
             raise PeerError(f"worker {worker} delivered part {said['part']}, not {order.part}")
         seat.failures, seat.since = 0, time.monotonic()
-        ids = Ids(said["first"], said["following"])
         return Part(
             worker,
             order.slot,
             order.axis,
             order.index,
-            ids,
             order.random > 0,
-            seat.trajectories,
+            self._trajectories.arrived(worker),
             said["at"],
         )
 
@@ -377,8 +372,7 @@ class MultiCollector(BaseCollector):
         seat = self._seats[worker]
         seat.failures += 1
         seat.slots.clear()
-        # Another dict: parts that were delivered before still have this one.
-        seat.trajectories = {}
+        self._trajectories.replaced(worker)
         for order in seat.orders:
             order.is_told = False
         again = self._restart and self._slots is not None and seat.failures <= _MOST_FAILURES
@@ -392,18 +386,10 @@ class MultiCollector(BaseCollector):
         self._crew.start(worker)
         self._enter(worker, "starting")
 
-    def _renumber(self, part: Part, views: Mapping[Key, np.ndarray], handed_out: bool) -> None:
-        """Gives the trajectories of a part numbers that no others have."""
+    def _renumber(self, part: Part, views: Mapping[Key, np.ndarray]) -> None:
+        """Gives the trajectories of a part that is handed out numbers that no others have."""
         at: Any = part.index if part.axis == 0 else (slice(None), part.index)
-        ids, done = views[TRAJ_IDS][at], views[DONE][at]
-        ends = done[:, -1] & self._rules.reset_when_done
-        number = self._trajectories.number if handed_out else self._trajectories.skip
-        number(part.ids, part.known, ids, ends)
-
-    def _skip(self, part: Part) -> None:
-        """Passes over a part that is not handed out."""
-        layout = Layout(self._columns, self._dims())
-        self._renumber(part, layout.views(part.slot.memory), handed_out=False)
+        self._trajectories.rename(part.worker, part.place, views[TRAJ_IDS][at])
 
     def _views(self, slot: Slot) -> dict[Key, np.ndarray]:
         """A slot's arrays. Its memory is used again once the last of them is dropped."""
@@ -437,6 +423,13 @@ class MultiCollector(BaseCollector):
         with self._alone():
             for worker in range(len(self._seats)):
                 self._crew.tell(worker, {"do": "reset"})
+
+    @property
+    def _next_trajectory(self) -> int:
+        return self._trajectories.next_id
+
+    def _go_on_from(self, trajectory: int) -> None:
+        self._trajectories.go_on_from(trajectory)
 
     def _close(self) -> None:
         try:

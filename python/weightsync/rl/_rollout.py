@@ -23,7 +23,6 @@ from weightsync.rl._columns import (
 )
 from weightsync.rl._envs import Envs
 from weightsync.rl._policy import Actor
-from weightsync.rl._trajectories import Ids
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,16 @@ class Rollout:
         """The next batch begins new episodes."""
         self._begun = False
 
-    def collect(self, out: dict[Key, np.ndarray], steps: int, random_steps: int) -> Ids:
+    @property
+    def next_id(self) -> int:
+        """The number of the next trajectory."""
+        return self._next_id
+
+    def go_on_from(self, next_id: int) -> None:
+        """The next batch begins new episodes, whose trajectories have numbers from this one on."""
+        self._next_id, self._begun = next_id, False
+
+    def collect(self, out: dict[Key, np.ndarray], steps: int, random_steps: int) -> None:
         """Takes so many steps in each environment, the first of them with random actions.
 
         Args:
@@ -107,7 +115,6 @@ class Rollout:
             CorruptError: naming a column that holds NaN.
         """
         envs, rules = self._envs, self._rules
-        first = self._next_id
         if rules.reset_at_each_iter or not self._begun:
             self._reset(np.ones(envs.num_envs, bool))
         elif not self._active.all():
@@ -149,7 +156,6 @@ class Rollout:
                 self._blank(out)
             self._check_numbers(out)
         self._begun = True
-        return Ids(first, self._next_id)
 
     def _write(
         self, out: dict[Key, np.ndarray], t: int, answer: dict[Key, Any], done: np.ndarray

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from weightsync._native import runs
 from weightsync.errors import MissingTensorError
 from weightsync.rl._columns import MASK, TRAJ_IDS, Batch
 
@@ -31,10 +32,7 @@ def split_trajectories(batch: Batch) -> Batch:
         )
     ids = _on_host(columns[TRAJ_IDS]).reshape(-1, batch.batch_size[-1])
     there = _on_host(columns[MASK]).reshape(ids.shape) if MASK in columns else ids == ids
-    # A trajectory begins where a row begins, and where the id changes.
-    begins: np.ndarray = np.ones(ids.shape, bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    starts = np.flatnonzero(begins)
+    starts: np.ndarray = np.array(runs(ids)[0], np.int64)
     # Frames that are none are at the end of a row.
     lengths = np.add.reduceat(there.reshape(-1).astype(np.int64), starts)
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]

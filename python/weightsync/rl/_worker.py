@@ -92,16 +92,8 @@ class Worker:
             self._add_slot(order, fds.pop())
             return None
         if what == "collect":
-            ids = self._rollout.collect(
-                self._slots[order["slot"]], order["steps"], order["random"]
-            )
-            return {
-                "is": "part",
-                "part": order["part"],
-                "first": ids.first,
-                "following": ids.following,
-                "at": time.monotonic(),
-            }
+            self._rollout.collect(self._slots[order["slot"]], order["steps"], order["random"])
+            return {"is": "part", "part": order["part"], "at": time.monotonic()}
         if what == "join":
             self._join(order["info"])
             return {"is": "joined"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,10 @@ class Collector(BaseCollector):
         actor = Actor(
             self._acting, self._envs, self._explore, self._policy_device, own_process=False
         )
-        self._version = 0
-        self._rollout = Rollout(self._envs, actor, self._rules, lambda: self._version)
+        # Apart from the collector, which nothing that it holds may hold: one that is dropped while
+        # it runs in the background ends then.
+        given = self._given = SimpleNamespace(version=0)
+        self._rollout = Rollout(self._envs, actor, self._rules, lambda: given.version)
         self._steps = steps_of(self.frames_per_batch, self._envs.num_envs)
         if self._seed is not None:
             self._rollout.seed(self._seed)
@@ -74,7 +77,7 @@ class Collector(BaseCollector):
     @property
     def version(self) -> int:
         """How often :meth:`update_policy_weights_` was called."""
-        return self._version
+        return int(self._given.version)
 
     def _collect(self) -> Batch:
         dims = (self._envs.num_envs, self._steps)
@@ -94,7 +97,7 @@ class Collector(BaseCollector):
         with self._alone():
             if given is not None and given is not self._acting:
                 _copy_weights(given, self._acting)
-            self._version += 1
+            self._given.version += 1
 
     def set_seed(self, seed: int) -> int:
         with self._alone():
@@ -104,6 +107,13 @@ class Collector(BaseCollector):
     def reset(self) -> None:
         with self._alone():
             self._rollout.reset()
+
+    @property
+    def _next_trajectory(self) -> int:
+        return self._rollout.next_id
+
+    def _go_on_from(self, trajectory: int) -> None:
+        self._rollout.go_on_from(trajectory)
 
     def _close(self) -> None:
         self._envs.close()

@@ -104,16 +104,14 @@ class MultiSyncCollector(MultiCollector):
             raise
         views = self._views(slot)
         for part in parts:
-            self._renumber(part, views, handed_out=True)
+            self._renumber(part, views)
         return self._batch(views, self._batch_size())
 
     def _parts_of(self, slot: Slot) -> list[Part]:
         """Waits for every worker's part of a slot, and returns them in the order of the workers."""
         parts: dict[int, Part] = {}
         while True:
-            for part in [one for one in self._done if one.slot is not slot]:
-                self._done.remove(part)
-                self._skip(part)
+            self._done = [one for one in self._done if one.slot is slot]
             self._free_given_up()
             parts = {part.worker: part for part in self._done}
             if len(parts) == len(self._seats):
@@ -204,10 +202,10 @@ class MultiAsyncCollector(MultiCollector):
             age = self.version - int(views[POLICY_VERSION].min())
             # Random actions are of no version.
             is_fresh = self._max_staleness is None or part.is_random or age <= self._max_staleness
-            self._renumber(part, views, handed_out=is_fresh)
             if not is_fresh:
                 self._dropped += self.frames_per_batch
                 continue
+            self._renumber(part, views)
             size = (self._envs, self._steps) if self._is_batched else (self._steps,)
             batch = self._batch(views, size)
             batch.dropped, self._dropped = self._dropped, 0

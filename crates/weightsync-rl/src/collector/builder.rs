@@ -28,6 +28,7 @@ pub struct Builder<K = Gathered> {
     frames_per_batch: usize,
     pub(super) seed: u64,
     deadline: Duration,
+    timeout: Option<Duration>,
     place: Place,
     options: RolloutOptions,
     init_random_frames: usize,
@@ -54,6 +55,7 @@ impl<K: Kind> Builder<K> {
             frames_per_batch: 1000,
             seed: 0,
             deadline: Duration::from_secs(30),
+            timeout: None,
             place: Place::Processes(None),
             options: RolloutOptions::default(),
             init_random_frames: 0,
@@ -149,6 +151,7 @@ impl<K: Kind> Builder<K> {
                 batched: self.envs_per_worker.is_some(),
                 steps: frames_per_batch / rows,
                 options: self.options,
+                timeout: self.timeout,
             }),
             _ => Err(Error::UnevenBatch {
                 frames_per_batch,
@@ -198,17 +201,27 @@ impl<K: Remote> Builder<K> {
         self
     }
 
+    /// How long a worker may take for its part of a batch, or for a batch (no limit but
+    /// the [deadline](Self::deadline) by default). One that takes longer is killed, and
+    /// another takes its place, as if it had died. One that is started in the place of
+    /// another has at least 30 s for its first part.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+
     /// Workers are processes, started like this; by default this program is run
-    /// again without arguments. Count, init bytes and the restart policy are
-    /// set by the collector.
+    /// again without arguments. Count, init bytes, the queue and the restart policy
+    /// are set by the collector.
     pub fn spawn(mut self, spawn: Spawn) -> Self {
         self.place = Place::Processes(Some(spawn));
         self
     }
 
     /// Workers are threads of this process. They need no [`serve`](super::serve),
-    /// but share the process's fate; one that panics is replaced, one that hangs
-    /// cannot be ended.
+    /// but share the process's fate. One that panics is replaced, as is one that takes
+    /// longer than the [timeout](Self::timeout); but a thread cannot be killed: what it
+    /// does ends with its part.
     pub fn threads(mut self) -> Self {
         self.place = Place::Threads;
         self

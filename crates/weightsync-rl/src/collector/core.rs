@@ -10,13 +10,18 @@ use rand::{Rng, SeedableRng};
 use weightsync_engine::{InitInfo, Sender, Version, WorkerId};
 
 use super::{
-    Restarted, Task,
+    Abandoned, Restarted, Task,
     crew::{Crew, Ending, Heard},
-    schedule::{Effect, Event, Goal, Rules, Schedule},
-    trajectories::Trajectories,
+    schedule::{AHEAD, Effect, Event, Goal, Rules, Schedule},
+    serve::JOIN,
     wire::{Collect, Start},
 };
-use crate::{Error, env::EnvRng, frames::Frames, rollout::RolloutOptions};
+use crate::{
+    Error,
+    env::EnvRng,
+    frames::{Frames, Trajectories},
+    rollout::RolloutOptions,
+};
 
 /// Workers, what is known of them, and what came from them.
 #[derive(Debug)]
@@ -30,9 +35,11 @@ pub(super) struct Core {
     seeds: Seeds,
     workers: Vec<Worker>,
     trajectories: Trajectories,
-    /// Not told yet.
+    /// What was said while a worker's time was over, and is not understood yet.
+    heard: VecDeque<(usize, Heard)>,
+    // What the next batch tells.
     restarts: Vec<Restarted>,
-    /// Parts that were stale; not told yet.
+    abandoned: Vec<Abandoned>,
     dropped: usize,
 }
 
@@ -46,21 +53,29 @@ pub(super) struct Plan {
     /// Steps of every environment in one part.
     pub steps: usize,
     pub options: RolloutOptions,
+    /// How long a worker may take for one part.
+    pub timeout: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
 struct Worker {
     /// How the last one ended, while there is no other.
     ended: Option<Ending>,
+    /// Why the trainer has ended it, until its end is heard.
+    fault: Option<String>,
+    /// Since when it owes a part.
+    since: Option<Instant>,
+    /// It was started in the place of another, and has delivered nothing yet.
+    is_new: bool,
     /// Its part of the batch.
     part: Option<Part>,
 }
 
-/// A worker's frames, and the stretch of its trajectories they belong to.
+/// A worker's frames, and their place in what came from it.
 #[derive(Debug)]
 struct Part {
     frames: Frames,
-    stretch: u64,
+    place: u64,
 }
 
 /// The parts of a batch and what happened meanwhile.
@@ -68,6 +83,8 @@ pub(super) struct Gathered {
     /// In the order of the workers; each is `[P, T]`, or `[T]`.
     pub parts: Vec<(WorkerId, Frames)>,
     pub restarts: Vec<Restarted>,
+    pub abandoned: Vec<Abandoned>,
+    /// Frames that were stale.
     pub dropped: usize,
 }
 
@@ -119,7 +136,9 @@ impl Core {
             seeds,
             workers: (0..workers).map(|_| Worker::default()).collect(),
             trajectories: Trajectories::new(workers),
+            heard: VecDeque::new(),
             restarts: Vec::new(),
+            abandoned: Vec::new(),
             dropped: 0,
         };
         // Who died before the first batch is told with it.
@@ -152,14 +171,87 @@ impl Core {
             if self.perform(effects, part, goal, deadline)? {
                 return Ok(self.take());
             }
-            let Some((worker, heard)) = self.crew.hear(left(deadline)) else {
-                return Err(Error::CollectTimeout {
-                    missing: self.schedule.missing().map(id).collect(),
-                    waited: begun.elapsed(),
-                });
+            self.watch(goal);
+            (event, part) = loop {
+                if let Some(worker) = self.overdue() {
+                    break (Event::Failed { worker }, None);
+                }
+                let limit = self.next_limit();
+                let until = [deadline, limit].into_iter().flatten().min();
+                if let Some((worker, heard)) = self.hear(left(until)) {
+                    break self.understand(worker, heard, goal);
+                }
+                if until != limit || limit.is_none() {
+                    return Err(Error::CollectTimeout {
+                        missing: self.schedule.missing().map(id).collect(),
+                        waited: begun.elapsed(),
+                    });
+                }
             };
-            (event, part) = self.understand(worker, heard, goal);
         }
+    }
+
+    /// Has the clock run for every worker that owes a part.
+    fn watch(&mut self, goal: Goal) {
+        for (index, worker) in self.workers.iter_mut().enumerate() {
+            if goal == Goal::Meet || !self.schedule.owes(index) {
+                worker.since = None;
+            } else if worker.since.is_none() {
+                worker.since = Some(Instant::now());
+            }
+        }
+    }
+
+    /// When the next worker's time is over.
+    fn next_limit(&self) -> Option<Instant> {
+        let workers = self.workers.iter();
+        workers.filter_map(|worker| self.limit_of(worker)).min()
+    }
+
+    fn limit_of(&self, worker: &Worker) -> Option<Instant> {
+        let timeout = self.plan.timeout?;
+        let timeout = if worker.is_new {
+            timeout.max(JOIN)
+        } else {
+            timeout
+        };
+        worker.since?.checked_add(timeout)
+    }
+
+    /// A worker whose time is over and that has said nothing. Its fault is noted.
+    fn overdue(&mut self) -> Option<usize> {
+        let now = Instant::now();
+        let is_late = |core: &Self, worker: &usize| {
+            core.limit_of(&core.workers[*worker])
+                .is_some_and(|limit| limit <= now)
+        };
+        let all = 0..self.workers.len();
+        if !all.clone().any(|worker| is_late(self, &worker)) {
+            return None;
+        }
+        // What was said in time counts, though the trainer comes late. No worker says more
+        // than this unless it is at fault.
+        for _ in 0..self.workers.len() * (AHEAD + 1) {
+            let Some(heard) = self.crew.hear(Some(Duration::ZERO)) else {
+                break;
+            };
+            self.heard.push_back(heard);
+        }
+        let is_silent =
+            |core: &Self, worker: &usize| !core.heard.iter().any(|(heard, _)| heard == worker);
+        let worker = all
+            .clone()
+            .find(|one| is_late(self, one) && is_silent(self, one))?;
+        let state = &mut self.workers[worker];
+        state.since = None;
+        let timeout = self.plan.timeout.unwrap_or_default();
+        state.fault = Some(format!("it took more than {timeout:?} for one part"));
+        Some(worker)
+    }
+
+    /// What is heard next.
+    fn hear(&mut self, timeout: Option<Duration>) -> Option<(usize, Heard)> {
+        self.heard.pop_front().or_else(|| self.crew.hear(timeout))
     }
 
     /// Performs effects in their order, with the part that was just heard; true
@@ -177,14 +269,11 @@ impl Core {
             match effect {
                 Effect::Deliver => whole = true,
                 Effect::Keep { worker } => self.workers[worker].part = part.take(),
-                Effect::Discard { worker, stale } => {
-                    self.trajectories.cut(worker);
-                    self.dropped += usize::from(stale);
+                Effect::Discard { stale, .. } => {
+                    let frames = part.take().map_or(0, |part| part.frames.len());
+                    self.dropped += if stale { frames } else { 0 };
                 }
-                Effect::Clear { worker } => {
-                    self.workers[worker].part = None;
-                    self.trajectories.cut(worker);
-                }
+                Effect::Clear { worker } => self.workers[worker].part = None,
                 Effect::Ask { worker, ticket, .. } if failed.is_some() => {
                     self.schedule.step(Event::NotAsked { worker, ticket });
                 }
@@ -211,6 +300,16 @@ impl Core {
                     Err(error) => failed = Some(error),
                 },
                 Effect::Kill { worker } => failed = self.crew.kill(worker).err(),
+                Effect::Abandon { worker, deaths } => {
+                    // Reports have no lines of it any more.
+                    self.sender.forget([id(worker)])?;
+                    let exit = self.workers[worker].ended.take();
+                    self.abandoned.push(Abandoned {
+                        worker: id(worker),
+                        deaths,
+                        exit: exit.expect("it has been heard to end"),
+                    });
+                }
                 Effect::GiveUp { worker, deaths } => {
                     let exit = self.workers[worker].ended.clone();
                     failed = Some(Error::KeepsDying {
@@ -233,12 +332,11 @@ impl Core {
         match heard {
             Heard::Frames { ticket, frames } => {
                 let (task, envs) = (self.plan.task, self.plan.envs);
-                if task
-                    .check_part(&frames, envs, self.plan.steps(goal))
-                    .is_err()
-                {
-                    return (Event::Nonsense { worker }, None);
+                if let Err(error) = task.check_part(&frames, envs, self.plan.steps(goal)) {
+                    return (self.at_fault(worker, error.to_string()), None);
                 }
+                let state = &mut self.workers[worker];
+                (state.since, state.is_new) = (None, false);
                 // Drawn evenly, an action is of no version and never stale.
                 let versions = frames.policy_versions.iter().copied();
                 let oldest = versions.filter(|version| *version > 0).min();
@@ -247,23 +345,35 @@ impl Core {
                     ticket,
                     oldest: oldest.unwrap_or(u64::MAX),
                 };
-                let stretch = self.trajectories.stretch(worker);
+                let place = self.trajectories.arrived(worker);
                 let frames = *frames;
-                (part, Some(Part { frames, stretch }))
+                (part, Some(Part { frames, place }))
             }
-            Heard::Nonsense => (Event::Nonsense { worker }, None),
+            Heard::Nonsense(reason) => (self.at_fault(worker, reason), None),
             Heard::Ended(ending) => {
-                self.workers[worker].ended = Some(ending);
+                let state = &mut self.workers[worker];
+                state.ended = Some(match state.fault.take() {
+                    Some(fault) => ending.because(fault),
+                    None => ending,
+                });
+                state.since = None;
+                self.trajectories.replaced(worker);
                 (Event::Ended { worker }, None)
             }
         }
+    }
+
+    /// A worker sent what cannot be read.
+    fn at_fault(&mut self, worker: usize, reason: String) -> Event {
+        self.workers[worker].fault = Some(reason);
+        Event::Failed { worker }
     }
 
     /// Starts a worker whose last one has been heard to end.
     fn start(&mut self, worker: usize) -> Result<(), Error> {
         let start = self.plan.start(self.seeds.next(), self.sender.init_info());
         let pid = self.crew.restart(worker, start)?;
-        self.trajectories.cut(worker);
+        self.workers[worker].is_new = true;
         if let Some(exit) = self.workers[worker].ended.take() {
             let worker = id(worker);
             self.restarts.push(Restarted { worker, exit, pid });
@@ -275,12 +385,10 @@ impl Core {
     fn take(&mut self) -> Gathered {
         let mut parts = Vec::new();
         for (worker, state) in self.workers.iter_mut().enumerate() {
-            if let Some(Part {
-                mut frames,
-                stretch,
-            }) = state.part.take()
-            {
-                self.trajectories.rename(worker, stretch, &mut frames);
+            if let Some(Part { mut frames, place }) = state.part.take() {
+                let steps = frames.steps();
+                self.trajectories
+                    .rename(worker, place, &mut frames.traj_ids, steps);
                 self.plan.shape(&mut frames);
                 parts.push((id(worker), frames));
             }
@@ -288,6 +396,7 @@ impl Core {
         Gathered {
             parts,
             restarts: std::mem::take(&mut self.restarts),
+            abandoned: std::mem::take(&mut self.abandoned),
             dropped: std::mem::take(&mut self.dropped),
         }
     }

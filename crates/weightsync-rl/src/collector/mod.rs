@@ -45,7 +45,6 @@ mod schedule;
 mod serve;
 mod sync;
 mod task;
-mod trajectories;
 mod wire;
 
 #[cfg(feature = "fuzz")]
@@ -71,15 +70,18 @@ pub struct Batch {
     pub frames: Frames,
     /// Whose frames they are; empty for [`Sync`], which has no worker.
     pub workers: Vec<WorkerId>,
-    /// Workers that died since the batch before, each replaced by one with the
+    /// Workers that failed since the batch before, each replaced by one with the
     /// current weights.
     pub restarts: Vec<Restarted>,
-    /// Parts that were dropped since the batch before, for they were
+    /// Workers that were given up since the batch before, because they failed again
+    /// and again. The others go on: of [`MultiAsync`] alone.
+    pub abandoned: Vec<Abandoned>,
+    /// Frames that were dropped since the batch before, for they were
     /// [too old](Builder::max_staleness).
     pub dropped: usize,
 }
 
-/// A worker that died and was replaced.
+/// A worker that failed and was replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restarted {
@@ -89,4 +91,16 @@ pub struct Restarted {
     pub exit: Ending,
     /// The process in which another took its place.
     pub pid: u32,
+}
+
+/// A worker that was given up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Abandoned {
+    /// Which worker.
+    pub worker: WorkerId,
+    /// How often it ended in a row, without a part delivered.
+    pub deaths: u32,
+    /// How it ended last.
+    pub exit: Ending,
 }

@@ -109,6 +109,7 @@ impl<K: Remote> Multi<K> {
             frames,
             workers,
             restarts: gathered.restarts,
+            abandoned: gathered.abandoned,
             dropped: gathered.dropped,
         })
     }

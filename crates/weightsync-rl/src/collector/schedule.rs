@@ -3,9 +3,9 @@
 
 /// Deaths in a row, without a part delivered, after which a worker is given up.
 pub(super) const MAX_DEATHS: u32 = 3;
-/// Parts that a worker may be asked for ahead of the trainer: one that is
-/// finished and waits, and one that is under way.
-const AHEAD: usize = 2;
+/// Parts that a worker may be asked for and has not delivered: one that is finished
+/// and waits, and one that is under way.
+pub(super) const AHEAD: usize = 2;
 
 /// What makes a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -31,8 +31,8 @@ pub(super) enum Event {
         ticket: u64,
         oldest: u64,
     },
-    /// A worker sent what cannot be read.
-    Nonsense { worker: usize },
+    /// A worker sent what cannot be read, or takes too long.
+    Failed { worker: usize },
     /// A worker has ended.
     Ended { worker: usize },
     /// Another has taken its place.
@@ -65,7 +65,9 @@ pub(super) enum Effect {
     Clear { worker: usize },
     /// The parts that were kept are the batch.
     Deliver,
-    /// Fail the batch: starting this worker again does not help.
+    /// Start no worker in the place of this one: it does not help. The others go on.
+    Abandon { worker: usize, deaths: u32 },
+    /// Fail the batch: starting this worker again does not help, and the batch needs it.
     GiveUp { worker: usize, deaths: u32 },
 }
 
@@ -98,12 +100,24 @@ pub(super) struct Rules {
 struct Worker {
     /// It has ended, and no other has started.
     vacant: bool,
+    /// No other is to start while workers are left that do better.
+    abandoned: bool,
     /// In a row.
     deaths: u32,
-    /// Its part of the batch is there.
-    kept: bool,
-    /// Tickets of parts that it has not delivered.
-    asked: Vec<u64>,
+    /// Its part of the batch, which is there.
+    kept: Option<Asked>,
+    /// Parts that it has not delivered.
+    asked: Vec<Asked>,
+}
+
+/// A part that a worker was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Asked {
+    ticket: u64,
+    version: u64,
+    random: bool,
+    /// The batch that it was asked for has been given up, and no other can use it.
+    late: bool,
 }
 
 impl Schedule {
@@ -131,28 +145,19 @@ impl Schedule {
             } => self.part(worker, ticket, oldest, &mut effects),
             // Its end is an event of its own; a fresh worker may do better. What it still sends
             // does not follow what was kept.
-            Event::Nonsense { worker } => {
+            Event::Failed { worker } => {
                 self.workers[worker].asked.clear();
                 effects.push(Effect::Kill { worker });
             }
-            Event::Ended { worker } => {
-                let state = &mut self.workers[worker];
-                state.vacant = true;
-                state.deaths += 1;
-                state.asked.clear();
-                let deaths = state.deaths;
-                effects.push(if deaths > MAX_DEATHS {
-                    Effect::GiveUp { worker, deaths }
-                } else {
-                    Effect::Start { worker }
-                });
-            }
+            Event::Ended { worker } => self.ended(worker, &mut effects),
             Event::Started { worker } => {
-                self.workers[worker].vacant = false;
+                let state = &mut self.workers[worker];
+                (state.vacant, state.abandoned) = (false, false);
                 self.ask(worker, &mut effects);
             }
             Event::NotAsked { worker, ticket } => {
-                self.workers[worker].asked.retain(|asked| *asked != ticket);
+                let asked = &mut self.workers[worker].asked;
+                asked.retain(|asked| asked.ticket != ticket);
             }
         }
         effects
@@ -160,38 +165,75 @@ impl Schedule {
 
     /// The workers whose parts are waited for.
     pub fn missing(&self) -> impl Iterator<Item = usize> {
-        (0..self.workers.len()).filter(|&worker| !self.workers[worker].kept)
+        let waited_for = |worker: &Worker| worker.kept.is_none() && !worker.abandoned;
+        (0..self.workers.len()).filter(move |&worker| waited_for(&self.workers[worker]))
+    }
+
+    /// Whether a worker has yet to deliver something.
+    pub fn owes(&self, worker: usize) -> bool {
+        !self.workers[worker].asked.is_empty()
     }
 
     fn begin(&mut self, goal: Goal, version: u64, effects: &mut Vec<Effect>) {
+        let of_another_goal = goal != self.goal;
         self.goal = goal;
         self.version = version;
+        let random = self.is_random(0);
+        // A batch that was given up may be tried again: what was asked for it still counts,
+        // unless other weights have come.
+        let usable = |asked: &Asked| {
+            !of_another_goal && !asked.late && asked.version == version && asked.random == random
+        };
+        let none_is_left = self.workers.iter().all(|worker| worker.vacant);
         for worker in 0..self.workers.len() {
             let state = &mut self.workers[worker];
-            if std::mem::take(&mut state.kept) {
-                effects.push(Effect::Clear { worker });
-            }
             if goal != Goal::Anyone {
-                // What was asked for a batch that was given up comes too late.
-                state.asked.clear();
+                if state.kept.take_if(|kept| !usable(kept)).is_some() {
+                    effects.push(Effect::Clear { worker });
+                }
+                let asked = state.asked.iter_mut();
+                asked.for_each(|asked| asked.late = !usable(asked));
             }
-            if state.vacant {
-                effects.push(Effect::Start { worker });
-            } else {
+            if !state.vacant {
                 self.ask(worker, effects);
+            } else if none_is_left || !state.abandoned {
+                effects.push(Effect::Start { worker });
             }
         }
     }
 
+    fn ended(&mut self, worker: usize, effects: &mut Vec<Effect>) {
+        let state = &mut self.workers[worker];
+        state.vacant = true;
+        state.deaths += 1;
+        state.asked.clear();
+        let deaths = state.deaths;
+        let others_go_on =
+            self.goal == Goal::Anyone && self.workers.iter().any(|other| !other.vacant);
+        let keeps_dying = deaths > MAX_DEATHS;
+        self.workers[worker].abandoned = keeps_dying && others_go_on;
+        effects.push(match (keeps_dying, others_go_on) {
+            (false, _) => Effect::Start { worker },
+            (true, true) => Effect::Abandon { worker, deaths },
+            (true, false) => Effect::GiveUp { worker, deaths },
+        });
+    }
+
     fn part(&mut self, worker: usize, ticket: u64, oldest: u64, effects: &mut Vec<Effect>) {
         let state = &mut self.workers[worker];
-        let Some(at) = state.asked.iter().position(|asked| *asked == ticket) else {
+        let Some(at) = state.asked.iter().position(|asked| asked.ticket == ticket) else {
             let stale = false;
             effects.push(Effect::Discard { worker, stale });
             return;
         };
-        state.asked.remove(at);
+        let asked = state.asked.remove(at);
         state.deaths = 0;
+        if asked.late {
+            let stale = false;
+            effects.push(Effect::Discard { worker, stale });
+            self.ask(worker, effects);
+            return;
+        }
         if self.goal == Goal::Anyone {
             let age = self.version.saturating_sub(oldest);
             if self.rules.max_staleness.is_some_and(|most| age > most) {
@@ -204,12 +246,12 @@ impl Schedule {
             self.ask(worker, effects);
             return;
         }
-        state.kept = true;
+        state.kept = Some(asked);
         effects.push(Effect::Keep { worker });
-        if self.workers.iter().all(|worker| worker.kept) {
+        if self.workers.iter().all(|worker| worker.kept.is_some()) {
             self.workers
                 .iter_mut()
-                .for_each(|worker| worker.kept = false);
+                .for_each(|worker| worker.kept = None);
             if self.goal == Goal::Everyone {
                 self.delivered += self.rules.part * self.workers.len() as u64;
             }
@@ -217,34 +259,46 @@ impl Schedule {
         }
     }
 
-    /// Asks a worker for as much as it may be asked for.
+    /// Asks a worker for as much as it may be asked for. What it owes never grows: a
+    /// worker that is busy with late parts is asked once it has delivered one.
     fn ask(&mut self, worker: usize, effects: &mut Vec<Effect>) {
         let most = match self.goal {
             Goal::Meet | Goal::Everyone => 1,
             Goal::Anyone => AHEAD,
         };
-        while !self.workers[worker].kept && self.workers[worker].asked.len() < most {
-            let ticket = self.next_ticket;
+        loop {
+            let state = &self.workers[worker];
+            let awaited = state.asked.iter().filter(|asked| !asked.late).count();
+            if state.kept.is_some() || awaited >= most || state.asked.len() >= AHEAD {
+                return;
+            }
+            let asked = Asked {
+                ticket: self.next_ticket,
+                version: self.version,
+                random: self.is_random(awaited),
+                late: false,
+            };
             effects.push(Effect::Ask {
                 worker,
-                ticket,
-                version: self.version,
-                random: self.next_is_random(worker),
+                ticket: asked.ticket,
+                version: asked.version,
+                random: asked.random,
             });
             self.next_ticket += 1;
-            self.workers[worker].asked.push(ticket);
+            self.workers[worker].asked.push(asked);
         }
     }
 
-    /// Whether the part that a worker is asked for next has actions drawn evenly.
-    /// All parts of a batch are alike in this, and every worker begins with them.
-    fn next_is_random(&self, worker: usize) -> bool {
+    /// Whether the part that a worker is asked for next has actions drawn evenly, if it
+    /// owes so many. All parts of a batch are alike in this, and every worker begins
+    /// with them.
+    fn is_random(&self, awaited: usize) -> bool {
         let on_their_way = match self.goal {
             Goal::Meet => return false,
             Goal::Everyone => 0,
-            Goal::Anyone => self.workers[worker].asked.len(),
+            Goal::Anyone => awaited as u64,
         };
-        self.delivered + on_their_way as u64 * self.rules.part < self.rules.init_random_frames
+        self.delivered + on_their_way * self.rules.part < self.rules.init_random_frames
     }
 }
 

@@ -1,7 +1,13 @@
-use std::time::Duration;
+use std::{
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use weightsync_engine::{
-    ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground,
+    BackgroundState, ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground,
     worker::{WorkerError, WorkerProcess},
 };
 
@@ -9,7 +15,7 @@ use super::wire::{self, Collect, Collected, Start};
 use crate::{Error, frames::Frames};
 
 /// How long a worker waits for the trainer to take it in.
-const JOIN: Duration = Duration::from_secs(30);
+pub(super) const JOIN: Duration = Duration::from_secs(30);
 
 /// The worker's end of a collector: collects what the trainer asks for until
 /// the trainer closes the pipe.
@@ -24,11 +30,68 @@ const JOIN: Duration = Duration::from_secs(30);
 /// # Errors
 /// [`Error::Weights`] if the trainer cannot be joined or its model cannot be
 /// read, [`Error::MissingTensor`] and [`Error::TensorLen`] if it is no policy
-/// for the task, [`Error::Workers`] and [`Error::Message`] about the pipe. The
+/// for the task, [`Error::NotFinite`] if it leads to frames that no policy can learn
+/// from, [`Error::Workers`] and [`Error::Message`] about the pipe. The
 /// trainer sees the process end and, if the error is printed, why.
 pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     let start: Start = wire::decode(process.init())?;
-    work(process, start)
+    work(process, start, &Live::default())
+}
+
+/// The weights that a worker receives. The trainer may take them from a worker that
+/// it gives up and cannot kill, so that another can join under its number.
+#[derive(Debug, Default)]
+pub(super) struct Live {
+    weights: Mutex<Option<SnapshotsInBackground>>,
+    given_up: AtomicBool,
+}
+
+impl Live {
+    /// How long the worker may keep the trainer from taking the weights.
+    const TURN: Duration = Duration::from_millis(100);
+
+    /// Ends the receiver, and with it every wait of the worker.
+    pub fn give_up(&self) {
+        self.given_up.store(true, Ordering::SeqCst);
+        let weights = self.lock().take();
+        drop(weights);
+    }
+
+    /// Whether the worker is to end, whatever it has been asked for.
+    pub fn is_given_up(&self) -> bool {
+        self.given_up.load(Ordering::SeqCst)
+    }
+
+    /// The newest version, as soon as it is the one asked for or newer: the trainer
+    /// may ask for it before it has arrived.
+    fn at_least(&self, version: u64) -> Result<Snapshot, Error> {
+        let number = |set: &SetSnapshot| set.only().map_or(0, |policy| policy.version().0);
+        let none_comes = |got, reason| Error::NoSuchVersion {
+            expected: version,
+            got,
+            reason,
+        };
+        while !self.is_given_up() {
+            let held = self.lock();
+            let Some(weights) = held.as_ref() else {
+                break;
+            };
+            if let Some(set) = weights.wait(Some(Self::TURN), |set| number(set) >= version)? {
+                return Ok(set.only()?.clone());
+            }
+            let state = weights.status()?.state;
+            if state != BackgroundState::Following {
+                let newest = weights.newest()?.as_ref().map_or(0, number);
+                return Err(none_comes(newest, state.to_string()));
+            }
+        }
+        Err(none_comes(0, "the trainer has given this worker up".into()))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<SnapshotsInBackground>> {
+        // What is in it is whole at any time.
+        self.weights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A worker's way to and from its trainer.
@@ -64,15 +127,16 @@ impl Port for WorkerProcess {
 }
 
 /// Collects what is asked for through `port` until nothing more is.
-pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
+pub(super) fn work(port: &impl Port, start: Start, live: &Live) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, port.index() as u32);
-    let live = setup.connect(Some(JOIN))?.snapshots_in_background()?;
+    let receiver = setup.connect(Some(JOIN))?.snapshots_in_background()?;
+    *live.lock() = Some(receiver);
     let envs = start.envs as usize;
     let mut rollout = start.task.rollout(envs, start.seed, start.options);
     while let Some(request) = port.request()? {
         let weights = match request.random {
             true => None,
-            false => Some(at_least(&live, request.version)?),
+            false => Some(live.at_least(request.version)?),
         };
         let frames = rollout.part(weights.as_ref(), request.steps as usize)?;
         // Before the pipe, which may be full for long: a pinned version takes a slot.
@@ -80,18 +144,4 @@ pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
         port.deliver(request.ticket, frames)?;
     }
     Ok(())
-}
-
-/// The newest version, as soon as it is the one asked for or newer: the trainer
-/// may ask for it before it has arrived.
-fn at_least(weights: &SnapshotsInBackground, version: u64) -> Result<Snapshot, Error> {
-    let number = |set: &SetSnapshot| set.only().map_or(0, |policy| policy.version().0);
-    match weights.wait(None, |set| number(set) >= version)? {
-        Some(set) => Ok(set.only()?.clone()),
-        None => Err(Error::NoSuchVersion {
-            expected: version,
-            got: weights.newest()?.as_ref().map_or(0, number),
-            reason: weights.status()?.state.to_string(),
-        }),
-    }
 }

@@ -63,8 +63,8 @@ impl Sync {
     /// Collects the next batch.
     ///
     /// # Errors
-    /// None that [`start`](Builder::start) and
-    /// [`update_policy_weights`](Self::update_policy_weights) have not excluded.
+    /// [`Error::NotFinite`] if the weights lead to frames that no policy can learn
+    /// from; the next call begins new episodes.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
         let weights = (!self.tally.begins_random()).then_some(&self.weights);
         let mut frames = self.rollout.part(weights, self.plan.steps)?;
@@ -74,6 +74,7 @@ impl Sync {
             frames,
             workers: Vec::new(),
             restarts: Vec::new(),
+            abandoned: Vec::new(),
             dropped: 0,
         })
     }

@@ -109,19 +109,31 @@ impl Task {
 pub(super) trait Roll: fmt::Debug + Send {
     /// Takes `steps` steps in every environment; `[P, T]`. Without weights,
     /// actions are drawn evenly.
+    ///
+    /// # Errors
+    /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no policy
+    /// for the task; [`Error::NotFinite`], after which new episodes begin.
     fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error>;
 }
 
 impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
     fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error> {
-        let Some(weights) = weights else {
-            return Ok(self.collect_random(steps));
+        let frames = match weights {
+            None => self.collect_random(steps),
+            Some(weights) => {
+                // The version's own bytes: nothing is copied.
+                let tensor = |name: &str| weights.slice::<f32>(name).ok();
+                let len = |name: &str| tensor(name).map(<[f32]>::len);
+                E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
+                let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
+                self.collect(&policy, weights.version().0, steps)
+            }
         };
-        // The version's own bytes: nothing is copied.
-        let tensor = |name: &str| weights.slice::<f32>(name).ok();
-        let len = |name: &str| tensor(name).map(<[f32]>::len);
-        E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
-        let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
-        Ok(self.collect(&policy, weights.version().0, steps))
+        let checked = frames.check_numbers();
+        if checked.is_err() {
+            // Nothing good comes of these episodes.
+            self.reset_all();
+        }
+        checked.map(|()| frames)
     }
 }

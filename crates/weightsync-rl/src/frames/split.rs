@@ -33,7 +33,7 @@ pub struct SplitFrames {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn split_trajectories(frames: &Frames) -> SplitFrames {
-    let runs = runs(frames);
+    let runs = runs(&frames.traj_ids, frames.steps());
     let longest = runs.iter().map(Range::len).max().unwrap_or(0);
     let kind = frames.actions.kind();
     let padding = Frames::zeroed(1, longest, frames.observation_len, kind);
@@ -52,12 +52,17 @@ pub fn split_trajectories(frames: &Frames) -> SplitFrames {
     }
 }
 
-/// The frames of each trajectory: neighbours in a row of time with one id.
-fn runs(frames: &Frames) -> Vec<Range<usize>> {
-    let steps = frames.steps();
+/// The frames of each trajectory in rows of `steps` ids: neighbours in a row with
+/// one id, in the order of the rows and of time.
+///
+/// ```
+/// use weightsync_rl::frames::runs;
+///
+/// assert_eq!(runs(&[0, 0, 1, 1, 1, 0], 3), [0..2, 2..3, 3..5, 5..6]);
+/// ```
+pub fn runs(ids: &[u64], steps: usize) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
-    for i in 0..frames.len() {
-        let ids = &frames.traj_ids;
+    for i in 0..ids.len() {
         match runs.last_mut() {
             Some(run) if i % steps != 0 && ids[i] == ids[i - 1] => run.end = i + 1,
             _ => runs.push(i..i + 1),

@@ -177,6 +177,7 @@ fn multi_async_drops_frames_that_are_too_old() -> Outcome {
         let batch = collector.next_batch()?;
         let newest = collector.version().0;
         assert_eq!(batch.frames.policy_versions, vec![newest; 40]);
+        assert_eq!(batch.dropped % 40, 0, "frames of whole parts");
         dropped += batch.dropped;
         seen.push(batch);
         collector.update_policy_weights(&weights)?;

@@ -1,5 +1,6 @@
 //! Collectors with real workers: worker processes are this binary, run again.
 
+mod faults;
 mod kinds;
 mod multi_sync;
 mod options;
@@ -45,6 +46,7 @@ fn main() -> ExitCode {
         }
     }
     let trials = [
+        faults::trials(),
         kinds::trials(),
         multi_sync::trials(),
         options::trials(),
@@ -85,7 +87,7 @@ pub fn pid(id: u32) -> Result<Pid, io::Error> {
 }
 
 /// In a worker: `fail:` ends it at once, `while:FILE` while that file exists,
-/// and `count:FILE` with a byte added to that file; `die:FILE` and `babble:FILE` have
+/// `one:FILE` the same if it is worker 1, and `count:FILE` with a byte added to that file; `die:FILE` and `babble:FILE` have
 /// worker 1 abort on its first real request, or answer it with bytes that mean
 /// nothing, once, with FILE as the memory of it.
 fn misbehave(process: &WorkerProcess) -> Outcome {
@@ -104,7 +106,8 @@ fn misbehave(process: &WorkerProcess) -> Outcome {
             return Err("out of order".into());
         }
         "while" if file.exists() => return Err("out of order".into()),
-        "while" => return Ok(()),
+        "one" if process.index() == 1 && file.exists() => return Err("out of order".into()),
+        "while" | "one" => return Ok(()),
         _ => {}
     }
     if process.index() != 1 || file.exists() {

@@ -21,6 +21,14 @@ pub enum Ending {
     Process(Exit),
     /// It was a thread, which failed or panicked with these words.
     Thread(String),
+    /// The trainer gave it up.
+    GivenUp {
+        /// What it had done wrong.
+        reason: String,
+        /// The end of its process, which was killed; `None` for a thread, which cannot
+        /// be killed: it is left alone, and ends with the part it is at.
+        exit: Option<Exit>,
+    },
 }
 
 impl Ending {
@@ -29,7 +37,18 @@ impl Ending {
         match self {
             Ending::Process(exit) => Some(exit),
             Ending::Thread(_) => None,
+            Ending::GivenUp { exit, .. } => exit.as_ref(),
         }
+    }
+
+    /// The same of a worker that was given up for a reason.
+    pub(super) fn because(self, reason: String) -> Self {
+        let exit = match self {
+            Ending::Process(exit) => Some(exit),
+            Ending::Thread(_) => None,
+            Ending::GivenUp { exit, .. } => exit,
+        };
+        Ending::GivenUp { reason, exit }
     }
 }
 
@@ -38,6 +57,10 @@ impl fmt::Display for Ending {
         match self {
             Ending::Process(exit) => exit.fmt(f),
             Ending::Thread(words) => write!(f, "its thread ended: {words}"),
+            Ending::GivenUp { reason, exit } => match exit {
+                Some(exit) => write!(f, "{reason}: {exit}"),
+                None => write!(f, "{reason}; its thread was left alone"),
+            },
         }
     }
 }
@@ -47,8 +70,8 @@ impl fmt::Display for Ending {
 pub(super) enum Heard {
     /// Frames, as yet unchecked, for the request `ticket`.
     Frames { ticket: u64, frames: Box<Frames> },
-    /// Bytes that mean nothing.
-    Nonsense,
+    /// Bytes that mean nothing, for this reason.
+    Nonsense(String),
     /// It has ended. What is heard afterwards is from another in its place.
     Ended(Ending),
 }
@@ -79,7 +102,8 @@ pub(super) trait Crew: fmt::Debug + Send {
     /// its process.
     fn restart(&mut self, worker: usize, start: Start) -> Result<u32, Error>;
 
-    /// Ends a worker; that it has ended is heard.
+    /// Ends a worker, whatever it does; that it has ended is heard, and nothing of it
+    /// afterwards. A thread that hangs cannot be ended: it is left alone.
     fn kill(&mut self, worker: usize) -> Result<(), Error>;
 
     /// The process a worker runs in; `None` while it does not run.

@@ -5,7 +5,10 @@ use weightsync_engine::worker::{Event, Restart, Spawn, WorkerError, Workers};
 use super::{Crew, Ending, Heard};
 use crate::{
     Error,
-    collector::wire::{self, Collect, Collected, Start},
+    collector::{
+        schedule::AHEAD,
+        wire::{self, Collect, Collected, Start},
+    },
 };
 
 /// How long ended workers may take to leave.
@@ -25,6 +28,9 @@ impl Processes {
             .count(inits.len())
             .init_each(move |worker| inits.get(worker).cloned().unwrap_or_default())
             .max_frame(longest as u32)
+            // What a worker has finished is read at once, also while the trainer trains: so it
+            // is known to be finished once the worker's time is over.
+            .queue_bytes(AHEAD * longest)
             // A process is started with the seed and the weights of its time,
             // and counted: by the collector alone.
             .restart(Restart::Never)
@@ -56,10 +62,10 @@ impl Crew for Processes {
                     let (ticket, frames) = collected.into_frames();
                     Heard::frames(ticket, frames)
                 }
-                Err(_) => Heard::Nonsense,
+                Err(error) => Heard::Nonsense(error.to_string()),
             },
             Event::Exited(exit) => Heard::Ended(Ending::Process(exit)),
-            _ => Heard::Nonsense,
+            other => Heard::Nonsense(format!("it says {other:?}")),
         };
         Some((worker, heard))
     }

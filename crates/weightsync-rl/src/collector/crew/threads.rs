@@ -3,41 +3,53 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
     thread::{Builder, JoinHandle},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use super::{Crew, Ending, Heard};
 use crate::{
     Error,
     collector::{
-        serve::{self, Port},
+        serve::{self, Live, Port},
         wire::{Collect, Start},
     },
     frames::Frames,
 };
 
+/// How long threads may take to leave.
+const SHUTDOWN: Duration = Duration::from_secs(2);
+
 /// Workers that are threads of the trainer's process.
 ///
-/// The channels have no bound of their own: a worker is asked for two parts ahead
-/// at most, and for one more by each batch that the trainer gives up and tries
-/// again. It answers each request once.
+/// The channels have no bound of their own: a worker owes two parts at most, and
+/// answers each request once.
 #[derive(Debug)]
 pub(in crate::collector) struct Threads {
-    workers: Vec<Option<Running>>,
-    /// They are to end, whatever they have been asked for.
-    leaving: Arc<AtomicBool>,
-    tell: Sender<(usize, Heard)>,
-    heard: Receiver<(usize, Heard)>,
+    places: Vec<Place>,
+    /// They have been told to end, and nothing that they say counts any more.
+    left_alone: Vec<(Number, JoinHandle<()>)>,
+    threads: Number,
+    tell: Sender<(usize, Number, Heard)>,
+    heard: Receiver<(usize, Number, Heard)>,
+}
+
+/// Counts the threads of a place, so that one is not taken for another.
+type Number = u64;
+
+#[derive(Debug, Default)]
+struct Place {
+    /// Of the thread that is listened to.
+    number: Number,
+    running: Option<Running>,
 }
 
 #[derive(Debug)]
 struct Running {
-    /// `None` once it is to end.
-    ask: Option<Sender<Collect>>,
+    ask: Sender<Collect>,
+    live: Arc<Live>,
     thread: JoinHandle<()>,
 }
 
@@ -46,8 +58,9 @@ impl Threads {
     pub fn start(starts: Vec<Start>) -> Result<Self, Error> {
         let (tell, heard) = channel();
         let mut threads = Self {
-            workers: starts.iter().map(|_| None).collect(),
-            leaving: Arc::default(),
+            places: starts.iter().map(|_| Place::default()).collect(),
+            left_alone: Vec::new(),
+            threads: 0,
             tell,
             heard,
         };
@@ -57,76 +70,114 @@ impl Threads {
         Ok(threads)
     }
 
-    /// Waits until a worker has left that was told to, or has told that it ends.
-    fn leave(&mut self, worker: usize) {
-        if let Some(Running { ask, thread }) = self.workers[worker].take() {
-            drop(ask);
-            // Its panic has been caught, and told.
-            let _ = thread.join();
+    /// A number that no thread has had.
+    fn next_number(&mut self) -> Number {
+        self.threads += 1;
+        self.threads
+    }
+
+    /// The next message of any thread, also of those that were left alone.
+    fn receive(&self, until: Option<Instant>) -> Option<(usize, Number, Heard)> {
+        match until {
+            Some(until) => {
+                let timeout = until.saturating_duration_since(Instant::now());
+                self.heard.recv_timeout(timeout).ok()
+            }
+            None => self.heard.recv().ok(),
+        }
+    }
+
+    /// Waits for the end of a thread that was left alone, and has said that it ends.
+    fn reap(&mut self, number: Number) {
+        let all = self.left_alone.iter();
+        if let Some(at) = all.clone().position(|(alone, _)| *alone == number) {
+            // Its panic has been caught.
+            let _ = self.left_alone.swap_remove(at).1.join();
         }
     }
 }
 
 impl Crew for Threads {
     fn ask(&mut self, worker: usize, request: &Collect, _: Option<Duration>) -> Result<(), Error> {
-        let running = self.workers[worker].as_ref();
-        if let Some(ask) = running.and_then(|running| running.ask.as_ref()) {
+        if let Some(running) = &self.places[worker].running {
             // An error means that it has ended, which is heard.
-            let _ = ask.send(*request);
+            let _ = running.ask.send(*request);
         }
         Ok(())
     }
 
     fn hear(&mut self, timeout: Option<Duration>) -> Option<(usize, Heard)> {
-        let (worker, heard) = match timeout {
-            Some(timeout) => self.heard.recv_timeout(timeout).ok()?,
-            None => self.heard.recv().ok()?,
-        };
-        if matches!(heard, Heard::Ended(_)) {
-            self.leave(worker);
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        loop {
+            let (worker, number, heard) = self.receive(until)?;
+            let is_end = matches!(heard, Heard::Ended(_));
+            let place = &mut self.places[worker];
+            if number == place.number {
+                if is_end && let Some(running) = place.running.take() {
+                    // Its panic has been caught, and told.
+                    let _ = running.thread.join();
+                }
+                return Some((worker, heard));
+            }
+            if is_end {
+                self.reap(number);
+            }
         }
-        Some((worker, heard))
     }
 
     fn restart(&mut self, worker: usize, start: Start) -> Result<u32, Error> {
         let (ask, requests) = channel();
+        let live = Arc::<Live>::default();
+        let number = self.next_number();
         let port = Channel {
             worker,
+            number,
             requests,
-            leaving: Arc::clone(&self.leaving),
+            live: Arc::clone(&live),
             tell: self.tell.clone(),
         };
         let thread = Builder::new()
             .name(format!("ws-collect-{worker}"))
             .spawn(move || port.run(start))
             .map_err(|reason| Error::Thread { reason })?;
-        self.workers[worker] = Some(Running {
-            ask: Some(ask),
-            thread,
-        });
+        let running = Some(Running { ask, live, thread });
+        self.places[worker] = Place { number, running };
         Ok(std::process::id())
     }
 
     fn kill(&mut self, worker: usize) -> Result<(), Error> {
-        // It ends with the part it is at.
-        if let Some(running) = &mut self.workers[worker] {
-            running.ask = None;
+        let number = self.next_number();
+        let place = &mut self.places[worker];
+        if let Some(running) = place.running.take() {
+            // It ends with the part it is at. Another may join in its place now.
+            running.live.give_up();
+            let before = std::mem::replace(&mut place.number, number);
+            self.left_alone.push((before, running.thread));
+            let ended = Heard::Ended(Ending::Thread("it was left alone".into()));
+            // It is listened to here.
+            let _ = self.tell.send((worker, number, ended));
         }
         Ok(())
     }
 
     fn pid(&self, worker: usize) -> Option<u32> {
-        self.workers.get(worker)?.as_ref()?;
+        self.places.get(worker)?.running.as_ref()?;
         Some(std::process::id())
     }
 
     fn shutdown(&mut self) {
         // All are told before the first is waited for.
-        self.leaving.store(true, Ordering::Relaxed);
-        for running in self.workers.iter_mut().flatten() {
-            running.ask = None;
+        for worker in 0..self.places.len() {
+            let _ = self.kill(worker);
         }
-        (0..self.workers.len()).for_each(|worker| self.leave(worker));
+        let until = Some(Instant::now() + SHUTDOWN);
+        while !self.left_alone.is_empty()
+            && let Some((_, number, heard)) = self.receive(until)
+        {
+            if matches!(heard, Heard::Ended(_)) {
+                self.reap(number);
+            }
+        }
     }
 }
 
@@ -139,21 +190,22 @@ impl Drop for Threads {
 /// A worker thread's way to and from its trainer.
 struct Channel {
     worker: usize,
+    number: Number,
     requests: Receiver<Collect>,
-    leaving: Arc<AtomicBool>,
-    tell: Sender<(usize, Heard)>,
+    live: Arc<Live>,
+    tell: Sender<(usize, Number, Heard)>,
 }
 
 impl Channel {
     fn run(self, start: Start) {
-        let words = match catch_unwind(AssertUnwindSafe(|| serve::work(&self, start))) {
+        let words = match catch_unwind(AssertUnwindSafe(|| serve::work(&self, start, &self.live))) {
             Ok(Ok(())) => "nothing more was asked of it".into(),
             Ok(Err(error)) => error.to_string(),
             Err(panic) => words(&*panic),
         };
         let ended = Heard::Ended(Ending::Thread(words));
         // The trainer may have left.
-        let _ = self.tell.send((self.worker, ended));
+        let _ = self.tell.send((self.worker, self.number, ended));
     }
 }
 
@@ -164,12 +216,13 @@ impl Port for Channel {
 
     fn request(&self) -> Result<Option<Collect>, Error> {
         let request = self.requests.recv().ok();
-        Ok(request.filter(|_| !self.leaving.load(Ordering::Relaxed)))
+        Ok(request.filter(|_| !self.live.is_given_up()))
     }
 
     fn deliver(&self, ticket: u64, frames: Frames) -> Result<(), Error> {
         // A trainer that has left asks for nothing more either.
-        let _ = self.tell.send((self.worker, Heard::frames(ticket, frames)));
+        let frames = Heard::frames(ticket, frames);
+        let _ = self.tell.send((self.worker, self.number, frames));
         Ok(())
     }
 }
@@ -183,46 +236,83 @@ fn words(panic: &(dyn Any + Send)) -> String {
 
 #[cfg(test)]
 mod tests {
-    use weightsync_engine::{SenderSetup, Tensors};
+    use weightsync_engine::{Sender, SenderSetup, Tensors};
 
-    use super::*;
+    use super::{Collect, Crew, Ending, Heard, Start, Threads, words};
     use crate::{collector::Task, rollout::RolloutOptions};
 
-    #[test]
-    fn a_thread_that_fails_says_why_and_is_replaced() {
+    fn sender() -> Sender {
         let mut weights = Tensors::new();
         weights
             .insert("actor.0.weight", [2, 4], vec![0.0_f32; 8])
             .unwrap();
+        weights
+            .insert("actor.0.bias", [2], vec![0.0_f32; 2])
+            .unwrap();
         let setup = SenderSetup::new("policy", &weights).unwrap();
-        let sender = setup.open(&weights, None).unwrap();
-        // Its weights are for another task.
-        let start = Start {
-            task: Task::Acrobot,
+        setup.open(&weights, None).unwrap()
+    }
+
+    fn start(sender: &Sender, task: Task) -> Start {
+        Start {
+            task,
             envs: 1,
             seed: 0,
             options: RolloutOptions::default(),
             weights: sender.init_info(),
-        };
-        let request = Collect {
-            ticket: 0,
+        }
+    }
+
+    fn request(version: u64) -> Collect {
+        Collect {
+            ticket: version,
             steps: 1,
-            version: 1,
+            version,
             random: false,
-        };
+        }
+    }
+
+    #[test]
+    fn a_thread_that_fails_says_why_and_is_replaced() {
+        let sender = sender();
+        // Its weights are for another task.
+        let start = start(&sender, Task::Acrobot);
         let mut threads = Threads::start(vec![start.clone()]).unwrap();
         for _ in 0..2 {
             assert_eq!(threads.pid(0), Some(std::process::id()));
-            threads.ask(0, &request, None).unwrap();
+            threads.ask(0, &request(1), None).unwrap();
             match threads.hear(None) {
                 Some((0, Heard::Ended(Ending::Thread(words)))) => {
-                    assert!(words.contains("actor.0.bias"), "{words}");
+                    assert!(words.contains("actor.0.weight"), "{words}");
                 }
                 other => panic!("{other:?}"),
             }
             assert_eq!(threads.pid(0), None);
             threads.restart(0, start.clone()).unwrap();
         }
+    }
+
+    #[test]
+    fn a_thread_that_hangs_is_left_alone() {
+        let sender = sender();
+        let start = start(&sender, Task::CartPole);
+        let mut threads = Threads::start(vec![start.clone()]).unwrap();
+        let delivered = |heard| matches!(heard, Some((0, Heard::Frames { ticket: 1, .. })));
+        // Nobody sends version 2, and what is asked for afterwards counts for nothing.
+        for version in [1, 2, 1] {
+            threads.ask(0, &request(version), None).unwrap();
+        }
+        assert!(delivered(threads.hear(None)));
+        threads.kill(0).unwrap();
+        let heard = threads.hear(None);
+        assert!(matches!(heard, Some((0, Heard::Ended(_)))), "{heard:?}");
+        assert_eq!(threads.pid(0), None);
+        threads.restart(0, start).unwrap();
+        threads.ask(0, &request(1), None).unwrap();
+        assert!(delivered(threads.hear(None)));
+        // It has heard that it was given up, which ended its wait.
+        threads.shutdown();
+        assert!(threads.left_alone.is_empty());
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! Small worlds, explored exhaustively: every order in which workers answer,
-//! babble and die, in which they cannot be started again, and in which the
+//! babble, hang and die, in which they cannot be started again, and in which the
 //! caller updates the weights and loses patience.
 
 use std::collections::{BTreeSet, HashSet};
@@ -15,19 +15,17 @@ struct World {
     /// Of each worker that runs, what it was asked for and has not answered:
     /// ticket and version.
     workers: Vec<Option<Vec<(u64, u64)>>>,
+    /// Workers in whose places no others are started.
+    abandoned: BTreeSet<usize>,
     version: u64,
-    /// The batch the caller waits for.
-    wanted: Option<Wanted>,
-}
-
-#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-struct Wanted {
-    /// Whose parts have come, with their tickets.
+    /// Whether the caller waits for a batch.
+    is_wanted: bool,
+    /// Whose parts are kept, with the versions they were asked for by.
     kept: Vec<(usize, u64)>,
-    asked: BTreeSet<u64>,
 }
 
-/// A part that was just heard: ticket and version of its weights.
+/// A part that was just heard: the version it was asked for by, and that of its
+/// weights.
 type Heard = Option<(u64, u64)>;
 
 impl World {
@@ -43,18 +41,20 @@ impl World {
             goal,
             max_staleness,
             workers: vec![Some(Vec::new()); workers],
+            abandoned: BTreeSet::new(),
             version: 1,
-            wanted: None,
+            is_wanted: false,
+            kept: Vec::new(),
         }
     }
 
     /// Every world that may come next.
     fn next(&self) -> Vec<World> {
         let mut next = Vec::new();
-        if self.wanted.is_none() {
+        if !self.is_wanted {
             for startable in [true, false] {
                 next.push(self.with(|world| {
-                    world.wanted = Some(Wanted::default());
+                    world.is_wanted = true;
                     let (goal, version) = (world.goal, world.version);
                     world.hear(Event::Begin { goal, version }, None, startable);
                 }));
@@ -62,7 +62,7 @@ impl World {
             next.push(self.with(|world| world.version += 1));
             return next;
         }
-        next.push(self.with(|world| world.wanted = None));
+        next.push(self.with(|world| world.is_wanted = false));
         for worker in 0..self.workers.len() {
             let Some(requests) = &self.workers[worker] else {
                 continue;
@@ -77,11 +77,11 @@ impl World {
                             ticket,
                             oldest,
                         };
-                        world.hear(part, Some((ticket, oldest)), true);
+                        world.hear(part, Some((version, oldest)), true);
                     }));
                 }
             }
-            next.push(self.with(|world| world.hear(Event::Nonsense { worker }, None, true)));
+            next.push(self.with(|world| world.hear(Event::Failed { worker }, None, true)));
             for startable in [true, false] {
                 next.push(self.with(|world| {
                     world.workers[worker] = None;
@@ -112,6 +112,7 @@ impl World {
                 Effect::Start { worker } => {
                     assert_eq!(self.workers[worker], None, "it runs: {effect:?}");
                     if startable {
+                        self.abandoned.remove(&worker);
                         self.workers[worker] = Some(Vec::new());
                         effects.extend(self.schedule.step(Event::Started { worker }));
                     } else {
@@ -127,22 +128,19 @@ impl World {
                     assert!(version == self.version && !random);
                     let requests = self.workers[worker].as_mut().expect("a worker that runs");
                     requests.push((ticket, version));
-                    if self.goal == Goal::Anyone {
-                        assert!(requests.len() <= 2, "two parts ahead: {requests:?}");
-                    }
-                    self.wanted.as_mut().unwrap().asked.insert(ticket);
+                    assert!(requests.len() <= AHEAD, "they pile up: {requests:?}");
                 }
                 Effect::Kill { worker } => {
                     self.workers[worker] = None;
                     effects.extend(self.schedule.step(Event::Ended { worker }));
                 }
                 Effect::Keep { worker } => {
-                    let (ticket, oldest) = heard.expect("a part");
+                    let (asked, oldest) = heard.expect("a part");
                     if self.goal == Goal::Anyone {
                         let most = self.max_staleness.unwrap_or(u64::MAX);
                         assert!(self.version - oldest <= most, "too old");
                     }
-                    self.wanted.as_mut().unwrap().kept.push((worker, ticket));
+                    self.kept.push((worker, asked));
                 }
                 Effect::Discard { stale, .. } => {
                     let (_, oldest) = heard.expect("a part");
@@ -150,11 +148,23 @@ impl World {
                     assert!(!stale || self.version - oldest > most, "young enough");
                     assert!(stale || self.goal != Goal::Anyone, "nothing is lost");
                 }
-                Effect::Clear { .. } => assert_eq!(self.goal, Goal::Everyone),
+                Effect::Clear { worker } => {
+                    let kept = self.kept.iter().position(|(kept, _)| *kept == worker);
+                    let (_, version) = self.kept.remove(kept.expect("a part of it"));
+                    assert_ne!(version, self.version, "of use yet");
+                }
                 Effect::Deliver => whole = true,
+                Effect::Abandon { worker, deaths } => {
+                    assert_eq!((self.goal, &self.workers[worker]), (Goal::Anyone, &None));
+                    assert!(deaths > MAX_DEATHS);
+                    assert!(self.workers.iter().any(Option::is_some), "none is left");
+                    self.abandoned.insert(worker);
+                }
                 Effect::GiveUp { worker, deaths } => {
                     assert_eq!(self.workers[worker], None);
                     assert!(deaths > MAX_DEATHS);
+                    let lives = self.workers.iter().any(Option::is_some);
+                    assert!(self.goal == Goal::Everyone || !lives, "others go on");
                     failed = true;
                 }
             }
@@ -162,37 +172,38 @@ impl World {
         if whole {
             self.deliver();
         } else if failed {
-            self.wanted = None;
+            self.is_wanted = false;
         }
     }
 
     fn deliver(&mut self) {
-        let mut wanted = self.wanted.take().expect("a batch that is waited for");
-        wanted.kept.sort_unstable();
+        assert!(std::mem::take(&mut self.is_wanted), "nobody waits for it");
+        let mut kept = std::mem::take(&mut self.kept);
+        kept.sort_unstable();
         if self.goal == Goal::Anyone {
-            assert_eq!(wanted.kept.len(), 1);
+            assert_eq!(kept.len(), 1);
             return;
         }
-        let whose: Vec<_> = wanted.kept.iter().map(|(worker, _)| *worker).collect();
-        let everyone: Vec<_> = (0..self.workers.len()).collect();
-        assert_eq!(whose, everyone, "one part of each");
-        assert!(wanted.kept.iter().all(|(_, t)| wanted.asked.contains(t)));
+        let expected = (0..self.workers.len()).map(|worker| (worker, self.version));
+        assert!(kept.into_iter().eq(expected), "one part of each");
     }
 
     /// While a batch is waited for, something can come.
     fn check(&self) {
-        let Some(wanted) = &self.wanted else {
+        if !self.is_wanted {
             return;
-        };
+        }
+        assert!(self.workers.iter().any(Option::is_some), "nobody works");
         for (worker, requests) in self.workers.iter().enumerate() {
-            if self.goal == Goal::Everyone && wanted.kept.iter().any(|(kept, _)| *kept == worker) {
+            let is_kept = self.kept.iter().any(|(kept, _)| *kept == worker);
+            if is_kept || self.abandoned.contains(&worker) {
                 continue;
             }
             let requests = requests.as_ref().expect("every worker runs");
-            let expected = &self.schedule.workers[worker].asked;
-            let known = |(ticket, _): &&(u64, u64)| expected.contains(ticket);
-            assert!(requests.iter().any(|r| known(&r)), "waits for nothing");
-            assert_eq!(requests.iter().filter(known).count(), expected.len());
+            assert!(!requests.is_empty(), "waits for nothing");
+            let known = self.schedule.workers[worker].asked.iter();
+            let known = known.map(|asked| asked.ticket);
+            assert!(known.eq(requests.iter().map(|(ticket, _)| *ticket)));
         }
     }
 }
@@ -240,6 +251,60 @@ fn a_worker_that_keeps_dying_is_given_up() {
     // The next batch tries again.
     let effects = schedule.step(Event::Begin { goal, version });
     assert_eq!(effects, [Effect::Start { worker: 0 }]);
+}
+
+#[test]
+fn what_was_asked_for_is_not_asked_for_again() {
+    let mut schedule = Schedule::new(2, Rules::default());
+    let begin = |schedule: &mut Schedule, version| {
+        let goal = Goal::Everyone;
+        schedule.step(Event::Begin { goal, version })
+    };
+    let first = asked(&begin(&mut schedule, 1));
+    part(&mut schedule, 0, first[0].1);
+    // The batch is given up; the part that is there counts, and the other is under way.
+    assert_eq!(begin(&mut schedule, 1), []);
+    // Other weights: neither counts.
+    let effects = begin(&mut schedule, 2);
+    assert_eq!(effects[0], Effect::Clear { worker: 0 });
+    let second = asked(&effects);
+    assert_eq!(second.len(), 2);
+    // Worker 1 owes two parts, and is asked for a third once it has delivered one.
+    let third = asked(&begin(&mut schedule, 3));
+    assert_eq!(third.len(), 1, "worker 0 alone");
+    let effects = part(&mut schedule, 1, first[1].1);
+    let stale = false;
+    assert_eq!(effects[0], Effect::Discard { worker: 1, stale });
+    let last = asked(&effects);
+    assert_eq!(last.len(), 1);
+    part(&mut schedule, 1, second[1].1);
+    part(&mut schedule, 1, last[0].1);
+    assert!(schedule.owes(0) && !schedule.owes(1));
+}
+
+#[test]
+fn a_worker_that_keeps_dying_is_abandoned() {
+    let mut schedule = Schedule::new(2, Rules::default());
+    let (goal, version) = (Goal::Anyone, 1);
+    let die = |schedule: &mut Schedule, worker| {
+        for _ in 0..MAX_DEATHS {
+            let effects = schedule.step(Event::Ended { worker });
+            assert_eq!(effects, [Effect::Start { worker }]);
+            schedule.step(Event::Started { worker });
+        }
+        schedule.step(Event::Ended { worker })
+    };
+    schedule.step(Event::Begin { goal, version });
+    let (worker, deaths) = (0, MAX_DEATHS + 1);
+    assert_eq!(die(&mut schedule, 0), [Effect::Abandon { worker, deaths }]);
+    assert!(schedule.missing().eq([1]));
+    // The next batch does without it, and asks nobody for more than before.
+    assert_eq!(schedule.step(Event::Begin { goal, version }), []);
+    let worker = 1;
+    assert_eq!(die(&mut schedule, 1), [Effect::GiveUp { worker, deaths }]);
+    // The last one has failed, too: the next batch tries all again.
+    let effects = schedule.step(Event::Begin { goal, version });
+    assert_eq!(effects, [0, 1].map(|worker| Effect::Start { worker }));
 }
 
 #[test]
