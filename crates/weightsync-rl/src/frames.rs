@@ -414,7 +414,8 @@ mod tests {
     fn numbers_that_are_none_are_named_where_they_began() {
         let frames = Frames::zeroed(2, 3, 4, ActionKind::Continuous(2));
         frames.check_numbers().unwrap();
-        let cases: [(&str, fn(&mut Frames) -> &mut f32, usize, usize); 5] = [
+        type Place = fn(&mut Frames) -> &mut f32;
+        let cases: [(&str, Place, usize, usize); 5] = [
             (
                 "observation",
                 |frames| &mut frames.observations[4 * 5 + 3],
