@@ -2,8 +2,8 @@
 //!
 //! **Guarantee.** A part is handed on once all its bytes have come and each piece's checksum holds:
 //! never half of it. The trainer writes only where its own order said, whatever a worker sends. Each
-//! end sends something at least every [`HEARTBEAT`], from a thread of its own; an end that has sent
-//! nothing for [`SILENT`] counts as gone. Every connection has proved that it has the secret.
+//! end sends something at least every second, from a thread of its own; an end that has sent nothing
+//! for 10 s counts as gone. Every connection has proved that it has the secret.
 //!
 //! The trainer has two threads for each worker. One reads, checks each piece while it is in the
 //! cache, and writes it into the collector's memory file. The other sends orders and signs of life.

@@ -121,10 +121,10 @@ impl Trainer {
         let seat = Arc::new(Seat {
             worker,
             ticket,
-            settings,
             rings,
             state: Mutex::new(State {
                 stage: Stage::Open,
+                settings,
                 orders: VecDeque::new(),
                 wanted: VecDeque::new(),
                 heard: VecDeque::new(),
@@ -276,7 +276,6 @@ impl Drop for Place {
 struct Seat {
     worker: u32,
     ticket: Option<u64>,
-    settings: Vec<u8>,
     /// Has a byte in it while something was heard.
     rings: PipeWriter,
     state: Mutex<State>,
@@ -286,6 +285,8 @@ struct Seat {
 #[derive(Debug)]
 struct State {
     stage: Stage,
+    /// Until they are sent: a policy may be large.
+    settings: Vec<u8>,
     orders: VecDeque<ToWorker>,
     wanted: VecDeque<Wanted>,
     heard: VecDeque<Heard>,
@@ -381,9 +382,11 @@ impl Seat {
 
     /// Sends what the trainer has to say, and signs of life, until the link ends.
     fn write(&self, socket: &TcpStream) -> Result<(), Gone> {
-        let (worker, bytes) = (self.worker, self.settings.len() as u64);
+        let settings = std::mem::take(&mut self.lock().settings);
+        let (worker, bytes) = (self.worker, settings.len() as u64);
         write_message(socket, &ToWorker::Welcome { worker, bytes })?;
-        write_pieces(socket, &self.settings)?;
+        write_pieces(socket, &settings)?;
+        drop(settings);
         loop {
             let mut state = self.lock();
             let mut message = state.orders.pop_front();
