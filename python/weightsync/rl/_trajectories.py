@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weightsync.errors import PeerError
+
 #: The trajectories that a worker is in: its own numbers, and those in batches.
 Known = dict[int, int]
 
@@ -37,11 +39,18 @@ class Trajectories:
             known: the worker's trajectories before the part, and afterwards those after it.
             array: the worker's own numbers, ``[P, T]``; they are replaced.
             ends: whether the last step of each environment began another trajectory, ``[P]``.
+
+        Raises:
+            PeerError: for a trajectory that the worker has not begun. One of another host may say
+                anything.
         """
         own, base = array.copy(), self._next - ids.first
+        older = np.unique(own[own < ids.first]).tolist()
+        if (own >= ids.following).any() or not known.keys() >= set(older):
+            raise PeerError("a worker delivered frames of a trajectory that it has not begun")
         np.copyto(array, own + base, where=own >= ids.first)
-        for one in np.unique(own[own < ids.first]):
-            array[own == one] = known[int(one)]
+        for one in older:
+            array[own == one] = known[one]
         current, numbers = _current(ids, own, ends), array[:, -1].copy()
         numbers[ends] = current[ends] + base
         self._next += ids.following - ids.first
