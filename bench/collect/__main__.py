@@ -3,19 +3,25 @@
     PYTHONPATH=bench/common python bench/collect [--json] [--only TEXT]
 
 Ours and a peer take turns in one run, and medians are shown. A value is the time of 1000 frames.
-Collectors collect from CartPole-v1 on this host; replay buffers sample from memory.
+Collectors collect from CartPole-v1 on this host, but for pictures that come over loopback; replay
+buffers sample from memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
+import socket
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
+import numpy as np
 import torch
 from rows import Row, show_all
 
@@ -179,7 +185,76 @@ def of_cpprb() -> dict[str, Way]:
 
 FRAMES = 1_000_000
 
+
+class Picture(gymnasium.Env[Any, Any]):
+    """Shows a picture of 1 MiB, which costs nothing to make."""
+
+    def __init__(self) -> None:
+        self.action_space = gymnasium.spaces.Discrete(2)
+        self.observation_space = gymnasium.spaces.Box(0, 255, (1 << 20,), np.uint8)
+        self._picture: np.ndarray = np.arange(1 << 20).astype(np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._picture, {}
+
+    def step(self, action: Any) -> Any:
+        return self._picture, 0.0, False, False, {}
+
+
+def bytes_per_second(seconds: int) -> float:
+    """What iperf3 brings through one connection over loopback."""
+    program = shutil.which("iperf3")
+    if program is None:
+        raise RuntimeError("iperf3 is not installed\n  fix: apt install iperf3")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    serve = [program, "-s", "-1", "--forceflush", "-B", "127.0.0.1", "-p", port]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        while "Server listening" not in server.stdout.readline():
+            assert server.poll() is None
+        send = [program, "-c", "127.0.0.1", "-p", port, "-l", "1M", "-J", "-t", str(seconds)]
+        report = json.loads(subprocess.run(send, check=True, capture_output=True).stdout)
+        server.stdout.read()
+    return float(report["end"]["sum_received"]["bits_per_second"]) / 8
+
+
+@dataclass
+class OverLoopback:
+    """Pictures from a worker that joins over loopback, against iperf3 in turns."""
+
+    name: str
+
+    def rows(self) -> Iterator[Row]:
+        steps, batches = 32, 8
+        collector = rl.DistributedDataCollector(
+            [Picture], None, frames_per_batch=steps, return_type="numpy"
+        )
+        per_frame, ours, theirs = 0.0, [], []
+        try:
+            for number in range(ROUNDS + 1):
+                # Two parts were collected ahead, while iperf3 ran.
+                for _ in range(3):
+                    batch = collector.next()
+                begun = time.perf_counter()
+                for _ in range(batches):
+                    batch = collector.next()
+                seconds = (time.perf_counter() - begun) / (batches * steps)
+                per_frame = sum(one.nbytes for one in batch.columns().values()) / steps
+                rate = bytes_per_second(1)
+                # The first round warms up.
+                if number:
+                    ours.append(seconds * 1000)
+                    theirs.append(per_frame / rate * 1000)
+        finally:
+            collector.shutdown()
+        pair = statistics.median(ours), statistics.median(theirs)
+        yield Row.over(f"{self.name}, against iperf3", *pair, 1 / 0.8)
+
+
 CASES = [
+    OverLoopback("pictures of 1 MiB over loopback"),
     Case("replay buffer, 1M × 1 KiB, sample 256", of_replay, {"TorchRL's ReplayBuffer": 0.5}),
     Case("replay buffer, 1M × 1 KiB, sample 256", of_cpprb, {"cpprb": 1 / 1.5}),
     Case("CartPole, torch policy, 2 workers × 8", of_torch, {"TorchRL's MultiSyncCollector": 0.2}),

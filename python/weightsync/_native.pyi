@@ -34,8 +34,11 @@ __all__ = [
     "Synchronizer",
     "TensorOutcome",
     "Tensors",
+    "TrainerLink",
+    "TrainerPort",
     "Trajectories",
     "View",
+    "WorkerPlace",
     "WorkerReport",
     "WorkerStatus",
     "Writer",
@@ -300,6 +303,79 @@ class _SliceSampler(TypedDict, total=False):
     num_slices: int
     slice_len: int
     strict_len: bool
+
+@final
+class TrainerPort:
+    """The port at which a collector's workers join. The token is the environment's."""
+
+    #: ``host:port``, by which workers reach it.
+    address: str
+    #: What workers need to join, in hexadecimal digits.
+    secret: str
+    #: Whether the secret is that of a token, which workers can have too.
+    has_token: bool
+
+    def __new__(
+        cls, listen: str | None, advertise: str | None, insecure_plaintext: bool
+    ) -> TrainerPort: ...
+    def open(self, worker: int, ticket: int | None, settings: bytes) -> WorkerPlace:
+        """Opens the place of a worker, in place of the one before. A worker with the ticket may
+        join; without a ticket, one that names this number or none.
+        """
+    def close(self) -> None:
+        """Closes the port."""
+
+@final
+class WorkerPlace:
+    """A worker's place, for one life of it."""
+
+    def fileno(self) -> int:
+        """Readable while there is something to hear."""
+    def order(self, json: str) -> bool:
+        """Sends an order, once the worker is there; false if too many wait."""
+    def expect(self, part: int, fd: int, rows: Sequence[tuple[int, int, int, int]]) -> None:
+        """Says, before the order, where a part's bytes belong in a file: for each column the offset
+        of the first run of bytes, the bytes of each, how many there are, and the bytes from one
+        to the next.
+        """
+    def hear(
+        self,
+    ) -> tuple[Literal["joined", "said", "part", "gone"], str, int, float] | None:
+        """What the worker has said or done, the part's number, and when, on the monotonic clock."""
+    def leave(self) -> None:
+        """Asks the worker to end, after the orders before."""
+    def wait(self, timeout: float) -> bool:
+        """Waits until no worker is there; false at the timeout."""
+    def cut(self) -> None:
+        """Ends the link at once; nothing that the worker sent is written any more."""
+
+@final
+class TrainerLink:
+    """A worker's end of the link to its trainer. Its process is killed if the trainer goes."""
+
+    #: The worker's number.
+    worker: int
+
+    def __new__(
+        cls,
+        address: str,
+        secret: str | None,
+        insecure_plaintext: bool,
+        worker: int | None,
+        ticket: int | None,
+        patience: float,
+    ) -> TrainerLink:
+        """Joins. Without a secret it takes that of the environment's token."""
+    def settings(self) -> bytes:
+        """What the worker is started with; once."""
+    def next(self) -> str | None:
+        """The next order; waits for it. None once the trainer has ended."""
+    def say(self, json: str) -> None:
+        """Sends an answer."""
+    def send_part(self, part: int, json: str, columns: Sequence[tuple[int, int]]) -> None:
+        """Sends a part: the addresses of its columns, and the bytes of each."""
+    def leave(self) -> None:
+        """Ends the link in order."""
 
 @final
 class ReplayBuffer:

@@ -55,6 +55,14 @@ pub enum NetError {
         /// The sender's reason.
         reason: String,
     },
+    /// The trainer did not let this worker of a collector in.
+    #[error("the trainer at {address} did not let this worker in: {reason}")]
+    NotAdmitted {
+        /// The trainer's address.
+        address: String,
+        /// The trainer's reason.
+        reason: String,
+    },
     /// The sender sent an invalid message.
     #[error("invalid message from the sender at {address}: {reason}")]
     Broken {

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | send to workers of other hosts | [`Distributed`] |
 //! | decide who may connect, and where to listen | [`access`] |
+//! | collect frames on other hosts | [`collect`] |
 //! | see the state of all hosts | [`status`] |
 //! | compare the bytes that hosts hold with the published ones | [`scrub`] |
 //! | encode handshakes, frames and messages | [`wire`] |
@@ -22,6 +23,7 @@ pub mod access;
 #[doc(hidden)] // for the schemes of this workspace
 pub mod address;
 mod bulk;
+pub mod collect;
 mod error;
 mod link;
 mod receiver;

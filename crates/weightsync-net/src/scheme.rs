@@ -305,20 +305,20 @@ impl Distributed {
     }
 
     /// The address to listen at; with port 0 the system chooses the port.
-    fn listens(&self) -> Result<SocketAddr> {
+    pub(crate) fn listens(&self) -> Result<SocketAddr> {
         let name = self.listen.as_deref().unwrap_or("127.0.0.1:0");
         host_and_port("listen", name)?;
         resolve(name)
     }
 
     /// Binds a listener.
-    fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
+    pub(crate) fn bind(&self, address: SocketAddr) -> Result<TcpListener> {
         self.access()?.may_listen(address).map_err(transport)?;
         TcpListener::bind(address).map_err(|source| listen_error(address, source))
     }
 
     /// The address at which workers reach a listener.
-    fn reached_at(&self, bound: SocketAddr) -> Result<String> {
+    pub(crate) fn reached_at(&self, bound: SocketAddr) -> Result<String> {
         let Some(advertise) = &self.advertise else {
             return Ok(reached(bound)?.to_string());
         };

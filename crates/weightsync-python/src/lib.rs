@@ -10,6 +10,7 @@
 
 mod background;
 mod cascade;
+mod collect;
 mod command;
 mod engine_update;
 mod errors;
@@ -41,6 +42,8 @@ mod _native {
     use crate::background::{Background, Permit};
     #[pymodule_export]
     use crate::cascade::Cascade;
+    #[pymodule_export]
+    use crate::collect::{TrainerLink, TrainerPort, WorkerPlace};
     #[pymodule_export]
     use crate::command::command;
     #[pymodule_export]

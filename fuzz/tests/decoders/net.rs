@@ -16,10 +16,16 @@ use weightsync_net::wire::hello::{
     Client, ClientHello, HELLO_BYTES, Next, Protocols, Role, Server, ServerHello,
 };
 use weightsync_net::wire::message::{
-    FromRoot, Message, ModelAssembler, Status, ToChild, ToParent, ToRoot,
+    FromRoot, Message, ModelAssembler, Status, ToChild, ToParent, ToRoot, ToTrainer, ToWorker,
 };
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta];
+const ALL: &[Kind] = &[
+    Kind::Control,
+    Kind::Bulk,
+    Kind::Block,
+    Kind::Delta,
+    Kind::Piece,
+];
 
 #[test]
 fn net_hello() {
@@ -140,6 +146,20 @@ fn net_to_parent() {
 #[test]
 fn net_to_child() {
     fuzz!("net_to_child", payloads("to_child"), message::<ToChild>);
+}
+
+#[test]
+fn net_to_trainer() {
+    fuzz!(
+        "net_to_trainer",
+        payloads("to_trainer"),
+        message::<ToTrainer>
+    );
+}
+
+#[test]
+fn net_to_worker() {
+    fuzz!("net_to_worker", payloads("to_worker"), message::<ToWorker>);
 }
 
 #[test]

@@ -91,3 +91,22 @@ class Constant(torch.nn.Module):
         with torch.no_grad():
             self.action.fill_(action)
         return self
+
+
+class Large(Counting):
+    """Shows 4 MiB: every number is the step's."""
+
+    def __init__(self, length: int = 5) -> None:
+        super().__init__(length)
+        self.observation_space = gymnasium.spaces.Box(0, 255, (4 << 20,), np.uint8)
+
+    def _shown(self) -> np.ndarray:
+        return np.full(4 << 20, self.step_of_episode, np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self._shown(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        _, *rest = super().step(action)
+        return (self._shown(), *rest)  # type: ignore[return-value]

@@ -18,9 +18,14 @@ action.
 from __future__ import annotations
 
 from weightsync.rl._columns import Batch, Failure
-from weightsync.rl._envs import SerialEnv
+from weightsync.rl._envs import ParallelEnv, SerialEnv
 from weightsync.rl._split import split_trajectories
 from weightsync.rl.collector import Collector
+from weightsync.rl.distributed import (
+    DistributedDataCollector,
+    DistributedSyncDataCollector,
+    RPCDataCollector,
+)
 from weightsync.rl.multi import AsyncCollector, MultiAsyncCollector, MultiSyncCollector
 from weightsync.rl.replay import (
     PrioritizedSampler,
@@ -33,10 +38,14 @@ __all__ = [
     "AsyncCollector",
     "Batch",
     "Collector",
+    "DistributedDataCollector",
+    "DistributedSyncDataCollector",
     "Failure",
     "MultiAsyncCollector",
     "MultiSyncCollector",
+    "ParallelEnv",
     "PrioritizedSampler",
+    "RPCDataCollector",
     "ReplayBuffer",
     "SamplerWithoutReplacement",
     "SerialEnv",

@@ -94,6 +94,26 @@ class Layout:
         }
 
 
+    def rows(self, offset: int, axis: int, index: int) -> list[tuple[int, int, int, int]]:
+        """Where one worker's part of each column lies in the file, if a slot begins at ``offset``.
+
+        Args:
+            axis: which of the two first dimensions is the workers': 0 or 1.
+            index: the worker's place in it.
+
+        Returns:
+            Runs of bytes for each column: the offset of the first, the bytes of each, how many there
+            are, and the bytes from the beginning of one to that of the next.
+        """
+        found = []
+        for column, start in zip(self.columns, self._offsets, strict=True):
+            frame = np.dtype(column.dtype).itemsize * int(np.prod(column.shape))
+            run = frame * int(np.prod(self.dims[axis + 1 :]))
+            count = int(np.prod(self.dims[:axis]))
+            found.append((offset + start + index * run, run, count, run * self.dims[axis]))
+        return found
+
+
 class Slot:
     """Memory for one batch: a part of a memory file."""
 

@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from weightsync.errors import LifecycleError, WrongTypeError
-from weightsync.rl._worker import LONGEST, Guard, Start, serve
+from weightsync.rl._worker import LONGEST, Guard, Link, Start, Worker, serve
 
 #: How long ended workers may take to leave.
 _LEAVE = 5.0
@@ -43,21 +43,21 @@ os._exit(code)
 
 
 class Crew:
-    """Worker processes, or threads, and a link to each.
+    """Workers, and a link to each.
 
     Args:
         starts: what each worker is started with.
-        threads: whether the workers are threads of this process.
+        begin: starts a worker: :class:`Process`, :class:`Thread`, or what starts it elsewhere.
     """
 
-    def __init__(self, starts: Sequence[Start], threads: bool) -> None:
+    def __init__(self, starts: Sequence[Start], begin: Callable[[Start], Member]) -> None:
         self._pid = os.getpid()
         self._starts = list(starts)
-        self._threads = threads
+        self._begin = begin
         self._poll = select.poll()
         #: Whether Ctrl-C may raise: nothing is half done.
         self._is_waiting = False
-        self._members: list[_Member | None] = [None] * len(self._starts)
+        self._members: list[Member | None] = [None] * len(self._starts)
         self._finalizer = weakref.finalize(self, _close, self._members, os.getpid())
         for worker in range(len(self._starts)):
             self.start(worker)
@@ -67,25 +67,22 @@ class Crew:
 
     def start(self, worker: int) -> None:
         """Starts a worker; the one before it, if there is any, has ended."""
-        start = self._starts[worker]
-        make = _Thread if self._threads else _Process
-        member = make(start)
+        member = self._begin(self._starts[worker])
         self._members[worker] = member
         for fd in member.fds:
             self._poll.register(fd, select.POLLIN)
 
     def pid(self, worker: int) -> int | None:
-        """The worker's process; None for a thread, or while there is none."""
+        """The worker's process, or its launcher's; None for a thread, or while there is none."""
         member = self._members[worker]
-        return member.process.pid if isinstance(member, _Process) else None
+        return None if member is None or member.process is None else member.process.pid
 
     def tell(self, worker: int, order: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Gives a worker an order. The end of one that has ended is an event of its own."""
         self._check_process()
         member = self._members[worker]
         if member is not None:
-            with contextlib.suppress(ConnectionError):
-                socket.send_fds(member.link, [json.dumps(order).encode()], list(fds))
+            member.tell(order, fds)
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -133,7 +130,9 @@ class Crew:
         heard = []
         for worker, member in enumerate(self._members):
             if member is not None and not ready.isdisjoint(member.fds):
-                heard.append((worker, self._read(worker, member)))
+                said = self._read(worker, member)
+                if said is not None:
+                    heard.append((worker, said))
         return heard
 
     def end(self, worker: int) -> str:
@@ -149,16 +148,15 @@ class Crew:
         if os.getpid() == self._pid:
             self._finalizer()
 
-    def _read(self, worker: int, member: _Member) -> dict[str, Any]:
-        message = _receive(member.link)
-        said = json.loads(message) if message else {"is": "error", "reason": ""}
-        if said["is"] == "error":
+    def _read(self, worker: int, member: Member) -> dict[str, Any] | None:
+        said = member.read()
+        if said is not None and said["is"] == "error":
             self._forget(worker, member)
             how = member.ended(_LEAVE)
             said["reason"] = said["reason"].strip() or how
-        return dict(said)
+        return said
 
-    def _forget(self, worker: int, member: _Member) -> None:
+    def _forget(self, worker: int, member: Member) -> None:
         for fd in member.fds:
             self._poll.unregister(fd)
         self._members[worker] = None
@@ -173,31 +171,63 @@ class Crew:
             raise LifecycleError("the collector was shut down: make another")
 
 
-class _Member(abc.ABC):
-    """A worker's link, and how it runs."""
+class Member(abc.ABC):
+    """A worker: how it is talked to, and how it ends.
 
-    def __init__(self) -> None:
-        self.link, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        #: What tells that the worker has said something, or has ended.
-        self.fds = [self.link.fileno()]
+    Attributes:
+        fds: what is readable once the worker has said something, or has ended.
+        process: the worker's process, or what started it on another host.
+    """
 
+    fds: list[int]
+    process: subprocess.Popen[bytes] | None = None
+
+    @abc.abstractmethod
+    def tell(self, order: dict[str, Any], fds: Sequence[int]) -> None:
+        """Gives the worker an order; nothing happens if it has ended."""
+
+    @abc.abstractmethod
+    def read(self) -> dict[str, Any] | None:
+        """What the worker has said, which is an error once it has ended; None: nothing."""
+
+    @abc.abstractmethod
     def leave(self) -> None:
         """Closes the link, also where a forked child has it too."""
-        with contextlib.suppress(OSError):
-            self.link.shutdown(socket.SHUT_RDWR)
-        self.link.close()
 
     @abc.abstractmethod
     def kill(self) -> str:
-        """Ends the worker, whatever it does, and says how."""
+        """Ends the worker, whatever it does, and says how. It writes no frames after that."""
 
     @abc.abstractmethod
     def ended(self, patience: float) -> str:
         """Waits for the end, and says how it was."""
 
 
-class _Process(_Member):
+class _Local(Member):
+    """A worker of this host, with a socket."""
+
+    def __init__(self) -> None:
+        self.link, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.fds = [self.link.fileno()]
+
+    def tell(self, order: dict[str, Any], fds: Sequence[int]) -> None:
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(self.link, [json.dumps(order).encode()], list(fds))
+
+    def read(self) -> dict[str, Any] | None:
+        message = _receive(self.link)
+        return dict(json.loads(message)) if message else {"is": "error", "reason": ""}
+
+    def leave(self) -> None:
+        with contextlib.suppress(OSError):
+            self.link.shutdown(socket.SHUT_RDWR)
+        self.link.close()
+
+
+class Process(_Local):
     """A worker process: this interpreter, started again."""
+
+    process: subprocess.Popen[bytes]
 
     def __init__(self, start: Start) -> None:
         settings = _settings(start)
@@ -231,16 +261,9 @@ class _Process(_Member):
 
     def ended(self, patience: float) -> str:
         try:
-            self.process.wait(patience)
-        except BaseException as error:
-            self.process.kill()
-            self.process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-        self.cut()
-        code = self.process.returncode
-        who = f"its process {self.process.pid}"
-        return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} ended with exit code {code}"
+            return how_ended(self.process, patience, f"its process {self.process.pid}")
+        finally:
+            self.cut()
 
     def cut(self) -> None:
         """Closes the lifeline."""
@@ -254,8 +277,21 @@ class _Process(_Member):
         self.link.close()
 
 
+def how_ended(process: subprocess.Popen[bytes], patience: float, who: str) -> str:
+    """Waits for the end of a process, kills it after that, and says how it ended."""
+    try:
+        process.wait(patience)
+    except BaseException as error:
+        process.kill()
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    code = process.returncode
+    return f"{who} was killed by {_signal(-code)}" if code < 0 else f"{who} ended with exit code {code}"
+
+
 #: All worker processes of this process.
-_processes: weakref.WeakSet[_Process] = weakref.WeakSet()
+_processes: weakref.WeakSet[Process] = weakref.WeakSet()
 
 
 def _forget_workers() -> None:
@@ -267,7 +303,7 @@ def _forget_workers() -> None:
 os.register_at_fork(after_in_child=_forget_workers)
 
 
-class _Thread(_Member):
+class Thread(_Local):
     """A worker thread, with a policy and environments of its own."""
 
     def __init__(self, start: Start) -> None:
@@ -277,7 +313,7 @@ class _Thread(_Member):
         self._guard = Guard()
         self.thread = threading.Thread(
             target=serve,
-            args=(self.theirs, start, self._guard),
+            args=(Link(self.theirs), lambda: Worker(start, self._guard)),
             name=f"weightsync-worker-{start.worker}",
             daemon=True,
         )
@@ -315,7 +351,7 @@ def _signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _close(members: list[_Member | None], pid: int) -> None:
+def _close(members: list[Member | None], pid: int) -> None:
     if os.getpid() != pid:
         return
     living = [member for member in members if member is not None]
@@ -334,15 +370,16 @@ def _close(members: list[_Member | None], pid: int) -> None:
         members[:] = [None] * len(members)
 
 
-def _settings(start: Start) -> int:
-    """A file with what a worker process is started with."""
+def pickled(start: Start) -> bytes:
+    """What a worker is started with."""
     try:
         import cloudpickle
 
-        data = cloudpickle.dumps(start)
+        data: bytes = cloudpickle.dumps(start)
+        return data
     except ImportError:
         try:
-            data = pickle.dumps(start)
+            return pickle.dumps(start)
         except Exception as error:
             raise WrongTypeError(
                 f"the worker's environment or policy cannot be pickled ({error}): install "
@@ -353,6 +390,11 @@ def _settings(start: Start) -> int:
             f"the worker's environment or policy cannot be pickled ({error}): give a function that "
             "makes it in the worker, as the environment or as policy_factory"
         ) from error
+
+
+def _settings(start: Start) -> int:
+    """A file with what a worker process is started with."""
+    data = pickled(start)
     fd = os.memfd_create("weightsync-worker", os.MFD_CLOEXEC)
     try:
         with io.FileIO(fd, "w", closefd=False) as file, io.BufferedWriter(file) as out:

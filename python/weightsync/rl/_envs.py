@@ -7,6 +7,10 @@ observations lie in arrays shaped ``[P, *shape]``.
 from __future__ import annotations
 
 import abc
+import contextlib
+import os
+import signal
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,6 +18,7 @@ import numpy as np
 
 from weightsync.errors import SettingError, UnsupportedError, WrongTypeError
 from weightsync.rl._columns import OBSERVATION, Column, Key
+from weightsync.rl._lifeline import Lifeline
 
 
 class SerialEnv:
@@ -47,6 +52,64 @@ class SerialEnv:
         return f"SerialEnv({self.num_envs}, {self.makers[0]!r})"
 
 
+class ParallelEnv(SerialEnv):
+    """A batch of environments in processes of their own, which step at the same time.
+
+    The processes are those of :class:`gymnasium.vector.AsyncVectorEnv`, and end with the worker.
+
+    Args:
+        num_envs: how many, ``P``.
+        env: as for :class:`SerialEnv`, but no environment that was made already.
+        context: how processes are started: ``"fork"``, ``"forkserver"`` or ``"spawn"``; None:
+            as :mod:`multiprocessing` does.
+        kwargs: arguments of :func:`gymnasium.make` for ids.
+    """
+
+    def __init__(self, num_envs: int, env: Any, *, context: str | None = None, **kwargs: Any) -> None:
+        super().__init__(num_envs, env, **kwargs)
+        if any(map(is_made, self.makers)):
+            raise SettingError(
+                "ParallelEnv makes environments in processes of their own: give functions that make "
+                "them, and not environments"
+            )
+        self.context = context
+
+    def start(self) -> Any:
+        """The vector environment, with its processes."""
+        from gymnasium.vector import AsyncVectorEnv, AutoresetMode
+
+        lifeline = Lifeline()
+        try:
+            made = AsyncVectorEnv(
+                [_Apart(one, lifeline) for one in self.makers],
+                context=self.context,
+                autoreset_mode=AutoresetMode.DISABLED,
+            )
+        except BaseException:
+            lifeline.close()
+            raise
+        weakref.finalize(made, lifeline.close)
+        return made
+
+    def __repr__(self) -> str:
+        return f"ParallelEnv({self.num_envs}, {self.makers[0]!r})"
+
+
+class _Apart:
+    """Makes an environment in a process that is to end with this one."""
+
+    def __init__(self, make: Callable[[], Any], lifeline: Lifeline) -> None:
+        self._make, self._lifeline = make, lifeline
+        self._pid = os.getpid()
+
+    def __call__(self) -> Any:
+        if os.getpid() != self._pid:
+            # Ctrl-C reaches every process of the terminal. The collector ends its environments.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            self._lifeline.end_with()
+        return self._make()
+
+
 class _Make:
     """Makes an environment of a Gymnasium id, also where only the trainer registered it."""
 
@@ -71,7 +134,7 @@ class _Make:
 
 
 def maker(env: Any) -> Callable[[], Any]:
-    """What makes an environment in the worker: of an id, a factory, or a :class:`SerialEnv`."""
+    """What makes an environment in the worker: of an id, a factory, or a batch."""
     return env if isinstance(env, SerialEnv) else _maker(env, {})
 
 
@@ -143,6 +206,8 @@ class Envs(abc.ABC):
     def of(make: Callable[[], Any]) -> Envs:
         """The environments that a factory makes."""
         made = make()
+        if isinstance(made, ParallelEnv):
+            return _Parallel(made)
         if isinstance(made, SerialEnv):
             return _Serial([one() for one in made.makers], is_batched=True)
         if hasattr(made, "num_envs") and hasattr(made, "single_action_space"):
@@ -288,6 +353,40 @@ class _Vector(Envs):
 
     def close(self) -> None:
         self.env.close()
+
+
+class _Parallel(_Vector):
+    """Environments in processes of their own."""
+
+    def __init__(self, parallel: ParallelEnv) -> None:
+        self._parallel = parallel
+        #: Whether answers of its processes may be under way that nobody has waited for.
+        self._is_broken = False
+        super().__init__(parallel.start())
+
+    def reset(self, which: np.ndarray, seeds: list[int] | None = None) -> None:
+        if self._is_broken:
+            # Ctrl-C, or an environment that raised. A collector begins again with all of them.
+            self.close()
+            self.env = self.made = self._parallel.start()
+        self._is_broken = True
+        super().reset(which, seeds)
+        self._is_broken = False
+
+    def step(self, actions: Any, which: np.ndarray) -> None:
+        self._is_broken = True
+        super().step(actions, which)
+        self._is_broken = False
+
+    def close(self) -> None:
+        if not self._is_broken:
+            super().close()
+            return
+        for process in self.env.processes:
+            process.kill()
+        with contextlib.suppress(Exception):
+            # It finds that they have ended.
+            self.env.close(terminate=True)
 
 
 def _columns_of(prefix: Key, space: Any) -> Iterable[Column]:

@@ -26,7 +26,7 @@ from weightsync.rl._columns import (
     Slots,
     compare,
 )
-from weightsync.rl._crew import Crew
+from weightsync.rl._crew import Crew, Process, Thread
 from weightsync.rl._envs import is_made, maker
 from weightsync.rl._policy import device_of, on_device
 from weightsync.rl._worker import Start
@@ -99,6 +99,7 @@ class MultiCollector(BaseCollector):
         **settings: Any,
     ) -> None:
         choice("workers", workers, "processes", "threads")
+        self._workers = workers
         if isinstance(create_env_fn, str) or not isinstance(create_env_fn, Sequence):
             raise SettingError(
                 f"{type(self).__name__} takes a list of environments, one for each worker, got "
@@ -144,13 +145,17 @@ class MultiCollector(BaseCollector):
         ]
         self._seats = [Seat() for _ in starts]
         self._slots: Slots | None = None
-        self._crew = Crew(starts, threads=workers == "threads")
+        self._crew = self._make_crew(starts)
         self._opened()
         try:
             self._open()
         except BaseException:
             self.shutdown()
             raise
+
+    def _make_crew(self, starts: list[Start]) -> Crew:
+        """Starts the workers."""
+        return Crew(starts, Thread if self._workers == "threads" else Process)
 
     def _open(self) -> None:
         """Waits for the workers, and gives them their first weights.
@@ -180,7 +185,7 @@ class MultiCollector(BaseCollector):
         return 0 if self._sender is None else self._sender.versions.get("policy", 0)
 
     def pid(self, worker: int) -> int | None:
-        """The process of a worker; None for a thread, and while there is none."""
+        """The process of a worker, or its launcher's; None for a thread, and while there is none."""
         return self._crew.pid(worker)
 
     # The weights.

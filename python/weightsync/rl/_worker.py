@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import mmap
 import os
 import pickle
+import platform
 import signal
 import socket
 import sys
@@ -23,23 +23,22 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
 from weightsync import _paths
+from weightsync._native import __version__
 from weightsync.errors import LifecycleError
 from weightsync.model_receiver import ModelReceiver
-from weightsync.rl._columns import Key, Layout
+from weightsync.rl._columns import Column, Key, Layout
 from weightsync.rl._envs import Envs
+from weightsync.rl._lifeline import die_with
 from weightsync.rl._policy import Actor, Exploration, make_policy
 from weightsync.rl._rollout import Rollout, Rules
 
 #: The longest message. Longer last words are cut.
 LONGEST = 1 << 16
-
-#: Not in the fcntl module: which signal the kernel sends when the file changes.
-_F_SETSIG = 10
 
 
 @dataclass
@@ -56,6 +55,11 @@ class Start:
     num_threads: int
     #: Models that the trainer sends, by their paths.
     models: list[str]
+
+
+def same_program() -> dict[str, str]:
+    """What has to be the same at a trainer and its workers: functions travel as code."""
+    return {"weightsync": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
 
 
 class Worker:
@@ -76,11 +80,16 @@ class Worker:
             self._envs, actor, start.rules, self._policy_version, self._frozen, writing
         )
 
+    @property
+    def columns(self) -> list[Column]:
+        """The columns of this worker's frames."""
+        return self._rollout.columns()
+
     def ready(self) -> dict[str, Any]:
         """What the trainer has to know before it asks for frames."""
         return {
             "is": "ready",
-            "columns": [one.to_json() for one in self._rollout.columns()],
+            "columns": [one.to_json() for one in self.columns],
             "num_envs": self._envs.num_envs,
             "is_batched": self._envs.is_batched,
         }
@@ -110,7 +119,7 @@ class Worker:
         self._envs.close()
 
     def _add_slot(self, order: dict[str, Any], fd: int) -> None:
-        layout = Layout(self._rollout.columns(), order["dims"])
+        layout = Layout(self.columns, order["dims"])
         try:
             memory = mmap.mmap(fd, layout.size, offset=order["offset"])
         finally:
@@ -158,7 +167,37 @@ class Guard:
             self._is_given_up = True
 
 
-def serve(link: socket.socket, start: Start, guard: Guard | None = None) -> bool:
+class Hearing(Protocol):
+    """A worker's end of the link to its trainer."""
+
+    def hear(self) -> tuple[dict[str, Any], list[int]] | None:
+        """The next order and its descriptors; None once the trainer has closed the link."""
+
+    def say(self, message: str) -> None:
+        """Says something to the trainer."""
+
+    def close(self) -> None:
+        """Closes the link. What was said before still arrives."""
+
+
+class Link:
+    """The link to a trainer in this host: a socket."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._socket = held
+
+    def hear(self) -> tuple[dict[str, Any], list[int]] | None:
+        message, fds, _, _ = socket.recv_fds(self._socket, LONGEST, 1)
+        return (json.loads(message), list(fds)) if message else None
+
+    def say(self, message: str) -> None:
+        self._socket.sendall(message.encode())
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def serve(link: Hearing, make: Callable[[], Worker]) -> bool:
     """Works for the trainer at the other end, until it closes the link.
 
     Returns:
@@ -166,20 +205,18 @@ def serve(link: socket.socket, start: Start, guard: Guard | None = None) -> bool
     """
     worker = None
     try:
-        worker = Worker(start, guard)
-        _say(link, worker.ready())
-        while True:
-            message, fds, _, _ = socket.recv_fds(link, LONGEST, 1)
-            if not message:
-                return True
-            answer = worker.do(json.loads(message), list(fds))
+        worker = make()
+        link.say(json.dumps(worker.ready()))
+        while (heard := link.hear()) is not None:
+            answer = worker.do(*heard)
             if answer is not None:
-                _say(link, answer)
+                link.say(json.dumps(answer))
+        return True
     except ConnectionError:
         return True
     except BaseException as error:
         with contextlib.suppress(OSError):
-            _say_last_words(link, "".join(traceback.format_exception(error)))
+            say_last_words(link, "".join(traceback.format_exception(error)))
         return False
     finally:
         with contextlib.suppress(Exception):
@@ -188,31 +225,11 @@ def serve(link: socket.socket, start: Start, guard: Guard | None = None) -> bool
         link.close()
 
 
-def _say(link: socket.socket, message: dict[str, Any]) -> None:
-    link.sendall(json.dumps(message).encode())
-
-
-def _say_last_words(link: socket.socket, words: str) -> None:
+def say_last_words(link: Hearing, words: str) -> None:
     """Says why the worker ends: the end of the words, where they are too long for a message."""
-    while len(json.dumps({"is": "error", "reason": words})) > LONGEST:
+    while len(message := json.dumps({"is": "error", "reason": words})) > LONGEST:
         words = words[len(words) // 2 :]
-    _say(link, {"is": "error", "reason": words})
-
-
-def die_with(lifeline: int) -> None:
-    """Has the kernel kill this process once the other end of a pipe is closed.
-
-    The trainer alone has that end, and writes nothing. A thread could not do this: an environment
-    that hangs may hold the interpreter's lock.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, _F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        # The trainer may have died before.
-        if os.read(lifeline, 1) == b"":
-            os._exit(1)
+    link.say(message)
 
 
 def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
@@ -227,14 +244,19 @@ def main(link_fd: int, lifeline: int, settings: BinaryIO) -> int:
     # Ctrl-C reaches every process of the terminal. The trainer ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()
-    link = socket.socket(fileno=link_fd)
+    with settings:
+        return work(Link(socket.socket(fileno=link_fd)), settings, Worker)
+
+
+def work(link: Hearing, settings: BinaryIO, make: Callable[[Start], Worker]) -> int:
+    """Reads what a worker process is started with, and works; returns the exit code."""
     try:
-        with settings:
-            start: Start = pickle.load(settings)
+        start: Start = pickle.load(settings)
     except BaseException:
         words = "cannot read its environment and policy:\n" + traceback.format_exc()
-        _say_last_words(link, words)
+        say_last_words(link, words)
+        link.close()
         return 1
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(start.num_threads)
-    return 0 if serve(link, start) else 1
+    return 0 if serve(link, lambda: make(start)) else 1

@@ -320,6 +320,8 @@ impl Listening {
                 let (events, turns) = (events.clone(), turns.clone());
                 drop(tokio::spawn(answer(socket, event, events, turns)));
             }
+            // Its trainer listens elsewhere.
+            Role::Collector => {}
         };
         let failed = move |error: &_| remote_readers.note_failed_accept(error);
         accept_all(listener, key, busy, failed, take).await;

@@ -8,6 +8,7 @@
 //! payload, and the block's bytes follow it. These bytes belong to no frame: so they can be
 //! received straight into their final place, and they have a checksum of their own. A frame of
 //! kind [`Kind::Delta`] has a [`DeltaHead`], and the bytes of a delta follow in the same way.
+//! Frames of kind [`Kind::Piece`] carry consecutive bytes of what the message before them announced.
 //!
 //! The checksums guard against accidents. An attacker on the path can change a frame.
 
@@ -46,13 +47,17 @@ pub const MAX_FRAME: usize = 1 << 20;
 /// The longest payload of a bulk frame, in bytes.
 pub const MAX_BULK_FRAME: usize = 64 << 10;
 
+/// The longest payload of a [`Kind::Piece`], in bytes. It stays in a core's cache while it is
+/// checked and written.
+pub const MAX_PIECE: usize = 256 << 10;
+
 /// The most models of one sender.
 pub const MAX_MODELS: u8 = 64;
 
 /// What a frame is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
-    /// A message of a control, status or scrub link.
+    /// A message of a control, status, scrub or collector link.
     Control,
     /// A message of a bulk link.
     Bulk,
@@ -60,6 +65,8 @@ pub enum Kind {
     Block,
     /// The head of a delta, on a bulk link.
     Delta,
+    /// Bytes that a message announced, on a collector link.
+    Piece,
 }
 
 impl Kind {
@@ -70,12 +77,14 @@ impl Kind {
             Self::Bulk => 2,
             Self::Block => 3,
             Self::Delta => 4,
+            Self::Piece => 5,
         }
     }
 
     /// The kind of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        [Self::Control, Self::Bulk, Self::Block, Self::Delta]
+        use Kind::*;
+        [Control, Bulk, Block, Delta, Piece]
             .into_iter()
             .find(|kind| kind.code() == code)
     }
@@ -87,13 +96,14 @@ impl Kind {
             Self::Bulk => MAX_BULK_FRAME,
             Self::Block => BLOCK_HEAD_BYTES,
             Self::Delta => DELTA_HEAD_BYTES,
+            Self::Piece => MAX_PIECE,
         }
     }
 
     /// The shortest payload of such a frame, in bytes.
     fn min_payload(self) -> usize {
         match self {
-            Self::Control | Self::Bulk => 1,
+            Self::Control | Self::Bulk | Self::Piece => 1,
             Self::Block => BLOCK_HEAD_BYTES,
             Self::Delta => DELTA_HEAD_BYTES,
         }
@@ -199,7 +209,8 @@ pub fn encode(kind: Kind, payload: &[u8], out: &mut Vec<u8>) -> Result<(), Frame
     Ok(())
 }
 
-fn header(kind: Kind, payload: &[u8]) -> [u8; HEADER_BYTES] {
+/// The header of a payload that is within the bounds of its kind.
+pub(crate) fn header(kind: Kind, payload: &[u8]) -> [u8; HEADER_BYTES] {
     // The bound of each kind is far below 4 GiB, so the length fits.
     let first = first_half(kind, payload.len() as u32);
     let mut bytes = [0; HEADER_BYTES];

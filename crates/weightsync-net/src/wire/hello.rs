@@ -112,6 +112,8 @@ pub enum Role {
     /// A client asks for a scrub: all versions that agents hold are compared with the published
     /// ones.
     Scrub,
+    /// A worker of a collector brings frames to its trainer.
+    Collector,
 }
 
 impl Role {
@@ -122,12 +124,14 @@ impl Role {
             Self::Bulk => 2,
             Self::Status => 3,
             Self::Scrub => 4,
+            Self::Collector => 5,
         }
     }
 
     /// The role of a byte on the wire.
     pub fn from_code(code: u8) -> Option<Self> {
-        [Self::Control, Self::Bulk, Self::Status, Self::Scrub]
+        use Role::*;
+        [Control, Bulk, Status, Scrub, Collector]
             .into_iter()
             .find(|role| role.code() == code)
     }

@@ -7,6 +7,8 @@
 //! | a child | its parent, which has the version that the child wants | [`ToParent`] |
 //! | a parent | its child | [`ToChild`], and blocks |
 //! | a sender | a program that asks for the status or a scrub | [`Status`] |
+//! | a worker of a collector | its trainer | [`ToTrainer`], and pieces |
+//! | a trainer | a worker of its collector | [`ToWorker`], and pieces |
 //!
 //! On the wire a message is a byte with the format's number, then the postcard of its type: the
 //! order of variants and fields is part of the format. Every decoded message is checked: each
@@ -15,6 +17,7 @@
 
 mod bulk;
 mod check;
+mod collect;
 mod fields;
 mod from_root;
 mod model;
@@ -27,6 +30,7 @@ use weightsync_core::Remedy;
 use self::check::*;
 
 pub use self::bulk::{BlockRange, ToChild, ToParent};
+pub use self::collect::{ToTrainer, ToWorker};
 pub use self::from_root::{FromRoot, RefusalRemedy};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
 pub use self::to_root::{ToRoot, WorkerProgress};

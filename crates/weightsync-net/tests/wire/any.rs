@@ -6,7 +6,7 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
-    ToRoot, Want, WorkerProgress,
+    ToRoot, ToTrainer, ToWorker, Want, WorkerProgress,
 };
 
 /// Raw values for the fields of a message.
@@ -281,6 +281,34 @@ pub fn to_child() -> impl Strategy<Value = ToChild> {
         0 => ToChild::Idle,
         1 => ToChild::End,
         _ => ToChild::Gone { reason: raw.text },
+    })
+}
+
+pub fn to_trainer() -> impl Strategy<Value = ToTrainer> {
+    (0..4_u8, raw()).prop_map(|(variant, raw)| match variant {
+        0 => ToTrainer::Join {
+            worker: raw.flag.then_some(raw.pid),
+            ticket: (raw.choice > 9).then_some(raw.n[0]),
+        },
+        1 => ToTrainer::Say { json: raw.text },
+        2 => ToTrainer::Part {
+            part: raw.n[0],
+            bytes: raw.n[1],
+            json: raw.text,
+        },
+        _ => ToTrainer::Ping,
+    })
+}
+
+pub fn to_worker() -> impl Strategy<Value = ToWorker> {
+    (0..4_u8, raw()).prop_map(|(variant, raw)| match variant {
+        0 => ToWorker::Welcome {
+            worker: raw.pid,
+            bytes: raw.n[0],
+        },
+        1 => ToWorker::Order { json: raw.text },
+        2 => ToWorker::Ping,
+        _ => ToWorker::End { reason: raw.text },
     })
 }
 

@@ -197,7 +197,13 @@ fn lengths_are_within_the_bounds_of_the_kind() {
         bytes[4] = kind.code();
         Header::decode(
             &bytes,
-            &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta],
+            &[
+                Kind::Control,
+                Kind::Bulk,
+                Kind::Block,
+                Kind::Delta,
+                Kind::Piece,
+            ],
         )
     };
     for (kind, least, most) in [
@@ -205,6 +211,7 @@ fn lengths_are_within_the_bounds_of_the_kind() {
         (Kind::Bulk, 1, 64 << 10),
         (Kind::Block, 40, 40),
         (Kind::Delta, 48, 48),
+        (Kind::Piece, 1, 256 << 10),
     ] {
         for len in [least, most] {
             assert_eq!(header(kind, len).unwrap().len, len as usize);

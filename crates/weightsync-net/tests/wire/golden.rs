@@ -41,6 +41,8 @@ pub fn all() -> BTreeMap<String, Vec<u8>> {
     add(&mut all, "from_root", &samples::from_root());
     add(&mut all, "to_parent", &samples::to_parent());
     add(&mut all, "to_child", &samples::to_child());
+    add(&mut all, "to_trainer", &samples::to_trainer());
+    add(&mut all, "to_worker", &samples::to_worker());
     all
 }
 
@@ -141,6 +143,8 @@ fn golden_messages_say_what_they_said() {
     check("from_root", samples::from_root());
     check("to_parent", samples::to_parent());
     check("to_child", samples::to_child());
+    check("to_trainer", samples::to_trainer());
+    check("to_worker", samples::to_worker());
     check("status", vec![("status", samples::status())]);
 }
 

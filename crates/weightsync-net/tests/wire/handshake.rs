@@ -193,7 +193,8 @@ fn a_busy_server_says_so_and_is_tried_again() {
 
 #[test]
 fn full_server_keeps_its_known_agents() {
-    for role in [Role::Control, Role::Bulk, Role::Status, Role::Scrub] {
+    use Role::*;
+    for role in [Control, Bulk, Status, Scrub, Collector] {
         let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
         let server = Server::new(samples::key(), Protocols::OURS, true, [2; 32]);
         let mut talk = Talk::new(client, server);
@@ -306,7 +307,7 @@ fn roles_and_protocols_that_cannot_be_are_refused() {
         };
         samples::server().feed(&mut &hello.encode()[..])
     };
-    for (role, oldest, newest) in [(0, 1, 1), (5, 1, 1), (1, 0, 1), (1, 0, 0), (1, 2, 1)] {
+    for (role, oldest, newest) in [(0, 1, 1), (6, 1, 1), (1, 0, 1), (1, 0, 0), (1, 2, 1)] {
         let step = hello(role, oldest, newest);
         let is_malformed = matches!(step.next, Next::Close(HelloError::Malformed { .. }));
         assert!(is_malformed && step.send.is_empty(), "{step:?}");

@@ -9,7 +9,13 @@ use weightsync_net::wire::message::*;
 use crate::golden::{all, frames};
 use crate::samples;
 
-const ALL: &[Kind] = &[Kind::Control, Kind::Bulk, Kind::Block, Kind::Delta];
+const ALL: &[Kind] = &[
+    Kind::Control,
+    Kind::Bulk,
+    Kind::Block,
+    Kind::Delta,
+    Kind::Piece,
+];
 
 /// Every golden file that begins with a whole frame.
 fn golden_frames() -> impl Iterator<Item = (String, Vec<u8>)> {
@@ -72,6 +78,8 @@ fn payload_decoder_survives_damage_past_the_checksum() {
     bears_damage(&samples::from_root());
     bears_damage(&samples::to_parent());
     bears_damage(&samples::to_child());
+    bears_damage(&samples::to_trainer());
+    bears_damage(&samples::to_worker());
     bears_damage(&[("status", samples::status())]);
     let frame = samples::block().frame();
     for bit in 0..8 * BLOCK_HEAD_BYTES {
@@ -102,6 +110,8 @@ proptest! {
         let _ = FromRoot::decode(&payload);
         let _ = ToParent::decode(&payload);
         let _ = ToChild::decode(&payload);
+        let _ = ToTrainer::decode(&payload);
+        let _ = ToWorker::decode(&payload);
         let _ = Status::decode(&payload);
         let _ = BlockHead::decode(&bytes);
     }
@@ -147,6 +157,10 @@ fn huge_lengths_are_refused_before_allocation() {
         let fetch = huge(&[&[0, 0][..], &host, &[0, 0, 1]].concat());
         assert!(ToParent::decode(&fetch).is_err());
         assert!(ToChild::decode(&huge(&[2])).is_err());
+        assert!(ToTrainer::decode(&huge(&[1])).is_err());
+        assert!(ToTrainer::decode(&huge(&[2, 1, 1])).is_err());
+        assert!(ToWorker::decode(&huge(&[1])).is_err());
+        assert!(ToWorker::decode(&huge(&[3])).is_err());
         assert!(Status::decode(&huge(&[])).is_err());
     });
     assert!(used.bytes_max < 4 << 10, "{used:?}");

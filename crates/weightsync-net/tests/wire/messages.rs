@@ -22,12 +22,16 @@ proptest! {
         from_root in any::from_root(),
         to_parent in any::to_parent(),
         to_child in any::to_child(),
+        to_trainer in any::to_trainer(),
+        to_worker in any::to_worker(),
         status in any::status(),
     ) {
         comes_back(&to_root);
         comes_back(&from_root);
         comes_back(&to_parent);
         comes_back(&to_child);
+        comes_back(&to_trainer);
+        comes_back(&to_worker);
         comes_back(&status);
     }
 }
@@ -345,6 +349,7 @@ fn text_is_cut_when_sent_and_refused_if_too_long() {
         reason,
     });
     has_text(MAX_TEXT, |reason| ToChild::Gone { reason });
+    has_text(MAX_TEXT, |reason| ToWorker::End { reason });
 }
 
 fn has_text<M: Message + PartialEq + Debug>(limit: usize, message: impl Fn(String) -> M) {

@@ -8,8 +8,8 @@ use weightsync_net::wire::frame::{BlockHead, DeltaHead};
 use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict};
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
-    BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot, Want,
-    WorkerProgress,
+    BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot,
+    ToTrainer, ToWorker, Want, WorkerProgress,
 };
 
 pub const RUN: Run = Run {
@@ -375,6 +375,58 @@ pub fn to_child() -> Vec<(&'static str, ToChild)> {
             "gone",
             ToChild::Gone {
                 reason: "superseded by v43".into(),
+            },
+        ),
+    ]
+}
+
+pub fn to_trainer() -> Vec<(&'static str, ToTrainer)> {
+    vec![
+        (
+            "join",
+            ToTrainer::Join {
+                worker: Some(3),
+                ticket: Some(77),
+            },
+        ),
+        (
+            "say",
+            ToTrainer::Say {
+                json: "{\"is\":\"joined\"}".into(),
+            },
+        ),
+        (
+            "part",
+            ToTrainer::Part {
+                part: 9,
+                bytes: 70_000,
+                json: "{}".into(),
+            },
+        ),
+        ("ping", ToTrainer::Ping),
+    ]
+}
+
+pub fn to_worker() -> Vec<(&'static str, ToWorker)> {
+    vec![
+        (
+            "welcome",
+            ToWorker::Welcome {
+                worker: 3,
+                bytes: 1234,
+            },
+        ),
+        (
+            "order",
+            ToWorker::Order {
+                json: "{\"do\":\"reset\"}".into(),
+            },
+        ),
+        ("ping", ToWorker::Ping),
+        (
+            "end",
+            ToWorker::End {
+                reason: "there is no worker 9".into(),
             },
         ),
     ]

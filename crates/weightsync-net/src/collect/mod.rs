@@ -1,0 +1,133 @@
+//! Links between a collector's trainer and workers of other hosts: orders go down, frames come up.
+//!
+//! **Guarantee.** A part is handed on once all its bytes have come and each piece's checksum holds:
+//! never half of it. The trainer writes only where its own order said, whatever a worker sends. Each
+//! end sends something at least every second, from a thread of its own; an end that has sent nothing
+//! for 10 s counts as gone. Every connection has proved that it has the secret.
+//!
+//! The trainer has two threads for each worker. One reads, checks each piece while it is in the
+//! cache, and writes it into the collector's memory file. The other sends orders and signs of life.
+//! No other thread waits for a slow worker. A worker has the same two threads, and sends parts from
+//! the thread that calls.
+
+mod incoming;
+#[cfg(test)]
+mod tests;
+mod trainer;
+mod worker;
+
+use std::io::{self, BufReader, IoSlice, Read, Write};
+use std::net::TcpStream;
+use std::time::Duration;
+
+pub use self::incoming::Rows;
+pub use self::trainer::{Heard, Place, Trainer, What};
+pub use self::worker::{Joined, Joining, Worker};
+
+use self::incoming::PartError;
+use crate::wire::frame::{FrameError, HEADER_BYTES, Header, Kind, MAX_PIECE, header};
+use crate::wire::message::{Message, MessageError};
+
+/// How often an idle end sends a sign of life.
+const HEARTBEAT: Duration = Duration::from_secs(1);
+
+/// An end from which nothing arrives for this long is gone.
+const SILENT: Duration = Duration::from_secs(10);
+
+/// How long a worker may take to leave once its trainer has ended in order.
+const LEAVE: Duration = Duration::from_secs(5);
+
+/// The kinds of frames on these links.
+const KINDS: &[Kind] = &[Kind::Control, Kind::Piece];
+
+/// Why a link has ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Gone {
+    #[error("the connection was closed at the other end")]
+    Closed,
+    #[error("nothing arrived for {SILENT:?}")]
+    Silent,
+    #[error("the connection failed: {0}")]
+    Failed(io::Error),
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error(transparent)]
+    Message(#[from] MessageError),
+    #[error(transparent)]
+    Part(#[from] PartError),
+    #[error("it sends more messages than it was asked for")]
+    Flood,
+}
+
+impl From<io::Error> for Gone {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::UnexpectedEof => Self::Closed,
+            // A read or a write that took longer than the socket's timeout.
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent,
+            _ => Self::Failed(error),
+        }
+    }
+}
+
+/// The frames that arrive on a link.
+struct Frames {
+    socket: BufReader<TcpStream>,
+    payload: Vec<u8>,
+}
+
+impl Frames {
+    fn new(socket: TcpStream) -> Self {
+        Self {
+            // For headers and messages. A piece passes it by.
+            socket: BufReader::with_capacity(4 << 10, socket),
+            payload: Vec::new(),
+        }
+    }
+
+    /// The next frame, whole and undamaged.
+    fn next(&mut self) -> Result<(Kind, &[u8]), Gone> {
+        let mut head = [0; HEADER_BYTES];
+        self.socket.read_exact(&mut head)?;
+        let header = Header::decode(&head, KINDS)?;
+        if self.payload.len() < header.len {
+            self.payload.resize(header.len, 0);
+        }
+        let payload = &mut self.payload[..header.len];
+        self.socket.read_exact(payload)?;
+        header.check(payload)?;
+        Ok((header.kind, payload))
+    }
+}
+
+fn write_frame(mut socket: &TcpStream, kind: Kind, payload: &[u8]) -> io::Result<()> {
+    let head = header(kind, payload);
+    let mut sent = 0;
+    while sent < HEADER_BYTES {
+        let both = [IoSlice::new(&head[sent..]), IoSlice::new(payload)];
+        match socket.write_vectored(&both) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(now) => sent += now,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    socket.write_all(&payload[sent - HEADER_BYTES..])
+}
+
+fn write_message(socket: &TcpStream, message: &impl Message) -> Result<(), Gone> {
+    Ok(write_frame(socket, Kind::Control, &message.encode()?)?)
+}
+
+/// Sends bytes in pieces.
+fn write_pieces(socket: &TcpStream, bytes: &[u8]) -> io::Result<()> {
+    let mut pieces = bytes.chunks(MAX_PIECE);
+    pieces.try_for_each(|piece| write_frame(socket, Kind::Piece, piece))
+}
+
+/// Has reads and writes fail after a time.
+fn prepare(socket: &TcpStream) -> io::Result<()> {
+    socket.set_nodelay(true)?;
+    socket.set_read_timeout(Some(SILENT))?;
+    socket.set_write_timeout(Some(SILENT))
+}

@@ -1,0 +1,442 @@
+//! A trainer and workers over loopback, and workers that do not keep to the protocol.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::Write;
+use std::net::{Shutdown, TcpStream};
+use std::os::unix::fs::FileExt;
+use std::sync::mpsc;
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::incoming::{Incoming, Wanted};
+use super::*;
+use crate::access::Key;
+use crate::link::blocking;
+use crate::scheme::Distributed;
+use crate::wire::frame::MAX_PIECE;
+use crate::wire::hello::Role;
+use crate::wire::message::{ToTrainer, ToWorker};
+
+/// For what has to come: only a test that fails waits so long.
+const LONG: Duration = Duration::from_secs(60);
+
+const SENTINEL: u8 = 0xee;
+
+fn memory(bytes: usize) -> File {
+    let mut file = tempfile::tempfile().unwrap();
+    file.write_all(&vec![SENTINEL; bytes]).unwrap();
+    file
+}
+
+fn content(file: &File) -> Vec<u8> {
+    let mut bytes = vec![0; file.metadata().unwrap().len() as usize];
+    file.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+fn trainer() -> Trainer {
+    Trainer::listen(&Distributed::new()).unwrap()
+}
+
+fn joining(trainer: &Trainer, worker: Option<u32>, ticket: Option<u64>) -> Joining {
+    Joining {
+        address: trainer.address().into(),
+        secret: trainer.secret(),
+        insecure_plaintext: false,
+        worker,
+        ticket,
+        patience: LONG,
+    }
+}
+
+/// A worker, and what ends it, if anything does.
+fn join(trainer: &Trainer, worker: Option<u32>) -> (Joined, mpsc::Receiver<String>) {
+    let (gone, ends) = mpsc::channel();
+    let joined = Worker::join(&joining(trainer, worker, None), move |reason| {
+        gone.send(reason).unwrap();
+    });
+    (joined.unwrap(), ends)
+}
+
+/// The next thing that a place hears, which has to come.
+fn hear(place: &Place) -> What {
+    let until = std::time::Instant::now() + LONG;
+    loop {
+        if let Some(heard) = place.hear() {
+            return heard.what;
+        }
+        assert!(std::time::Instant::now() < until, "nothing was heard");
+        // As a trainer does: the descriptor says when there is something.
+        let mut ready = [rustix::event::PollFd::new(
+            place.hears(),
+            rustix::event::PollFlags::IN,
+        )];
+        rustix::event::poll(&mut ready, None).unwrap();
+    }
+}
+
+fn hear_joined(place: &Place) {
+    let heard = hear(place);
+    assert!(matches!(heard, What::Joined { .. }), "{heard:?}");
+}
+
+fn reason(place: &Place) -> String {
+    match hear(place) {
+        What::Gone { reason } => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// A peer that has the secret, and says what it likes.
+fn rogue(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames) {
+    let address = trainer.address().parse().unwrap();
+    let key = Key::new(&trainer.secret());
+    let socket = blocking::dial(address, &key, Role::Collector, Some(LONG)).unwrap();
+    let ticket = None;
+    write_message(&socket, &ToTrainer::Join { worker, ticket }).unwrap();
+    let mut frames = Frames::new(socket.try_clone().unwrap());
+    let (_, payload) = frames.next().unwrap();
+    let welcome = ToWorker::decode(payload).unwrap();
+    assert!(matches!(welcome, ToWorker::Welcome { .. }), "{welcome:?}");
+    (socket, frames)
+}
+
+/// Two columns in a file of 1,000 bytes: one run, and three at equal distances.
+fn rows() -> Vec<Rows> {
+    let row = |offset, bytes, count, stride| Rows {
+        offset,
+        bytes,
+        count,
+        stride,
+    };
+    vec![row(100, 200, 1, 0), row(500, 20, 3, 100)]
+}
+
+/// What the file holds once the part is there.
+fn filled(column: &[u8], runs: &[u8]) -> Vec<u8> {
+    let mut expected = vec![SENTINEL; 1000];
+    expected[100..300].copy_from_slice(column);
+    for (run, bytes) in runs.chunks(20).enumerate() {
+        expected[500 + 100 * run..][..20].copy_from_slice(bytes);
+    }
+    expected
+}
+
+#[test]
+fn part_lands_where_its_order_said() {
+    let trainer = trainer();
+    let settings = vec![7; 3 * MAX_PIECE + 5];
+    let place = trainer.open(0, None, settings.clone()).unwrap();
+    // What is ordered before the worker is there waits for it.
+    place.order("first".into());
+    let (joined, ends) = join(&trainer, None);
+    assert_eq!((joined.worker, joined.settings), (0, settings));
+    hear_joined(&place);
+    assert_eq!(joined.link.next().as_deref(), Some("first"));
+
+    let file = memory(1000);
+    place.expect(4, file.try_clone().unwrap(), rows()).unwrap();
+    let (column, runs) = (vec![1; 200], (0..60).collect::<Vec<u8>>());
+    joined
+        .link
+        .send_part(4, "done".into(), &[&column, &runs])
+        .unwrap();
+    let json = "done".into();
+    assert_eq!(hear(&place), What::Part { part: 4, json });
+    assert_eq!(content(&file), filled(&column, &runs));
+
+    joined.link.say("words".into()).unwrap();
+    let json = "words".into();
+    assert_eq!(hear(&place), What::Said { json });
+    // An end in order: the worker is told, and leaves.
+    place.leave();
+    assert_eq!(joined.link.next(), None);
+    drop(joined.link);
+    assert!(place.wait(LONG));
+    assert!(reason(&place).contains("closed at the other end"));
+    assert!(ends.try_recv().is_err());
+}
+
+#[test]
+fn part_of_many_pieces_comes_whole() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (joined, _ends) = join(&trainer, Some(0));
+    hear_joined(&place);
+    let bytes: Vec<u8> = (0..9 * MAX_PIECE + 321).map(|at| (at / 7) as u8).collect();
+    let file = memory(bytes.len());
+    let row = Rows {
+        offset: 0,
+        bytes: bytes.len() as u64,
+        count: 1,
+        stride: 0,
+    };
+    place
+        .expect(1, file.try_clone().unwrap(), vec![row])
+        .unwrap();
+    joined.link.send_part(1, String::new(), &[&bytes]).unwrap();
+    assert!(matches!(hear(&place), What::Part { part: 1, .. }));
+    assert!(content(&file) == bytes);
+}
+
+/// What each rogue sends, and what is said of it. The file is written in part at most.
+#[test]
+fn part_out_of_its_order_is_never_delivered() {
+    let part = |socket: &TcpStream, part, bytes| {
+        let json = String::new();
+        write_message(socket, &ToTrainer::Part { part, bytes, json }).unwrap();
+    };
+    type Send = Box<dyn Fn(&TcpStream)>;
+    let cases: Vec<(&str, Send)> = vec![
+        ("sent part 5 of 260 bytes, expected part 4", {
+            Box::new(move |socket| part(socket, 5, 260))
+        }),
+        ("sent part 4 of 259 bytes, expected part 4", {
+            Box::new(move |socket| part(socket, 4, 259))
+        }),
+        ("sent 261 bytes, where 260 were missing", {
+            Box::new(move |socket| {
+                part(socket, 4, 260);
+                write_pieces(socket, &[1; 261]).unwrap();
+            })
+        }),
+        ("sent 3 bytes, where 0 were missing", {
+            Box::new(|socket| write_pieces(socket, &[1; 3]).unwrap())
+        }),
+        ("in the middle of a part", {
+            Box::new(move |socket| {
+                part(socket, 4, 260);
+                write_pieces(socket, &[1; 100]).unwrap();
+                let json = String::new();
+                write_message(socket, &ToTrainer::Say { json }).unwrap();
+            })
+        }),
+        ("checksum of a frame of 160 bytes is wrong", {
+            Box::new(move |mut socket| {
+                part(socket, 4, 260);
+                write_pieces(socket, &[1; 100]).unwrap();
+                let mut head = header(Kind::Piece, &[1; 160]);
+                head[8] ^= 1;
+                socket.write_all(&head).unwrap();
+                socket.write_all(&[1; 160]).unwrap();
+            })
+        }),
+        ("joined twice", {
+            Box::new(|socket| {
+                let (worker, ticket) = (None, None);
+                write_message(socket, &ToTrainer::Join { worker, ticket }).unwrap();
+            })
+        }),
+        // The link is cut in the middle.
+        ("closed at the other end", {
+            Box::new(move |socket| {
+                part(socket, 4, 260);
+                write_pieces(socket, &[1; 259]).unwrap();
+                socket.shutdown(Shutdown::Both).unwrap();
+            })
+        }),
+    ];
+    let trainer = trainer();
+    for (words, misbehave) in cases {
+        let place = trainer.open(0, None, Vec::new()).unwrap();
+        let file = memory(1000);
+        place.expect(4, file.try_clone().unwrap(), rows()).unwrap();
+        let (socket, _frames) = rogue(&trainer, None);
+        hear_joined(&place);
+        misbehave(&socket);
+        let said = reason(&place);
+        assert!(said.contains(words), "{said}");
+        assert_eq!(place.hear(), None);
+        let (outside, expected) = (content(&file), filled(&[1; 200], &[1; 60]));
+        let differs = |at: &usize| outside[*at] != SENTINEL && outside[*at] != expected[*at];
+        assert_eq!((0..1000).find(differs), None, "{words}");
+    }
+}
+
+#[test]
+fn place_that_was_cut_is_written_no_more() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (socket, _frames) = rogue(&trainer, None);
+    hear_joined(&place);
+    let bytes = 1 << 30;
+    let file = memory(0);
+    let row = Rows {
+        offset: 0,
+        bytes,
+        count: 1,
+        stride: 0,
+    };
+    place
+        .expect(1, file.try_clone().unwrap(), vec![row])
+        .unwrap();
+    let sending = std::thread::spawn(move || {
+        let json = String::new();
+        let announced = write_message(
+            &socket,
+            &ToTrainer::Part {
+                part: 1,
+                bytes,
+                json,
+            },
+        );
+        announced.unwrap();
+        // Until the link is cut.
+        while write_pieces(&socket, &[1; MAX_PIECE]).is_ok() {}
+    });
+    while file.metadata().unwrap().len() == 0 {
+        std::thread::yield_now();
+    }
+    place.cut();
+    let len = file.metadata().unwrap().len();
+    sending.join().unwrap();
+    assert_eq!(file.metadata().unwrap().len(), len);
+    assert!(len < bytes);
+    assert!(reason(&place).contains("has ended"));
+}
+
+#[test]
+fn worker_without_a_place_is_told_why() {
+    let trainer = trainer();
+    let open = |worker, ticket| trainer.open(worker, ticket, Vec::new()).unwrap();
+    let (first, launched) = (open(0, None), open(1, Some(77)));
+    let refused = |worker, ticket| {
+        let error = Worker::join(&joining(&trainer, worker, ticket), |_| {});
+        error.map(|joined| joined.worker).unwrap_err().to_string()
+    };
+    assert!(refused(Some(9), None).contains("there is no worker 9: the collector has 2 workers"));
+    // A worker of an earlier launch, and one that was not launched.
+    assert!(refused(Some(1), Some(76)).contains("its launch was given up"));
+    assert!(refused(Some(1), None).contains("its launcher starts them"));
+    let (one, _) = join(&trainer, Some(0));
+    hear_joined(&first);
+    assert!(refused(Some(0), None).contains("worker 0 is there already"));
+    assert!(refused(None, None).contains("all are there"));
+    let two = Worker::join(&joining(&trainer, Some(1), Some(77)), |_| {}).unwrap();
+    hear_joined(&launched);
+    assert_eq!((one.worker, two.worker), (0, 1));
+    assert_eq!(first.hear(), None);
+}
+
+#[test]
+fn stranger_without_the_secret_gets_nowhere() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, b"secrets".into()).unwrap();
+    let mut stranger = joining(&trainer, None, None);
+    stranger.secret[0] ^= 1;
+    let error = Worker::join(&stranger, |_| {}).map(|_| ()).unwrap_err();
+    assert!(error.to_string().contains("refused the token"), "{error}");
+    // One that may not even ask for this role.
+    let address = trainer.address().parse().unwrap();
+    let key = Key::new(&trainer.secret());
+    let other = blocking::dial(address, &key, Role::Control, Some(LONG)).unwrap();
+    assert!(Frames::new(other).next().is_err());
+    assert_eq!(place.hear(), None);
+}
+
+#[test]
+fn trainer_that_goes_ends_its_worker() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (joined, ends) = join(&trainer, None);
+    hear_joined(&place);
+    place.cut();
+    let reason = ends.recv_timeout(LONG).unwrap();
+    assert!(reason.contains("closed"), "{reason}");
+    drop(joined);
+}
+
+#[test]
+fn worker_that_does_not_leave_is_ended() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (joined, ends) = join(&trainer, None);
+    place.leave();
+    assert_eq!(joined.link.next(), None);
+    let reason = ends.recv_timeout(LONG).unwrap();
+    assert!(reason.contains("did not leave within 5s"), "{reason}");
+}
+
+#[test]
+fn silent_worker_counts_as_gone() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (_socket, _frames) = rogue(&trainer, None);
+    hear_joined(&place);
+    assert!(reason(&place).contains("nothing arrived for 10s"));
+}
+
+/// What a worker may send, in any order.
+#[derive(Clone, Debug)]
+enum Sent {
+    Message(ToTrainer),
+    Piece(Vec<u8>),
+}
+
+fn sent() -> impl Strategy<Value = Sent> {
+    let piece = prop_oneof![0..400_usize, Just(100), Just(260), Just(160)];
+    let part = |(part, bytes)| {
+        let json = String::new();
+        Sent::Message(ToTrainer::Part { part, bytes, json })
+    };
+    prop_oneof![
+        4 => (any::<u8>(), piece).prop_map(|(byte, len)| Sent::Piece(vec![byte; len])),
+        3 => (1..4_u64, prop_oneof![Just(260), 0..600_u64]).prop_map(part),
+        1 => Just(Sent::Message(ToTrainer::Ping)),
+        1 => Just(Sent::Message(ToTrainer::Say { json: String::new() })),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn bytes_go_where_an_order_said_or_nowhere(all in proptest::collection::vec(sent(), 0..12)) {
+        let file = memory(1000);
+        let wanted = |part| Wanted::new(part, file.try_clone().unwrap(), rows()).unwrap();
+        let mut orders: VecDeque<Wanted> = [wanted(1), wanted(2)].into();
+        let (mut incoming, mut parts) = (Incoming::default(), Vec::<u64>::new());
+        // The bytes of the part under way, as a trainer that keeps them all would have them.
+        let mut came: Vec<u8> = Vec::new();
+        for one in all {
+            let result = match one {
+                Sent::Message(message) => {
+                    if matches!(message, ToTrainer::Part { .. }) {
+                        came.clear();
+                    }
+                    incoming.message(message, &mut orders)
+                }
+                Sent::Piece(piece) => {
+                    came.extend_from_slice(&piece);
+                    incoming.piece(&piece)
+                }
+            };
+            match result {
+                Ok(Some(What::Part { part, .. })) => {
+                    prop_assert_eq!(came.len(), 260);
+                    prop_assert_eq!(content(&file), filled(&came[..200], &came[200..]));
+                    parts.push(part);
+                }
+                Ok(_) => {}
+                Err(_) => break,
+            }
+        }
+        prop_assert!([1, 2].starts_with(&parts), "{:?}", parts);
+        let (after, places) = (content(&file), filled(&[0; 200], &[0; 60]));
+        for at in 0..1000 {
+            prop_assert!(places[at] == 0 || after[at] == SENTINEL, "byte {}", at);
+        }
+    }
+
+    #[test]
+    fn rows_beyond_64_bits_are_refused(
+        offset: u64, bytes: u64, count: u64, stride: u64,
+    ) {
+        let row = Rows { offset, bytes, count, stride };
+        let wide = |value: u64| u128::from(value);
+        let ends = wide(offset) + wide(stride) * wide(count) + wide(bytes);
+        let all = wide(bytes) * wide(count);
+        let fits = ends <= wide(u64::MAX) && all <= wide(u64::MAX);
+        prop_assert_eq!(Wanted::new(1, memory(0), vec![row]).is_some(), fits);
+    }
+}

@@ -1,0 +1,359 @@
+//! The worker's end.
+
+use std::collections::VecDeque;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use weightsync_core::Remedy;
+use weightsync_engine::{Error, Result};
+
+use super::{Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
+use crate::access::{Access, Key};
+use crate::address::resolve_all;
+use crate::error::{NetError, os, transport};
+use crate::link::{HANDSHAKE, blocking};
+use crate::wire::frame::{FrameError, Kind};
+use crate::wire::hello::{HelloError, Role};
+use crate::wire::message::{Message, ToTrainer, ToWorker};
+
+/// How long a worker waits before it tries again to connect.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// The most orders that may wait. A trainer orders two parts ahead.
+const MOST_ORDERS: usize = 1024;
+
+/// The memory that is taken for settings before they come.
+const AT_ONCE: u64 = 1 << 20;
+
+/// How a worker joins its trainer.
+#[derive(Clone, Debug)]
+pub struct Joining {
+    /// The trainer's `host:port`.
+    pub address: String,
+    /// The secret, which is that of the token if there is one.
+    pub secret: [u8; 16],
+    /// Whether unencrypted connections to other machines are allowed.
+    pub insecure_plaintext: bool,
+    /// The worker's number; none: the trainer gives it one.
+    pub worker: Option<u32>,
+    /// Which launch it comes from; none: it comes on its own.
+    pub ticket: Option<u64>,
+    /// How long to try to connect, while nothing answers.
+    pub patience: Duration,
+}
+
+/// A worker that was let in.
+#[derive(Debug)]
+pub struct Joined {
+    /// Its end of the link.
+    pub link: Worker,
+    /// Its number.
+    pub worker: u32,
+    /// What the trainer starts it with.
+    pub settings: Vec<u8>,
+}
+
+/// A worker's end of its link.
+///
+/// **Guarantee.** If the trainer goes without ending in order, or is silent, `gone` is called from a
+/// thread of the link, whatever the worker does meanwhile: it is meant to end the process. It is
+/// also called if the worker does not leave within 5 s after the trainer has ended. It is not called
+/// once the worker has left: by [`leave`](Self::leave), or by being dropped.
+#[derive(Debug)]
+pub struct Worker {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    /// The socket, which one thread at a time sends on.
+    sends: Mutex<TcpStream>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    orders: VecDeque<String>,
+    /// The trainer has ended in order.
+    has_ended: bool,
+    has_left: bool,
+}
+
+impl Worker {
+    /// Connects, and waits until the trainer lets this worker in. While nothing answers it tries
+    /// again, until the patience is over.
+    ///
+    /// `gone` is told why the trainer counts as gone.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::Unreachable`] when the patience is over, [`NetError::Hello`] for a wrong secret,
+    /// [`NetError::NotAdmitted`] with the trainer's reason, and those of an address that may not be
+    /// connected to.
+    pub fn join(joining: &Joining, gone: impl FnOnce(String) + Send + 'static) -> Result<Joined> {
+        let address = &joining.address;
+        let socket = connect(joining)?;
+        let ended = |gone: Gone| -> Error {
+            match gone {
+                Gone::Closed => NetError::NoAnswer {
+                    address: address.clone(),
+                },
+                gone => NetError::Unreachable {
+                    address: address.clone(),
+                    reason: gone.to_string(),
+                },
+            }
+            .into()
+        };
+        let (worker, ticket) = (joining.worker, joining.ticket);
+        let clone = || socket.try_clone().map_err(os("preparing the link"));
+        let mut frames = Frames::new(clone()?);
+        let shared = Arc::new(Shared {
+            sends: Mutex::new(clone()?),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let mut link = Self {
+            shared: shared.clone(),
+            threads: Vec::new(),
+        };
+        prepare(&socket).map_err(os("preparing the link"))?;
+        write_message(&socket, &ToTrainer::Join { worker, ticket }).map_err(ended)?;
+        let signs = shared.clone();
+        link.spawn(move || signs.give_signs())?;
+        let (worker, bytes) = match next_message(&mut frames).map_err(ended)? {
+            ToWorker::Welcome { worker, bytes } => (worker, bytes),
+            ToWorker::End { reason } => {
+                let address = address.clone();
+                return Err(NetError::NotAdmitted { address, reason }.into());
+            }
+            ToWorker::Order { .. } | ToWorker::Ping => return Err(ended(Gone::Closed)),
+        };
+        let settings = read_settings(&mut frames, bytes).map_err(ended)?;
+        link.spawn(move || {
+            if let Some(reason) = shared.listen(&mut frames) {
+                gone(reason);
+            }
+        })?;
+        Ok(Joined {
+            link,
+            worker,
+            settings,
+        })
+    }
+
+    /// The next order; waits for it. `None` once the trainer has ended in order.
+    pub fn next(&self) -> Option<String> {
+        let mut state = self.shared.lock();
+        loop {
+            if let Some(order) = state.orders.pop_front() {
+                return Some(order);
+            }
+            if state.has_ended || state.has_left {
+                return None;
+            }
+            let waited = self.shared.changed.wait(state);
+            state = waited.unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Sends an answer.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Transport`] if the link has ended, or for more than 1,048,512 bytes.
+    pub fn say(&self, json: String) -> Result<()> {
+        let sends = self.shared.sends();
+        write_message(&sends, &ToTrainer::Say { json }).map_err(transport)
+    }
+
+    /// Sends a part: the bytes of its columns, in this order.
+    ///
+    /// # Errors
+    ///
+    /// As for [`say`](Self::say).
+    pub fn send_part(&self, part: u64, json: String, columns: &[&[u8]]) -> Result<()> {
+        let bytes = columns.iter().map(|column| column.len() as u64).sum();
+        let sends = self.shared.sends();
+        let send = || -> Result<(), Gone> {
+            write_message(&sends, &ToTrainer::Part { part, bytes, json })?;
+            let mut columns = columns.iter();
+            Ok(columns.try_for_each(|column| write_pieces(&sends, column))?)
+        };
+        send().map_err(transport)
+    }
+
+    /// Ends the link in order: what was sent before still arrives.
+    pub fn leave(&self) {
+        self.shared.leave();
+    }
+
+    fn spawn(&mut self, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = std::thread::Builder::new().name("weightsync-trainer-link".into());
+        let thread = thread.spawn(work);
+        let thread = thread.map_err(os("starting a thread of the link"))?;
+        self.threads.push(thread);
+        Ok(())
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.leave();
+        for thread in self.threads.drain(..) {
+            // The panic hook has reported a panic there.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sends(&self) -> MutexGuard<'_, TcpStream> {
+        self.sends.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn leave(&self) {
+        let mut state = self.lock();
+        if !std::mem::replace(&mut state.has_left, true) {
+            drop(state);
+            self.changed.notify_all();
+            let socket = self.sends();
+            // The trainer closes its end once it has read everything, which ends the reading thread.
+            let _ = socket.shutdown(Shutdown::Write);
+            let _ = socket.set_read_timeout(Some(HANDSHAKE));
+        }
+    }
+
+    /// Sends signs of life until the worker leaves.
+    fn give_signs(&self) {
+        let mut state = self.lock();
+        while !state.has_left {
+            let waited = self.changed.wait_timeout(state, HEARTBEAT);
+            let (after, how) = waited.unwrap_or_else(PoisonError::into_inner);
+            state = after;
+            if !how.timed_out() || state.has_left {
+                continue;
+            }
+            drop(state);
+            // A thread that sends something has the socket, and that is a sign of life.
+            if let Ok(socket) = self.sends.try_lock() {
+                // If the link has ended the other thread notices.
+                let _ = write_message(&socket, &ToTrainer::Ping);
+            }
+            state = self.lock();
+        }
+    }
+
+    /// Takes the trainer's orders until the link ends; returns why it counts as gone.
+    fn listen(&self, frames: &mut Frames) -> Option<String> {
+        let why = loop {
+            match next_message(frames) {
+                Ok(ToWorker::Order { json }) => {
+                    let mut state = self.lock();
+                    if state.orders.len() >= MOST_ORDERS {
+                        break Gone::Flood;
+                    }
+                    state.orders.push_back(json);
+                    drop(state);
+                    self.changed.notify_all();
+                }
+                Ok(ToWorker::Ping | ToWorker::Welcome { .. }) => {}
+                Ok(ToWorker::End { .. }) => return self.wait_to_leave(),
+                Err(gone) => break gone,
+            }
+        };
+        match self.lock().has_left {
+            true => None,
+            false => Some(why.to_string()),
+        }
+    }
+
+    fn wait_to_leave(&self) -> Option<String> {
+        let until = Instant::now() + LEAVE;
+        let mut state = self.lock();
+        state.has_ended = true;
+        self.changed.notify_all();
+        while !state.has_left {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Some(format!(
+                    "it has ended, and this worker did not leave within {LEAVE:?}"
+                ));
+            }
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        None
+    }
+}
+
+/// Connects, and tries again while nothing answers.
+fn connect(joining: &Joining) -> Result<TcpStream> {
+    let mut access = Access::with_token(None).map_err(transport)?;
+    access.insecure_plaintext |= joining.insecure_plaintext;
+    let key = Key::new(&joining.secret);
+    let until = Instant::now() + joining.patience;
+    loop {
+        let mut reason = String::new();
+        // The name of a host may be known only later.
+        let all = resolve_all(&joining.address);
+        if let Err(error) = &all {
+            reason = error.to_string();
+        }
+        for address in all.unwrap_or_default() {
+            access.may_dial_with_secret(address).map_err(transport)?;
+            match blocking::dial(address, &key, Role::Collector, Some(HANDSHAKE)) {
+                Ok(socket) => return Ok(socket),
+                Err(error) => {
+                    let hello = error.get_ref().and_then(|inner| inner.downcast_ref());
+                    if let Some(source) =
+                        hello.filter(|one: &&HelloError| one.remedy() != Remedy::Retry)
+                    {
+                        return Err(NetError::Hello {
+                            address: joining.address.clone(),
+                            source: source.clone(),
+                        }
+                        .into());
+                    }
+                    reason = error.to_string();
+                }
+            }
+        }
+        if Instant::now() >= until {
+            return Err(NetError::Unreachable {
+                address: joining.address.clone(),
+                reason,
+            }
+            .into());
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+fn next_message(frames: &mut Frames) -> Result<ToWorker, Gone> {
+    match frames.next()? {
+        (Kind::Control, payload) => Ok(ToWorker::decode(payload)?),
+        // Only settings come in pieces.
+        (kind, _) => Err(FrameError::Kind { got: kind.code() }.into()),
+    }
+}
+
+/// Reads what the trainer starts this worker with. It is trusted, as far as memory goes.
+fn read_settings(frames: &mut Frames, bytes: u64) -> Result<Vec<u8>, Gone> {
+    let mut settings = Vec::with_capacity(bytes.min(AT_ONCE) as usize);
+    while (settings.len() as u64) < bytes {
+        match frames.next()? {
+            (Kind::Piece, piece) => settings.extend_from_slice(piece),
+            (kind, _) => return Err(FrameError::Kind { got: kind.code() }.into()),
+        }
+    }
+    Ok(settings)
+}

@@ -1,0 +1,294 @@
+//! Links between collectors and their workers of other hosts, bound to Python.
+
+use std::fs::OpenOptions;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+use rustix::process::{Signal, getpid, kill_process};
+use weightsync_engine::{Error, Origin};
+use weightsync_net::collect::{Joining, Place, Rows, Trainer, What, Worker};
+use weightsync_net::{Distributed, Token};
+
+use crate::errors::{SettingError, ended, exception, forked};
+use crate::options::{Seconds, timeout_of};
+use crate::raw::{self, Address, Span};
+use crate::wait::released;
+
+/// The port at which a collector's workers join.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct TrainerPort {
+    held: Mutex<Option<Arc<Trainer>>>,
+    #[pyo3(get)]
+    address: String,
+    /// What workers need to join, in hexadecimal digits.
+    #[pyo3(get)]
+    secret: String,
+    /// Whether the secret is that of a token.
+    #[pyo3(get)]
+    has_token: bool,
+}
+
+#[pymethods]
+impl TrainerPort {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        listen: Option<String>,
+        advertise: Option<String>,
+        insecure_plaintext: bool,
+    ) -> PyResult<Self> {
+        let mut scheme = Distributed::new();
+        if let Some(listen) = listen {
+            scheme = scheme.listen(listen);
+        }
+        if let Some(advertise) = advertise {
+            scheme = scheme.advertise(advertise);
+        }
+        if insecure_plaintext {
+            scheme = scheme.insecure_plaintext();
+        }
+        let trainer = released(py, || Trainer::listen(&scheme))?;
+        Ok(Self {
+            address: trainer.address().into(),
+            secret: to_hex(trainer.secret()),
+            has_token: trainer.has_token(),
+            held: Mutex::new(Some(Arc::new(trainer))),
+        })
+    }
+
+    /// Opens the place of a worker, which is started with these settings.
+    fn open(
+        &self,
+        py: Python<'_>,
+        worker: u32,
+        ticket: Option<u64>,
+        settings: Vec<u8>,
+    ) -> PyResult<WorkerPlace> {
+        let trainer = self.lock().clone().ok_or_else(ended)?;
+        let place = released(py, || trainer.open(worker, ticket, settings))?;
+        Ok(WorkerPlace {
+            place,
+            origin: Origin::here(),
+        })
+    }
+
+    /// Closes the port.
+    fn close(&self, py: Python<'_>) {
+        let trainer = self.lock().take();
+        py.detach(|| drop(trainer));
+    }
+}
+
+impl TrainerPort {
+    /// Never held over a wait, nor over one for the interpreter's lock.
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Trainer>>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A worker's place, for one life of it.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct WorkerPlace {
+    place: Place,
+    origin: Origin,
+}
+
+/// What a worker has said or done: of which kind, a text, a part's number, and when.
+type Heard = (&'static str, String, u64, f64);
+
+#[pymethods]
+impl WorkerPlace {
+    /// Readable while there is something to hear.
+    fn fileno(&self) -> i32 {
+        self.place.fd()
+    }
+
+    fn order(&self, json: String) -> PyResult<bool> {
+        Ok(self.here()?.order(json))
+    }
+
+    /// Says where the bytes of a part belong: runs of an offset, bytes, a count and a stride, in
+    /// the file of a descriptor.
+    fn expect(
+        &self,
+        py: Python<'_>,
+        part: u64,
+        fd: i32,
+        rows: Vec<(u64, u64, u64, u64)>,
+    ) -> PyResult<()> {
+        let place = self.here()?;
+        // As another description of the same file, which outlives the descriptor.
+        let path = format!("/proc/self/fd/{fd}");
+        let file = OpenOptions::new().write(true).open(path);
+        let os = |source| Error::Os {
+            action: "opening the collector's memory again",
+            source,
+        };
+        let file = file.map_err(|error| exception(py, os(error)))?;
+        let rows = rows.into_iter().map(|(offset, bytes, count, stride)| Rows {
+            offset,
+            bytes,
+            count,
+            stride,
+        });
+        let expected = place.expect(part, file, rows.collect());
+        expected.map_err(|error| exception(py, error))
+    }
+
+    fn hear(&self) -> PyResult<Option<Heard>> {
+        let heard = self.here()?.hear();
+        Ok(heard.map(|heard| {
+            let (kind, text, part) = match heard.what {
+                What::Joined { from } => ("joined", from, 0),
+                What::Said { json } => ("said", json, 0),
+                What::Part { part, json } => ("part", json, part),
+                What::Gone { reason } => ("gone", reason, 0),
+            };
+            (kind, text, part, heard.at)
+        }))
+    }
+
+    fn leave(&self) -> PyResult<()> {
+        self.here()?.leave();
+        Ok(())
+    }
+
+    /// Waits until no worker is there; false at the timeout.
+    fn wait(&self, py: Python<'_>, timeout: Seconds) -> PyResult<bool> {
+        let place = self.here()?;
+        let timeout = timeout_of(Some(timeout)).unwrap_or_default();
+        released(py, || Ok(place.wait(timeout)))
+    }
+
+    /// Ends the link at once; nothing that the worker sent is written any more.
+    fn cut(&self, py: Python<'_>) -> PyResult<()> {
+        let place = self.here()?;
+        py.detach(|| place.cut());
+        Ok(())
+    }
+}
+
+impl WorkerPlace {
+    /// The place, in the process that it belongs to.
+    fn here(&self) -> PyResult<&Place> {
+        match self.origin.is_here() {
+            true => Ok(&self.place),
+            false => Err(forked()),
+        }
+    }
+}
+
+/// A worker's end of the link to its trainer. Its process is killed if the trainer goes.
+#[pyclass(frozen, module = "weightsync._native")]
+pub struct TrainerLink {
+    link: Worker,
+    /// The worker's number.
+    #[pyo3(get)]
+    worker: u32,
+    settings: Mutex<Vec<u8>>,
+}
+
+#[pymethods]
+impl TrainerLink {
+    /// Joins the trainer at an address. Without a secret it takes that of the token in the
+    /// environment.
+    #[new]
+    fn new(
+        py: Python<'_>,
+        address: String,
+        secret: Option<&str>,
+        insecure_plaintext: bool,
+        worker: Option<u32>,
+        ticket: Option<u64>,
+        patience: Seconds,
+    ) -> PyResult<Self> {
+        let secret = match secret {
+            Some(secret) => from_hex(secret)
+                .ok_or_else(|| SettingError::new_err("the secret is 32 hexadecimal digits"))?,
+            None => {
+                let token = Token::from_env();
+                let token = token.map_err(|error| SettingError::new_err(error.to_string()))?;
+                let missing = "a worker that joins on its own needs the trainer's token: set \
+                               WEIGHTSYNC_TOKEN_FILE, or WEIGHTSYNC_TOKEN";
+                token
+                    .ok_or_else(|| SettingError::new_err(missing))?
+                    .secret()
+            }
+        };
+        let joining = Joining {
+            address: address.clone(),
+            secret,
+            insecure_plaintext,
+            worker,
+            ticket,
+            patience: timeout_of(Some(patience)).unwrap_or_default(),
+        };
+        let gone = move |reason: String| {
+            eprintln!(
+                "weightsync: this worker ends, because its trainer at {address} is gone: {reason}"
+            );
+            // The worker may hang, with the interpreter's lock.
+            let _ = kill_process(getpid(), Signal::KILL);
+        };
+        let joined = released(py, || Worker::join(&joining, gone))?;
+        Ok(Self {
+            link: joined.link,
+            worker: joined.worker,
+            settings: Mutex::new(joined.settings),
+        })
+    }
+
+    /// What the worker is started with; once.
+    fn settings<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        let mut settings = self.settings.lock().unwrap_or_else(PoisonError::into_inner);
+        PyBytes::new(py, &std::mem::take(&mut *settings))
+    }
+
+    /// The next order; none once the trainer has ended.
+    fn next(&self, py: Python<'_>) -> Option<String> {
+        py.detach(|| self.link.next())
+    }
+
+    fn say(&self, py: Python<'_>, json: String) -> PyResult<()> {
+        released(py, || self.link.say(json))
+    }
+
+    /// Sends a part: the addresses of its columns, and their bytes.
+    #[expect(unsafe_code, reason = "it vouches for the addresses")]
+    fn send_part(
+        &self,
+        py: Python<'_>,
+        part: u64,
+        json: String,
+        columns: Vec<(Address, usize)>,
+    ) -> PyResult<()> {
+        let spans = columns.into_iter().map(|(address, len)| Span {
+            address,
+            before: 0,
+            len,
+        });
+        let spans: Vec<Span> = spans.collect();
+        let send = |columns: &[&[u8]]| self.link.send_part(part, json, columns);
+        let sent = py.detach(|| {
+            // SAFETY: the Python files make the promise of an address for each column.
+            unsafe { raw::lend(&spans, send) }
+        });
+        let hollow = |_| SettingError::new_err("there is no memory at address 0");
+        sent.map_err(hollow)?.map_err(|error| exception(py, error))
+    }
+
+    /// Ends the link in order.
+    fn leave(&self, py: Python<'_>) {
+        py.detach(|| self.link.leave());
+    }
+}
+
+fn to_hex(secret: [u8; 16]) -> String {
+    secret.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<[u8; 16]> {
+    let number = u128::from_str_radix(text, 16).ok();
+    number.filter(|_| text.len() == 32).map(u128::to_be_bytes)
+}

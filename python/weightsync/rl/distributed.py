@@ -1,0 +1,132 @@
+"""Collectors whose workers run on other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weightsync.errors import SettingError
+from weightsync.rl._crew import Crew
+from weightsync.rl._multi_base import MultiCollector
+from weightsync.rl._remote import Hosts
+from weightsync.rl._worker import Start
+from weightsync.rl.multi import MultiAsyncCollector, MultiSyncCollector
+from weightsync.scheme import Distributed, Scheme
+
+
+class _OnHosts(MultiCollector):
+    """What collectors on other hosts share."""
+
+    def __init__(
+        self,
+        create_env_fn: Sequence[Any],
+        policy: Any = None,
+        *,
+        launcher: str | Sequence[str] | None = "local",
+        hosts: Sequence[str] | None = None,
+        listen: str | None = None,
+        advertise: str | None = None,
+        insecure_plaintext: bool = False,
+        weight_sync_schemes: Mapping[str, Scheme | str] | None = None,
+        **settings: Any,
+    ) -> None:
+        if "workers" in settings:
+            raise SettingError(
+                f"{type(self).__name__} has no setting workers: launcher says how they are started"
+            )
+        if weight_sync_schemes is None:
+            scheme = Distributed(
+                listen=_any_port(listen),
+                advertise=_any_port(advertise),
+                insecure_plaintext=insecure_plaintext,
+            )
+            weight_sync_schemes = {"policy": scheme}
+        self._where = (launcher, hosts, listen, advertise, insecure_plaintext)
+        super().__init__(
+            create_env_fn, policy, weight_sync_schemes=weight_sync_schemes, **settings
+        )
+
+    _hosts: Hosts | None = None
+
+    @property
+    def address(self) -> str:
+        """Where workers join, as ``"host:port"``."""
+        return "" if self._hosts is None else self._hosts.address
+
+    def _make_crew(self, starts: list[Start]) -> Crew:
+        self._hosts = Hosts(*self._where)
+        try:
+            return Crew(starts, self._hosts.begin)
+        except BaseException:
+            self._hosts.close()
+            raise
+
+    def _close(self) -> None:
+        try:
+            super()._close()
+        finally:
+            if self._hosts is not None:
+                self._hosts.close()
+
+
+def _any_port(address: str | None) -> str | None:
+    """The same host, with a port that the system chooses: the given one is for frames."""
+    return None if address is None else address.rpartition(":")[0] + ":0"
+
+
+class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
+    """Workers on other hosts that collect at the same time, as those of :class:`MultiSyncCollector`.
+
+    Frames come up over links of ``weightsync``, straight into the trainer's memory; weights go down
+    by the scheme :class:`weightsync.Distributed`.
+
+    Args:
+        create_env_fn: an environment for each worker.
+        policy: as for :class:`MultiSyncCollector`.
+        launcher: how workers are started.
+
+            - ``"local"``: as processes of this host.
+            - A command, as a text or a list, such as
+              ``"ssh {host} python3 -m weightsync.rl.worker"``, with ``{host}`` and ``{worker}``
+              filled in. It gets the trainer's address and a secret on its standard input, and
+              lives as long as its worker.
+            - None: nothing is started. Workers join on their own, by
+              ``python3 -m weightsync.rl.worker --join HOST:PORT``, with the trainer's token.
+        hosts: the hosts that a launcher's ``{host}`` names, in turn.
+        listen: where the trainer listens for workers, as ``"host:port"``; loopback without it,
+            which other hosts cannot reach. Other addresses need a token (``WEIGHTSYNC_TOKEN_FILE``).
+            The weights have a port of their own, which the system chooses.
+        advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        insecure_plaintext: allow unencrypted connections to other machines.
+        weight_sync_schemes: as for :class:`MultiSyncCollector`; by default a scheme ``Distributed``
+            that listens at the same host.
+        settings: those of :class:`MultiSyncCollector` but ``workers``.
+
+    Raises:
+        PeerError: if a worker fails, with its last words.
+    """
+
+
+class DistributedDataCollector(_OnHosts, MultiAsyncCollector):
+    """Workers on other hosts: batches come from the one that is done first, as in
+    :class:`MultiAsyncCollector`.
+
+    Args:
+        sync: make a :class:`DistributedSyncDataCollector` instead.
+        settings: those of :class:`DistributedSyncDataCollector` and :class:`MultiAsyncCollector`.
+
+    Raises:
+        PeerError: if no worker is left.
+    """
+
+    def __new__(cls, *arguments: Any, sync: bool = False, **settings: Any) -> Any:
+        if sync:
+            return DistributedSyncDataCollector(*arguments, **settings)
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any, sync: bool = False, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+
+
+class RPCDataCollector(DistributedDataCollector):
+    """The same as :class:`DistributedDataCollector`, by the name of TorchRL's."""
