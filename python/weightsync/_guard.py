@@ -201,6 +201,11 @@ def cover(module: Any) -> None:
             guard.cover()
 
 
+def is_hook(hook: Any) -> bool:
+    """Whether a hook of a module is a guard's, which changes nothing in what a forward returns."""
+    return type(getattr(hook, "__self__", None)) is _Hook
+
+
 def _parts(module: Any) -> list[Any]:
     """The module itself, and the parts whose forwards read weights."""
     import torch

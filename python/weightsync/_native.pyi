@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, Required, TypedDict, final
 
 __all__ = [
     "Background",
+    "BuiltinEnvs",
     "Cascade",
     "Copies",
     "DryRun",
@@ -303,6 +304,49 @@ class _SliceSampler(TypedDict, total=False):
     num_slices: int
     slice_len: int
     strict_len: bool
+
+class _Part(TypedDict):
+    is_greedy: bool
+    longest: int
+    # Of each column the address of the first frame, and the bytes from one environment to the next.
+    columns: Sequence[tuple[int, int] | None]
+    observations: int
+
+# The lengths of the episodes under way, their trajectories, and the next trajectory's number.
+_Episodes = tuple[Sequence[int], Sequence[int], int]
+
+@final
+class BuiltinEnvs:
+    """Environments of a built-in task. Arrays are given by address; the caller holds them until the
+    call returns.
+    """
+
+    def __new__(cls, task: str, num_envs: int, seed: int) -> BuiltinEnvs: ...
+    @property
+    def sizes(self) -> tuple[int, int, list[float] | None]:
+        """The quantities of an observation, the actions, and the range of each quantity of a
+        continuous action.
+        """
+    def reset(self, envs: Sequence[tuple[int, int | None]], observations: int) -> None:
+        """Begins new episodes in these environments, with seeds or without."""
+    def step(
+        self, which: Sequence[bool], actions: int, room: tuple[int, int, int, int]
+    ) -> None:
+        """Takes a step in these environments. Room is for observations, rewards (64 bits), and
+        whether an environment is terminated and truncated.
+        """
+    def run(
+        self,
+        part: _Part,
+        tensors: Sequence[tuple[str, int, int]],
+        steps: tuple[int, int],
+        version: int,
+        episodes: _Episodes,
+    ) -> tuple[list[int], list[int], int]:
+        """Has a policy take steps: where the first one goes in time, and how many. Its tensors are
+        a name, an address and a count each. Returns the episodes under way afterwards.
+        """
+    def __len__(self) -> int: ...
 
 @final
 class TrainerPort:

@@ -81,11 +81,12 @@ pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     Ok(PyErr::from_value(made))
 }
 
-/// The exception of an error of a replay buffer.
-pub fn replay_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
+/// The exception of an error of replay buffers and environments.
+pub fn rl_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
     use weightsync_rl::Error;
     let name = match error {
-        Error::ReplaySettings { .. }
+        Error::NoSuchTask { .. }
+        | Error::ReplaySettings { .. }
         | Error::BatchShape { .. }
         | Error::BatchTooLong { .. }
         | Error::ColumnCount { .. }
@@ -98,7 +99,8 @@ pub fn replay_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
         Error::NothingToSample { .. }
         | Error::FrameGone { .. }
         | Error::ReplayBufferInUse { .. } => "LifecycleError",
-        Error::ReplayBufferDamaged { .. } => "CorruptError",
+        Error::NoSuchAction { .. } | Error::ReplayBufferDamaged { .. } => "CorruptError",
+        Error::MissingTensor { .. } | Error::TensorLen { .. } => "WrongTypeError",
         Error::ReplayBufferFile { .. } => "OperatingSystemError",
         _ => "WeightsyncError",
     };

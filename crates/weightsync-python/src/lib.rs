@@ -9,6 +9,7 @@
 #![deny(unsafe_code)]
 
 mod background;
+mod builtin;
 mod cascade;
 mod collect;
 mod command;
@@ -40,6 +41,8 @@ use weightsync_net as _;
 mod _native {
     #[pymodule_export]
     use crate::background::{Background, Permit};
+    #[pymodule_export]
+    use crate::builtin::BuiltinEnvs;
     #[pymodule_export]
     use crate::cascade::Cascade;
     #[pymodule_export]

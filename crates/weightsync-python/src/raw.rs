@@ -25,6 +25,14 @@ use weightsync_simd::{digest_lines, stream_copy};
 pub struct Address(usize);
 
 impl Address {
+    /// So many bytes further on in the same object; nowhere if the object has no memory.
+    pub fn plus(self, bytes: usize) -> Self {
+        match self.0 {
+            0 => self,
+            start => Self(start.wrapping_add(bytes)),
+        }
+    }
+
     /// Copies bytes into the object, which has room for them, past the caches
     /// where that is faster; false if it has no memory.
     ///

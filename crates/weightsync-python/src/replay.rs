@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use weightsync_engine::Origin;
 use weightsync_rl::replay::{self, Column, Prioritised, Sampler, Schema, Slices};
 
-use crate::errors::{SettingError, forked, replay_exception};
+use crate::errors::{SettingError, forked, rl_exception};
 use crate::options::whole;
 use crate::raw::{self, Address, Span};
 use crate::source::dtype_of;
@@ -82,7 +82,7 @@ impl ReplayBuffer {
             }
         });
         Ok(Self {
-            held: made.map_err(|error| replay_exception(py, error))?,
+            held: made.map_err(|error| rl_exception(py, error))?,
             origin: Origin::here(),
         })
     }
@@ -91,7 +91,7 @@ impl ReplayBuffer {
     #[staticmethod]
     fn describe(py: Python<'_>, directory: PathBuf) -> PyResult<Option<(usize, Vec<Described>)>> {
         let found = py.detach(|| replay::ReplayBuffer::describe(directory));
-        let found = found.map_err(|error| replay_exception(py, error))?;
+        let found = found.map_err(|error| rl_exception(py, error))?;
         Ok(found.map(|(schema, capacity)| (capacity, described(&schema))))
     }
 
@@ -106,13 +106,13 @@ impl ReplayBuffer {
     ) -> PyResult<(u64, u64)> {
         let held = self.here()?;
         let frames = held.frames_of(&shape);
-        let frames = frames.map_err(|error| replay_exception(py, error))?;
+        let frames = frames.map_err(|error| rl_exception(py, error))?;
         let spans = self.spans(frames, addresses)?;
         let extend = |columns: &[&[u8]]| held.extend(&shape, columns);
         // SAFETY: the Python files make the promise of an address for each column of the batch.
         let lent = py.detach(|| unsafe { raw::lend(&spans, extend) });
         let ids = lent.map_err(|column| self.hollow(column))?;
-        let ids = ids.map_err(|error| replay_exception(py, error))?;
+        let ids = ids.map_err(|error| rl_exception(py, error))?;
         Ok((ids.start, ids.end))
     }
 
@@ -137,7 +137,7 @@ impl ReplayBuffer {
         // nothing else uses until this returns.
         let lent = py.detach(|| unsafe { raw::lend_mut(&spans, sample) });
         let drawn = lent.map_err(|column| self.hollow(column))?;
-        let drawn = drawn.map_err(|error| replay_exception(py, error))?;
+        let drawn = drawn.map_err(|error| rl_exception(py, error))?;
         let found = (drawn.weights.is_some(), drawn.mask.is_some());
         let ids_bytes = drawn.ids.iter().flat_map(|id| id.to_ne_bytes());
         let weights_bytes = drawn.weights.into_iter().flatten();
@@ -167,7 +167,7 @@ impl ReplayBuffer {
         // SAFETY: as in `sample`.
         let lent = py.detach(|| unsafe { raw::lend_mut(&spans, read) });
         let read = lent.map_err(|column| self.hollow(column))?;
-        read.map_err(|error| replay_exception(py, error))
+        read.map_err(|error| rl_exception(py, error))
     }
 
     /// Gives frames other priorities. Frames that were overwritten meanwhile are ignored.
@@ -179,21 +179,21 @@ impl ReplayBuffer {
     ) -> PyResult<()> {
         let held = self.here()?;
         let updated = py.detach(|| held.update_priorities(&ids, &priorities));
-        updated.map_err(|error| replay_exception(py, error))
+        updated.map_err(|error| rl_exception(py, error))
     }
 
     /// Sets the `beta` of a prioritised sampler.
     fn set_beta(&self, py: Python<'_>, beta: f64) -> PyResult<()> {
         let held = self.here()?;
         let set = py.detach(|| held.set_beta(beta));
-        set.map_err(|error| replay_exception(py, error))
+        set.map_err(|error| rl_exception(py, error))
     }
 
     /// Waits until all frames are on the disk.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.here()?;
         let flushed = py.detach(|| held.flush());
-        flushed.map_err(|error| replay_exception(py, error))
+        flushed.map_err(|error| rl_exception(py, error))
     }
 
     /// The ids of the frames that are there, from the first on and before the second.

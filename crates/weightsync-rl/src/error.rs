@@ -2,7 +2,7 @@ use std::{io, path::PathBuf, time::Duration};
 
 use weightsync_engine::{WorkerId, worker::WorkerError};
 
-use crate::collector::Ending;
+use crate::collector::{Ending, Task};
 
 /// Why collecting or training failed.
 #[derive(Debug, thiserror::Error)]
@@ -33,11 +33,17 @@ pub enum Error {
         /// The shape claimed.
         got: Vec<usize>,
     },
+    /// There is no built-in task of that name.
+    #[error("there is no built-in task {name:?}: expected one of {}", task_names())]
+    NoSuchTask {
+        /// The name.
+        name: String,
+    },
     /// Frames hold an action that the task does not have.
     #[error("action {action} of a task whose actions are 0 to {}", .actions.saturating_sub(1))]
     NoSuchAction {
         /// The action.
-        action: u32,
+        action: i64,
         /// How many the task has.
         actions: u32,
     },
@@ -279,6 +285,10 @@ pub enum Error {
 
 fn numbers(workers: &[WorkerId]) -> Vec<u32> {
     workers.iter().map(|worker| worker.0).collect()
+}
+
+fn task_names() -> String {
+    Task::BUILT_IN.map(Task::name).join(", ")
 }
 
 /// What to do about a batch that cannot be shared out.

@@ -1,5 +1,7 @@
 //! Collecting in the caller's own thread: the inner loop of every collector.
 
+mod task;
+
 use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
 
@@ -8,6 +10,9 @@ use crate::{
     frames::{Episode, Frames},
     policy::{Choice, Policy},
 };
+
+pub(crate) use task::Driven;
+pub use task::{TaskRollout, UnderWay};
 
 /// Environments, their generators and the episodes under way.
 ///
@@ -66,8 +71,7 @@ impl<E: Env> Rollout<E> {
 
     /// The same with options.
     pub fn with_options(envs: usize, seed: u64, options: RolloutOptions) -> Self {
-        // The environments fork their generators from `seed` itself.
-        let mut seeds = EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15);
+        let mut seeds = actions_rng(seed);
         Self {
             env: BatchedEnv::new(envs, seed),
             rngs: (0..envs).map(|_| seeds.fork()).collect(),
@@ -157,6 +161,11 @@ impl<E: Env> Rollout<E> {
         self.episodes[env] = Episode::default();
         self.trajectories.start(env);
     }
+}
+
+/// The generator of actions. Environments take theirs from `seed` itself.
+fn actions_rng(seed: u64) -> EnvRng {
+    EnvRng::seed_from_u64(seed ^ 0x9e37_79b9_7f4a_7c15)
 }
 
 /// The trajectories under way, numbered as TorchRL's collector does: the

@@ -22,7 +22,6 @@ from meddling import Proxy, free_port
 
 import weightsync
 from weightsync import rl
-from weightsync.rl._trajectories import Ids, Trajectories
 
 COMMAND = [sys.executable, "-m", "weightsync.rl.worker"]
 
@@ -408,15 +407,6 @@ def test_worker_of_another_host_that_is_silent(token: None) -> None:
     assert "nothing arrived for 10s" in said["reasons"][0]
     assert said["steps"] == [0, 1, 2, 3, 4] * 2
     assert all(map(is_gone, last))
-
-
-@pytest.mark.parametrize("own", [0, 7])
-def test_trajectory_that_was_not_begun_is_refused(own: int) -> None:
-    """Of a worker that has begun the trajectories 4 to 6."""
-    ids = Ids(4, 7)
-    ends: np.ndarray = np.zeros(1, bool)
-    with pytest.raises(weightsync.PeerError, match="has not begun"):
-        Trajectories().number(ids, {3: 0}, np.array([[3, 4, own]]), ends)
 
 
 INTERRUPTED = """

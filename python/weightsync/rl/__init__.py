@@ -17,8 +17,13 @@ action.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import UnsupportedError
+from weightsync.rl._builtin import BuiltinEnv
 from weightsync.rl._columns import Batch, Failure
 from weightsync.rl._envs import ParallelEnv, SerialEnv
+from weightsync.rl._policy import HAS_TORCH
 from weightsync.rl._split import split_trajectories
 from weightsync.rl.collector import Collector
 from weightsync.rl.distributed import (
@@ -37,6 +42,7 @@ from weightsync.rl.replay import (
 __all__ = [
     "AsyncCollector",
     "Batch",
+    "BuiltinEnv",
     "Collector",
     "DistributedDataCollector",
     "DistributedSyncDataCollector",
@@ -52,3 +58,14 @@ __all__ = [
     "SliceSampler",
     "split_trajectories",
 ]
+
+if TYPE_CHECKING or HAS_TORCH:
+    from weightsync.rl._mlp import MLP, GaussianMLP
+
+    __all__ += ["MLP", "GaussianMLP"]
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("MLP", "GaussianMLP"):
+            raise UnsupportedError(f"torch is not installed here, and {name} is a module of torch")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,13 +12,17 @@ import os
 import signal
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from weightsync.errors import SettingError, UnsupportedError, WrongTypeError
 from weightsync.rl._columns import OBSERVATION, Column, Key
 from weightsync.rl._lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from weightsync.rl._policy import Actor
+    from weightsync.rl._rollout import Rules
 
 
 class SerialEnv:
@@ -206,14 +210,14 @@ class Envs(abc.ABC):
     def of(make: Callable[[], Any]) -> Envs:
         """The environments that a factory makes."""
         made = make()
+        if isinstance(made, Envs):
+            return made
         if isinstance(made, ParallelEnv):
             return _Parallel(made)
         if isinstance(made, SerialEnv):
             return _Serial([one() for one in made.makers], is_batched=True)
         if hasattr(made, "num_envs") and hasattr(made, "single_action_space"):
             return _Vector(made)
-        if not hasattr(made, "step") or not hasattr(made, "reset"):
-            raise WrongTypeError(f"expected a Gymnasium environment, the factory made {made!r}")
         return _Serial([made], is_batched=False)
 
     @abc.abstractmethod
@@ -227,6 +231,17 @@ class Envs(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Closes the environments."""
+
+    def check_policy(self, policy: Any) -> None:
+        """Refuses a policy whose sizes are known not to fit."""
+
+    def runner(self, actor: Actor, rules: Rules, out: dict[Key, np.ndarray]) -> Runner | None:
+        """What takes steps with this policy; None: the policy is asked for each step.
+
+        Args:
+            out: the columns of the part, ``[P, steps, *shape]``.
+        """
+        return None
 
     def sample(self) -> np.ndarray:
         """Random actions, ``[P, *shape]``."""
@@ -254,10 +269,35 @@ class Envs(abc.ABC):
             into[column.key][index] = value
 
 
+class Runner(Protocol):
+    """Takes steps with a policy, and writes them."""
+
+    def run(
+        self, version: int, at: int, steps: int, lengths: np.ndarray, ids: np.ndarray, next_id: int
+    ) -> tuple[int, int]:
+        """Takes some of these steps, with weights that do not change meanwhile.
+
+        Args:
+            version: of the weights.
+            at: where in the part the first step is.
+            steps: how many steps are left.
+            lengths: of the episodes under way; they are replaced.
+            ids: of the trajectories; they are replaced.
+            next_id: of the trajectory that begins next.
+
+        Returns:
+            How many steps were taken, none if the policy is no longer of the kind, and the id of
+            the trajectory that begins next.
+        """
+
+
 class _Serial(Envs):
     """Gymnasium environments, one after the other."""
 
     def __init__(self, envs: list[Any], is_batched: bool) -> None:
+        for env in envs:
+            if isinstance(env, Envs) or not hasattr(env, "step") or not hasattr(env, "reset"):
+                raise WrongTypeError(f"expected a Gymnasium environment, the factory made {env!r}")
         self.envs = envs
         self.made = envs if is_batched else envs[0]
         first = envs[0]

@@ -60,8 +60,9 @@ class Actor:
         device: Any = None,
         own_process: bool = True,
     ) -> None:
-        self.policy, self._envs, self._explore = policy, envs, explore
+        self.policy, self._envs, self.explore = policy, envs, explore
         self._device = device_of(policy) if device is None else device
+        envs.check_policy(policy)
         space = envs.action_space
         # The number of choices of a Discrete space, and the first of them.
         self._count = int(space.n) if _is_discrete(envs) else None
@@ -151,9 +152,9 @@ class Actor:
                 return self._of_logits(logits)
         if not hasattr(answer, "log_prob"):
             return {ACTION: answer}
-        if self._explore == "random":
+        if self.explore == "random":
             action = answer.sample()
-        elif self._explore == "mean":
+        elif self.explore == "mean":
             action = answer.mean
         else:
             action = answer.mode
@@ -163,7 +164,7 @@ class Actor:
         """Actions of a categorical distribution. torch's takes as long as a small policy."""
         logits = logits - logits.max(-1, keepdims=True)
         log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        if self._explore == "random":
+        if self.explore == "random":
             # The largest of the log-probabilities with Gumbel noise is distributed like them.
             action = np.argmax(log_probs + self._rng.gumbel(size=logits.shape), -1)
         else:
@@ -242,7 +243,7 @@ class Actor:
         from tensordict.nn import InteractionType, set_interaction_type
 
         exploring: contextlib.AbstractContextManager[Any]
-        exploring = set_interaction_type(InteractionType[self._explore.upper()])
+        exploring = set_interaction_type(InteractionType[self.explore.upper()])
         return exploring
 
 

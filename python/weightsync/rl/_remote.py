@@ -169,11 +169,10 @@ class Remote(Member):
         if kind == "gone":
             self._gone = f"; {text}"
             return {"is": "error", "reason": ""}
+        if kind == "part":
+            return {"is": "part", "part": part, "at": at}
         try:
-            said = _parse(text)
-            if kind == "part":
-                return {**_part(said), "is": "part", "part": part, "at": at}
-            return self._answer(said)
+            return self._answer(_parse(text))
         except (CorruptError, RecursionError) as error:
             return {"is": "error", "reason": f"the worker sent what is no answer: {error}"}
 
@@ -276,13 +275,6 @@ def _parse(text: str) -> dict[str, Any]:
     if not isinstance(said, dict):
         raise CorruptError(f"expected an object, got {text[:80]}")
     return said
-
-
-def _part(said: dict[str, Any]) -> dict[str, Any]:
-    first, following = said.get("first"), said.get("following")
-    if not _is_count(first) or not _is_count(following) or following < first:
-        raise CorruptError(f"trajectories from {first!r:.40} to {following!r:.40}")
-    return {"first": first, "following": following}
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

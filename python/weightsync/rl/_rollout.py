@@ -21,7 +21,7 @@ from weightsync.rl._columns import (
     Column,
     Key,
 )
-from weightsync.rl._envs import Envs
+from weightsync.rl._envs import Envs, Runner
 from weightsync.rl._policy import Actor
 
 
@@ -121,41 +121,61 @@ class Rollout:
             self._reset(~self._active)
         # Whatever ends this part midway, the next one begins new episodes.
         self._begun = False
-        for t in range(steps):
-            active = self._active.copy()
-            if not active.any():
-                with self._writing():
-                    self._leave_empty(out, t)
-                break
-            if t < random_steps:
-                # Random actions are of no version.
-                version = 0
-                answer, action = self._actor.act_randomly()
-            else:
-                with self._frozen():
-                    version = self._version()
-                    answer, action = self._actor.act()
-            envs.step(action, active)
-            self._lengths += 1
-            if rules.max_frames_per_traj:
-                envs.truncated |= self._lengths >= rules.max_frames_per_traj
-            done = envs.terminated | envs.truncated
+        runner = envs.runner(self._actor, rules, out)
+        t = 0
+        while t < steps and self._active.any():
+            is_random = t < random_steps
+            taken = 0 if runner is None or is_random else self._run(runner, t, steps - t)
+            if not taken:
+                self._step(out, t, is_random)
+                taken = 1
+            t += taken
+        if t < steps:
             with self._writing():
-                out[POLICY_VERSION][:, t] = version
-                self._write(out, t, answer, done)
-                if not rules.reset_when_done:
-                    out[MASK][:, t] = active
-            for key, value in envs.following.items():
-                np.copyto(envs.observations[key], value)
-            if not rules.reset_when_done:
-                self._active = active & ~done
-            elif done.any():
-                self._reset(done)
+                self._leave_empty(out, t)
         with self._writing():
             if not rules.reset_when_done:
                 self._blank(out)
             self._check_numbers(out)
         self._begun = True
+
+    def _run(self, runner: Runner, t: int, steps: int) -> int:
+        """Has a runner take some of these steps, and returns how many it took."""
+        with self._frozen(), self._writing():
+            version = self._version()
+            taken, self._next_id = runner.run(
+                version, t, steps, self._lengths, self._ids, self._next_id
+            )
+        return taken
+
+    def _step(self, out: dict[Key, np.ndarray], t: int, is_random: bool) -> None:
+        """Takes one step in each environment whose episode goes on."""
+        envs, rules = self._envs, self._rules
+        active = self._active.copy()
+        if is_random:
+            # Random actions are of no version.
+            version = 0
+            answer, action = self._actor.act_randomly()
+        else:
+            with self._frozen():
+                version = self._version()
+                answer, action = self._actor.act()
+        envs.step(action, active)
+        self._lengths += 1
+        if rules.max_frames_per_traj:
+            envs.truncated |= self._lengths >= rules.max_frames_per_traj
+        done = envs.terminated | envs.truncated
+        with self._writing():
+            out[POLICY_VERSION][:, t] = version
+            self._write(out, t, answer, done)
+            if not rules.reset_when_done:
+                out[MASK][:, t] = active
+        for key, value in envs.following.items():
+            np.copyto(envs.observations[key], value)
+        if not rules.reset_when_done:
+            self._active = active & ~done
+        elif done.any():
+            self._reset(done)
 
     def _write(
         self, out: dict[Key, np.ndarray], t: int, answer: dict[Key, Any], done: np.ndarray

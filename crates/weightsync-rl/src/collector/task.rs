@@ -5,9 +5,9 @@ use weightsync_engine::{Dtype, Layout, Snapshot};
 
 use crate::{
     Error,
-    env::{Acrobot, Action, CartPole, Env, MountainCar, Pendulum, Store},
+    env::{Acrobot, CartPole, Env, MountainCar, Pendulum, Store},
     frames::{ActionKind, Frames},
-    rollout::{Rollout, RolloutOptions},
+    rollout::{Driven, Rollout, RolloutOptions},
 };
 
 /// The built-in tasks, as a worker is told which one to run.
@@ -49,6 +49,23 @@ macro_rules! with_env {
 }
 
 impl Task {
+    /// The tasks that are built in.
+    pub const BUILT_IN: [Task; 4] = [
+        Task::CartPole,
+        Task::MountainCar,
+        Task::Acrobot,
+        Task::Pendulum,
+    ];
+
+    /// The built-in task that is registered under a name in Gymnasium.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchTask`] with the names that there are.
+    pub fn named(name: &str) -> Result<Self, Error> {
+        let found = Self::BUILT_IN.into_iter().find(|task| task.name() == name);
+        found.ok_or_else(|| Error::NoSuchTask { name: name.into() })
+    }
+
     /// The name the task is registered under in Gymnasium.
     pub fn name(self) -> &'static str {
         with_env!(self, E => E::NAME)
@@ -69,6 +86,11 @@ impl Task {
         self.action_kind() != ActionKind::Discrete
     }
 
+    /// Least and greatest value of each quantity in a continuous action.
+    pub fn action_range(self) -> [f32; 2] {
+        with_env!(self, E => E::ACTION_RANGE)
+    }
+
     pub(super) fn action_kind(self) -> ActionKind {
         with_env!(self, E => <E as Env>::Action::KIND)
     }
@@ -76,6 +98,11 @@ impl Task {
     /// `envs` environments of the task, at the start of their episodes.
     pub(super) fn rollout(self, envs: usize, seed: u64, options: RolloutOptions) -> Box<dyn Roll> {
         with_env!(self, E => Box::new(Rollout::<E>::with_options(envs, seed, options)))
+    }
+
+    /// The same for a caller with rules of its own.
+    pub(crate) fn driven(self, envs: usize, seed: u64) -> Box<dyn Driven> {
+        with_env!(self, E => Box::new(Rollout::<E>::new(envs, seed)))
     }
 
     /// Whether a worker's frames are a part of `steps` steps in `envs`
@@ -87,11 +114,19 @@ impl Task {
         steps: usize,
     ) -> Result<(), Error> {
         frames.check(&[envs, steps], self.observation_len(), self.action_kind())?;
-        let actions = self.actions() as u32;
         let discrete = frames.actions.discrete().unwrap_or_default();
-        match discrete.iter().find(|&&action| action >= actions) {
+        self.check_actions(discrete.iter().map(|&action| i64::from(action)))
+    }
+
+    /// Whether the task has these discrete actions.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchAction`] with the first one that it does not have.
+    pub fn check_actions(self, mut discrete: impl Iterator<Item = i64>) -> Result<(), Error> {
+        let actions = self.actions() as u32;
+        match discrete.find(|action| !(0..i64::from(actions)).contains(action)) {
             None => Ok(()),
-            Some(&action) => Err(Error::NoSuchAction { action, actions }),
+            Some(action) => Err(Error::NoSuchAction { action, actions }),
         }
     }
 
@@ -123,10 +158,7 @@ impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
             Some(weights) => {
                 // The version's own bytes: nothing is copied.
                 let tensor = |name: &str| weights.slice::<f32>(name).ok();
-                let len = |name: &str| tensor(name).map(<[f32]>::len);
-                E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
-                let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
-                self.collect(&policy, weights.version().0, steps)
+                self.collect_with(&tensor, weights.version().0, steps)?
             }
         };
         let checked = frames.check_numbers();

@@ -63,6 +63,9 @@ pub(crate) trait Store: Copy + fmt::Debug + Send + Sized + 'static {
     /// Puts it into the frame `at`.
     fn store(self, at: usize, actions: &mut Actions);
 
+    /// The action of the frame `at`; none if these actions are of another kind.
+    fn load(at: usize, actions: &Actions) -> Option<Self>;
+
     /// Whether tensors as long as `len` says hold a policy from `inputs`
     /// quantities to `outputs` actions, or quantities of one.
     fn check(
@@ -87,6 +90,10 @@ impl Store for u32 {
         if let Actions::Discrete(actions) = actions {
             actions[at] = self;
         }
+    }
+
+    fn load(at: usize, actions: &Actions) -> Option<Self> {
+        actions.discrete()?.get(at).copied()
     }
 
     fn check(
@@ -114,6 +121,11 @@ impl<const N: usize> Store for [f32; N] {
         if let Actions::Continuous { values, .. } = actions {
             values[at * N..(at + 1) * N].copy_from_slice(&self);
         }
+    }
+
+    fn load(at: usize, actions: &Actions) -> Option<Self> {
+        let (values, _) = actions.continuous().filter(|(_, len)| *len == N)?;
+        values.as_chunks::<N>().0.get(at).copied()
     }
 
     fn check(

@@ -70,4 +70,10 @@ impl<E: Env> BatchedEnv<E> {
         let (env, rng) = &mut self.envs[index];
         env.reset(rng);
     }
+
+    /// The same with a generator of this seed, from here on.
+    pub fn reset_with(&mut self, index: usize, seed: u64) {
+        self.envs[index].1 = EnvRng::seed_from_u64(seed);
+        self.reset(index);
+    }
 }
