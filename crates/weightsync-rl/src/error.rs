@@ -1,4 +1,4 @@
-use std::{io, path::PathBuf, time::Duration};
+use std::{convert::Infallible, io, path::PathBuf, time::Duration};
 
 use weightsync_engine::{WorkerId, worker::WorkerError};
 
@@ -25,6 +25,14 @@ pub enum Error {
         /// Elements found.
         got: usize,
     },
+    /// A tensor of a policy that is to be a probability is none.
+    #[error("tensor `{name}` is {got}: expected a probability, from 0 to 1")]
+    NoProbability {
+        /// The tensor.
+        name: String,
+        /// Its element.
+        got: f32,
+    },
     /// Frames are not shaped as asked for, or a field's length does not match.
     #[error("expected frames of shape {expected:?}, got {got:?}, or a field is cut")]
     FrameShape {
@@ -41,6 +49,9 @@ pub enum Error {
         /// How many the task has.
         actions: u32,
     },
+    /// DQN was given frames of a task with continuous actions.
+    #[error("DQN chooses among discrete actions, and these frames have continuous ones: use PPO")]
+    ContinuousActions,
     /// The frames of a batch cannot be shared out evenly.
     #[error(
         "{frames_per_batch} frames per batch cannot be shared by {workers} workers with {envs} \
@@ -243,6 +254,14 @@ pub enum Error {
         /// What the system says.
         source: io::Error,
     },
+    /// An environment of Gymnasium cannot be had, or has failed.
+    #[error("environment `{id}` of Gymnasium: {reason}")]
+    Gym {
+        /// Its name.
+        id: String,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
     /// A worker thread could not be started.
     #[error("starting a worker thread: {reason}")]
     Thread {
@@ -259,6 +278,12 @@ pub enum Error {
     #[cfg(feature = "candle")]
     #[error("candle: {0}")]
     Candle(#[from] candle_core::Error),
+}
+
+impl From<Infallible> for Error {
+    fn from(never: Infallible) -> Self {
+        match never {}
+    }
 }
 
 fn numbers(workers: &[WorkerId]) -> Vec<u32> {

@@ -24,7 +24,7 @@ const JOIN: Duration = Duration::from_secs(30);
 /// # Errors
 /// [`Error::Weights`] if the trainer cannot be joined or its model cannot be
 /// read, [`Error::MissingTensor`] and [`Error::TensorLen`] if it is no policy
-/// for the task, [`Error::Workers`] and [`Error::Message`] about the pipe. The
+/// for the task, [`Error::Gym`] about an environment of Gymnasium, [`Error::Workers`] and [`Error::Message`] about the pipe. The
 /// trainer sees the process end and, if the error is printed, why.
 pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     let start: Start = wire::decode(process.init())?;
@@ -68,7 +68,7 @@ pub(super) fn work(port: &impl Port, start: Start) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, port.index() as u32);
     let live = setup.connect(Some(JOIN))?.snapshots_in_background()?;
     let envs = start.envs as usize;
-    let mut rollout = start.task.rollout(envs, start.seed, start.options);
+    let mut rollout = start.task.rollout(envs, start.seed, start.options)?;
     while let Some(request) = port.request()? {
         let weights = match request.random {
             true => None,

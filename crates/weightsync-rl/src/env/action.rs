@@ -63,14 +63,29 @@ pub(crate) trait Store: Copy + fmt::Debug + Send + Sized + 'static {
     /// Puts it into the frame `at`.
     fn store(self, at: usize, actions: &mut Actions);
 
-    /// Whether tensors as long as `len` says hold a policy from `inputs`
-    /// quantities to `outputs` actions, or quantities of one.
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error>;
+    /// Appends its bytes, little-endian.
+    fn write(self, out: &mut Vec<u8>);
+}
+
+/// Whether tensors as long as `len` says hold a policy from `inputs` quantities to
+/// `outputs` actions of a kind, or quantities of one.
+pub(crate) fn check_policy(
+    kind: ActionKind,
+    inputs: usize,
+    outputs: usize,
+    prefix: &str,
+    len: impl Fn(&str) -> Option<usize>,
+) -> Result<(), Error> {
+    let width = MlpPolicy::width(inputs, prefix, &len)?;
+    check_len("the actor's last bias", width, outputs)?;
+    if kind == ActionKind::Discrete {
+        return Ok(());
+    }
+    let name = format!("{prefix}.log_std");
+    let Some(len) = len(&name) else {
+        return Err(Error::MissingTensor { name });
+    };
+    check_len(&name, len, outputs)
 }
 
 impl Store for u32 {
@@ -89,14 +104,8 @@ impl Store for u32 {
         }
     }
 
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error> {
-        let width = MlpPolicy::width(inputs, prefix, len)?;
-        check_len("the actor's last bias", width, outputs)
+    fn write(self, out: &mut Vec<u8>) {
+        out.extend(self.to_le_bytes());
     }
 }
 
@@ -116,18 +125,7 @@ impl<const N: usize> Store for [f32; N] {
         }
     }
 
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error> {
-        let width = MlpPolicy::width(inputs, prefix, &len)?;
-        check_len("the actor's last bias", width, outputs)?;
-        let name = format!("{prefix}.log_std");
-        let Some(len) = len(&name) else {
-            return Err(Error::MissingTensor { name });
-        };
-        check_len(&name, len, outputs)
+    fn write(self, out: &mut Vec<u8>) {
+        out.extend(self.iter().flat_map(|quantity| quantity.to_le_bytes()));
     }
 }

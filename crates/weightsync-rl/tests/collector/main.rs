@@ -1,6 +1,9 @@
 //! Collectors with real workers: worker processes are this binary, run again.
 
+mod gym;
 mod kinds;
+#[cfg(feature = "candle")]
+mod learning;
 mod multi_sync;
 mod options;
 mod shapes;
@@ -45,7 +48,10 @@ fn main() -> ExitCode {
         }
     }
     let trials = [
+        gym::trials(),
         kinds::trials(),
+        #[cfg(feature = "candle")]
+        learning::trials(),
         multi_sync::trials(),
         options::trials(),
         shapes::trials(),
