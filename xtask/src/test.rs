@@ -24,6 +24,9 @@ const SOAK: &str = "WEIGHTSYNC_SOAK";
 /// The variable that says which Python has what [`python::OBJECTS`] has.
 pub const OBJECTS_PYTHON: &str = "WEIGHTSYNC_OBJECTS_PYTHON";
 
+/// The variable that says which Python has Gymnasium.
+const GYM_PYTHON: &str = "WEIGHTSYNC_GYM_PYTHON";
+
 /// The crate whose protocol is modelled in loom.
 const LOOM_PACKAGE: &str = "weightsync-mem";
 
@@ -77,6 +80,7 @@ pub fn run(places: &Places) -> Result<(), Error> {
         .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
         .args(["--profile", soak.nextest_profile()])
         .env(OBJECTS_PYTHON, objects)
+        .env(GYM_PYTHON, python)
         .env(level, value);
     step::run_reported("tests", &mut tests)?;
     step::end("everything", begun.elapsed());

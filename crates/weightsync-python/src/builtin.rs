@@ -63,8 +63,10 @@ impl BuiltinEnvs {
         if !(1..=MOST).contains(&count) {
             return Err(wants("num_envs", &possible, num_envs));
         }
+        let rollout = TaskRollout::new(task.clone(), count, seed);
+        let rollout = rollout.map_err(|error| rl_exception(py, error))?;
         Ok(Self {
-            held: Mutex::new(TaskRollout::new(task, count, seed)),
+            held: Mutex::new(rollout),
             task,
             envs: count,
         })
@@ -74,7 +76,7 @@ impl BuiltinEnvs {
     /// one, and the range of these quantities, None where actions are discrete.
     #[getter]
     fn sizes(&self) -> (usize, usize, Option<[f32; 2]>) {
-        let task = self.task;
+        let task = &self.task;
         let range = task.is_continuous().then(|| task.action_range());
         (task.observation_len(), task.actions(), range)
     }
@@ -122,7 +124,7 @@ impl BuiltinEnvs {
         let span = Span {
             address: actions,
             before: 0,
-            len: self.envs * action_width(self.task),
+            len: self.envs * action_width(&self.task),
         };
         let read = |given: &[&[u8]]| self.actions(given[0], &which);
         // SAFETY: the Python files make the promise of an address for the actions.
@@ -267,7 +269,7 @@ impl BuiltinEnvs {
 
     /// The actions in an array of them.
     fn actions(&self, given: &[u8], which: &[bool]) -> Result<Actions, Error> {
-        let width = action_width(self.task);
+        let width = action_width(&self.task);
         if self.task.is_continuous() {
             let values = given.as_chunks::<4>().0.iter();
             return Ok(Actions::Continuous {
@@ -292,7 +294,7 @@ impl BuiltinEnvs {
 
     /// The places of so many frames: of each column each environment's.
     fn rows(&self, part: &Part, at: usize, steps: usize) -> PyResult<Vec<Span>> {
-        let widths = widths(self.task);
+        let widths = widths(&self.task);
         if part.columns.len() != widths.len() {
             return Err(SettingError::new_err(format!(
                 "expected {} columns, got {}",
@@ -329,13 +331,13 @@ impl BuiltinEnvs {
 
 /// The bytes of a frame in each column: observation, action, log-probability, next observation,
 /// reward, terminated, truncated, done, trajectory, policy version.
-fn widths(task: Task) -> [usize; 10] {
+fn widths(task: &Task) -> [usize; 10] {
     let seen = task.observation_len() * 4;
     [seen, action_width(task), 4, seen, 4, 1, 1, 1, 8, 8]
 }
 
 /// Discrete actions are 64 bits wide, as torch's and numpy's are.
-fn action_width(task: Task) -> usize {
+fn action_width(task: &Task) -> usize {
     match task.is_continuous() {
         true => task.actions() * 4,
         false => 8,

@@ -1,4 +1,4 @@
-use std::{io, path::PathBuf, time::Duration};
+use std::{convert::Infallible, io, path::PathBuf, time::Duration};
 
 use weightsync_engine::{WorkerId, worker::WorkerError};
 
@@ -24,6 +24,14 @@ pub enum Error {
         expected: usize,
         /// Elements found.
         got: usize,
+    },
+    /// A tensor of a policy that is to be a probability is none.
+    #[error("tensor `{name}` is {got}: expected a probability, from 0 to 1")]
+    NoProbability {
+        /// The tensor.
+        name: String,
+        /// Its element.
+        got: f32,
     },
     /// Frames are not shaped as asked for, or a field's length does not match.
     #[error("expected frames of shape {expected:?}, got {got:?}, or a field is cut")]
@@ -63,6 +71,9 @@ pub enum Error {
         /// What was found.
         got: f32,
     },
+    /// DQN was given frames of a task with continuous actions.
+    #[error("DQN chooses among discrete actions, and these frames have continuous ones: use PPO")]
+    ContinuousActions,
     /// The frames of a batch cannot be shared out evenly.
     #[error(
         "{frames_per_batch} frames per batch cannot be shared by {workers} workers with {envs} \
@@ -265,6 +276,14 @@ pub enum Error {
         /// What the system says.
         source: io::Error,
     },
+    /// An environment of Gymnasium cannot be had, or has failed.
+    #[error("environment `{id}` of Gymnasium: {reason}")]
+    Gym {
+        /// Its name.
+        id: String,
+        /// What is wrong, and what to do.
+        reason: String,
+    },
     /// A worker thread could not be started.
     #[error("starting a worker thread: {reason}")]
     Thread {
@@ -283,12 +302,18 @@ pub enum Error {
     Candle(#[from] candle_core::Error),
 }
 
+impl From<Infallible> for Error {
+    fn from(never: Infallible) -> Self {
+        match never {}
+    }
+}
+
 fn numbers(workers: &[WorkerId]) -> Vec<u32> {
     workers.iter().map(|worker| worker.0).collect()
 }
 
 fn task_names() -> String {
-    Task::BUILT_IN.map(Task::name).join(", ")
+    Task::BUILT_IN.each_ref().map(Task::name).join(", ")
 }
 
 /// What to do about a batch that cannot be shared out.

@@ -6,7 +6,7 @@ use rand::SeedableRng;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    env::{BatchedEnv, Env, EnvRng, Store},
+    env::{BatchedEnv, Env, EnvRng, Envs, Store},
     frames::{Episode, Frames},
     policy::{Choice, Policy},
 };
@@ -31,8 +31,12 @@ pub use task::{TaskRollout, UnderWay};
 /// # Ok::<(), weightsync_rl::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct Rollout<E> {
-    env: BatchedEnv<E>,
+pub struct Rollout<E>(Stepping<BatchedEnv<E>>);
+
+/// A rollout of environments of any kind.
+#[derive(Clone, Debug)]
+pub(crate) struct Stepping<B> {
+    envs: B,
     /// Draws actions. One per environment, so that the number of environments
     /// does not change what one of them sees.
     rngs: Vec<EnvRng>,
@@ -71,14 +75,7 @@ impl<E: Env> Rollout<E> {
 
     /// The same with options.
     pub fn with_options(envs: usize, seed: u64, options: RolloutOptions) -> Self {
-        let mut seeds = actions_rng(seed);
-        Self {
-            env: BatchedEnv::new(envs, seed),
-            rngs: (0..envs).map(|_| seeds.fork()).collect(),
-            episodes: vec![Episode::default(); envs],
-            trajectories: TrajectoryIds::new(envs),
-            options,
-        }
+        Self(Stepping::new(BatchedEnv::new(envs, seed), seed, options))
     }
 
     /// Takes `steps` steps in every environment, `[P, T]`, with actions chosen by
@@ -90,6 +87,38 @@ impl<E: Env> Rollout<E> {
         version: u64,
         steps: usize,
     ) -> Frames {
+        let Ok(frames) = self.0.collect(policy, version, steps);
+        frames
+    }
+
+    /// The same with actions drawn evenly from all there are, and version 0.
+    pub fn collect_random(&mut self, steps: usize) -> Frames {
+        let Ok(frames) = self.0.collect_random(steps);
+        frames
+    }
+}
+
+impl<B: Envs> Stepping<B> {
+    /// Takes over environments at the start of their episodes.
+    pub fn new(envs: B, seed: u64, options: RolloutOptions) -> Self {
+        let mut seeds = actions_rng(seed);
+        let count = envs.len();
+        Self {
+            envs,
+            rngs: (0..count).map(|_| seeds.fork()).collect(),
+            episodes: vec![Episode::default(); count],
+            trajectories: TrajectoryIds::new(count),
+            options,
+        }
+    }
+
+    /// As [`Rollout::collect`].
+    pub fn collect(
+        &mut self,
+        policy: &impl Policy<Action = B::Action>,
+        version: u64,
+        steps: usize,
+    ) -> Result<Frames, B::Error> {
         let mut scratch = policy.scratch();
         match self.options.exploration {
             Exploration::Random => self.run(version, steps, |observation, rng| {
@@ -101,33 +130,32 @@ impl<E: Env> Rollout<E> {
         }
     }
 
-    /// The same with actions drawn evenly from all there are, and version 0.
-    pub fn collect_random(&mut self, steps: usize) -> Frames {
-        self.run(0, steps, |_, rng| {
-            E::Action::even(E::ACTIONS, E::ACTION_RANGE, rng)
-        })
+    /// As [`Rollout::collect_random`].
+    pub fn collect_random(&mut self, steps: usize) -> Result<Frames, B::Error> {
+        let (actions, range) = (self.envs.actions(), self.envs.action_range());
+        self.run(0, steps, |_, rng| B::Action::even(actions, range, rng))
     }
 
     fn run(
         &mut self,
         version: u64,
         steps: usize,
-        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice<E::Action>,
-    ) -> Frames {
-        let envs = self.env.len();
-        let mut frames = Frames::zeroed(envs, steps, E::OBSERVATION_LEN, E::Action::KIND);
+        mut choose: impl FnMut(&[f32], &mut EnvRng) -> Choice<B::Action>,
+    ) -> Result<Frames, B::Error> {
+        let (envs, len) = (self.envs.len(), self.envs.observation_len());
+        let mut frames = Frames::zeroed(envs, steps, len, B::Action::KIND);
         if self.options.reset_at_each_iter && steps > 0 {
-            self.reset_all();
+            self.reset_all()?;
         }
         for t in 0..steps {
             for p in 0..envs {
                 let i = p * steps + t;
-                let at = i * E::OBSERVATION_LEN..(i + 1) * E::OBSERVATION_LEN;
+                let at = i * len..(i + 1) * len;
                 let observation = &mut frames.observations[at.clone()];
-                self.env.observe_one(p, observation);
+                self.envs.observe_one(p, observation);
                 let choice = choose(observation, &mut self.rngs[p]);
-                let mut transition = self.env.step(p, choice.action);
-                self.env.observe_one(p, &mut frames.next_observations[at]);
+                let mut transition = self.envs.step(p, choice.action)?;
+                self.envs.observe_one(p, &mut frames.next_observations[at]);
 
                 let episode = &mut self.episodes[p];
                 episode.reward += transition.reward;
@@ -143,23 +171,24 @@ impl<E: Env> Rollout<E> {
                 frames.traj_ids[i] = self.trajectories.of(p);
                 if transition.done() {
                     frames.episodes.push(*episode);
-                    self.reset(p);
+                    self.reset(p)?;
                 }
             }
         }
-        frames
+        Ok(frames)
     }
 
     /// Begins new episodes in all environments.
-    pub(crate) fn reset_all(&mut self) {
-        (0..self.env.len()).for_each(|env| self.reset(env));
+    pub(crate) fn reset_all(&mut self) -> Result<(), B::Error> {
+        (0..self.envs.len()).try_for_each(|env| self.reset(env))
     }
 
     /// Begins a new episode.
-    fn reset(&mut self, env: usize) {
-        self.env.reset(env);
+    fn reset(&mut self, env: usize) -> Result<(), B::Error> {
+        self.envs.reset(env)?;
         self.episodes[env] = Episode::default();
         self.trajectories.start(env);
+        Ok(())
     }
 }
 

@@ -1,9 +1,11 @@
-//! `weightsync demo`: a policy learns to balance a pole in worker processes
-//! that get every update of its weights through shared memory.
+//! `weightsync demo`: a policy learns to balance a pole, or another task, in worker
+//! processes that get every update of its weights through shared memory.
 
 mod curve;
 mod folder;
+mod job;
 mod progress;
+mod workers;
 
 use std::{
     error::Error,
@@ -14,24 +16,24 @@ use std::{
 use weightsync_engine::worker::{self, Spawn};
 use weightsync_rl::{
     self as rl,
-    collector::{self, MultiSync, Task},
+    collector::{self, MultiAsync, MultiSync},
     frames::Frames,
-    ppo::{self, ActorCritic, Ppo, PpoConfig},
+    learn::{self, Learner},
 };
 
 use crate::signals::Signals;
 use crate::{FAILURE, SUCCESS};
 use curve::Curve;
 use folder::Place;
+use job::{Algorithm, Environment, Job};
 use progress::{Progress, Status};
+use workers::Workers;
 
-const TASK: Task = Task::CartPole;
-/// The mean return of the last episodes that ends the demo.
-const GOAL: f64 = 475.0;
-const HIDDEN: [usize; 2] = [64, 64];
 /// Environments of all workers together, as far as they can be shared evenly.
 const ENVIRONMENTS: usize = 8;
-const FRAMES_PER_BATCH: usize = 512;
+/// With `--async` no frame is learned from whose weights are older than so many
+/// versions: PPO corrects for a little age.
+const MAX_STALENESS: u64 = 4;
 /// How long a batch or an update may take before the demo looks up: a worker
 /// that hangs holds neither Ctrl-C nor the time limit for longer.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -41,6 +43,23 @@ const START: Duration = Duration::from_secs(10);
 /// What `demo` is asked for.
 #[derive(clap::Args)]
 pub struct Args {
+    /// cartpole, pendulum, mountain-car, acrobot, or gym:ID, an environment of Gymnasium that Python
+    /// steps
+    #[arg(long, default_value = "cartpole", value_parser = Environment::parse)]
+    env: Environment,
+    /// How it is trained [default: ppo, of mountain-car dqn]
+    #[arg(long)]
+    algo: Option<Algorithm>,
+    /// Workers go on collecting while the trainer trains
+    #[arg(long = "async")]
+    asynchronous: bool,
+    /// Mean return of 100 episodes that ends it [default: 475 of cartpole, -100 of acrobot, -110 of
+    /// mountain-car, -250 of pendulum, Gymnasium's own of others]
+    #[arg(long, allow_negative_numbers = true)]
+    goal: Option<f64>,
+    /// The program that runs Python with Gymnasium, for gym:ID
+    #[arg(long, default_value = "python3")]
+    python: String,
     /// Worker processes
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     workers: u16,
@@ -50,9 +69,9 @@ pub struct Args {
     /// Folder for learning.svg and policy.safetensors [default: a new weightsync-demo]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Give up after so many seconds
-    #[arg(long, default_value_t = 60)]
-    time_limit: u64,
+    /// Give up after so many seconds [default: 60 for cartpole, 300 for others]
+    #[arg(long)]
+    time_limit: Option<u64>,
 }
 
 /// Runs the demo, or, in a process that it started, one of its workers.
@@ -66,14 +85,16 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     }
     let signals = Signals::watch()?;
     let place = Place::check(args.out.as_deref())?;
-    let mut progress = Progress::new(GOAL, usize::from(args.workers));
-    let mut training = Training::start(args)?;
-    let limit = Duration::from_secs(args.time_limit);
+    let job = Job::new(args.env.clone(), &args.python, args.algo, args.goal)?;
+    let goal = job.goal;
+    let limit = Duration::from_secs(args.time_limit.unwrap_or(job.time_limit));
+    let mut progress = Progress::new(&job, usize::from(args.workers));
+    let mut training = Training::start(args, job)?;
     loop {
         let left = limit.saturating_sub(training.begun.elapsed());
         training.collector.set_deadline(left.min(PATIENCE));
         let frames = training.collect(&mut progress)?;
-        if training.curve.mean().is_some_and(|mean| mean >= GOAL) {
+        if training.curve.mean().is_some_and(|mean| mean >= goal) {
             progress.finish();
             training.summary(true, &mut progress);
             training.save(place, &mut progress)?;
@@ -99,44 +120,63 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
 /// A run under way.
 struct Training {
     begun: Instant,
+    job: Job,
     seed: u64,
-    ppo: Ppo,
-    collector: MultiSync,
+    learner: Box<dyn Learner>,
+    collector: Workers,
     curve: Curve,
     /// Of every update, from the call of send until the last worker had it.
     latencies: Vec<Duration>,
     restarts: usize,
+    /// Parts that were too old.
+    dropped: usize,
 }
 
 impl Training {
-    fn start(args: &Args) -> Result<Self, Box<dyn Error>> {
+    fn start(args: &Args, job: Job) -> Result<Self, Box<dyn Error>> {
         // Minibatches are too small to share among threads, and the workers
         // need the other cores.
-        ppo::keep_to_one_thread();
+        learn::keep_to_one_thread();
         let begun = Instant::now();
-        let inputs = TASK.observation_len();
-        let model = ActorCritic::new(inputs, &HIDDEN, TASK.actions(), args.seed)?;
-        let ppo = Ppo::new(model, PpoConfig::default(), args.seed)?;
-
+        let learner = job.learner(args.seed)?;
         let workers = usize::from(args.workers);
         let envs = ENVIRONMENTS.div_ceil(workers);
-        let rows = workers * envs;
-        let collector = MultiSync::builder(TASK)
-            .workers(workers)
-            .envs_per_worker(envs)
-            .frames_per_batch(FRAMES_PER_BATCH / rows * rows)
-            .seed(args.seed)
-            .deadline(START)
-            .spawn(Spawn::this_program()?.args(["demo"]))
-            .start(ppo.model().var_map())?;
+        let weights = learner.var_map();
+        // As many frames in each batch as fit, and at least one step of each environment.
+        let frames = |rows: usize| (job.frames_per_batch / rows).max(1) * rows;
+        let spawn = Spawn::this_program()?.args(["demo"]);
+        let collector = if args.asynchronous {
+            let builder = MultiAsync::builder(job.task.clone())
+                .workers(workers)
+                .envs_per_worker(envs)
+                .frames_per_batch(frames(envs))
+                .seed(args.seed)
+                .deadline(START)
+                .spawn(spawn);
+            Workers::Async(match job.algorithm {
+                Algorithm::Ppo => builder.max_staleness(MAX_STALENESS).start(weights)?,
+                Algorithm::Dqn => builder.start(weights)?,
+            })
+        } else {
+            let builder = MultiSync::builder(job.task.clone())
+                .workers(workers)
+                .envs_per_worker(envs)
+                .frames_per_batch(frames(workers * envs))
+                .seed(args.seed)
+                .deadline(START)
+                .spawn(spawn);
+            Workers::Sync(builder.start(weights)?)
+        };
         Ok(Self {
             begun,
+            job,
             seed: args.seed,
-            ppo,
+            learner,
             collector,
             curve: Curve::default(),
             latencies: Vec::new(),
             restarts: 0,
+            dropped: 0,
         })
     }
 
@@ -161,14 +201,16 @@ impl Training {
                 self.collector.version().0,
             ));
         }
+        self.dropped += batch.dropped;
         self.curve.add(&batch.frames);
         Ok(Some(batch.frames))
     }
 
     /// Makes better weights of the frames, and sends them to the workers.
     fn learn(&mut self, frames: &Frames, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
-        self.ppo.update(frames)?;
-        let weights = self.ppo.model().var_map();
+        let age = self.collector.version().0 - oldest(frames, self.collector.version().0);
+        self.learner.learn(frames)?;
+        let weights = self.learner.var_map();
         let report = self.collector.update_policy_weights(weights)?;
         self.latencies.push(report.took);
         progress.show(&Status {
@@ -183,6 +225,7 @@ impl Training {
                 .map(|worker| (worker.worker.0, worker.versions[0].0))
                 .collect(),
             latency: report.took,
+            staleness: matches!(self.collector, Workers::Async(_)).then_some(age),
         });
         Ok(())
     }
@@ -190,10 +233,10 @@ impl Training {
     fn summary(&self, reached: bool, progress: &mut Progress) {
         let seconds = self.begun.elapsed().as_secs_f64();
         let mean = self.curve.mean().unwrap_or(0.0);
-        let (frames, seed) = (self.curve.frames(), self.seed);
+        let (frames, seed, goal) = (self.curve.frames(), self.seed, self.job.goal);
         let verdict = if reached { "reached" } else { "NOT reached" };
         progress.say(&format!(
-            "goal {verdict}: mean return {mean:.1} over the last {} episodes (goal {GOAL}) \
+            "goal {verdict}: mean return {mean:.1} over the last {} episodes (goal {goal}) \
              after {seconds:.1} s, seed {seed}",
             self.curve.window(),
         ));
@@ -203,6 +246,12 @@ impl Training {
             self.latencies.len(),
             self.restarts,
         ));
+        if self.dropped > 0 {
+            progress.say(&format!(
+                "{} parts of workers were older than {MAX_STALENESS} versions, and dropped",
+                self.dropped
+            ));
+        }
         let mut latencies = self.latencies.clone();
         latencies.sort();
         if let (Some(median), Some(worst)) = (latencies.get(latencies.len() / 2), latencies.last())
@@ -218,8 +267,9 @@ impl Training {
     /// Writes what the demo leaves: the curve, and the policy that reached the
     /// goal, which is the version the workers have now.
     fn save(self, place: Place, progress: &mut Progress) -> Result<(), Box<dyn Error>> {
-        let title = format!("{}, seed {}", TASK.name(), self.seed);
-        let svg = self.curve.svg(&title, GOAL)?;
+        let (name, algorithm) = (self.job.task.name(), self.job.algorithm.name());
+        let title = format!("{name}, {algorithm}, seed {}", self.seed);
+        let svg = self.curve.svg(&title, self.job.goal)?;
         let folder = place.create()?;
         folder.write("learning.svg", svg.as_bytes())?;
         let policy = folder.path("policy.safetensors");
@@ -230,4 +280,14 @@ impl Training {
         folder.keep();
         Ok(())
     }
+}
+
+/// The oldest version that chose an action of some frames, or the newest where
+/// none did.
+fn oldest(frames: &Frames, newest: u64) -> u64 {
+    let versions = frames.policy_versions.iter().copied();
+    versions
+        .filter(|version| *version > 0)
+        .min()
+        .unwrap_or(newest)
 }

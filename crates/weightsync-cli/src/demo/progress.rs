@@ -8,10 +8,14 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::job::Job;
+
 /// How often a line is printed where lines stay.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// How often the terminal is redrawn, per second.
 const REDRAWS: u8 = 10;
+/// Steps of the bar.
+const BAR: u64 = 1000;
 
 /// Where the training stands.
 pub struct Status {
@@ -25,22 +29,30 @@ pub struct Status {
     pub workers: Vec<(u32, u64)>,
     /// From the call of send until every worker had the version.
     pub latency: Duration,
+    /// How many versions older than the newest the frames were, where workers do not
+    /// wait for it.
+    pub staleness: Option<u64>,
 }
 
 /// Shows a [`Status`] as often as is good to read.
 pub struct Progress {
     /// On a terminal.
     bar: Option<ProgressBar>,
+    /// Task and algorithm.
+    name: String,
+    goal: f64,
+    /// The first mean return: where the bar begins.
+    first: Option<f64>,
     workers: usize,
     next_line: Duration,
 }
 
 impl Progress {
-    pub fn new(goal: f64, workers: usize) -> Self {
+    pub fn new(job: &Job, workers: usize) -> Self {
         let bar = io::stdout().is_terminal().then(|| {
             let target = ProgressDrawTarget::stdout_with_hz(REDRAWS);
-            let bar = ProgressBar::with_draw_target(Some(goal as u64), target);
-            let style = ProgressStyle::with_template("return {bar:40.cyan} {pos} of {len}\n{msg}");
+            let bar = ProgressBar::with_draw_target(Some(BAR), target);
+            let style = ProgressStyle::with_template("return {bar:40.cyan} {msg}");
             match style {
                 Ok(style) => bar.with_style(style),
                 Err(_) => bar,
@@ -48,6 +60,9 @@ impl Progress {
         });
         Self {
             bar,
+            name: format!("{}, {}", job.task.name(), job.algorithm.name()),
+            goal: job.goal,
+            first: None,
             workers,
             next_line: Duration::ZERO,
         }
@@ -56,8 +71,11 @@ impl Progress {
     pub fn show(&mut self, status: &Status) {
         match &self.bar {
             Some(bar) => {
-                let goal = bar.length().unwrap_or(u64::MAX);
-                bar.set_position((status.mean_return.unwrap_or(0.0) as u64).min(goal));
+                if let Some(mean) = status.mean_return {
+                    let first = *self.first.get_or_insert(mean.min(self.goal - 1.0));
+                    let part = (mean - first) / (self.goal - first);
+                    bar.set_position((part.clamp(0.0, 1.0) * BAR as f64) as u64);
+                }
                 bar.set_message(self.several_lines(status));
             }
             None if status.elapsed >= self.next_line => {
@@ -88,27 +106,34 @@ impl Progress {
     fn several_lines(&self, status: &Status) -> String {
         let frames_per_second = status.frames as f64 / status.elapsed.as_secs_f64();
         format!(
-            "{:.1} s, {} frames, {frames_per_second:.0} frames/s\n\
-             version {} at the trainer; {}\n\
+            "{} of {}\n\
+             {}: {:.1} s, {} frames, {frames_per_second:.0} frames/s\n\
+             version {} at the trainer; {}{}\n\
              send → applied on all workers: {}",
+            mean_of(status),
+            self.goal,
+            self.name,
             status.elapsed.as_secs_f64(),
             status.frames,
             status.version,
             self.versions(status),
+            staleness(status),
             micros(status.latency),
         )
     }
 
     fn one_line(&self, status: &Status) -> String {
-        let mean = status.mean_return.map_or("–".into(), |m| format!("{m:.1}"));
         format!(
-            "{:5.1} s  {:>6} frames  {:>5.0} frames/s  return {mean:>5}  version {}; {}  \
+            "{}  {:5.1} s  {:>6} frames  {:>5.0} frames/s  return {:>5}  version {}; {}{}  \
              send → applied {}",
+            self.name,
             status.elapsed.as_secs_f64(),
             status.frames,
             status.frames as f64 / status.elapsed.as_secs_f64(),
+            mean_of(status),
             status.version,
             self.versions(status),
+            staleness(status),
             micros(status.latency),
         )
     }
@@ -127,6 +152,18 @@ impl Progress {
         let versions: Vec<String> = (0..self.workers as u32).map(of).collect();
         format!("workers {}", versions.join(" "))
     }
+}
+
+/// The mean return, once there is one.
+fn mean_of(status: &Status) -> String {
+    let mean = status.mean_return;
+    mean.map_or("–".into(), |mean| format!("{mean:.1}"))
+}
+
+/// How old the frames were, where that can differ.
+fn staleness(status: &Status) -> String {
+    let age = status.staleness;
+    age.map_or(String::new(), |age| format!("  staleness {age}"))
 }
 
 /// A latency as people read it.

@@ -30,14 +30,20 @@ pub fn learning(learning: &Learning<'_>) -> Result<String, Box<dyn Error>> {
         let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
         area.fill(&WHITE)?;
         let frames = learning.frames.max(1) as f64;
-        let highest = learning.episodes.iter().map(|&(_, reward)| reward);
-        let top = highest.fold(learning.goal, f64::max) * 1.05;
+        let returns = || learning.episodes.iter().map(|&(_, reward)| reward);
+        let (low, high) = (
+            returns().fold(learning.goal.min(0.0), f64::min),
+            returns().fold(learning.goal, f64::max),
+        );
+        let margin = (high - low) * 0.05;
+        // Returns that are never negative begin at the axis.
+        let bottom = if low < 0.0 { low - margin } else { 0.0 };
         let mut chart = ChartBuilder::on(&area)
             .caption(learning.title, ("sans-serif", 22))
             .margin(16)
             .x_label_area_size(44)
             .y_label_area_size(56)
-            .build_cartesian_2d(0.0..frames, 0.0..top)?;
+            .build_cartesian_2d(0.0..frames, bottom..high + margin)?;
         chart
             .configure_mesh()
             .light_line_style(WHITE)

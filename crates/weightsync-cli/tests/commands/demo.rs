@@ -85,6 +85,63 @@ fn demo_refuses_an_unwritable_folder_at_once() {
 }
 
 #[test]
+fn demo_says_task_algorithm_and_staleness() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("results");
+    let args = "--env acrobot --algo dqn --async --workers 2".split(' ');
+    let args: Vec<&str> = args.collect();
+    let mut running = Running::start(&mut demo(&args, Some(&out)));
+    let line = running.line_with("send → applied");
+    for word in ["Acrobot-v1, DQN", "frames/s", "workers ", "staleness "] {
+        assert!(line.contains(word), "no {word:?} in {line}");
+    }
+    running.signal(Signal::INT);
+    assert_eq!(running.end(), Some(130));
+}
+
+#[test]
+fn demo_trains_on_an_environment_of_gymnasium() {
+    let dir = tempfile::tempdir().unwrap();
+    let python = std::env::var("WEIGHTSYNC_GYM_PYTHON").unwrap_or_else(|_| "python3".into());
+    let args = [
+        "--env",
+        "gym:CartPole-v1",
+        "--python",
+        &python,
+        "--workers",
+        "2",
+    ];
+    let mut running = Running::start(&mut demo(&args, Some(&dir.path().join("results"))));
+    let line = running.line_with("send → applied");
+    assert!(line.contains("CartPole-v1, PPO"), "{line}");
+    running.signal(Signal::INT);
+    assert_eq!(running.end(), Some(130));
+}
+
+#[test]
+fn demo_refuses_in_a_line_what_cannot_be() {
+    let cases = [
+        ("--env pendulum --algo dqn", "use --algo ppo"),
+        (
+            "--env gym:CartPole-v1 --python /no/such/python",
+            "`/no/such/python` cannot be run",
+        ),
+    ];
+    for (args, expected) in cases {
+        let args: Vec<&str> = args.split(' ').collect();
+        let demo = demo(&args, None).output().unwrap();
+        assert_eq!(demo.status.code(), Some(1), "{args:?}");
+        assert_eq!(text(&demo.stdout), "", "before the training");
+        let stderr = text(&demo.stderr);
+        assert!(stderr.contains(expected), "{stderr}");
+        assert_eq!(stderr.trim_end().lines().count(), 1, "{stderr}");
+    }
+    let unknown = demo(&["--env", "cart"], None).output().unwrap();
+    assert_eq!(unknown.status.code(), Some(2));
+    assert!(text(&unknown.stderr).contains("gym:ID"));
+}
+
+#[test]
 fn a_worker_that_hangs_does_not_hold_ctrl_c() {
     let dir = tempfile::tempdir().unwrap();
     let out = dir.path().join("results");

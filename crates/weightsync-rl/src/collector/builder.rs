@@ -146,7 +146,7 @@ impl<K: Kind> Builder<K> {
         }
         match workers.checked_mul(envs) {
             Some(rows) if rows > 0 && frames_per_batch.is_multiple_of(rows) => Ok(Plan {
-                task: self.task,
+                task: self.task.clone(),
                 envs,
                 batched: self.envs_per_worker.is_some(),
                 steps: frames_per_batch / rows,
@@ -171,7 +171,8 @@ impl Builder<Here> {
     /// # Errors
     /// [`Error::UnevenBatch`] and [`Error::BatchSize`] about the settings,
     /// [`Error::MissingTensor`] and [`Error::TensorLen`] if the weights hold no
-    /// policy for the task, [`Error::Weights`] if they cannot be read.
+    /// policy for the task, [`Error::Weights`] if they cannot be read,
+    /// [`Error::Gym`] if an environment of Gymnasium cannot be made.
     pub fn start(self, weights: &impl WeightExtractor) -> Result<Sync, Error> {
         Sync::start(&self, weights)
     }
@@ -272,7 +273,7 @@ impl<K: Remote> Builder<K> {
                     Some(spawn) => spawn,
                     None => Spawn::this_program()?,
                 };
-                let longest = wire::longest(plan.envs, plan.steps, self.task);
+                let longest = wire::longest(plan.envs, plan.steps, &self.task);
                 Box::new(Processes::start(spawn, &starts, longest)?)
             }
         };

@@ -44,7 +44,7 @@ pub(super) struct Core {
 }
 
 /// What each worker runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Plan {
     pub task: Task,
     pub envs: usize,
@@ -92,7 +92,7 @@ impl Plan {
     /// What a worker is started with.
     pub fn start(&self, seed: u64, weights: InitInfo) -> Start {
         Start {
-            task: self.task,
+            task: self.task.clone(),
             envs: self.envs as u32,
             seed,
             options: self.options,
@@ -331,7 +331,7 @@ impl Core {
     fn understand(&mut self, worker: usize, heard: Heard, goal: Goal) -> (Event, Option<Part>) {
         match heard {
             Heard::Frames { ticket, frames } => {
-                let (task, envs) = (self.plan.task, self.plan.envs);
+                let (task, envs) = (&self.plan.task, self.plan.envs);
                 if let Err(error) = task.check_part(&frames, envs, self.plan.steps(goal)) {
                     return (self.at_fault(worker, error.to_string()), None);
                 }

@@ -76,7 +76,7 @@ pub struct Multi<K> {
 }
 
 impl<K: Remote> Multi<K> {
-    /// Settings to start from, for one of the built-in tasks.
+    /// Settings to start from, for a task.
     pub fn builder(task: Task) -> Builder<K> {
         Builder::new(task)
     }

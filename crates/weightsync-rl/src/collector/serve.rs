@@ -31,7 +31,8 @@ pub(super) const JOIN: Duration = Duration::from_secs(30);
 /// [`Error::Weights`] if the trainer cannot be joined or its model cannot be
 /// read, [`Error::MissingTensor`] and [`Error::TensorLen`] if it is no policy
 /// for the task, [`Error::NotFinite`] if it leads to frames that no policy can learn
-/// from, [`Error::Workers`] and [`Error::Message`] about the pipe. The
+/// from, [`Error::Gym`] about an environment of Gymnasium, [`Error::Workers`] and
+/// [`Error::Message`] about the pipe. The
 /// trainer sees the process end and, if the error is printed, why.
 pub fn serve(process: &WorkerProcess) -> Result<(), Error> {
     let start: Start = wire::decode(process.init())?;
@@ -132,7 +133,7 @@ pub(super) fn work(port: &impl Port, start: Start, live: &Live) -> Result<(), Er
     let receiver = setup.connect(Some(JOIN))?.snapshots_in_background()?;
     *live.lock() = Some(receiver);
     let envs = start.envs as usize;
-    let mut rollout = start.task.rollout(envs, start.seed, start.options);
+    let mut rollout = start.task.rollout(envs, start.seed, start.options)?;
     while let Some(request) = port.request()? {
         let weights = match request.random {
             true => None,

@@ -40,7 +40,7 @@ pub struct Sync {
 }
 
 impl Sync {
-    /// Settings to start from, for one of the built-in tasks.
+    /// Settings to start from, for a task.
     pub fn builder(task: Task) -> Builder<Here> {
         Builder::new(task)
     }
@@ -53,9 +53,9 @@ impl Sync {
         // Seeded like the first worker of the others: it sees the same frames.
         let seed = Seeds::new(settings.seed).next();
         Ok(Self {
+            weights: read(&plan.task, weights, Version::FIRST)?,
+            rollout: plan.task.rollout(plan.envs, seed, plan.options)?,
             plan,
-            rollout: plan.task.rollout(plan.envs, seed, plan.options),
-            weights: read(plan.task, weights, Version::FIRST)?,
             tally: settings.tally(),
         })
     }
@@ -64,7 +64,9 @@ impl Sync {
     ///
     /// # Errors
     /// [`Error::NotFinite`] if the weights lead to frames that no policy can learn
-    /// from; the next call begins new episodes.
+    /// from; the next call begins new episodes. [`Error::Gym`] if an environment of
+    /// Gymnasium has failed, and [`Error::NoProbability`] if the weights are to explore
+    /// with none.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
         let weights = (!self.tally.begins_random()).then_some(&self.weights);
         let mut frames = self.rollout.part(weights, self.plan.steps)?;
@@ -91,7 +93,7 @@ impl Sync {
         weights: &impl WeightExtractor,
     ) -> Result<Version, Error> {
         let version = self.version().next();
-        self.weights = read(self.plan.task, weights, version)?;
+        self.weights = read(&self.plan.task, weights, version)?;
         Ok(version)
     }
 
@@ -115,7 +117,7 @@ impl Iterator for Sync {
 }
 
 /// A copy of weights that hold a policy for the task.
-fn read(task: Task, weights: &impl WeightExtractor, version: Version) -> Result<Snapshot, Error> {
+fn read(task: &Task, weights: &impl WeightExtractor, version: Version) -> Result<Snapshot, Error> {
     /// There is nobody to tell apart.
     const RUN: Run = Run {
         epoch: Epoch(1),

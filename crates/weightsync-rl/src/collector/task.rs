@@ -5,13 +5,16 @@ use weightsync_engine::{Dtype, Layout, Snapshot};
 
 use crate::{
     Error,
-    env::{Acrobot, CartPole, Env, MountainCar, Pendulum, Store},
+    env::{
+        Acrobot, BatchedEnv, CartPole, Env, Envs, Gym, GymEnvs, MountainCar, Pendulum, Store,
+        check_policy,
+    },
     frames::{ActionKind, Frames},
-    rollout::{Driven, Rollout, RolloutOptions},
+    rollout::{Driven, Rollout, RolloutOptions, Stepping},
 };
 
-/// The built-in tasks, as a worker is told which one to run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// A task, as a worker is told which one to run.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Task {
     /// [`CartPole`].
@@ -22,11 +25,14 @@ pub enum Task {
     Acrobot,
     /// [`Pendulum`].
     Pendulum,
+    /// A task of Gymnasium.
+    Gym(Gym),
 }
 
-/// Evaluates an expression in which a name stands for the task's environment.
+/// Evaluates an expression in which a name stands for the environment of a built-in
+/// task, or another one about a task of Gymnasium.
 macro_rules! with_env {
-    ($task:expr, $env:ident => $body:expr) => {
+    ($task:expr, $env:ident => $body:expr, $gym:ident => $of_gym:expr) => {
         match $task {
             Task::CartPole => {
                 type $env = CartPole;
@@ -44,6 +50,7 @@ macro_rules! with_env {
                 type $env = Pendulum;
                 $body
             }
+            Task::Gym($gym) => $of_gym,
         }
     };
 }
@@ -67,48 +74,60 @@ impl Task {
     }
 
     /// The name the task is registered under in Gymnasium.
-    pub fn name(self) -> &'static str {
-        with_env!(self, E => E::NAME)
+    pub fn name(&self) -> &str {
+        with_env!(self, E => E::NAME, gym => gym.id())
     }
 
     /// Number of `f32`s in one observation.
-    pub fn observation_len(self) -> usize {
-        with_env!(self, E => E::OBSERVATION_LEN)
+    pub fn observation_len(&self) -> usize {
+        with_env!(self, E => E::OBSERVATION_LEN, gym => gym.observation_len())
     }
 
     /// Number of discrete actions, or of quantities in a continuous one.
-    pub fn actions(self) -> usize {
-        with_env!(self, E => E::ACTIONS)
+    pub fn actions(&self) -> usize {
+        with_env!(self, E => E::ACTIONS, gym => gym.actions())
     }
 
     /// Whether actions are continuous.
-    pub fn is_continuous(self) -> bool {
+    pub fn is_continuous(&self) -> bool {
         self.action_kind() != ActionKind::Discrete
     }
 
     /// Least and greatest value of each quantity in a continuous action.
-    pub fn action_range(self) -> [f32; 2] {
-        with_env!(self, E => E::ACTION_RANGE)
+    pub fn action_range(&self) -> [f32; 2] {
+        with_env!(self, E => E::ACTION_RANGE, gym => gym.action_range())
     }
 
-    pub(super) fn action_kind(self) -> ActionKind {
-        with_env!(self, E => <E as Env>::Action::KIND)
+    pub(super) fn action_kind(&self) -> ActionKind {
+        with_env!(self, E => <E as Env>::Action::KIND, gym => gym.action_kind())
     }
 
     /// `envs` environments of the task, at the start of their episodes.
-    pub(super) fn rollout(self, envs: usize, seed: u64, options: RolloutOptions) -> Box<dyn Roll> {
-        with_env!(self, E => Box::new(Rollout::<E>::with_options(envs, seed, options)))
+    ///
+    /// # Errors
+    /// [`Error::Gym`] if Gymnasium's cannot be made.
+    pub(super) fn rollout(
+        &self,
+        envs: usize,
+        seed: u64,
+        options: RolloutOptions,
+    ) -> Result<Box<dyn Roll>, Error> {
+        Ok(with_env!(
+            self,
+            E => boxed(BatchedEnv::<E>::new(envs, seed), seed, options),
+            gym => return of_gym(gym, envs, seed, options)
+        ))
     }
 
-    /// The same for a caller with rules of its own.
-    pub(crate) fn driven(self, envs: usize, seed: u64) -> Box<dyn Driven> {
-        with_env!(self, E => Box::new(Rollout::<E>::new(envs, seed)))
+    /// The same of a built-in task, for a caller with rules of its own.
+    pub(crate) fn driven(&self, envs: usize, seed: u64) -> Option<Box<dyn Driven>> {
+        Some(with_env!(self, E => Box::new(Rollout::<E>::new(envs, seed)), _gym => return None))
     }
 
     /// Whether a worker's frames are a part of `steps` steps in `envs`
     /// environments of the task.
     pub(super) fn check_part(
-        self,
+        &self,
         frames: &Frames,
         envs: usize,
         steps: usize,
@@ -122,7 +141,7 @@ impl Task {
     ///
     /// # Errors
     /// [`Error::NoSuchAction`] with the first one that it does not have.
-    pub fn check_actions(self, mut discrete: impl Iterator<Item = i64>) -> Result<(), Error> {
+    pub fn check_actions(&self, mut discrete: impl Iterator<Item = i64>) -> Result<(), Error> {
         let actions = self.actions() as u32;
         match discrete.find(|action| !(0..i64::from(actions)).contains(action)) {
             None => Ok(()),
@@ -131,13 +150,48 @@ impl Task {
     }
 
     /// Whether weights of this layout hold a policy for the task.
-    pub(super) fn check(self, layout: &Layout) -> Result<(), Error> {
+    pub(super) fn check(&self, layout: &Layout) -> Result<(), Error> {
         let len = |name: &str| {
             let tensor = layout.tensor(name)?;
             (tensor.dtype == Dtype::F32).then_some(tensor.range.len as usize / 4)
         };
-        with_env!(self, E => <E as Env>::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len))
+        let (inputs, outputs) = (self.observation_len(), self.actions());
+        check_policy(self.action_kind(), inputs, outputs, "actor", len)
     }
+}
+
+fn boxed<B>(envs: B, seed: u64, options: RolloutOptions) -> Box<dyn Roll>
+where
+    B: Envs + fmt::Debug + Send + 'static,
+    Error: From<B::Error>,
+{
+    Box::new(Stepping::new(envs, seed, options))
+}
+
+/// Environments of Gymnasium, by the number of quantities in an action.
+fn of_gym(
+    gym: &Gym,
+    envs: usize,
+    seed: u64,
+    options: RolloutOptions,
+) -> Result<Box<dyn Roll>, Error> {
+    macro_rules! started {
+        ($action:ty) => {{
+            let envs = GymEnvs::<$action>::start(gym.clone(), envs, seed)?;
+            boxed(envs, seed, options)
+        }};
+    }
+    Ok(match gym.action_kind() {
+        ActionKind::Discrete => started!(u32),
+        ActionKind::Continuous(1) => started!([f32; 1]),
+        ActionKind::Continuous(2) => started!([f32; 2]),
+        ActionKind::Continuous(3) => started!([f32; 3]),
+        ActionKind::Continuous(4) => started!([f32; 4]),
+        ActionKind::Continuous(5) => started!([f32; 5]),
+        ActionKind::Continuous(6) => started!([f32; 6]),
+        ActionKind::Continuous(7) => started!([f32; 7]),
+        ActionKind::Continuous(_) => started!([f32; Gym::MAX_QUANTITIES]),
+    })
 }
 
 /// A rollout of any task, with the policy read from weights.
@@ -151,10 +205,14 @@ pub(super) trait Roll: fmt::Debug + Send {
     fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error>;
 }
 
-impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
+impl<B> Roll for Stepping<B>
+where
+    B: Envs + fmt::Debug + Send,
+    Error: From<B::Error>,
+{
     fn part(&mut self, weights: Option<&Snapshot>, steps: usize) -> Result<Frames, Error> {
         let frames = match weights {
-            None => self.collect_random(steps),
+            None => self.collect_random(steps)?,
             Some(weights) => {
                 // The version's own bytes: nothing is copied.
                 let tensor = |name: &str| weights.slice::<f32>(name).ok();
@@ -164,7 +222,7 @@ impl<E: Env + fmt::Debug + Send> Roll for Rollout<E> {
         let checked = frames.check_numbers();
         if checked.is_err() {
             // Nothing good comes of these episodes.
-            self.reset_all();
+            self.reset_all()?;
         }
         checked.map(|()| frames)
     }

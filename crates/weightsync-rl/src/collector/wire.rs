@@ -65,7 +65,7 @@ enum ActionColumn {
 }
 
 /// The most bytes the frames of one worker take on the wire.
-pub(super) fn longest(envs: usize, steps: usize, task: Task) -> usize {
+pub(super) fn longest(envs: usize, steps: usize, task: &Task) -> usize {
     const HEAD: usize = 256;
     let action = if task.is_continuous() {
         4 * task.actions()
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(hex, golden);
         let back: Collected = decode(&bytes).unwrap();
         assert_eq!(back.into_frames(), (3, frames()));
-        assert!(bytes.len() <= longest(1, 2, Task::CartPole));
+        assert!(bytes.len() <= longest(1, 2, &Task::CartPole));
     }
 
     #[test]

@@ -66,14 +66,29 @@ pub(crate) trait Store: Copy + fmt::Debug + Send + Sized + 'static {
     /// The action of the frame `at`; none if these actions are of another kind.
     fn load(at: usize, actions: &Actions) -> Option<Self>;
 
-    /// Whether tensors as long as `len` says hold a policy from `inputs`
-    /// quantities to `outputs` actions, or quantities of one.
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error>;
+    /// Appends its bytes, little-endian.
+    fn write(self, out: &mut Vec<u8>);
+}
+
+/// Whether tensors as long as `len` says hold a policy from `inputs` quantities to
+/// `outputs` actions of a kind, or quantities of one.
+pub(crate) fn check_policy(
+    kind: ActionKind,
+    inputs: usize,
+    outputs: usize,
+    prefix: &str,
+    len: impl Fn(&str) -> Option<usize>,
+) -> Result<(), Error> {
+    let width = MlpPolicy::width(inputs, prefix, &len)?;
+    check_len("the actor's last bias", width, outputs)?;
+    if kind == ActionKind::Discrete {
+        return Ok(());
+    }
+    let name = format!("{prefix}.log_std");
+    let Some(len) = len(&name) else {
+        return Err(Error::MissingTensor { name });
+    };
+    check_len(&name, len, outputs)
 }
 
 impl Store for u32 {
@@ -96,14 +111,8 @@ impl Store for u32 {
         actions.discrete()?.get(at).copied()
     }
 
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error> {
-        let width = MlpPolicy::width(inputs, prefix, len)?;
-        check_len("the actor's last bias", width, outputs)
+    fn write(self, out: &mut Vec<u8>) {
+        out.extend(self.to_le_bytes());
     }
 }
 
@@ -128,18 +137,7 @@ impl<const N: usize> Store for [f32; N] {
         values.as_chunks::<N>().0.get(at).copied()
     }
 
-    fn check(
-        inputs: usize,
-        outputs: usize,
-        prefix: &str,
-        len: impl Fn(&str) -> Option<usize>,
-    ) -> Result<(), Error> {
-        let width = MlpPolicy::width(inputs, prefix, &len)?;
-        check_len("the actor's last bias", width, outputs)?;
-        let name = format!("{prefix}.log_std");
-        let Some(len) = len(&name) else {
-            return Err(Error::MissingTensor { name });
-        };
-        check_len(&name, len, outputs)
+    fn write(self, out: &mut Vec<u8>) {
+        out.extend(self.iter().flat_map(|quantity| quantity.to_le_bytes()));
     }
 }

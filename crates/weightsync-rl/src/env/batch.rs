@@ -1,6 +1,30 @@
+use std::convert::Infallible;
+
 use rand::SeedableRng;
 
-use super::{Env, EnvRng, Transition};
+use super::{Action, Env, EnvRng, Transition};
+
+/// Environments of one task that a rollout steps, each on its own.
+pub(crate) trait Envs {
+    type Action: Action;
+    /// Why one cannot be stepped or reset.
+    type Error;
+
+    /// Number of environments, `P`.
+    fn len(&self) -> usize;
+    /// Number of `f32`s in one observation.
+    fn observation_len(&self) -> usize;
+    /// As [`Env::ACTIONS`].
+    fn actions(&self) -> usize;
+    /// As [`Env::ACTION_RANGE`].
+    fn action_range(&self) -> [f32; 2];
+    /// Writes the observation of the environment `index` into `out`.
+    fn observe_one(&self, index: usize, out: &mut [f32]);
+    /// As [`Env::step`].
+    fn step(&mut self, index: usize, action: Self::Action) -> Result<Transition, Self::Error>;
+    /// As [`Env::reset`].
+    fn reset(&mut self, index: usize) -> Result<(), Self::Error>;
+}
 
 /// `P` environments stepped side by side, each with a generator of its own, so
 /// that what one does never depends on when another's episode ends.
@@ -75,5 +99,39 @@ impl<E: Env> BatchedEnv<E> {
     pub fn reset_with(&mut self, index: usize, seed: u64) {
         self.envs[index].1 = EnvRng::seed_from_u64(seed);
         self.reset(index);
+    }
+}
+
+impl<E: Env> Envs for BatchedEnv<E> {
+    type Action = E::Action;
+    type Error = Infallible;
+
+    fn len(&self) -> usize {
+        self.len()
+    }
+
+    fn observation_len(&self) -> usize {
+        E::OBSERVATION_LEN
+    }
+
+    fn actions(&self) -> usize {
+        E::ACTIONS
+    }
+
+    fn action_range(&self) -> [f32; 2] {
+        E::ACTION_RANGE
+    }
+
+    fn observe_one(&self, index: usize, out: &mut [f32]) {
+        self.observe_one(index, out);
+    }
+
+    fn step(&mut self, index: usize, action: E::Action) -> Result<Transition, Infallible> {
+        Ok(self.step(index, action))
+    }
+
+    fn reset(&mut self, index: usize) -> Result<(), Infallible> {
+        self.reset(index);
+        Ok(())
     }
 }

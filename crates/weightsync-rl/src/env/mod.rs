@@ -2,20 +2,25 @@
 //!
 //! An [`Env`] is one task instance; a [`BatchedEnv`] steps several side by side
 //! and starts a new episode wherever one ended. Randomness comes from the
-//! [`EnvRng`] a caller passes in, so the same seed gives the same episodes.
+//! [`EnvRng`] a caller passes in, so the same seed gives the same episodes. A [`Gym`]
+//! is a task of Gymnasium itself, which Python steps.
 
 mod acrobot;
 mod action;
 mod batch;
 mod cartpole;
+mod gym;
 mod mountain_car;
 mod pendulum;
 
 pub use acrobot::Acrobot;
 pub use action::Action;
-pub(crate) use action::Store;
+pub(crate) use action::{Store, check_policy};
 pub use batch::BatchedEnv;
+pub(crate) use batch::Envs;
 pub use cartpole::CartPole;
+pub use gym::Gym;
+pub(crate) use gym::GymEnvs;
 pub use mountain_car::MountainCar;
 pub use pendulum::Pendulum;
 

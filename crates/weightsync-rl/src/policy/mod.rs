@@ -25,7 +25,8 @@ struct Layer<'w> {
 }
 
 /// A multi-layer perceptron with `tanh` between its layers, whose outputs are
-/// the logits of a categorical distribution over actions.
+/// the logits of a categorical distribution over actions; or, where the weights
+/// say with which probability to explore, the actions' values.
 ///
 /// ```
 /// use weightsync_rl::policy::{MlpPolicy, Policy};
@@ -43,6 +44,9 @@ struct Layer<'w> {
 #[derive(Clone, Debug)]
 pub struct MlpPolicy<'w> {
     layers: Vec<Layer<'w>>,
+    /// Outputs are values: the action of the greatest is taken, or, with this
+    /// probability, one drawn evenly from all there are.
+    epsilon: Option<f32>,
 }
 
 /// Room for the activations of one forward pass; reuse it between passes.
@@ -84,11 +88,13 @@ pub trait Policy {
 impl<'w> MlpPolicy<'w> {
     /// The layers `{prefix}.0`, `{prefix}.1`, … as far as `tensor` knows them:
     /// each has a `.weight` of shape `[outputs, inputs]` and a `.bias` of shape
-    /// `[outputs]`; the first one takes `inputs` quantities.
+    /// `[outputs]`; the first one takes `inputs` quantities. With a tensor
+    /// `{prefix}.epsilon` of one element, the policy is ε-greedy.
     ///
     /// # Errors
     /// [`Error::MissingTensor`] without a first layer or without the bias of a
-    /// layer, [`Error::TensorLen`] where a length does not fit the layer before.
+    /// layer, [`Error::TensorLen`] where a length does not fit the layer before,
+    /// [`Error::NoProbability`] if the ε is none.
     pub fn from_tensors(
         inputs: usize,
         prefix: &str,
@@ -98,7 +104,7 @@ impl<'w> MlpPolicy<'w> {
         walk(
             inputs,
             prefix,
-            tensor,
+            &tensor,
             |slice| slice.len(),
             |weight, bias, inputs| {
                 layers.push(Layer {
@@ -108,7 +114,17 @@ impl<'w> MlpPolicy<'w> {
                 });
             },
         )?;
-        Ok(Self { layers })
+        let name = epsilon_of(prefix);
+        let epsilon = match tensor(&name) {
+            None => None,
+            Some(&[epsilon]) if (0.0..=1.0).contains(&epsilon) => Some(epsilon),
+            Some(&[got]) => return Err(Error::NoProbability { name, got }),
+            Some(several) => {
+                check_len(&name, several.len(), 1)?;
+                None
+            }
+        };
+        Ok(Self { layers, epsilon })
     }
 
     /// The number of outputs of the policy that [`from_tensors`](Self::from_tensors)
@@ -118,15 +134,18 @@ impl<'w> MlpPolicy<'w> {
         prefix: &str,
         len: impl Fn(&str) -> Option<usize>,
     ) -> Result<usize, Error> {
+        let name = epsilon_of(prefix);
+        check_len(&name, len(&name).unwrap_or(1), 1)?;
         walk(inputs, prefix, len, |len| len, |_, _, _| {})
     }
 
-    /// Number of logits, that is of actions.
+    /// Number of logits or values, that is of actions.
     pub fn outputs(&self) -> usize {
         self.layers.last().map_or(0, |layer| layer.bias.len())
     }
 
-    /// The logits for one observation; their sum of exponentials is not 1.
+    /// The logits for one observation, whose sum of exponentials is not 1, or
+    /// the values of the actions.
     pub fn logits<'s>(&self, observation: &[f32], scratch: &'s mut Scratch) -> &'s [f32] {
         for (i, layer) in self.layers.iter().enumerate() {
             let input = if i == 0 {
@@ -137,7 +156,7 @@ impl<'w> MlpPolicy<'w> {
             layer.forward(input, &mut scratch.output);
             if i + 1 < self.layers.len() {
                 for y in &mut scratch.output[..layer.bias.len()] {
-                    *y = y.tanh();
+                    *y = tanh(*y);
                 }
                 std::mem::swap(&mut scratch.input, &mut scratch.output);
             }
@@ -159,22 +178,56 @@ impl Policy for MlpPolicy<'_> {
     }
 
     fn sample(&self, observation: &[f32], scratch: &mut Scratch, rng: &mut EnvRng) -> Choice {
-        let logits = self.logits(observation, scratch);
-        draw(logits, rng.random())
+        let outputs = self.logits(observation, scratch);
+        let Some(epsilon) = self.epsilon else {
+            return draw(outputs, rng.random());
+        };
+        let action = match rng.random::<f32>() < epsilon {
+            true => rng.random_range(0..outputs.len()),
+            false => greatest(outputs),
+        };
+        epsilon_greedy(action, outputs, epsilon)
     }
 
     fn greedy(&self, observation: &[f32], scratch: &mut Scratch) -> Choice {
-        let logits = self.logits(observation, scratch);
-        let mut best = 0;
-        for (i, logit) in logits.iter().enumerate() {
-            if *logit > logits[best] {
-                best = i;
-            }
+        let outputs = self.logits(observation, scratch);
+        let best = greatest(outputs);
+        match self.epsilon {
+            Some(epsilon) => epsilon_greedy(best, outputs, epsilon),
+            None => Choice {
+                action: best as u32,
+                log_prob: outputs[best] - log_sum_exp(outputs),
+            },
         }
-        Choice {
-            action: best as u32,
-            log_prob: logits[best] - log_sum_exp(logits),
+    }
+}
+
+/// The name of the tensor that makes a policy ε-greedy.
+fn epsilon_of(prefix: &str) -> String {
+    format!("{prefix}.epsilon")
+}
+
+/// The first of the greatest outputs.
+fn greatest(outputs: &[f32]) -> usize {
+    let mut best = 0;
+    for (i, output) in outputs.iter().enumerate() {
+        if *output > outputs[best] {
+            best = i;
         }
+    }
+    best
+}
+
+/// An action with the probability that it had.
+fn epsilon_greedy(action: usize, values: &[f32], epsilon: f32) -> Choice {
+    let even = epsilon / values.len() as f32;
+    let probability = match action == greatest(values) {
+        true => 1.0 - epsilon + even,
+        false => even,
+    };
+    Choice {
+        action: action as u32,
+        log_prob: probability.ln(),
     }
 }
 
@@ -248,7 +301,31 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
         }
     }
     let rest: f32 = a_rest.iter().zip(b_rest).map(|(a, b)| a * b).sum();
-    sums.iter().sum::<f32>() + rest
+    // By halves, which are vectors too; one after the other would take longer than the products.
+    let eight: [f32; 8] = std::array::from_fn(|i| sums[i] + sums[i + 8]);
+    let four: [f32; 4] = std::array::from_fn(|i| eight[i] + eight[i + 4]);
+    (four[0] + four[2]) + (four[1] + four[3]) + rest
+}
+
+/// The hyperbolic tangent as a quotient of two polynomials, right to 1e-6 (the
+/// coefficients are those of the library Eigen). Without a branch, the compiler
+/// may use vectors; the system's function takes most of a forward pass.
+fn tanh(x: f32) -> f32 {
+    const ODD: [f32; 7] = [
+        -2.760_768_5e-16,
+        2.000_188e-13,
+        -8.604_672e-11,
+        5.122_297e-8,
+        1.485_722_4e-5,
+        6.372_619_3e-4,
+        4.893_525_4e-3,
+    ];
+    const EVEN: [f32; 4] = [1.198_258_4e-6, 1.185_347e-4, 2.268_434_6e-3, 4.893_525e-3];
+    // Beyond, it is ±1 to the last bit.
+    let x = x.clamp(-9.0, 9.0);
+    let square = x * x;
+    let at = |coefficients: &[f32]| coefficients.iter().fold(0.0, |sum, c| sum * square + c);
+    x * at(&ODD) / at(&EVEN)
 }
 
 fn log_sum_exp(logits: &[f32]) -> f32 {
@@ -340,6 +417,54 @@ mod tests {
             assert!(error < 5.0 * f64::sqrt(expected), "{counts:?}");
         }
         assert_eq!(policy.greedy(&[1.0], &mut scratch).action, 2);
+    }
+
+    #[test]
+    fn values_are_explored_as_often_as_epsilon_says() {
+        let (weight, bias) = ([0.0; 3], [0.5, 2.0, 1.0]);
+        let policy = |epsilon: &'static [f32]| {
+            MlpPolicy::from_tensors(1, "p", |name| match name {
+                "p.0.weight" => Some(&weight[..]),
+                "p.0.bias" => Some(&bias[..]),
+                "p.epsilon" => Some(epsilon),
+                _ => None,
+            })
+        };
+        let explorer = policy(&[0.3]).unwrap();
+        let mut rng = EnvRng::seed_from_u64(1);
+        let mut scratch = explorer.scratch();
+        let mut counts = [0_u32; 3];
+        for _ in 0..10_000 {
+            let choice = explorer.sample(&[1.0], &mut scratch, &mut rng);
+            counts[choice.action as usize] += 1;
+            let expected = [0.1_f32, 0.8, 0.1][choice.action as usize];
+            assert!((choice.log_prob.exp() - expected).abs() < 1e-6);
+        }
+        for (count, expected) in counts.iter().zip([1000.0, 8000.0, 1000.0]) {
+            let error = (f64::from(*count) - expected).abs();
+            assert!(error < 5.0 * f64::sqrt(expected), "{counts:?}");
+        }
+        let certain = policy(&[0.0])
+            .unwrap()
+            .sample(&[1.0], &mut scratch, &mut rng);
+        assert_eq!((certain.action, certain.log_prob), (1, 0.0));
+        let refused = |epsilon| policy(epsilon).unwrap_err().to_string();
+        assert!(refused(&[1.5]).contains("p.epsilon"));
+        assert!(refused(&[f32::NAN]).contains("p.epsilon"));
+        assert!(refused(&[]).contains("p.epsilon"));
+    }
+
+    #[test]
+    fn tanh_is_that_of_the_system() {
+        for i in -24_000..=24_000 {
+            let x = i as f32 * 5e-4;
+            let error = (tanh(x) - x.tanh()).abs();
+            assert!(error <= 1e-6, "{error} at {x}");
+        }
+        assert_eq!(tanh(f32::INFINITY), tanh(9.0));
+        assert!((tanh(f32::NEG_INFINITY) + 1.0).abs() <= 1e-6);
+        assert!(tanh(f32::NAN).is_nan());
+        assert_eq!(tanh(0.0), 0.0);
     }
 
     #[test]

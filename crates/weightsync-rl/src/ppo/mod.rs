@@ -7,17 +7,18 @@
 mod gae;
 mod model;
 
-use candle_core::{Device, Tensor, backprop::GradStore};
-use candle_nn::{AdamW, Optimizer, ParamsAdamW};
+use candle_core::{Device, Tensor};
+use candle_nn::VarMap;
 use rand::{SeedableRng, seq::SliceRandom};
 
 pub use gae::advantages;
-pub use model::{ActorCritic, Weights};
+pub use model::ActorCritic;
 
 use crate::{
     Error,
     env::EnvRng,
     frames::{Actions, Frames},
+    learn::{Learner, Optimizer, scalar},
 };
 
 /// The settings of PPO.
@@ -99,7 +100,7 @@ pub struct UpdateStats {
 pub struct Ppo {
     model: ActorCritic,
     config: PpoConfig,
-    optimizer: AdamW,
+    optimizer: Optimizer,
     rng: EnvRng,
 }
 
@@ -109,15 +110,9 @@ impl Ppo {
     /// # Errors
     /// [`Error::Candle`] if the optimiser's moments cannot be allocated.
     pub fn new(model: ActorCritic, config: PpoConfig, seed: u64) -> Result<Self, Error> {
-        let params = ParamsAdamW {
-            lr: config.learning_rate,
-            eps: 1e-5,
-            weight_decay: 0.0,
-            ..ParamsAdamW::default()
-        };
         let vars = model.vars().map(|(_, var)| var.clone()).collect();
         Ok(Self {
-            optimizer: AdamW::new(vars, params)?,
+            optimizer: Optimizer::new(vars, config.learning_rate, config.max_grad_norm)?,
             rng: EnvRng::seed_from_u64(seed),
             model,
             config,
@@ -178,9 +173,7 @@ impl Ppo {
         let value_loss = (error.sqr()?.mean_all()? * 0.5)?;
         let loss = ((&policy_loss + &value_loss)? - (&entropy * self.config.entropy)?)?;
 
-        let mut gradients = loss.backward()?;
-        self.clip_gradients(&mut gradients)?;
-        self.optimizer.step(&gradients)?;
+        self.optimizer.step(&loss)?;
 
         stats.steps += 1;
         stats.policy_loss += scalar(&policy_loss)?;
@@ -189,31 +182,16 @@ impl Ppo {
         // (r − 1) − ln r: unbiased, never negative (Schulman, 2020).
         scalar(&((ratio - 1.0)? - log_ratio)?.mean_all()?)
     }
-
-    fn clip_gradients(&self, gradients: &mut GradStore) -> Result<(), Error> {
-        let mut squares = 0.0;
-        for (_, var) in self.model.vars() {
-            if let Some(gradient) = gradients.get(var) {
-                squares += scalar(&gradient.sqr()?.sum_all()?)?;
-            }
-        }
-        let scale = self.config.max_grad_norm / squares.sqrt();
-        if scale < 1.0 {
-            for (_, var) in self.model.vars() {
-                if let Some(gradient) = gradients.remove(var) {
-                    gradients.insert(var, (gradient * scale)?);
-                }
-            }
-        }
-        Ok(())
-    }
 }
 
-/// Keeps candle's matrix products, in the whole process, to the thread that
-/// asks for them. Minibatches of small networks gain nothing from more threads,
-/// and workers on the same machine have a use for the other cores.
-pub fn keep_to_one_thread() {
-    gemm::set_threading_threshold(usize::MAX);
+impl Learner for Ppo {
+    fn learn(&mut self, frames: &Frames) -> Result<(), Error> {
+        self.update(frames).map(drop)
+    }
+
+    fn var_map(&self) -> &VarMap {
+        self.model.var_map()
+    }
 }
 
 /// Frames as tensors, first dimension all frames or a selection of them.
@@ -274,10 +252,6 @@ impl Batch {
             returns: pick(&self.returns)?,
         })
     }
-}
-
-fn scalar(tensor: &Tensor) -> Result<f64, Error> {
-    Ok(f64::from(tensor.to_scalar::<f32>()?))
 }
 
 #[cfg(test)]

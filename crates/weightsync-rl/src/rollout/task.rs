@@ -1,10 +1,10 @@
 use std::fmt;
 
-use super::{Rollout, RolloutOptions, actions_rng};
+use super::{Rollout, RolloutOptions, Stepping, actions_rng};
 use crate::{
     Error,
     collector::Task,
-    env::{Action, Env, Store, Transition},
+    env::{Action, Env, Envs, Store, Transition, check_policy},
     frames::{Actions, Frames},
 };
 
@@ -20,7 +20,7 @@ type Tensors<'a, 'w> = &'a dyn Fn(&str) -> Option<&'w [f32]>;
 ///     rollout::{RolloutOptions, TaskRollout, UnderWay},
 /// };
 ///
-/// let mut rollout = TaskRollout::new(Task::named("CartPole-v1")?, 2, 1);
+/// let mut rollout = TaskRollout::new(Task::named("CartPole-v1")?, 2, 1)?;
 /// let mut under_way = UnderWay { lengths: vec![0; 2], traj_ids: vec![0, 1], next_id: 2 };
 /// let (weight, bias) = ([0.0; 8], [0.0; 2]);
 /// let tensor = |name: &str| match name {
@@ -43,17 +43,20 @@ pub struct TaskRollout {
 
 impl TaskRollout {
     /// `envs` environments at the start of their episodes, all randomness derived from `seed`.
-    pub fn new(task: Task, envs: usize, seed: u64) -> Self {
-        Self {
-            task,
-            envs,
-            roll: task.driven(envs, seed),
-        }
+    ///
+    /// # Errors
+    /// [`Error::NoSuchTask`] for a task that is not built in.
+    pub fn new(task: Task, envs: usize, seed: u64) -> Result<Self, Error> {
+        let Some(roll) = task.driven(envs, seed) else {
+            let name = task.name().into();
+            return Err(Error::NoSuchTask { name });
+        };
+        Ok(Self { task, envs, roll })
     }
 
     /// The task.
-    pub fn task(&self) -> Task {
-        self.task
+    pub fn task(&self) -> &Task {
+        &self.task
     }
 
     /// How many environments there are, `P`.
@@ -154,37 +157,42 @@ pub(crate) trait Driven: fmt::Debug + Send + Sync {
 impl<E: Env + fmt::Debug + Send + Sync> Driven for Rollout<E> {
     fn reset(&mut self, env: usize, seed: Option<u64>) {
         match seed {
-            None => self.env.reset(env),
+            None => self.0.envs.reset(env),
             Some(seed) => {
-                self.env.reset_with(env, seed);
-                self.rngs[env] = actions_rng(seed);
+                self.0.envs.reset_with(env, seed);
+                self.0.rngs[env] = actions_rng(seed);
             }
         }
     }
 
     fn step(&mut self, env: usize, actions: &Actions) -> Option<Transition> {
         let action = E::Action::load(env, actions)?;
-        Some(self.env.step(env, action))
+        Some(self.0.envs.step(env, action))
     }
 
     fn observe(&self, env: usize, out: &mut [f32]) {
-        self.env.observe_one(env, out);
+        self.0.envs.observe_one(env, out);
     }
 
     fn go_on(&mut self, options: RolloutOptions, under_way: &UnderWay) {
-        self.options = options;
-        for (episode, steps) in self.episodes.iter_mut().zip(&under_way.lengths) {
+        self.0.options = options;
+        for (episode, steps) in self.0.episodes.iter_mut().zip(&under_way.lengths) {
             (episode.reward, episode.steps) = (0.0, *steps);
         }
-        self.trajectories.current.clone_from(&under_way.traj_ids);
-        self.trajectories.next = under_way.next_id;
+        self.0.trajectories.current.clone_from(&under_way.traj_ids);
+        self.0.trajectories.next = under_way.next_id;
     }
 
     fn under_way(&self) -> UnderWay {
         UnderWay {
-            lengths: self.episodes.iter().map(|episode| episode.steps).collect(),
-            traj_ids: self.trajectories.current.clone(),
-            next_id: self.trajectories.next,
+            lengths: self
+                .0
+                .episodes
+                .iter()
+                .map(|episode| episode.steps)
+                .collect(),
+            traj_ids: self.0.trajectories.current.clone(),
+            next_id: self.0.trajectories.next,
         }
     }
 
@@ -194,11 +202,14 @@ impl<E: Env + fmt::Debug + Send + Sync> Driven for Rollout<E> {
         version: u64,
         steps: usize,
     ) -> Result<Frames, Error> {
-        self.collect_with(tensor, version, steps)
+        self.0.collect_with(tensor, version, steps)
     }
 }
 
-impl<E: Env> Rollout<E> {
+impl<B: Envs> Stepping<B>
+where
+    Error: From<B::Error>,
+{
     /// [`collect`](Self::collect) with the policy that tensors with the prefix `actor` hold.
     pub(crate) fn collect_with<'w>(
         &mut self,
@@ -207,9 +218,10 @@ impl<E: Env> Rollout<E> {
         steps: usize,
     ) -> Result<Frames, Error> {
         let len = |name: &str| tensor(name).map(<[f32]>::len);
-        E::Action::check(E::OBSERVATION_LEN, E::ACTIONS, "actor", len)?;
-        let policy = E::Action::policy(E::OBSERVATION_LEN, "actor", tensor)?;
-        Ok(self.collect(&policy, version, steps))
+        let (inputs, outputs) = (self.envs.observation_len(), self.envs.actions());
+        check_policy(B::Action::KIND, inputs, outputs, "actor", len)?;
+        let policy = B::Action::policy(inputs, "actor", tensor)?;
+        Ok(self.collect(&policy, version, steps)?)
     }
 }
 
@@ -234,7 +246,7 @@ mod tests {
     }
 
     fn seeded(envs: usize, seed: u64) -> TaskRollout {
-        let mut rollout = TaskRollout::new(Task::CartPole, envs, 0);
+        let mut rollout = TaskRollout::new(Task::CartPole, envs, 0).unwrap();
         (0..envs).for_each(|env| rollout.reset(env, Some(seed + env as u64)));
         rollout
     }

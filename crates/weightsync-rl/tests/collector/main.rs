@@ -1,7 +1,10 @@
 //! Collectors with real workers: worker processes are this binary, run again.
 
 mod faults;
+mod gym;
 mod kinds;
+#[cfg(feature = "candle")]
+mod learning;
 mod multi_sync;
 mod options;
 mod shapes;
@@ -47,7 +50,10 @@ fn main() -> ExitCode {
     }
     let trials = [
         faults::trials(),
+        gym::trials(),
         kinds::trials(),
+        #[cfg(feature = "candle")]
+        learning::trials(),
         multi_sync::trials(),
         options::trials(),
         shapes::trials(),
