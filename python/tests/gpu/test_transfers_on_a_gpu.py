@@ -131,8 +131,8 @@ def test_no_memory_of_the_gpu_is_kept(actor, word):
         model.fill(float(value))
         asyncio.run(training.sync_weights())
     torch.cuda.ipc_collect()
-    assert torch.cuda.memory_allocated() == ours
-    assert worker.ask("memory") == theirs
+    assert torch.cuda.memory_allocated() <= ours
+    assert worker.ask("memory") <= theirs
 
 
 @pytest.mark.parametrize("word", ALL)
