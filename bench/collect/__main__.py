@@ -1,6 +1,6 @@
 """Collectors: `cargo xtask bench collect`.
 
-    PYTHONPATH=bench/common python bench/collect [--json] [--only TEXT]
+    PYTHONPATH=bench/common python bench/collect --weightsync PATH [--json] [--only TEXT]
 
 Ours and a peer take turns in one run, and medians are shown. A value is the time of 1000 frames.
 Collectors collect from CartPole-v1 on this host, but for pictures that come over loopback; replay
@@ -18,6 +18,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -114,6 +116,26 @@ class Case:
         if self.most is not None:
             other = next(iter(self.targets))
             yield Row.within(f"{self.name}", medians["ours"], medians[other], self.most)
+
+
+def in_rust(program: Path) -> dict[str, Way]:
+    """The Rust policy and environment: the program collects as many batches as a line says."""
+    batches = 100
+    command = [str(program), "collect", "--workers", "2", "--envs", "8", "--frames", "2048"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    ask, answers = process.stdin, process.stdout
+
+    def run() -> int:
+        print(batches, file=ask, flush=True)
+        return int(answers.readline())
+
+    def close() -> None:
+        ask.close()
+        process.wait()
+        answers.close()
+
+    return {"ours": Way(run, close), "TorchRL's MultiSyncCollector": theirs(2, 8, 2048)}
 
 
 def of_torch() -> dict[str, Way]:
@@ -289,11 +311,20 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures collectors")
     # Only the group that compares with Rust needs it.
-    parser.add_argument("--weightsync", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--weightsync", type=Path, required=True, help="weightsync-bench, for Rust's figures"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     args = parser.parse_args()
-    show_all(CASES, args.only, args.json)
+    rust = Case(
+        "CartPole, Rust policy, 2 workers × 8",
+        partial(in_rust, args.weightsync),
+        {"TorchRL's MultiSyncCollector": 1 / 50},
+        # 500,000 frames a second.
+        most=2.0,
+    )
+    show_all([rust, *CASES], args.only, args.json)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 //! `cargo xtask bench GROUP`: one group of benchmarks, built for release.
 //!
 //! A group is one or more subcommands of the crate `weightsync-bench`, which measures through the
-//! code of `weightsync bench`, or a Python program that uses the installed package. It prints
-//! tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
+//! code of `weightsync bench`, or a Python program that uses the installed package, or both. It
+//! prints tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
 //! `target`, `met`); with `--plot` it also draws.
 
 use std::path::Path;
@@ -14,10 +14,20 @@ use crate::places::Places;
 use crate::pytest;
 use crate::python;
 use crate::step;
-use crate::tools;
+use crate::tools::{self, Package};
 
 /// How every part of a group is run.
 const COMMAND: &str = "run --release --package weightsync-bench --";
+
+/// What a group in Python starts for its figures in Rust.
+const COMMAND_LINE: Binary = Binary {
+    package: "weightsync-cli",
+    name: "weightsync",
+};
+const BENCHMARKS: Binary = Binary {
+    package: "weightsync-bench",
+    name: "weightsync-bench",
+};
 
 /// Every group; a new one is a line here.
 const GROUPS: &[Group] = &[
@@ -36,6 +46,8 @@ const GROUPS: &[Group] = &[
                 in Rust",
         measured: Measured::InPython {
             program: "bench/python",
+            binary: COMMAND_LINE,
+            peers: &[],
         },
     },
     Group {
@@ -44,14 +56,18 @@ const GROUPS: &[Group] = &[
                 store and gloo's own calls",
         measured: Measured::InPython {
             program: "bench/ray",
+            binary: COMMAND_LINE,
+            peers: &[],
         },
     },
     Group {
         name: "collect",
-        about: "collectors of Gymnasium environments, compared with TorchRL's and with vector \
-                environments",
+        about: "collectors in Rust and of Gymnasium environments, compared with TorchRL's and \
+                with vector environments",
         measured: Measured::InPython {
             program: "bench/collect",
+            binary: BENCHMARKS,
+            peers: &[tools::IPERF],
         },
     },
     Group {
@@ -108,8 +124,11 @@ enum Measured {
     },
     InPython {
         /// What Python runs, in the environment of the tests with the package installed. It takes
-        /// `--json`, and the command line for the figures in Rust.
+        /// `--json`, and the binary for the figures in Rust.
         program: &'static str,
+        binary: Binary,
+        /// What it measures next to ours, of the system.
+        peers: &'static [Package],
     },
     WithVllm {
         /// What Python runs, in vLLM's environment with the package installed. It takes `--json`.
@@ -137,12 +156,25 @@ enum Measured {
     },
 }
 
+/// A program of the workspace, built for release.
+struct Binary {
+    package: &'static str,
+    name: &'static str,
+}
+
 /// Builds and runs the group named by the first argument, passing the flags on.
 pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     let (group, flags) = parse(args)?;
     match group.measured {
         Measured::InRust { own, peers } => in_rust(places, own, peers, &flags),
-        Measured::InPython { program } => in_python(places, group.name, program, &flags),
+        Measured::InPython {
+            program,
+            ref binary,
+            peers,
+        } => {
+            peers.iter().try_for_each(Package::provide)?;
+            in_python(places, group.name, program, binary, &flags)
+        }
         Measured::WithVllm { program } => with_vllm(places, group.name, program, &flags),
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
@@ -186,16 +218,23 @@ fn in_rust(places: &Places, own: &str, peers: &str, flags: &[&str]) -> Result<()
     outcome.and(compared)
 }
 
-fn in_python(places: &Places, name: &str, program: &str, flags: &[&str]) -> Result<(), Error> {
+fn in_python(
+    places: &Places,
+    name: &str,
+    program: &str,
+    binary: &Binary,
+    flags: &[&str],
+) -> Result<(), Error> {
     no_picture(name, flags)?;
     let python = pytest::installed(places)?;
     let mut build = places.cargo();
-    build.args("build --release --package weightsync-cli --bin weightsync".split(' '));
+    build.args(["build", "--release", "--package", binary.package]);
+    build.args(["--bin", binary.name]);
     step::run("build", &mut build)?;
 
     let mut command = program_of(places, &python, program, flags);
     command.arg("--weightsync");
-    command.arg(places.target().join("release/weightsync"));
+    command.arg(places.target().join("release").join(binary.name));
     step::run_last(&format!("bench {name}"), &mut command)
 }
 

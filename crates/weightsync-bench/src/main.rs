@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod bars;
+mod collect;
 mod delta;
 mod group;
 mod iperf;
@@ -45,6 +46,9 @@ enum Group {
     Store(store::Args),
     /// A synchronizer with its parties (`cargo xtask bench sync`)
     Sync(sync::Args),
+    /// Frames by the Rust policy, as often as asked for (`cargo xtask bench collect`)
+    #[command(hide = true)]
+    Collect(collect::Args),
     /// An explorer of the group sync
     #[command(hide = true)]
     Explorer(sync::ExplorerArgs),
@@ -64,6 +68,7 @@ fn main() -> ExitCode {
         Group::Net(args) => net::run(&args),
         Group::Store(args) => store::run(&args),
         Group::Sync(args) => sync::run(&args),
+        Group::Collect(args) => collect::run(&args),
         Group::Explorer(args) => sync::explore(&args),
     };
     match done {
