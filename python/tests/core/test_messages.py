@@ -239,6 +239,7 @@ def test_every_error_is_one_of_ours():
 #: Raises of Python's own exceptions: the file under the package, the exception, the reason.
 ALLOWED = {
     ("_probe.py", "OSError"): "an attempt of `doctor` fails; the report has the text, nobody the exception",
+    ("rl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("torchrl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("vllm/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
     ("vllm/_engines.py", "NotImplementedError"): "an abstract method",
