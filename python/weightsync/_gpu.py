@@ -39,8 +39,6 @@ class Staging:
 
         The next call writes into the same memory.
         """
-        import torch
-
         settle(tensors)
         places, end = [], 0
         for at, tensor in enumerate(tensors):
@@ -48,7 +46,10 @@ class Staging:
                 places.append((at, end))
                 end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not places:
+            # Arrays are sent without torch.
             return {}
+        import torch
+
         if self._memory is None or self._memory.numel() < end:
             self._memory = None
             self._memory = _page_locked(end)
