@@ -121,9 +121,11 @@ class _Builtin(Envs):
             ("gives actions", network.outputs, self._actions),
         ):
             if got != expected:
+                # A Sequential takes no sizes.
+                kind = "GaussianMLP" if network.has_deviations else "MLP"
                 raise WrongTypeError(
                     f"the policy {what} of size {got}, and {self.made.id} has {expected}: make it as "
-                    f"{type(policy).__name__}({self._quantities}, {self._actions})"
+                    f"rl.{kind}({self._quantities}, {self._actions})"
                 )
 
     def runner(self, actor: Actor, rules: Rules, out: dict[Key, np.ndarray]) -> Runner | None:

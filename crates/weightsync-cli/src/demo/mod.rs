@@ -128,7 +128,7 @@ struct Training {
     /// Of every update, from the call of send until the last worker had it.
     latencies: Vec<Duration>,
     restarts: usize,
-    /// Parts that were too old.
+    /// Frames that were too old.
     dropped: usize,
 }
 
@@ -248,7 +248,7 @@ impl Training {
         ));
         if self.dropped > 0 {
             progress.say(&format!(
-                "{} parts of workers were older than {MAX_STALENESS} versions, and dropped",
+                "{} frames were older than {MAX_STALENESS} versions, and dropped",
                 self.dropped
             ));
         }
