@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import weakref
@@ -74,8 +75,7 @@ class Pieces:
         import torch
 
         self._device, self._torch = device, torch
-        # torch keeps them for the next load.
-        self._memory = [torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._memory = [_piece() for _ in range(2)]
         self._read: list[Any] = [None, None]
         self._at, self._used = 0, 0
 
@@ -103,6 +103,19 @@ class Pieces:
         return self._memory[self._at][first : first + size]
 
 
+# Where the system allows no more page-locked memory, other memory is slower and does as well.
+
+
+def _piece() -> Any:
+    """Memory of a piece's size. torch keeps it for the next load where it is page-locked."""
+    import torch
+
+    try:
+        return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(_PIECE, dtype=torch.uint8)
+
+
 def _page_locked(size: int) -> Any:
     """Memory of exactly this size. torch's own page-locked memory is rounded up to a power of two."""
     import torch
@@ -110,10 +123,13 @@ def _page_locked(size: int) -> Any:
     memory = torch.empty(size, dtype=torch.uint8)
     cuda = torch.cuda.cudart()
     address = memory.data_ptr()
-    # Where the system allows no more page-locked memory, other memory is slower and does as well.
     if int(cuda.cudaHostRegister(address, size, 0)) == 0:
         # The end of the process unlocks it too.
         weakref.finalize(memory, _unlock, cuda, address, os.getpid()).atexit = False
+    else:
+        # CUDA keeps the error for whichever kernel starts next in this thread: this one takes it.
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device="cuda")
     return memory
 
 

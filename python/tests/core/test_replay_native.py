@@ -52,11 +52,13 @@ def test_frames_are_sampled_as_they_were_written():
 def test_weights_and_mask_come_with_their_samplers():
     buffer = ReplayBuffer(COLUMNS, 40, sampler={"sampler": "prioritised", "alpha": 1.0})
     _extend(buffer, (4,), 1)
-    buffer.update_priorities([0, 1, 2, 3], [0.0, 0.0, 5.0, 5.0])
     buffer.set_beta(1.0)
+    buffer.update_priorities([0, 1, 2, 3], [0.0, 0.0, 5.0, 5.0])
+    assert set(_sample(buffer, 50)["ids"]) == {2, 3}
+    # A weight is relative to the least priority of the buffer, also where the sample has no such row.
+    buffer.update_priorities([0, 1, 2, 3], [1.0, 1.0, 4.0, 4.0])
     found = _sample(buffer, 50)
-    assert set(found["ids"]) == {2, 3}
-    assert (found["weights"] == 1).all()
+    assert np.allclose(found["weights"], np.where(found["ids"] < 2, 1.0, 0.25))
 
     settings = {"sampler": "slices", "column": "trajectory", "num_slices": 2, "strict_len": False}
     buffer = ReplayBuffer(COLUMNS, 40, sampler=settings)

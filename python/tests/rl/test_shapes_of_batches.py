@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from counting import Counting, zeros
 
 import weightsync
@@ -91,3 +92,19 @@ def test_environments_must_be_of_one_kind() -> None:
         rl.MultiSyncCollector([BATCH, other], zeros, frames_per_batch=8, workers="threads")
     with pytest.raises(weightsync.SettingError, match="one for each worker"):
         rl.MultiSyncCollector("CartPole-v1", zeros, frames_per_batch=8)
+
+
+@pytest.mark.parametrize("kind", [rl.MultiSyncCollector, rl.DistributedSyncDataCollector])
+def test_workers_may_name_columns_in_any_order(kind: Any) -> None:
+    def policy(names: list[str]) -> Any:
+        numbers = {"action": 2, "value": 7, "entropy": 3}
+        return lambda seen: {
+            name: torch.full((len(seen),), numbers[name], dtype=torch.int64) for name in names
+        }
+
+    orders = [["action", "value", "entropy"], ["entropy", "action", "value"]]
+    factories = [lambda: policy(orders[0]), lambda: policy(orders[1])]
+    with kind([Counting] * 2, policy_factory=factories, frames_per_batch=8) as collector:
+        batch = collector.next()
+    assert (batch["value"] == 7).all()
+    assert (batch["entropy"] == 3).all()

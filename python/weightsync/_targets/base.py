@@ -113,11 +113,13 @@ def copy_all(pairs: list[tuple[Any, Any]]) -> None:
     """Copies row-major values in the host's memory into tensors of any device and strides."""
     tensors = [tensor for tensor, _ in pairs]
     settle(tensors)
-    gpus: dict[Any, Pieces] = {}
+    # Memory is taken before a value is written: a load that fails for want of it changes nothing.
+    gpus = {
+        device: Pieces(device)
+        for device in {one.device for one in tensors if one.is_cuda and _is_row_major(one)}
+    }
     for tensor, source in pairs:
         if tensor.is_cuda and _is_row_major(tensor):
-            if tensor.device not in gpus:
-                gpus[tensor.device] = Pieces(tensor.device)
             gpus[tensor.device].copy(tensor, source)
         else:
             copy_values(tensor, source)

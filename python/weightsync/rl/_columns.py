@@ -70,12 +70,13 @@ class Layout:
     """Where each column of a batch lies in its memory.
 
     Args:
-        columns: the columns.
+        columns: the columns, in any order. Workers may have them in different orders, and all find
+            the same places.
         dims: the batch's dimensions in memory, time last.
     """
 
-    def __init__(self, columns: Sequence[Column], dims: Sequence[int]) -> None:
-        self.columns, self.dims = list(columns), tuple(dims)
+    def __init__(self, columns: Iterable[Column], dims: Sequence[int]) -> None:
+        self.columns, self.dims = sorted(columns, key=lambda one: one.key), tuple(dims)
         self._offsets = []
         end = 0
         for column in self.columns:
@@ -92,7 +93,6 @@ class Layout:
             )
             for column, offset in zip(self.columns, self._offsets, strict=True)
         }
-
 
     def rows(self, offset: int, axis: int, index: int) -> list[tuple[int, int, int, int]]:
         """Where one worker's part of each column lies in the file, if a slot begins at ``offset``.
