@@ -14,9 +14,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from counting import Constant, Counting, zeros
+from counting import Constant, Counting, Pixels, zeros
 
 import weightsync
 from weightsync import rl
@@ -24,6 +25,7 @@ from weightsync import rl
 WORDS = {
     "raise": "the pole broke",
     "nan": "next.observation is NaN in environment 0 at step 1",
+    "inf": "next.reward is -inf in environment 0 at step 1",
     "shape": r"returned observation of shape \[3\]",
     "kill": "killed by SIGKILL",
     "exit": "ended with exit code 3",
@@ -33,7 +35,7 @@ WORDS = {
 
 def where(fault: str) -> Any:
     """Threads where they can show the fault: they start at once."""
-    return "threads" if fault in ("raise", "nan", "shape") else "processes"
+    return "threads" if fault in ("raise", "nan", "inf", "shape") else "processes"
 
 
 def faulty(fault: str) -> list[Any]:
@@ -60,6 +62,33 @@ def test_failed_worker_is_replaced_where_asked(fault: str) -> None:
         assert batch["observation"][..., 0].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0] * 2] * 2
         assert len(batch["collector", "traj_ids"].unique()) == 4
         assert collector.update_policy_weights_().all_applied
+
+
+def test_infinite_actions_are_refused() -> None:
+    def infinite(_: Any) -> torch.Tensor:
+        return torch.tensor([[0.0, torch.inf]])
+
+    with rl.Collector(Pixels, infinite, frames_per_batch=4) as collector:
+        with pytest.raises(weightsync.CorruptError, match="action is inf in environment 0 at step 0"):
+            collector.next()
+
+
+def test_other_columns_may_be_infinite() -> None:
+    class Lidar(Counting):
+        """Sees nothing ahead of it."""
+
+        def step(self, action: int) -> Any:
+            observation, *rest = super().step(action)
+            return (np.array([observation[0], np.inf], np.float32), *rest)
+
+    def masked(observation: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = torch.tensor([0.0, -torch.inf, -torch.inf]).expand(len(observation), 3)
+        return {"action": zeros(observation), "logits": logits}
+
+    with rl.Collector(Lidar, masked, frames_per_batch=4) as collector:
+        batch = collector.next()
+        assert batch["next", "observation"][:, 1].isposinf().all()
+        assert batch["logits"][:, 1:].isneginf().all()
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
