@@ -24,6 +24,7 @@ from weightsync import rl
 
 WORDS = {
     "raise": "the pole broke",
+    "left": "the simulator left",
     "nan": "next.observation is NaN in environment 0 at step 1",
     "inf": "next.reward is -inf in environment 0 at step 1",
     "shape": r"returned observation of shape \[3\]",
@@ -35,7 +36,7 @@ WORDS = {
 
 def where(fault: str) -> Any:
     """Threads where they can show the fault: they start at once."""
-    return "threads" if fault in ("raise", "nan", "inf", "shape") else "processes"
+    return "threads" if fault in ("raise", "left", "nan", "inf", "shape") else "processes"
 
 
 def faulty(fault: str) -> list[Any]:
@@ -374,6 +375,53 @@ def test_thread_that_was_given_up_writes_no_more() -> None:
         ended.wait()
         collector.next()
         assert torch.equal(batch["observation"], copy)
+
+
+@pytest.mark.parametrize("hangs", ["environment", "policy"])
+def test_thread_that_hangs_gives_up_its_place(hangs: str) -> None:
+    """Another thread takes its place at the sender of weights while it hangs."""
+    woken = threading.Event()
+    hung: list[str] = []
+
+    def hang(who: str, taken: int) -> None:
+        if who == hangs and not hung and taken == 12:
+            hung.append(who)
+            woken.wait()
+
+    class Sleepy(Counting):
+        def step(self, action: int) -> Any:
+            hang("environment", self.taken)
+            return super().step(action)
+
+    class Thinking(Constant):
+        taken = 0
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            self.taken += 1
+            hang("policy", self.taken)
+            return super().forward(observation)
+
+    policy = Thinking(1)
+    before = set(threading.enumerate())
+    with rl.MultiSyncCollector(
+        [lambda: Sleepy(1000)],
+        policy,
+        frames_per_batch=10,
+        restart=True,
+        timeout=5.0,
+        workers="threads",
+    ) as collector:
+        first = set(threading.enumerate()) - before
+        collector.next()
+        assert "more than 5 s" in collector.next().failures[0].reason
+        assert collector.update_policy_weights_(policy.choose(2)).all_applied
+        assert set(collector.next()["action"].flatten().tolist()) == {2}
+        # What the old one does when it wakes takes nothing from the new one.
+        woken.set()
+        for thread in first:
+            thread.join()
+        assert collector.update_policy_weights_(policy.choose(0)).all_applied
+        assert set(collector.next()["action"].flatten().tolist()) == {0}
 
 
 INTERRUPTED = """
