@@ -222,25 +222,24 @@ impl Frames {
     pub(crate) fn check_numbers(&self) -> Result<(), Error> {
         let steps = self.steps();
         let (actions, action_len) = self.actions.continuous().unwrap_or_default();
-        let refuses_nan: fn(&f32) -> bool = |value| value.is_nan();
-        let refuses_infinite: fn(&f32) -> bool = |value| !value.is_finite();
         let len = self.observation_len;
+        // With the largest number that there may be; no comparison is true of NaN.
         let columns = [
-            ("observation", &self.observations[..], len, refuses_nan),
-            ("action", actions, action_len, refuses_infinite),
-            ("log_prob", &self.log_probs[..], 1, refuses_nan),
+            ("observation", &self.observations[..], len, f32::INFINITY),
+            ("action", actions, action_len, f32::MAX),
+            ("log_prob", &self.log_probs, 1, f32::INFINITY),
             (
                 "next.observation",
                 &self.next_observations,
                 len,
-                refuses_nan,
+                f32::INFINITY,
             ),
-            ("next.reward", &self.rewards, 1, refuses_infinite),
+            ("next.reward", &self.rewards, 1, f32::MAX),
         ];
         // Most frames are in order, which a plain pass over each column shows.
-        if !columns
+        if columns
             .iter()
-            .any(|(_, values, _, refuses)| values.iter().any(refuses))
+            .all(|(_, values, _, most)| values.iter().all(|value| value.abs() <= *most))
         {
             return Ok(());
         }
@@ -248,13 +247,11 @@ impl Frames {
             columns
                 .iter()
                 .enumerate()
-                .filter_map(|(order, (column, values, len, refuses))| {
-                    let wrong = values
-                        .iter()
-                        .enumerate()
-                        .filter(|(_, value)| refuses(value));
-                    let places =
-                        wrong.map(|(at, value)| (at / len % steps, order, at / len / steps, value));
+                .filter_map(|(order, (column, values, len, most))| {
+                    let values = values.iter().enumerate();
+                    let places = values
+                        .filter(|(_, value)| value.is_nan() || value.abs() > *most)
+                        .map(|(at, value)| (at / len % steps, order, at / len / steps, value));
                     let (step, order, env, got) = places.min_by_key(|place| (place.0, place.2))?;
                     Some((
                         (step, order),
