@@ -55,11 +55,11 @@ pub enum Error {
         /// How many the task has.
         actions: u32,
     },
-    /// A number in the frames is none, or infinite: the policy's weights or its
-    /// task are at fault. A policy that learns from such frames is lost.
+    /// A number in the frames is none, or an action or a reward is infinite: the policy's
+    /// weights or its task are at fault. A policy that learns from such frames is lost.
     #[error(
-        "{column} is {got} in environment {env} at step {step} of the batch: check the policy's \
-         weights"
+        "{column} is {got} in environment {env} at step {step} of the batch: check what the \
+         environment and the policy return"
     )]
     NotFinite {
         /// Which part of the frame.

@@ -16,7 +16,8 @@ class Counting(gymnasium.Env[np.ndarray, int]):
 
     Args:
         length: steps of an episode.
-        fault: what happens in step ``at`` of all: "raise", "nan", "shape", "hang", "kill", "exit".
+        fault: what happens in step ``at`` of all: "raise", "left", "nan", "inf", "shape", "hang",
+            "kill", "exit".
         at: counted over all episodes.
     """
 
@@ -36,11 +37,16 @@ class Counting(gymnasium.Env[np.ndarray, int]):
         self.taken += 1
         self.step_of_episode += 1
         observation = np.array([self.step_of_episode, action], np.float32)
+        reward = float(self.step_of_episode)
         if self.taken == self.at:
             if self.fault == "raise":
                 raise RuntimeError("the pole broke")
+            if self.fault == "left":
+                raise ConnectionResetError("the simulator left")
             if self.fault == "nan":
                 observation[0] = np.nan
+            if self.fault == "inf":
+                reward = -np.inf
             if self.fault == "shape":
                 observation = np.zeros(3, np.float32)
             if self.fault == "hang":
@@ -49,7 +55,7 @@ class Counting(gymnasium.Env[np.ndarray, int]):
                 os.kill(os.getpid(), 9)
             if self.fault == "exit":
                 os._exit(3)
-        return observation, float(self.step_of_episode), self.step_of_episode >= self.length, False, {}
+        return observation, reward, self.step_of_episode >= self.length, False, {}
 
 
 class Pixels(gymnasium.Env[dict[str, Any], np.ndarray]):

@@ -14,16 +14,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from counting import Constant, Counting, zeros
+from counting import Constant, Counting, Pixels, zeros
 
 import weightsync
 from weightsync import rl
 
 WORDS = {
     "raise": "the pole broke",
+    "left": "the simulator left",
     "nan": "next.observation is NaN in environment 0 at step 1",
+    "inf": "next.reward is -inf in environment 0 at step 1",
     "shape": r"returned observation of shape \[3\]",
     "kill": "killed by SIGKILL",
     "exit": "ended with exit code 3",
@@ -33,7 +36,7 @@ WORDS = {
 
 def where(fault: str) -> Any:
     """Threads where they can show the fault: they start at once."""
-    return "threads" if fault in ("raise", "nan", "shape") else "processes"
+    return "threads" if fault in ("raise", "left", "nan", "inf", "shape") else "processes"
 
 
 def faulty(fault: str) -> list[Any]:
@@ -60,6 +63,33 @@ def test_failed_worker_is_replaced_where_asked(fault: str) -> None:
         assert batch["observation"][..., 0].tolist() == [[0.0, 1.0, 2.0, 3.0, 4.0] * 2] * 2
         assert len(batch["collector", "traj_ids"].unique()) == 4
         assert collector.update_policy_weights_().all_applied
+
+
+def test_infinite_actions_are_refused() -> None:
+    def infinite(_: Any) -> torch.Tensor:
+        return torch.tensor([[0.0, torch.inf]])
+
+    with rl.Collector(Pixels, infinite, frames_per_batch=4) as collector:
+        with pytest.raises(weightsync.CorruptError, match="action is inf in environment 0 at step 0"):
+            collector.next()
+
+
+def test_other_columns_may_be_infinite() -> None:
+    class Lidar(Counting):
+        """Sees nothing ahead of it."""
+
+        def step(self, action: int) -> Any:
+            observation, *rest = super().step(action)
+            return (np.array([observation[0], np.inf], np.float32), *rest)
+
+    def masked(observation: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = torch.tensor([0.0, -torch.inf, -torch.inf]).expand(len(observation), 3)
+        return {"action": zeros(observation), "logits": logits}
+
+    with rl.Collector(Lidar, masked, frames_per_batch=4) as collector:
+        batch = collector.next()
+        assert batch["next", "observation"][:, 1].isposinf().all()
+        assert batch["logits"][:, 1:].isneginf().all()
 
 
 @pytest.mark.parametrize("fault", ["raise", "kill"])
@@ -345,6 +375,53 @@ def test_thread_that_was_given_up_writes_no_more() -> None:
         ended.wait()
         collector.next()
         assert torch.equal(batch["observation"], copy)
+
+
+@pytest.mark.parametrize("hangs", ["environment", "policy"])
+def test_thread_that_hangs_gives_up_its_place(hangs: str) -> None:
+    """Another thread takes its place at the sender of weights while it hangs."""
+    woken = threading.Event()
+    hung: list[str] = []
+
+    def hang(who: str, taken: int) -> None:
+        if who == hangs and not hung and taken == 12:
+            hung.append(who)
+            woken.wait()
+
+    class Sleepy(Counting):
+        def step(self, action: int) -> Any:
+            hang("environment", self.taken)
+            return super().step(action)
+
+    class Thinking(Constant):
+        taken = 0
+
+        def forward(self, observation: torch.Tensor) -> torch.Tensor:
+            self.taken += 1
+            hang("policy", self.taken)
+            return super().forward(observation)
+
+    policy = Thinking(1)
+    before = set(threading.enumerate())
+    with rl.MultiSyncCollector(
+        [lambda: Sleepy(1000)],
+        policy,
+        frames_per_batch=10,
+        restart=True,
+        timeout=5.0,
+        workers="threads",
+    ) as collector:
+        first = set(threading.enumerate()) - before
+        collector.next()
+        assert "more than 5 s" in collector.next().failures[0].reason
+        assert collector.update_policy_weights_(policy.choose(2)).all_applied
+        assert set(collector.next()["action"].flatten().tolist()) == {2}
+        # What the old one does when it wakes takes nothing from the new one.
+        woken.set()
+        for thread in first:
+            thread.join()
+        assert collector.update_policy_weights_(policy.choose(0)).all_applied
+        assert set(collector.next()["action"].flatten().tolist()) == {0}
 
 
 INTERRUPTED = """

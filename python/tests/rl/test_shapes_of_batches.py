@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from counting import Counting, zeros
@@ -79,6 +80,16 @@ def test_splitting_gives_each_trajectory_a_row(
             assert len(ids[inside].unique()) == 1
             assert row[inside][:, 0].tolist() == list(range(int(inside.sum())))
             assert not row[~inside].any()
+
+
+@pytest.mark.parametrize("of", [np.int32, np.uint8, np.float32, torch.int32, torch.int64])
+def test_ids_of_any_type_split_a_batch(of: Any) -> None:
+    ids = [[3, 3, 4], [5, 5, 5]]
+    made = torch.tensor(ids, dtype=of) if isinstance(of, torch.dtype) else np.array(ids, of)
+    batch = rl.Batch({"collector": {"traj_ids": made}}, (2, 3))
+    split = rl.split_trajectories(batch)
+    assert split["collector", "traj_ids"].tolist() == [[3, 3, 0], [4, 0, 0], [5, 5, 5]]
+    assert type(split["collector", "mask"]) is type(made)
 
 
 def test_uneven_batch_names_the_next_that_fits() -> None:

@@ -321,6 +321,7 @@ class Thread(_Local):
 
     def kill(self) -> str:
         self._guard.give_up()
+        self._guard.leave()
         return ", and its thread is left alone"
 
     def ended(self, patience: float) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from weightsync.errors import CorruptError, SettingError
 from weightsync.rl._columns import (
+    ACTION,
     DONE,
     MASK,
     POLICY_VERSION,
@@ -112,7 +113,7 @@ class Rollout:
             out: arrays by column, ``[P, steps, *shape]``.
 
         Raises:
-            CorruptError: naming a column that holds NaN.
+            CorruptError: naming a column that holds NaN, or an infinite action or reward.
         """
         envs, rules = self._envs, self._rules
         if rules.reset_at_each_iter or not self._begun:
@@ -231,14 +232,21 @@ class Rollout:
             )
 
     def _check_numbers(self, out: dict[Key, np.ndarray]) -> None:
-        """Refuses frames with NaN: a policy that learns from them is lost."""
+        """Refuses NaN, and infinite actions and rewards: a policy that learns from them is lost.
+
+        An observation may be infinite, as its space may be, and so may what else a policy returns.
+        """
         # What a step led to before what the next one saw, which is the same NaN.
         for key, array in sorted(out.items(), key=lambda one: one[0][0] != "next"):
-            if array.dtype.kind == "f" and np.isnan(array).any():
-                index = tuple(int(one) for one in np.argwhere(np.isnan(array))[0])
+            if array.dtype.kind != "f":
+                continue
+            wrong = ~np.isfinite(array) if key in (ACTION, REWARD) else np.isnan(array)
+            if wrong.any():
+                index = tuple(int(one) for one in np.argwhere(wrong)[0])
+                what = "NaN" if np.isnan(array[index]) else str(array[index])
                 raise CorruptError(
-                    f"{'.'.join(key)} is NaN in environment {index[0]} at step {index[1]} of the "
-                    "batch: check what the environment and the policy return"
+                    f"{'.'.join(key)} is {what} in environment {index[0]} at step {index[1]} of "
+                    "the batch: check what the environment and the policy return"
                 )
 
 

@@ -30,7 +30,8 @@ def split_trajectories(batch: Batch) -> Batch:
         raise MissingTensorError(
             "the batch has no column collector.traj_ids, by which its trajectories are told apart"
         )
-    ids = _on_host(columns[TRAJ_IDS]).reshape(-1, batch.batch_size[-1])
+    ids: np.ndarray = np.asarray(_on_host(columns[TRAJ_IDS]), np.int64)
+    ids = ids.reshape(-1, batch.batch_size[-1])
     there = _on_host(columns[MASK]).reshape(ids.shape) if MASK in columns else ids == ids
     starts: np.ndarray = np.array(runs(ids)[0], np.int64)
     # Frames that are none are at the end of a row.

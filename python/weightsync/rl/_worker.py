@@ -67,7 +67,7 @@ class Worker:
 
     def __init__(self, start: Start, guard: Guard | None = None) -> None:
         self._start = start
-        self._receiver: ModelReceiver | None = None
+        self._guard = guard or Guard()
         self._background: Any = None
         self._slots: dict[int, dict[Key, np.ndarray]] = {}
         self.policy = make_policy(start.policy, start.policy_factory, start.policy_device)
@@ -114,8 +114,7 @@ class Worker:
 
     def close(self) -> None:
         """Leaves the trainer, and closes the environments."""
-        if self._receiver is not None:
-            self._receiver.shutdown()
+        self._guard.leave()
         self._envs.close()
 
     def _add_slot(self, order: dict[str, Any], fd: int) -> None:
@@ -133,9 +132,9 @@ class Worker:
         context = SimpleNamespace(policy=self.policy, env=self._envs.made)
         models = {path: _paths.resolve(context, path) for path in self._start.models}
         receiver = ModelReceiver(info, self._start.worker, models=models)
+        self._guard.follow(receiver)
         receiver.connect()
         self._background = receiver.start_background()
-        self._receiver = receiver
 
     def _policy_version(self) -> int:
         if self._background is None:
@@ -148,11 +147,13 @@ class Worker:
 
 
 class Guard:
-    """Keeps a worker thread that was given up from writing. It cannot be killed."""
+    """Keeps a worker thread that was given up from writing, and from the place that it had at the
+    sender of weights. It cannot be killed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_given_up = False
+        self._receiver: ModelReceiver | None = None
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -165,6 +166,18 @@ class Guard:
         """Waits for a step that is being written. No other is written after it."""
         with self._lock:
             self._is_given_up = True
+
+    def follow(self, receiver: ModelReceiver) -> None:
+        """Notes what the worker receives weights with."""
+        with self.writing():
+            self._receiver = receiver
+
+    def leave(self) -> None:
+        """Leaves the sender of weights: another worker can have the place."""
+        with self._lock:
+            receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.shutdown()
 
 
 class Hearing(Protocol):
@@ -212,11 +225,12 @@ def serve(link: Hearing, make: Callable[[], Worker]) -> bool:
             if answer is not None:
                 link.say(json.dumps(answer))
         return True
-    except ConnectionError:
-        return True
     except BaseException as error:
-        with contextlib.suppress(OSError):
+        try:
             say_last_words(link, "".join(traceback.format_exception(error)))
+        except OSError:
+            # The trainer has closed the link, which the worker may have found out by this error.
+            return isinstance(error, ConnectionError)
         return False
     finally:
         with contextlib.suppress(Exception):

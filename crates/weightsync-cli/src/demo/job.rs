@@ -5,7 +5,7 @@ use std::error::Error;
 use clap::ValueEnum;
 use weightsync_rl::{
     collector::Task,
-    dqn::{Dqn, DqnConfig, Epsilon, QNetwork},
+    dqn::{Dqn, DqnConfig, QNetwork},
     env::Gym,
     learn::Learner,
     ppo::{ActorCritic, Ppo, PpoConfig},
@@ -150,7 +150,7 @@ impl Job {
             }
             Algorithm::Dqn => {
                 let model = QNetwork::new(inputs, &HIDDEN, outputs, seed)?;
-                Box::new(Dqn::new(model, self.dqn(), seed)?)
+                Box::new(Dqn::new(model, DqnConfig::for_task(&self.task), seed)?)
             }
         })
     }
@@ -171,32 +171,6 @@ impl Job {
                 trace: 0.95,
                 ..config
             },
-        }
-    }
-
-    fn dqn(&self) -> DqnConfig {
-        let config = DqnConfig::default();
-        match self.task.name() {
-            // Every reward is −1: to look ahead tells little, and misleads while workers explore.
-            "Acrobot-v1" => DqnConfig {
-                lookahead: 1,
-                frames_per_step: 2,
-                target_every: 250,
-                capacity: 50_000,
-                epsilon: Epsilon {
-                    frames: 20_000,
-                    ..config.epsilon
-                },
-                ..config
-            },
-            "MountainCar-v0" => DqnConfig {
-                epsilon: Epsilon {
-                    frames: 30_000,
-                    ..config.epsilon
-                },
-                ..config
-            },
-            _ => config,
         }
     }
 }

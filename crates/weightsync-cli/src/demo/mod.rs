@@ -37,8 +37,6 @@ const MAX_STALENESS: u64 = 4;
 /// How long a batch or an update may take before the demo looks up: a worker
 /// that hangs holds neither Ctrl-C nor the time limit for longer.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// How long the workers may take to start.
-const START: Duration = Duration::from_secs(10);
 
 /// What `demo` is asked for.
 #[derive(clap::Args)]
@@ -151,7 +149,6 @@ impl Training {
                 .envs_per_worker(envs)
                 .frames_per_batch(frames(envs))
                 .seed(args.seed)
-                .deadline(START)
                 .spawn(spawn);
             Workers::Async(match job.algorithm {
                 Algorithm::Ppo => builder.max_staleness(MAX_STALENESS).start(weights)?,
@@ -163,7 +160,6 @@ impl Training {
                 .envs_per_worker(envs)
                 .frames_per_batch(frames(workers * envs))
                 .seed(args.seed)
-                .deadline(START)
                 .spawn(spawn);
             Workers::Sync(builder.start(weights)?)
         };

@@ -12,6 +12,7 @@ use super::{
 };
 use crate::{
     Error,
+    env::Gym,
     frames::CatResults,
     rollout::{Exploration, RolloutOptions},
 };
@@ -48,13 +49,17 @@ enum Place {
 
 impl<K: Kind> Builder<K> {
     pub(super) fn new(task: Task) -> Self {
+        let python = match task {
+            Task::Gym(_) => Gym::PATIENCE,
+            _ => Duration::ZERO,
+        };
         Self {
             task,
             workers: 1,
             envs_per_worker: None,
             frames_per_batch: 1000,
             seed: 0,
-            deadline: Duration::from_secs(30),
+            deadline: Duration::from_secs(30) + python,
             timeout: None,
             place: Place::Processes(None),
             options: RolloutOptions::default(),
@@ -196,7 +201,8 @@ impl<K: Many> Builder<K> {
 
 impl<K: Remote> Builder<K> {
     /// How long [`start`](Self::start), a batch or an update may take at most
-    /// (30 s by default). A deadline beyond the clock's range means none.
+    /// (by default 30 s, and 90 s of a task of Gymnasium, whose Python may be slow to
+    /// start). A deadline beyond the clock's range means none.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
@@ -298,5 +304,21 @@ impl<K: FirstCome> Builder<K> {
     pub fn max_staleness(mut self, versions: u64) -> Self {
         self.max_staleness = Some(versions);
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn deadlines_leave_python_its_time_to_start() {
+        let gym = r#"{
+            "id": "Any-v0", "python": "python3", "observation_len": 1, "threshold": null,
+            "actions": {"Discrete": 2}
+        }"#;
+        let gym = Task::Gym(serde_json::from_str(gym).unwrap());
+        let builder = Builder::<Gathered>::new(gym);
+        assert!(builder.deadline > Gym::PATIENCE);
     }
 }

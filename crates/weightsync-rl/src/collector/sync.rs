@@ -65,7 +65,8 @@ impl Sync {
     /// # Errors
     /// [`Error::NotFinite`] if the weights lead to frames that no policy can learn
     /// from; the next call begins new episodes. [`Error::Gym`] if an environment of
-    /// Gymnasium has failed, and [`Error::NoProbability`] if the weights are to explore
+    /// Gymnasium has failed: its Python is ended, so the next calls fail too, and another
+    /// collector has to be built. [`Error::NoProbability`] if the weights are to explore
     /// with none.
     pub fn next_batch(&mut self) -> Result<Batch, Error> {
         let weights = (!self.tally.begins_random()).then_some(&self.weights);

@@ -18,6 +18,7 @@ use returns::Returns;
 
 use crate::{
     Error,
+    collector::Task,
     frames::Frames,
     learn::{Learner, Optimizer, scalar},
     replay::{Column, ReplayBuffer, Sampler, Schema},
@@ -67,6 +68,49 @@ impl Default for DqnConfig {
             epsilon: Epsilon::default(),
             max_grad_norm: 10.0,
         }
+    }
+}
+
+impl DqnConfig {
+    /// Settings that suit a task: the defaults, where no better ones are known.
+    pub fn for_task(task: &Task) -> Self {
+        let config = Self::default();
+        match task.name() {
+            // Every reward is −1: to look ahead tells little, and misleads while workers explore.
+            "Acrobot-v1" => Self {
+                lookahead: 1,
+                frames_per_step: 2,
+                target_every: 250,
+                capacity: 50_000,
+                epsilon: Epsilon {
+                    frames: 20_000,
+                    ..config.epsilon
+                },
+                ..config
+            },
+            "MountainCar-v0" => Self {
+                epsilon: Epsilon {
+                    frames: 30_000,
+                    ..config.epsilon
+                },
+                ..config
+            },
+            _ => config,
+        }
+    }
+
+    /// Whether training ever begins.
+    fn check(&self) -> Result<(), Error> {
+        let (capacity, warm_up) = (self.capacity, self.warm_up);
+        if capacity >= warm_up {
+            return Ok(());
+        }
+        Err(Error::ReplaySettings {
+            reason: format!(
+                "it has capacity = {capacity} frames, and DQN's first step comes after warm_up = \
+                 {warm_up}: set capacity to at least {warm_up}"
+            ),
+        })
     }
 }
 
@@ -158,9 +202,10 @@ impl Dqn {
     /// Starts to train `model`; `seed` draws the samples.
     ///
     /// # Errors
-    /// [`Error::ReplaySettings`] if the replay buffer cannot be, or
-    /// [`Error::Candle`] if a tensor cannot be made.
+    /// [`Error::ReplaySettings`] if the replay buffer cannot be, or has less room than
+    /// the warm-up takes, or [`Error::Candle`] if a tensor cannot be made.
     pub fn new(model: QNetwork, config: DqnConfig, seed: u64) -> Result<Self, Error> {
+        config.check()?;
         let observation_len = model.inputs()?;
         let observation = [observation_len as u64];
         let schema = Schema::new([

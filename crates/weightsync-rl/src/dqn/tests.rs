@@ -104,6 +104,25 @@ fn values_become_those_of_a_known_task() {
 }
 
 #[test]
+fn less_room_than_the_warm_up_takes_is_refused() {
+    let made = |capacity| {
+        let config = DqnConfig {
+            capacity,
+            warm_up: 64,
+            ..DqnConfig::default()
+        };
+        Dqn::new(QNetwork::new(3, &[4], 2, 1).unwrap(), config, 1)
+    };
+    let words = made(63).err().unwrap().to_string();
+    for part in ["capacity = 63", "warm_up = 64", "to at least 64"] {
+        assert!(words.contains(part), "{words}");
+    }
+    let frames = Rollout::<Row>::new(1, 1).collect_random(64);
+    let stats = made(64).unwrap().update(&frames).unwrap();
+    assert!(stats.steps > 0);
+}
+
+#[test]
 fn training_repeats_with_the_seed() {
     let weights = |seed| format!("{:?}", trained(config(), seed).model().weights().unwrap());
     assert_eq!(weights(1), weights(1));

@@ -72,10 +72,17 @@ def seen_len(space):
 def serve(link, envs):
     import numpy
 
-    def observed(observation):
-        return numpy.ascontiguousarray(observation, dtype="<f4").tobytes()
+    seen, space = envs[0].observation_space, envs[0].action_space
 
-    space = envs[0].action_space
+    def observed(observation):
+        numbers = numpy.ascontiguousarray(observation, dtype="<f4")
+        if numbers.size != seen_len(seen):
+            raise Refused(
+                f"an observation has the shape {numbers.shape}: expected {seen.shape}, as its "
+                "observation_space says. Correct the environment"
+            )
+        return numbers.tobytes()
+
     discrete = not hasattr(space, "low")
     action_len = 4 if discrete else 4 * seen_len(space)
     while True:

@@ -20,7 +20,7 @@ use std::{
     io::{self, Read, Write},
     marker::PhantomData,
     os::{fd::OwnedFd, unix::net::UnixStream},
-    process::{Child, Command, Stdio},
+    process::{Child, Command, ExitStatus, Stdio},
     time::Duration,
 };
 
@@ -32,8 +32,6 @@ use crate::{Error, frames::ActionKind};
 
 /// What Python runs.
 const SOURCE: &str = include_str!("gym.py");
-/// How long an environment may take to be made, or for a step.
-const PATIENCE: Duration = Duration::from_secs(60);
 /// Bytes of what a process says at first.
 const HEAD: usize = 21;
 /// The most quantities in an observation.
@@ -62,6 +60,8 @@ enum Actions {
 }
 
 impl Gym {
+    /// How long its Python may take to make the environments, or for a step.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
     /// The most quantities in a continuous action.
     pub(crate) const MAX_QUANTITIES: usize = 8;
 
@@ -242,40 +242,59 @@ impl<A: Action> Envs for GymEnvs<A> {
     }
 }
 
-/// A Python process, killed when it is dropped. Its standard input is the pipe by
-/// whose end the kernel kills it where this process dies.
+/// A Python process, killed when it fails or is dropped. Its standard input is the
+/// pipe by whose end the kernel kills it where this process dies.
 struct Process {
     id: String,
     link: UnixStream,
     child: Child,
+    /// Why it failed. An answer that comes later would be taken for another's.
+    failed: Option<String>,
 }
 
 impl Process {
     fn start(id: &str, python: &str, count: usize) -> Result<Self, Error> {
+        let mut command = Command::new(python);
+        command.args(["-c", SOURCE, id, &count.to_string()]);
+        Self::spawn(id, command)
+    }
+
+    fn spawn(id: &str, mut command: Command) -> Result<Self, Error> {
         let failed = |reason| Error::Gym {
             id: id.to_owned(),
             reason,
         };
         let unlinked = |error: io::Error| failed(format!("a socket cannot be made: {error}"));
         let (link, theirs) = UnixStream::pair().map_err(unlinked)?;
-        link.set_read_timeout(Some(PATIENCE)).map_err(unlinked)?;
-        link.set_write_timeout(Some(PATIENCE)).map_err(unlinked)?;
-        let child = Command::new(python)
-            .args(["-c", SOURCE, id, &count.to_string()])
+        link.set_read_timeout(Some(Gym::PATIENCE))
+            .map_err(unlinked)?;
+        link.set_write_timeout(Some(Gym::PATIENCE))
+            .map_err(unlinked)?;
+        let child = command
             .stdin(Stdio::piped())
             .stdout(OwnedFd::from(theirs))
             .spawn()
             .map_err(|error| {
+                let python = command.get_program().display();
                 failed(format!(
                     "`{python}` cannot be run ({error}): install Python with Gymnasium, or name \
                      one that is there"
                 ))
             })?;
-        let id = id.to_owned();
-        Ok(Self { id, link, child })
+        Ok(Self {
+            id: id.to_owned(),
+            link,
+            child,
+            failed: None,
+        })
     }
 
     fn say(&mut self, message: &[u8]) -> Result<(), Error> {
+        if let Some(reason) = &self.failed {
+            return Err(self.failure(format!(
+                "it failed before ({reason}): build the collector again"
+            )));
+        }
         let said = self.link.write_all(message);
         said.map_err(|error| self.broken(&error))
     }
@@ -301,20 +320,32 @@ impl Process {
             (&self.link).take(u64::from(len)).read_to_end(&mut reason)
         });
         said.map_err(|error| self.broken(&error))?;
-        Err(self.failure(String::from_utf8_lossy(&reason).into_owned()))
+        Err(self.fail(String::from_utf8_lossy(&reason).into_owned()))
     }
 
     fn broken(&mut self, error: &io::Error) -> Error {
         let late = [io::ErrorKind::WouldBlock, io::ErrorKind::TimedOut];
         if late.contains(&error.kind()) {
-            return self.failure(format!("no answer within {PATIENCE:?}"));
+            return self.fail(format!("no answer within {:?}", Gym::PATIENCE));
         }
         // It has closed its end, so it is about to leave, if it has not left.
+        let reason = match self.end() {
+            Ok(status) => format!("its Python ended ({status})"),
+            Err(error) => error.to_string(),
+        };
+        self.fail(reason)
+    }
+
+    fn fail(&mut self, reason: String) -> Error {
+        let _ = self.end();
+        self.failed = Some(reason.clone());
+        self.failure(reason)
+    }
+
+    /// Kills it, unless it has ended already.
+    fn end(&mut self) -> io::Result<ExitStatus> {
         let _ = self.child.kill();
-        match self.child.wait() {
-            Ok(status) => self.failure(format!("its Python ended ({status})")),
-            Err(error) => self.failure(error.to_string()),
-        }
+        self.child.wait()
     }
 
     fn failure(&self, reason: String) -> Error {
@@ -331,8 +362,28 @@ impl fmt::Debug for Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It may have ended already.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_is_late_is_ended() {
+        let mut command = Command::new("sleep");
+        command.arg("100000");
+        let mut process = Process::spawn("Late-v0", command).unwrap();
+        let wait = Some(Duration::from_millis(1));
+        process.link.set_read_timeout(wait).unwrap();
+        process.say(&[0; 13]).unwrap();
+        let error = process.answer(&mut [0]).unwrap_err().to_string();
+        assert!(error.contains("no answer within 60s"), "{error}");
+        let ended = process.child.try_wait().unwrap();
+        assert!(ended.is_some(), "it may answer yet");
+        let error = process.say(&[0; 13]).unwrap_err().to_string();
+        let told = "it failed before (no answer within 60s): build the collector again";
+        assert!(error.ends_with(told), "{error}");
     }
 }

@@ -23,6 +23,7 @@ trials! {
     self::gym_workers_collect_and_are_replaced,
     self::gym_python_ends_with_its_killed_worker,
     self::gym_says_what_is_missing,
+    self::gym_refuses_observations_of_another_size,
 }
 
 /// The variable that names a Python with Gymnasium; `cargo xtask test` sets it.
@@ -211,4 +212,27 @@ fn gym_says_what_is_missing() -> Outcome {
     let words = refused("CartPole-v1", &bare.display().to_string());
     assert!(words.contains("-m pip install gymnasium"), "{words}");
     Ok(())
+}
+
+fn gym_refuses_observations_of_another_size() -> Outcome {
+    let mut collector = Sync::builder(faulty("Short-v0")?)
+        .frames_per_batch(10)
+        .start(&weights()?)?;
+    assert_eq!(collector.next_batch()?.frames.len(), 10);
+    let words = collector.next_batch().expect_err("it is short").to_string();
+    assert!(
+        words.contains("has the shape (3,): expected (4,)"),
+        "{words}"
+    );
+    // Its Python has ended.
+    let words = collector.next_batch().expect_err("it failed").to_string();
+    assert!(words.contains("it failed before (an obs"), "{words}");
+    assert!(words.ends_with("build the collector again"), "{words}");
+    Ok(())
+}
+
+/// A task of `tests/data/faulty.py`.
+fn faulty(name: &str) -> Result<Task, Box<dyn std::error::Error>> {
+    let python = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/python-with-faulty");
+    Ok(Task::Gym(Gym::find(&format!("faulty:{name}"), python)?))
 }

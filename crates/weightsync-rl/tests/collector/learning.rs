@@ -7,7 +7,7 @@ use weightsync_conformance::scale;
 use weightsync_rl::{
     Error,
     collector::{Sync, Task},
-    dqn::{Dqn, DqnConfig, Epsilon, QNetwork},
+    dqn::{Dqn, DqnConfig, QNetwork},
     learn::{self, Learner},
     ppo::{ActorCritic, Ppo, PpoConfig},
 };
@@ -120,17 +120,7 @@ fn dqn_reaches_its_goal_on_acrobot() -> Outcome {
         frames_per_batch: 256,
         daily: 0.1,
     };
-    let config = DqnConfig {
-        lookahead: 1,
-        frames_per_step: 2,
-        target_every: 250,
-        capacity: 50_000,
-        epsilon: Epsilon {
-            frames: 20_000,
-            ..Epsilon::default()
-        },
-        ..DqnConfig::default()
-    };
+    let config = DqnConfig::for_task(&goal.task);
     reaches(&goal, |seed| {
         Dqn::new(QNetwork::new(6, &HIDDEN, 3, seed)?, config.clone(), seed)
     })
