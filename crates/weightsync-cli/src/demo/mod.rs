@@ -67,7 +67,8 @@ pub struct Args {
     /// Folder for learning.svg and policy.safetensors [default: a new weightsync-demo]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Give up after so many seconds [default: 60 for cartpole, 300 for others]
+    /// Give up after so many seconds; mountain-car takes 150 000 to 350 000 frames, for which a debug
+    /// build may need more [default: 60 for cartpole, 300 for others]
     #[arg(long)]
     time_limit: Option<u64>,
 }
