@@ -41,6 +41,10 @@ _OF_TORCHRL = {
     "submitit_delayed": "launcher=None, with workers that join on their own",
 }
 
+#: Seconds that a launcher may take to end once its worker's link has ended. That of a dead host may
+#: stay for minutes, and the trainer waits meanwhile.
+_GRACE = 1.0
+
 #: The longest frame's shape that makes sense, in numbers.
 _LARGEST = 1 << 40
 
@@ -184,9 +188,7 @@ class Remote(Member):
     def kill(self) -> str:
         self._place.cut()
         if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                # With what the command has started here.
-                os.killpg(self.process.pid, signal.SIGKILL)
+            _kill_group(self.process)
         how = self.ended(0.0)
         return f", so {how}" if how else ", and the link to it was cut"
 
@@ -195,8 +197,10 @@ class Remote(Member):
             if not self._place.wait(patience):
                 self._place.cut()
             return self._gone.removeprefix("; ")
+        if self._gone:
+            patience = min(patience, _GRACE)
         try:
-            how = how_ended(self.process, patience, self._who)
+            how = how_ended(self.process, patience, self._who, _kill_group)
         finally:
             # Nothing that it sent is written any more.
             self._place.cut()
@@ -239,6 +243,12 @@ def _launch(command: list[str], given: dict[str, Any]) -> subprocess.Popen[bytes
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(given).encode() + b"\n")
     return process
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a launcher that has not ended, with what it has started on this host."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _template(
