@@ -16,7 +16,8 @@ class Counting(gymnasium.Env[np.ndarray, int]):
 
     Args:
         length: steps of an episode.
-        fault: what happens in step ``at`` of all: "raise", "nan", "shape", "hang", "kill", "exit".
+        fault: what happens in step ``at`` of all: "raise", "refuse", "nan", "shape", "hang", "kill",
+            "exit".
         at: counted over all episodes.
     """
 
@@ -39,6 +40,8 @@ class Counting(gymnasium.Env[np.ndarray, int]):
         if self.taken == self.at:
             if self.fault == "raise":
                 raise RuntimeError("the pole broke")
+            if self.fault == "refuse":
+                raise ConnectionRefusedError("the simulator is gone")
             if self.fault == "nan":
                 observation[0] = np.nan
             if self.fault == "shape":

@@ -23,6 +23,7 @@ from weightsync import rl
 
 WORDS = {
     "raise": "the pole broke",
+    "refuse": "the simulator is gone",
     "nan": "next.observation is NaN in environment 0 at step 1",
     "shape": r"returned observation of shape \[3\]",
     "kill": "killed by SIGKILL",
@@ -33,7 +34,7 @@ WORDS = {
 
 def where(fault: str) -> Any:
     """Threads where they can show the fault: they start at once."""
-    return "threads" if fault in ("raise", "nan", "shape") else "processes"
+    return "threads" if fault in ("raise", "refuse", "nan", "shape") else "processes"
 
 
 def faulty(fault: str) -> list[Any]:

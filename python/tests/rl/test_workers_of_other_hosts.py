@@ -117,10 +117,11 @@ def test_nothing_is_left_after_shutdown() -> None:
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "exit", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "refuse", "kill", "exit", "hang"])
 def test_failed_worker_is_launched_again(fault: str) -> None:
     words = {
         "raise": "the pole broke",
+        "refuse": "the simulator is gone",
         "kill": r"its process \d+ was killed by SIGKILL; the link to it, from .*, has ended",
         "exit": "ended with exit code 3",
         "hang": "collecting one part for more than",
