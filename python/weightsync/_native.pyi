@@ -360,7 +360,7 @@ class TrainerPort:
     has_token: bool
 
     def __new__(
-        cls, listen: str | None, advertise: str | None, insecure_plaintext: bool
+        cls, listen: str | None, advertise: str | None, insecure_plaintext: bool, workers: int
     ) -> TrainerPort: ...
     def open(self, worker: int, ticket: int | None, settings: bytes) -> WorkerPlace:
         """Opens the place of a worker, in place of the one before. A worker with the ticket may
@@ -375,8 +375,8 @@ class WorkerPlace:
 
     def fileno(self) -> int:
         """Readable while there is something to hear."""
-    def order(self, json: str) -> bool:
-        """Sends an order, once the worker is there; false if too many wait."""
+    def order(self, json: str) -> None:
+        """Sends an order, once the worker is there. If too many wait the link ends."""
     def expect(self, part: int, fd: int, rows: Sequence[tuple[int, int, int, int]]) -> None:
         """Says, before the order, where a part's bytes belong in a file: for each column the offset
         of the first run of bytes, the bytes of each, how many there are, and the bytes from one
@@ -416,10 +416,10 @@ class TrainerLink:
         """The next order; waits for it. None once the trainer has ended."""
     def say(self, json: str) -> None:
         """Sends an answer."""
-    def send_part(self, part: int, json: str, columns: Sequence[tuple[int, int]]) -> None:
+    def send_part(self, part: int, columns: Sequence[tuple[int, int]]) -> None:
         """Sends a part: the addresses of its columns, and the bytes of each."""
     def leave(self) -> None:
-        """Ends the link in order."""
+        """Ends the link in order, once the trainer has read everything; within 5 s."""
 
 @final
 class ReplayBuffer:

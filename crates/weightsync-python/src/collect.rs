@@ -37,6 +37,7 @@ impl TrainerPort {
         listen: Option<String>,
         advertise: Option<String>,
         insecure_plaintext: bool,
+        workers: u32,
     ) -> PyResult<Self> {
         let mut scheme = Distributed::new();
         if let Some(listen) = listen {
@@ -48,7 +49,7 @@ impl TrainerPort {
         if insecure_plaintext {
             scheme = scheme.insecure_plaintext();
         }
-        let trainer = released(py, || Trainer::listen(&scheme))?;
+        let trainer = released(py, || Trainer::listen(&scheme, workers))?;
         Ok(Self {
             address: trainer.address().into(),
             secret: to_hex(trainer.secret()),
@@ -104,8 +105,9 @@ impl WorkerPlace {
         self.place.fd()
     }
 
-    fn order(&self, json: String) -> PyResult<bool> {
-        Ok(self.here()?.order(json))
+    fn order(&self, json: String) -> PyResult<()> {
+        self.here()?.order(json);
+        Ok(())
     }
 
     /// Says where the bytes of a part belong: runs of an offset, bytes, a count and a stride, in
@@ -142,7 +144,7 @@ impl WorkerPlace {
             let (kind, text, part) = match heard.what {
                 What::Joined { from } => ("joined", from, 0),
                 What::Said { json } => ("said", json, 0),
-                What::Part { part, json } => ("part", json, part),
+                What::Part { part } => ("part", String::new(), part),
                 What::Gone { reason } => ("gone", reason, 0),
             };
             (kind, text, part, heard.at)
@@ -183,6 +185,7 @@ impl WorkerPlace {
 #[pyclass(frozen, module = "weightsync._native")]
 pub struct TrainerLink {
     link: Worker,
+    origin: Origin,
     /// The worker's number.
     #[pyo3(get)]
     worker: u32,
@@ -234,6 +237,7 @@ impl TrainerLink {
         let joined = released(py, || Worker::join(&joining, gone))?;
         Ok(Self {
             link: joined.link,
+            origin: Origin::here(),
             worker: joined.worker,
             settings: Mutex::new(joined.settings),
         })
@@ -246,30 +250,27 @@ impl TrainerLink {
     }
 
     /// The next order; none once the trainer has ended.
-    fn next(&self, py: Python<'_>) -> Option<String> {
-        py.detach(|| self.link.next())
+    fn next(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let link = self.here()?;
+        Ok(py.detach(|| link.next()))
     }
 
     fn say(&self, py: Python<'_>, json: String) -> PyResult<()> {
-        released(py, || self.link.say(json))
+        let link = self.here()?;
+        released(py, || link.say(json))
     }
 
     /// Sends a part: the addresses of its columns, and their bytes.
     #[expect(unsafe_code, reason = "it vouches for the addresses")]
-    fn send_part(
-        &self,
-        py: Python<'_>,
-        part: u64,
-        json: String,
-        columns: Vec<(Address, usize)>,
-    ) -> PyResult<()> {
+    fn send_part(&self, py: Python<'_>, part: u64, columns: Vec<(Address, usize)>) -> PyResult<()> {
+        let link = self.here()?;
         let spans = columns.into_iter().map(|(address, len)| Span {
             address,
             before: 0,
             len,
         });
         let spans: Vec<Span> = spans.collect();
-        let send = |columns: &[&[u8]]| self.link.send_part(part, json, columns);
+        let send = |columns: &[&[u8]]| link.send_part(part, columns);
         let sent = py.detach(|| {
             // SAFETY: the Python files make the promise of an address for each column.
             unsafe { raw::lend(&spans, send) }
@@ -278,9 +279,21 @@ impl TrainerLink {
         sent.map_err(hollow)?.map_err(|error| exception(py, error))
     }
 
-    /// Ends the link in order.
-    fn leave(&self, py: Python<'_>) {
-        py.detach(|| self.link.leave());
+    /// Ends the link in order, once the trainer has read everything.
+    fn leave(&self, py: Python<'_>) -> PyResult<()> {
+        let link = self.here()?;
+        py.detach(|| link.leave());
+        Ok(())
+    }
+}
+
+impl TrainerLink {
+    /// The link, in the process that it belongs to.
+    fn here(&self) -> PyResult<&Worker> {
+        match self.origin.is_here() {
+            true => Ok(&self.link),
+            false => Err(forked()),
+        }
     }
 }
 

@@ -16,7 +16,7 @@ class Counting(gymnasium.Env[np.ndarray, int]):
 
     Args:
         length: steps of an episode.
-        fault: what happens in step ``at`` of all: "raise", "left", "nan", "inf", "shape", "hang",
+        fault: what happens in step ``at`` of all: "raise", "refuse", "nan", "inf", "shape", "hang",
             "kill", "exit".
         at: counted over all episodes.
     """
@@ -41,8 +41,8 @@ class Counting(gymnasium.Env[np.ndarray, int]):
         if self.taken == self.at:
             if self.fault == "raise":
                 raise RuntimeError("the pole broke")
-            if self.fault == "left":
-                raise ConnectionResetError("the simulator left")
+            if self.fault == "refuse":
+                raise ConnectionRefusedError("the simulator is gone")
             if self.fault == "nan":
                 observation[0] = np.nan
             if self.fault == "inf":

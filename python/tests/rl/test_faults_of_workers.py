@@ -24,7 +24,7 @@ from weightsync import rl
 
 WORDS = {
     "raise": "the pole broke",
-    "left": "the simulator left",
+    "refuse": "the simulator is gone",
     "nan": "next.observation is NaN in environment 0 at step 1",
     "inf": "next.reward is -inf in environment 0 at step 1",
     "shape": r"returned observation of shape \[3\]",
@@ -36,7 +36,7 @@ WORDS = {
 
 def where(fault: str) -> Any:
     """Threads where they can show the fault: they start at once."""
-    return "threads" if fault in ("raise", "left", "nan", "inf", "shape") else "processes"
+    return "threads" if fault in ("raise", "refuse", "nan", "inf", "shape") else "processes"
 
 
 def faulty(fault: str) -> list[Any]:

@@ -22,6 +22,7 @@ from meddling import Proxy, free_port
 
 import weightsync
 from weightsync import rl
+from weightsync.rl import _crew
 
 COMMAND = [sys.executable, "-m", "weightsync.rl.worker"]
 
@@ -116,10 +117,11 @@ def test_nothing_is_left_after_shutdown() -> None:
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill", "exit", "hang"])
+@pytest.mark.parametrize("fault", ["raise", "refuse", "kill", "exit", "hang"])
 def test_failed_worker_is_launched_again(fault: str) -> None:
     words = {
         "raise": "the pole broke",
+        "refuse": "the simulator is gone",
         "kill": r"its process \d+ was killed by SIGKILL; the link to it, from .*, has ended",
         "exit": "ended with exit code 3",
         "hang": "collecting one part for more than",
@@ -259,6 +261,44 @@ def test_launcher_is_a_command_for_each_host(tmp_path: Path) -> None:
         "two 1\n",
         "one 2\n",
     ]
+
+
+def launcher(script: str, *arguments: object) -> list[str]:
+    """A launcher that is a script: ``$0`` is Python."""
+    return ["sh", "-c", script, sys.executable, *map(str, arguments)]
+
+
+def test_launcher_of_a_dead_host_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ssh to a host that has lost its power: it goes on after its worker."""
+    # To wait so long for a launcher is to fail.
+    monkeypatch.setattr(_crew, "_LEAVE", 10_000.0)
+    script = 'sleep 9999 & echo $! >> $1; "$0" -m weightsync.rl.worker && kill $! || wait'
+    with rl.DistributedSyncDataCollector(
+        [lambda: Counting(fault="kill", at=12)],
+        zeros,
+        frames_per_batch=10,
+        launcher=launcher(script, tmp_path / "left"),
+        restart=True,
+    ) as collector:
+        collector.next()
+        (failure,) = collector.next().failures
+        assert re.search("killed by SIGKILL; the link to it, from .*, has ended", failure.reason)
+    # With all that the launcher had started here.
+    wait_until_gone([int(one) for one in (tmp_path / "left").read_text().split()])
+
+
+def test_shutdown_ends_what_launchers_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_crew, "_LEAVE", 0.1)
+    script = 'sleep 9999 & echo $! > $1; "$0" -m weightsync.rl.worker; wait'
+    collector = rl.DistributedSyncDataCollector(
+        [Counting], zeros, frames_per_batch=10, launcher=launcher(script, tmp_path / "left")
+    )
+    collector.shutdown()
+    wait_until_gone([int((tmp_path / "left").read_text())])
 
 
 @pytest.mark.parametrize(

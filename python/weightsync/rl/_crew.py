@@ -277,12 +277,17 @@ class Process(_Local):
         self.link.close()
 
 
-def how_ended(process: subprocess.Popen[bytes], patience: float, who: str) -> str:
+def how_ended(
+    process: subprocess.Popen[bytes],
+    patience: float,
+    who: str,
+    kill: Callable[[subprocess.Popen[bytes]], None] = subprocess.Popen.kill,
+) -> str:
     """Waits for the end of a process, kills it after that, and says how it ended."""
     try:
         process.wait(patience)
     except BaseException as error:
-        process.kill()
+        kill(process)
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise

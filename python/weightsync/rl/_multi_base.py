@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsync._checks import choice, numbers
 from weightsync._native import Trajectories
-from weightsync.errors import PeerError, SettingError
+from weightsync.errors import OperatingSystemError, PeerError, SettingError
 from weightsync.rl._base import BaseCollector, check_known, has_weights
 from weightsync.rl._columns import (
     TRAJ_IDS,
@@ -382,9 +382,13 @@ class MultiCollector(BaseCollector):
             order.is_told = False
         again = self._restart and self._slots is not None and seat.failures <= _MOST_FAILURES
         self._enter(worker, "empty")
-        self._failures.append(Failure(worker, reason, again))
         if again:
-            self._start_again(worker)
+            try:
+                self._start_again(worker)
+            except OperatingSystemError as error:
+                # What other workers have said meanwhile is still to be noted.
+                again, reason = False, f"{reason}; {error}"
+        self._failures.append(Failure(worker, reason, again))
 
     def _start_again(self, worker: int) -> None:
         """Starts another worker in an empty place; it gets the current weights, and the orders."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import select
@@ -18,7 +19,17 @@ import numpy as np
 
 from weightsync._native import TrainerPort, WorkerPlace
 from weightsync.errors import CorruptError, OperatingSystemError, SettingError
-from weightsync.rl._columns import Column, Layout
+from weightsync.rl._columns import (
+    DONE,
+    MASK,
+    POLICY_VERSION,
+    REWARD,
+    TERMINATED,
+    TRAJ_IDS,
+    TRUNCATED,
+    Column,
+    Layout,
+)
 from weightsync.rl._crew import Member, how_ended, pickled
 from weightsync.rl._worker import Start, same_program
 
@@ -41,8 +52,24 @@ _OF_TORCHRL = {
     "submitit_delayed": "launcher=None, with workers that join on their own",
 }
 
-#: The longest frame's shape that makes sense, in numbers.
+#: Seconds that a launcher may take to end once its worker's link has ended. That of a dead host may
+#: stay for minutes, and the trainer waits meanwhile.
+_GRACE = 1.0
+
+#: The most that makes sense, of bytes as of numbers.
 _LARGEST = 1 << 40
+
+#: The most names of a column, one in another.
+_DEEPEST = 64
+
+_DTYPES = {np.dtype(one).name for one in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
+
+#: The columns that the trainer reads.
+_REQUIRED = {
+    REWARD: "float32",
+    **dict.fromkeys((DONE, TERMINATED, TRUNCATED), "bool"),
+    **dict.fromkeys((TRAJ_IDS, POLICY_VERSION), "int64"),
+}
 
 
 class Hosts:
@@ -54,6 +81,7 @@ class Hosts:
         listen: the address of the port.
         advertise: the address by which workers reach it.
         insecure_plaintext: whether unencrypted connections to other machines are allowed.
+        workers: how many there are.
     """
 
     def __init__(
@@ -63,12 +91,13 @@ class Hosts:
         listen: str | None,
         advertise: str | None,
         insecure_plaintext: bool,
+        workers: int,
     ) -> None:
         self._template = _template(launcher, hosts)
         self._is_local = launcher == "local"
         self._hosts = list(hosts or [])
         self._plaintext = insecure_plaintext
-        self._port = TrainerPort(listen, advertise, insecure_plaintext)
+        self._port = TrainerPort(listen, advertise, insecure_plaintext, workers)
         if self._template is None and not self._port.has_token:
             self._port.close()
             raise SettingError(
@@ -134,6 +163,7 @@ class Remote(Member):
         self._slots: dict[int, tuple[Sequence[int], int, int, int, int]] = {}
         self._gone = ""
         self._launching = -1
+        self._is_joining = False
         self._events = select.epoll()
         self._events.register(place.fileno(), select.EPOLLIN)
         if process is not None:
@@ -152,6 +182,8 @@ class Remote(Member):
             dims, axis, index, offset, fd = self._slots[order["slot"]]
             rows = Layout(self._columns, dims).rows(offset, axis, index)
             self._place.expect(order["part"], fd, rows)
+        if order["do"] == "join":
+            self._is_joining = True
         self._place.order(json.dumps(order))
 
     def read(self) -> dict[str, Any] | None:
@@ -184,9 +216,7 @@ class Remote(Member):
     def kill(self) -> str:
         self._place.cut()
         if self.process is not None and self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                # With what the command has started here.
-                os.killpg(self.process.pid, signal.SIGKILL)
+            _kill_group(self.process)
         how = self.ended(0.0)
         return f", so {how}" if how else ", and the link to it was cut"
 
@@ -195,8 +225,10 @@ class Remote(Member):
             if not self._place.wait(patience):
                 self._place.cut()
             return self._gone.removeprefix("; ")
+        if self._gone:
+            patience = min(patience, _GRACE)
         try:
-            how = how_ended(self.process, patience, self._who)
+            how = how_ended(self.process, patience, self._who, _kill_group)
         finally:
             # Nothing that it sent is written any more.
             self._place.cut()
@@ -216,13 +248,16 @@ class Remote(Member):
             envs, is_batched = said.get("num_envs"), said.get("is_batched")
             if not _is_count(envs) or envs == 0 or not isinstance(is_batched, bool):
                 raise CorruptError(f"{envs!r} environments")
+            if envs * sum(map(_frame_bytes, columns)) > _LARGEST:
+                raise CorruptError(f"frames of {envs} environments that no memory can hold")
             self._columns = columns
             return said
-        if what == "joined":
-            return said
+        if what == "joined" and self._is_joining:
+            self._is_joining = False
+            return {"is": "joined"}
         if what == "error":
             return {"is": "error", "reason": str(said.get("reason", ""))}
-        raise CorruptError(f"expected ready once, joined or error, got {what!r:.80}")
+        raise CorruptError(f"expected ready once, joined where asked, or error, got {what!r:.80}")
 
 
 def _launch(command: list[str], given: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -239,6 +274,12 @@ def _launch(command: list[str], given: dict[str, Any]) -> subprocess.Popen[bytes
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(given).encode() + b"\n")
     return process
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kills a launcher that has not ended, with what it has started on this host."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _template(
@@ -285,13 +326,28 @@ def _columns(value: Any) -> list[Column]:
     try:
         columns = [Column.from_json(one) for one in value]
         for one in columns:
-            if not one.key or not all(isinstance(name, str) for name in one.key):
+            if not 1 <= len(one.key) <= _DEEPEST or not all(isinstance(name, str) for name in one.key):
                 raise CorruptError(f"a column called {one.key!r:.80}")
-            if np.dtype(one.dtype).kind not in "biufc" or not all(map(_is_count, one.shape)):
+            if one.dtype not in _DTYPES or not all(map(_is_count, one.shape)):
                 raise CorruptError(f"the column {one!s:.80}")
-        if len({one.key for one in columns}) != len(columns) or not columns:
+        keys = {one.key for one in columns}
+        if len(keys) != len(columns):
             # Each has its place in a slot, which has room for each name once.
-            raise CorruptError("no columns, or two of one name")
+            raise CorruptError("two columns of one name")
+        for key in keys:
+            if any(key[:end] in keys for end in range(1, len(key))):
+                raise CorruptError(f"the column {'.'.join(key):.80}, and one that it lies in")
+        known = {one.key: one for one in columns}
+        for key, dtype in _REQUIRED.items():
+            if known.get(key) != Column(key, dtype, ()):
+                raise CorruptError(f"no column {Column(key, dtype, ())}")
+        if MASK in known and known[MASK] != Column(MASK, "bool", ()):
+            raise CorruptError(f"the column {known[MASK]!s:.80}")
         return columns
     except (TypeError, ValueError) as error:
         raise CorruptError(f"columns {value!r:.80}") from error
+
+
+def _frame_bytes(column: Column) -> int:
+    """The bytes of a frame, as if no dimension were empty: numpy multiplies them in 64 bits."""
+    return math.prod((np.dtype(column.dtype).itemsize, *(max(one, 1) for one in column.shape)))

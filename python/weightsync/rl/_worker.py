@@ -219,12 +219,17 @@ def serve(link: Hearing, make: Callable[[], Worker]) -> bool:
     worker = None
     try:
         worker = make()
-        link.say(json.dumps(worker.ready()))
-        while (heard := link.hear()) is not None:
+        answer: dict[str, Any] | None = worker.ready()
+        while True:
+            heard = None
+            # Only here: an environment may raise such an error too, and that is a failure.
+            with contextlib.suppress(ConnectionError):
+                if answer is not None:
+                    link.say(json.dumps(answer))
+                heard = link.hear()
+            if heard is None:
+                return True
             answer = worker.do(*heard)
-            if answer is not None:
-                link.say(json.dumps(answer))
-        return True
     except BaseException as error:
         try:
             say_last_words(link, "".join(traceback.format_exception(error)))

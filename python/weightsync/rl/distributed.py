@@ -54,7 +54,7 @@ class _OnHosts(MultiCollector):
         return "" if self._hosts is None else self._hosts.address
 
     def _make_crew(self, starts: list[Start]) -> Crew:
-        self._hosts = Hosts(*self._where)
+        self._hosts = Hosts(*self._where, len(starts))
         try:
             return Crew(starts, self._hosts.begin)
         except BaseException:

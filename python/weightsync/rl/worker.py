@@ -9,12 +9,14 @@ trainer, as code: a worker trusts its trainer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import io
 import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -22,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from weightsync._native import TrainerLink
-from weightsync.errors import WeightsyncError
+from weightsync.errors import SettingError, WeightsyncError
 from weightsync.rl._columns import Key, Layout
 from weightsync.rl._worker import Start, Worker, same_program, say_last_words, work
 
@@ -55,7 +57,7 @@ class RemoteWorker(Worker):
 
     def __init__(self, start: Start, link: TrainerLink) -> None:
         super().__init__(start)
-        self._link = link
+        self._native, self._link = link, NetworkLink(link)
         self._sender = ThreadPoolExecutor(1, "weightsync-frames")
         self._sending: list[Future[None] | None] = [None, None]
         self._turn = 0
@@ -68,8 +70,8 @@ class RemoteWorker(Worker):
             before.result()
         if turn not in self._slots:
             self._slots[turn] = self._memory(order["steps"])
-        said = super().do({**order, "slot": turn}, fds)
-        self._sending[turn] = self._sender.submit(self._send, order["part"], said, turn)
+        super().do({**order, "slot": turn}, fds)
+        self._sending[turn] = self._sender.submit(self._send, order["part"], turn)
         return None
 
     def close(self) -> None:
@@ -81,9 +83,16 @@ class RemoteWorker(Worker):
         layout = Layout(self.columns, (self._envs.num_envs, steps))
         return layout.views(np.zeros(layout.size, np.uint8))
 
-    def _send(self, part: int, said: dict[str, Any] | None, turn: int) -> None:
-        columns = [(one.ctypes.data, one.nbytes) for one in self._slots[turn].values()]
-        self._link.send_part(part, json.dumps(said), columns)
+    def _send(self, part: int, turn: int) -> None:
+        try:
+            columns = [(one.ctypes.data, one.nbytes) for one in self._slots[turn].values()]
+            self._native.send_part(part, columns)
+        except BaseException:
+            # The trainer waits for this part, and this worker's thread for the trainer.
+            with contextlib.suppress(WeightsyncError):
+                say_last_words(self._link, traceback.format_exc())
+            self._link.close()
+            raise
 
 
 def launched(given: dict[str, Any]) -> int:
@@ -120,6 +129,39 @@ def _listed(versions: dict[str, str]) -> str:
     return " and ".join(f"{name} {version}" for name, version in versions.items())
 
 
+def _given(line: bytes) -> dict[str, Any]:
+    """What a launcher's line says. It has a secret, so no error repeats it."""
+    kinds = {
+        "address": str,
+        "secret": str,
+        "insecure_plaintext": bool,
+        "worker": int,
+        "ticket": int,
+    }
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError):
+        given = None
+    if (
+        not isinstance(given, dict)
+        or given.keys() != kinds.keys()
+        or not all(type(given[name]) is kind for name, kind in kinds.items())
+    ):
+        raise SettingError(
+            "standard input: expected the trainer's line, which is JSON with "
+            f"{', '.join(kinds)}, got {len(line)} bytes of something else: have the launcher pass "
+            "its standard input on, or join with --join HOST:PORT"
+        )
+    return given
+
+
+def _number(text: str) -> int:
+    """A worker's number."""
+    if not text.isdecimal() or int(text) >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 on, got {text!r}")
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command: returns its exit code."""
     parser = argparse.ArgumentParser(
@@ -128,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "trainer is from its standard input, as a launcher tells it.",
     )
     parser.add_argument("--join", metavar="HOST:PORT", help="the trainer's address")
-    parser.add_argument("--worker", type=int, metavar="N", help="this worker's number")
+    parser.add_argument("--worker", type=_number, metavar="N", help="this worker's number")
     parser.add_argument(
         "--insecure-plaintext",
         action="store_true",
@@ -149,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             line = sys.stdin.buffer.readline()
             if not line:
                 parser.error("standard input ended before the launcher's line came")
-            return launched(json.loads(line))
+            return launched(_given(line))
         # Ctrl-C ends it: no interpreter has to be free for that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return _work(

@@ -52,7 +52,6 @@ impl Wanted {
 #[derive(Debug)]
 struct UnderWay {
     wanted: Wanted,
-    json: String,
     /// The bytes that are missing.
     missing: u64,
     /// Where the next byte belongs: a run of a column, and a place in it.
@@ -77,7 +76,7 @@ impl Incoming {
             ToTrainer::Join { .. } => Err(PartError::JoinedTwice),
             _ if self.under_way.is_some() => Err(PartError::Broken),
             ToTrainer::Say { json } => Ok(Some(What::Said { json })),
-            ToTrainer::Part { part, bytes, json } => {
+            ToTrainer::Part { part, bytes } => {
                 let ordered = orders.front().map(|wanted| (wanted.part, wanted.bytes));
                 let Some(wanted) =
                     orders.pop_front_if(|one| (one.part, one.bytes) == (part, bytes))
@@ -89,7 +88,6 @@ impl Incoming {
                 };
                 self.under_way = Some(UnderWay {
                     wanted,
-                    json,
                     missing: bytes,
                     at: (0, 0, 0),
                 });
@@ -139,7 +137,6 @@ impl Incoming {
         let part = self.under_way.take_if(|part| part.missing == 0)?;
         Some(What::Part {
             part: part.wanted.part,
-            json: part.json,
         })
     }
 }

@@ -11,6 +11,7 @@
 //! the thread that calls.
 
 mod incoming;
+mod place;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -21,7 +22,8 @@ use std::net::TcpStream;
 use std::time::Duration;
 
 pub use self::incoming::Rows;
-pub use self::trainer::{Heard, Place, Trainer, What};
+pub use self::place::{Heard, Place, What};
+pub use self::trainer::Trainer;
 pub use self::worker::{Joined, Joining, Worker};
 
 use self::incoming::PartError;

@@ -37,7 +37,7 @@ fn content(file: &File) -> Vec<u8> {
 }
 
 fn trainer() -> Trainer {
-    Trainer::listen(&Distributed::new()).unwrap()
+    Trainer::listen(&Distributed::new(), 2).unwrap()
 }
 
 fn joining(trainer: &Trainer, worker: Option<u32>, ticket: Option<u64>) -> Joining {
@@ -89,8 +89,8 @@ fn reason(place: &Place) -> String {
     }
 }
 
-/// A peer that has the secret, and says what it likes.
-fn rogue(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames) {
+/// A peer that has the secret and says what it likes, and the answer to its wish to join.
+fn asking(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames, ToWorker) {
     let address = trainer.address().parse().unwrap();
     let key = Key::new(&trainer.secret());
     let socket = blocking::dial(address, &key, Role::Collector, Some(LONG)).unwrap();
@@ -98,9 +98,23 @@ fn rogue(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames) {
     write_message(&socket, &ToTrainer::Join { worker, ticket }).unwrap();
     let mut frames = Frames::new(socket.try_clone().unwrap());
     let (_, payload) = frames.next().unwrap();
-    let welcome = ToWorker::decode(payload).unwrap();
-    assert!(matches!(welcome, ToWorker::Welcome { .. }), "{welcome:?}");
+    let answer = ToWorker::decode(payload).unwrap();
+    (socket, frames, answer)
+}
+
+/// Such a peer that was let in.
+fn rogue(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames) {
+    let (socket, frames, answer) = asking(trainer, worker);
+    assert!(matches!(answer, ToWorker::Welcome { .. }), "{answer:?}");
     (socket, frames)
+}
+
+/// The reason for which a worker is to ask again.
+fn later(trainer: &Trainer, worker: Option<u32>) -> String {
+    match asking(trainer, worker).2 {
+        ToWorker::Later { reason } => reason,
+        other => panic!("{other:?}"),
+    }
 }
 
 /// Two columns in a file of 1,000 bytes: one run, and three at equal distances.
@@ -139,12 +153,8 @@ fn part_lands_where_its_order_said() {
     let file = memory(1000);
     place.expect(4, file.try_clone().unwrap(), rows()).unwrap();
     let (column, runs) = (vec![1; 200], (0..60).collect::<Vec<u8>>());
-    joined
-        .link
-        .send_part(4, "done".into(), &[&column, &runs])
-        .unwrap();
-    let json = "done".into();
-    assert_eq!(hear(&place), What::Part { part: 4, json });
+    joined.link.send_part(4, &[&column, &runs]).unwrap();
+    assert_eq!(hear(&place), What::Part { part: 4 });
     assert_eq!(content(&file), filled(&column, &runs));
 
     joined.link.say("words".into()).unwrap();
@@ -176,8 +186,8 @@ fn part_of_many_pieces_comes_whole() {
     place
         .expect(1, file.try_clone().unwrap(), vec![row])
         .unwrap();
-    joined.link.send_part(1, String::new(), &[&bytes]).unwrap();
-    assert!(matches!(hear(&place), What::Part { part: 1, .. }));
+    joined.link.send_part(1, &[&bytes]).unwrap();
+    assert!(matches!(hear(&place), What::Part { part: 1 }));
     assert!(content(&file) == bytes);
 }
 
@@ -185,8 +195,7 @@ fn part_of_many_pieces_comes_whole() {
 #[test]
 fn part_out_of_its_order_is_never_delivered() {
     let part = |socket: &TcpStream, part, bytes| {
-        let json = String::new();
-        write_message(socket, &ToTrainer::Part { part, bytes, json }).unwrap();
+        write_message(socket, &ToTrainer::Part { part, bytes }).unwrap();
     };
     type Send = Box<dyn Fn(&TcpStream)>;
     let cases: Vec<(&str, Send)> = vec![
@@ -273,16 +282,7 @@ fn place_that_was_cut_is_written_no_more() {
         .expect(1, file.try_clone().unwrap(), vec![row])
         .unwrap();
     let sending = std::thread::spawn(move || {
-        let json = String::new();
-        let announced = write_message(
-            &socket,
-            &ToTrainer::Part {
-                part: 1,
-                bytes,
-                json,
-            },
-        );
-        announced.unwrap();
+        write_message(&socket, &ToTrainer::Part { part: 1, bytes }).unwrap();
         // Until the link is cut.
         while write_pieces(&socket, &[1; MAX_PIECE]).is_ok() {}
     });
@@ -318,6 +318,109 @@ fn worker_without_a_place_is_told_why() {
     hear_joined(&launched);
     assert_eq!((one.worker, two.worker), (0, 1));
     assert_eq!(first.hear(), None);
+}
+
+#[test]
+fn worker_asks_again_until_its_place_is_open() {
+    let trainer = trainer();
+    let open = |worker| trainer.open(worker, None, Vec::new()).unwrap();
+    // The trainer has not opened all places.
+    let first = open(0);
+    assert!(later(&trainer, Some(1)).contains("is starting"));
+    let second = open(1);
+    let (one, _) = join(&trainer, Some(0));
+    let (two, _) = join(&trainer, Some(1));
+    // A worker comes back, and its trainer has not asked for another.
+    drop(one.link);
+    assert!(first.wait(LONG));
+    for worker in [Some(0), None] {
+        assert!(later(&trainer, worker).contains("worker 0 has ended"));
+    }
+    let mut hasty = joining(&trainer, Some(0), None);
+    hasty.patience = Duration::ZERO;
+    let refused = Worker::join(&hasty, |_| {}).map(drop).unwrap_err();
+    assert!(refused.to_string().contains("has not asked for another"));
+    std::thread::scope(|scope| {
+        let back = scope.spawn(|| join(&trainer, Some(0)).0.worker);
+        // It is likely to have been turned away once by then.
+        std::thread::sleep(Duration::from_millis(300));
+        let _first = open(0);
+        assert_eq!(back.join().unwrap(), 0);
+    });
+    drop((two, second));
+}
+
+#[test]
+fn silent_workers_place_may_be_asked_for_again() {
+    let trainer = trainer();
+    let _places = [0, 1].map(|worker| trainer.open(worker, None, Vec::new()).unwrap());
+    let _silent = rogue(&trainer, Some(0));
+    let (living, _ends) = join(&trainer, Some(1));
+    // Its host has gone without a word, and is back before the trainer counts it as gone.
+    std::thread::sleep(Duration::from_millis(3100));
+    for worker in [Some(0), None] {
+        assert!(later(&trainer, worker).contains("worker 0"));
+    }
+    drop(living);
+}
+
+#[test]
+fn refused_worker_that_stays_is_cut() {
+    let trainer = trainer();
+    let (socket, _frames, answer) = asking(&trainer, Some(9));
+    assert!(matches!(answer, ToWorker::End { .. }), "{answer:?}");
+    let until = std::time::Instant::now() + LONG;
+    while write_message(&socket, &ToTrainer::Ping).is_ok() {
+        assert!(std::time::Instant::now() < until, "it is still served");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn last_words_are_read_once_a_worker_has_left() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (joined, _ends) = join(&trainer, None);
+    for word in 0..10 {
+        joined.link.say(word.to_string()).unwrap();
+    }
+    joined.link.leave();
+    // Nothing is waited for here.
+    let heard: Vec<What> = std::iter::from_fn(|| Some(place.hear()?.what)).collect();
+    let json = "9".into();
+    assert!(heard.contains(&What::Said { json }), "{heard:?}");
+}
+
+#[test]
+fn worker_that_says_too_much_is_cut() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (socket, _frames) = rogue(&trainer, None);
+    for _ in 0..16 {
+        let json = "x".repeat(64 << 10);
+        // It may be cut before the last one.
+        let _ = write_message(&socket, &ToTrainer::Say { json });
+    }
+    assert!(place.wait(LONG));
+    hear_joined(&place);
+    for _ in 0..15 {
+        assert!(matches!(hear(&place), What::Said { .. }));
+    }
+    assert!(reason(&place).contains("more messages than it was asked for"));
+    // Longer words do not even travel.
+    let json = "x".repeat((64 << 10) + 1);
+    assert!(ToTrainer::Say { json }.encode().is_err());
+}
+
+#[test]
+fn too_many_orders_end_the_link() {
+    let trainer = trainer();
+    let place = trainer.open(0, None, Vec::new()).unwrap();
+    for _ in 0..=1024 {
+        place.order(String::new());
+    }
+    assert!(reason(&place).contains("more orders wait"));
+    assert!(later(&trainer, Some(0)).contains("worker 0 has ended"));
 }
 
 #[test]
@@ -377,10 +480,7 @@ enum Sent {
 
 fn sent() -> impl Strategy<Value = Sent> {
     let piece = prop_oneof![0..400_usize, Just(100), Just(260), Just(160)];
-    let part = |(part, bytes)| {
-        let json = String::new();
-        Sent::Message(ToTrainer::Part { part, bytes, json })
-    };
+    let part = |(part, bytes)| Sent::Message(ToTrainer::Part { part, bytes });
     prop_oneof![
         4 => (any::<u8>(), piece).prop_map(|(byte, len)| Sent::Piece(vec![byte; len])),
         3 => (1..4_u64, prop_oneof![Just(260), 0..600_u64]).prop_map(part),
@@ -412,7 +512,7 @@ proptest! {
                 }
             };
             match result {
-                Ok(Some(What::Part { part, .. })) => {
+                Ok(Some(What::Part { part })) => {
                     prop_assert_eq!(came.len(), 260);
                     prop_assert_eq!(content(&file), filled(&came[..200], &came[200..]));
                     parts.push(part);

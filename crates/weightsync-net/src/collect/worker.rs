@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use weightsync_core::Remedy;
-use weightsync_engine::{Error, Result};
+use weightsync_engine::{Error, Origin, Result};
 
 use super::{Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
 use crate::access::{Access, Key};
@@ -40,7 +40,7 @@ pub struct Joining {
     pub worker: Option<u32>,
     /// Which launch it comes from; none: it comes on its own.
     pub ticket: Option<u64>,
-    /// How long to try to connect, while nothing answers.
+    /// How long to try, while nothing answers or the place is not open yet.
     pub patience: Duration,
 }
 
@@ -65,6 +65,7 @@ pub struct Joined {
 pub struct Worker {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
+    owner: Origin,
 }
 
 #[derive(Debug)]
@@ -81,11 +82,13 @@ struct State {
     /// The trainer has ended in order.
     has_ended: bool,
     has_left: bool,
+    /// The thread that reads is there.
+    listens: bool,
 }
 
 impl Worker {
-    /// Connects, and waits until the trainer lets this worker in. While nothing answers it tries
-    /// again, until the patience is over.
+    /// Connects, and waits until the trainer lets this worker in. While nothing answers, or the
+    /// place is not open yet, it tries again, until the patience is over.
     ///
     /// `gone` is told why the trainer counts as gone.
     ///
@@ -95,47 +98,32 @@ impl Worker {
     /// [`NetError::NotAdmitted`] with the trainer's reason, and those of an address that may not be
     /// connected to.
     pub fn join(joining: &Joining, gone: impl FnOnce(String) + Send + 'static) -> Result<Joined> {
-        let address = &joining.address;
-        let socket = connect(joining)?;
-        let ended = |gone: Gone| -> Error {
-            match gone {
-                Gone::Closed => NetError::NoAnswer {
-                    address: address.clone(),
-                },
-                gone => NetError::Unreachable {
-                    address: address.clone(),
-                    reason: gone.to_string(),
-                },
+        let until = Instant::now() + joining.patience;
+        let (mut link, mut frames, worker, bytes) = loop {
+            let (link, mut frames) = Self::ask(joining, until)?;
+            let answer = next_message(&mut frames);
+            let (address, over) = (joining.address.clone(), Instant::now() >= until);
+            match answer.map_err(|gone| ended(joining, gone))? {
+                ToWorker::Welcome { worker, bytes } => break (link, frames, worker, bytes),
+                ToWorker::Later { .. } if !over => {}
+                ToWorker::Later { reason } | ToWorker::End { reason } => {
+                    return Err(NetError::NotAdmitted { address, reason }.into());
+                }
+                ToWorker::Order { .. } | ToWorker::Ping => {
+                    return Err(ended(joining, Gone::Closed));
+                }
             }
-            .into()
+            drop((link, frames));
+            std::thread::sleep(AGAIN);
         };
-        let (worker, ticket) = (joining.worker, joining.ticket);
-        let clone = || socket.try_clone().map_err(os("preparing the link"));
-        let mut frames = Frames::new(clone()?);
-        let shared = Arc::new(Shared {
-            sends: Mutex::new(clone()?),
-            state: Mutex::default(),
-            changed: Condvar::new(),
-        });
-        let mut link = Self {
-            shared: shared.clone(),
-            threads: Vec::new(),
-        };
-        prepare(&socket).map_err(os("preparing the link"))?;
-        write_message(&socket, &ToTrainer::Join { worker, ticket }).map_err(ended)?;
-        let signs = shared.clone();
-        link.spawn(move || signs.give_signs())?;
-        let (worker, bytes) = match next_message(&mut frames).map_err(ended)? {
-            ToWorker::Welcome { worker, bytes } => (worker, bytes),
-            ToWorker::End { reason } => {
-                let address = address.clone();
-                return Err(NetError::NotAdmitted { address, reason }.into());
-            }
-            ToWorker::Order { .. } | ToWorker::Ping => return Err(ended(Gone::Closed)),
-        };
-        let settings = read_settings(&mut frames, bytes).map_err(ended)?;
+        let settings = read_settings(&mut frames, bytes).map_err(|gone| ended(joining, gone))?;
+        let shared = link.shared.clone();
+        shared.lock().listens = true;
         link.spawn(move || {
-            if let Some(reason) = shared.listen(&mut frames) {
+            let reason = shared.listen(&mut frames);
+            shared.lock().listens = false;
+            shared.changed.notify_all();
+            if let Some(reason) = reason {
                 gone(reason);
             }
         })?;
@@ -144,6 +132,29 @@ impl Worker {
             worker,
             settings,
         })
+    }
+
+    /// Connects, and asks to be let in.
+    fn ask(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
+        let socket = connect(joining, until)?;
+        let (worker, ticket) = (joining.worker, joining.ticket);
+        let clone = || socket.try_clone().map_err(os("preparing the link"));
+        let frames = Frames::new(clone()?);
+        let shared = Arc::new(Shared {
+            sends: Mutex::new(clone()?),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let mut link = Self {
+            shared: shared.clone(),
+            threads: Vec::new(),
+            owner: Origin::here(),
+        };
+        prepare(&socket).map_err(os("preparing the link"))?;
+        let sent = write_message(&socket, &ToTrainer::Join { worker, ticket });
+        sent.map_err(|gone| ended(joining, gone))?;
+        link.spawn(move || shared.give_signs())?;
+        Ok((link, frames))
     }
 
     /// The next order; waits for it. `None` once the trainer has ended in order.
@@ -165,7 +176,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`Error::Transport`] if the link has ended, or for more than 1,048,512 bytes.
+    /// [`Error::Transport`] if the link has ended, or for more than 65,536 bytes.
     pub fn say(&self, json: String) -> Result<()> {
         let sends = self.shared.sends();
         write_message(&sends, &ToTrainer::Say { json }).map_err(transport)
@@ -175,19 +186,20 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// As for [`say`](Self::say).
-    pub fn send_part(&self, part: u64, json: String, columns: &[&[u8]]) -> Result<()> {
+    /// [`Error::Transport`] if the link has ended.
+    pub fn send_part(&self, part: u64, columns: &[&[u8]]) -> Result<()> {
         let bytes = columns.iter().map(|column| column.len() as u64).sum();
         let sends = self.shared.sends();
         let send = || -> Result<(), Gone> {
-            write_message(&sends, &ToTrainer::Part { part, bytes, json })?;
+            write_message(&sends, &ToTrainer::Part { part, bytes })?;
             let mut columns = columns.iter();
             Ok(columns.try_for_each(|column| write_pieces(&sends, column))?)
         };
         send().map_err(transport)
     }
 
-    /// Ends the link in order: what was sent before still arrives.
+    /// Ends the link in order, and waits until the trainer has read what was sent before: the
+    /// system takes it back where a process ends with bytes unread. It waits for 5 s at most.
     pub fn leave(&self) {
         self.shared.leave();
     }
@@ -203,6 +215,11 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
+        if !self.owner.is_here() {
+            // In a forked child the link is the parent's, and its threads do not exist.
+            std::mem::forget(std::mem::take(&mut self.threads));
+            return;
+        }
         self.leave();
         for thread in self.threads.drain(..) {
             // The panic hook has reported a panic there.
@@ -229,6 +246,14 @@ impl Shared {
             // The trainer closes its end once it has read everything, which ends the reading thread.
             let _ = socket.shutdown(Shutdown::Write);
             let _ = socket.set_read_timeout(Some(HANDSHAKE));
+            drop(socket);
+            state = self.lock();
+        }
+        let until = Instant::now() + LEAVE;
+        while state.listens && Instant::now() < until {
+            let left = until.saturating_duration_since(Instant::now());
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
@@ -266,7 +291,7 @@ impl Shared {
                     self.changed.notify_all();
                 }
                 Ok(ToWorker::Ping | ToWorker::Welcome { .. }) => {}
-                Ok(ToWorker::End { .. }) => return self.wait_to_leave(),
+                Ok(ToWorker::End { .. } | ToWorker::Later { .. }) => return self.wait_to_leave(),
                 Err(gone) => break gone,
             }
         };
@@ -295,12 +320,24 @@ impl Shared {
     }
 }
 
+/// Why a worker did not join, if its link ended before.
+fn ended(joining: &Joining, gone: Gone) -> Error {
+    let address = joining.address.clone();
+    match gone {
+        Gone::Closed => NetError::NoAnswer { address },
+        gone => NetError::Unreachable {
+            address,
+            reason: gone.to_string(),
+        },
+    }
+    .into()
+}
+
 /// Connects, and tries again while nothing answers.
-fn connect(joining: &Joining) -> Result<TcpStream> {
+fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
     let mut access = Access::with_token(None).map_err(transport)?;
     access.insecure_plaintext |= joining.insecure_plaintext;
     let key = Key::new(&joining.secret);
-    let until = Instant::now() + joining.patience;
     loop {
         let mut reason = String::new();
         // The name of a host may be known only later.

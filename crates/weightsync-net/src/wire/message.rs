@@ -84,6 +84,9 @@ pub const MAX_NOTE: u64 = 16 << 20;
 /// The longest text of a [`Status`], in bytes: what fits a frame.
 pub const MAX_JSON: usize = MAX_FRAME - 64;
 
+/// The longest answer of a collector's worker, in bytes.
+pub const MAX_SAID: usize = 64 << 10;
+
 /// The messages of one direction of a link. Their serde forms check nothing:
 /// [`encode`](Self::encode) and [`decode`](Self::decode) do. The trait is sealed: `Check`,
 /// which it needs, is private.

@@ -294,21 +294,21 @@ pub fn to_trainer() -> impl Strategy<Value = ToTrainer> {
         2 => ToTrainer::Part {
             part: raw.n[0],
             bytes: raw.n[1],
-            json: raw.text,
         },
         _ => ToTrainer::Ping,
     })
 }
 
 pub fn to_worker() -> impl Strategy<Value = ToWorker> {
-    (0..4_u8, raw()).prop_map(|(variant, raw)| match variant {
+    (0..5_u8, raw()).prop_map(|(variant, raw)| match variant {
         0 => ToWorker::Welcome {
             worker: raw.pid,
             bytes: raw.n[0],
         },
         1 => ToWorker::Order { json: raw.text },
         2 => ToWorker::Ping,
-        _ => ToWorker::End { reason: raw.text },
+        3 => ToWorker::End { reason: raw.text },
+        _ => ToWorker::Later { reason: raw.text },
     })
 }
 

@@ -350,6 +350,7 @@ fn text_is_cut_when_sent_and_refused_if_too_long() {
     });
     has_text(MAX_TEXT, |reason| ToChild::Gone { reason });
     has_text(MAX_TEXT, |reason| ToWorker::End { reason });
+    has_text(MAX_TEXT, |reason| ToWorker::Later { reason });
 }
 
 fn has_text<M: Message + PartialEq + Debug>(limit: usize, message: impl Fn(String) -> M) {

@@ -400,7 +400,6 @@ pub fn to_trainer() -> Vec<(&'static str, ToTrainer)> {
             ToTrainer::Part {
                 part: 9,
                 bytes: 70_000,
-                json: "{}".into(),
             },
         ),
         ("ping", ToTrainer::Ping),
@@ -427,6 +426,12 @@ pub fn to_worker() -> Vec<(&'static str, ToWorker)> {
             "end",
             ToWorker::End {
                 reason: "there is no worker 9".into(),
+            },
+        ),
+        (
+            "later",
+            ToWorker::Later {
+                reason: "its place is not open".into(),
             },
         ),
     ]

@@ -14,7 +14,7 @@ pub enum ToTrainer {
     },
     /// An answer, or last words.
     Say {
-        /// JSON; at most [`MAX_JSON`] bytes.
+        /// JSON; at most [`MAX_SAID`] bytes.
         json: String,
     },
     /// A part is whole, and its bytes follow in pieces, column by column.
@@ -23,8 +23,6 @@ pub enum ToTrainer {
         part: u64,
         /// All its bytes: as many as were ordered.
         bytes: u64,
-        /// JSON; at most [`MAX_JSON`] bytes.
-        json: String,
     },
     /// A sign of life.
     Ping,
@@ -53,6 +51,12 @@ pub enum ToWorker {
         #[serde(serialize_with = "fields::text")]
         reason: String,
     },
+    /// The worker is not let in yet, and may ask again. Nothing follows.
+    Later {
+        /// Why; cut to [`MAX_TEXT`].
+        #[serde(serialize_with = "fields::text")]
+        reason: String,
+    },
 }
 
 impl Message for ToTrainer {
@@ -66,10 +70,8 @@ impl Message for ToWorker {
 impl Check for ToTrainer {
     fn check(&self, _text: CheckText) -> Result<(), MessageError> {
         match self {
-            Self::Say { json } | Self::Part { json, .. } => {
-                within("bytes of an answer", json.len(), MAX_JSON)
-            }
-            Self::Join { .. } | Self::Ping => Ok(()),
+            Self::Say { json } => within("bytes of an answer", json.len(), MAX_SAID),
+            Self::Join { .. } | Self::Part { .. } | Self::Ping => Ok(()),
         }
     }
 }
@@ -78,7 +80,7 @@ impl Check for ToWorker {
     fn check(&self, text: CheckText) -> Result<(), MessageError> {
         match self {
             Self::Order { json } => within("bytes of an order", json.len(), MAX_JSON),
-            Self::End { reason } => text(reason, MAX_TEXT),
+            Self::End { reason } | Self::Later { reason } => text(reason, MAX_TEXT),
             Self::Welcome { .. } | Self::Ping => Ok(()),
         }
     }

@@ -1,0 +1,368 @@
+//! A worker's place at its trainer: what the threads of its link and the collector share.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+use weightsync_engine::{Origin, Result};
+
+use super::incoming::{Incoming, Wanted};
+use super::{Frames, Gone, HEARTBEAT, Rows, write_message, write_pieces};
+use crate::address::bad;
+use crate::error::os;
+use crate::wire::frame::Kind;
+use crate::wire::message::{Message, ToTrainer, ToWorker};
+
+/// The most orders that may wait for a worker.
+const MOST_ORDERS: usize = 1024;
+
+/// The most messages of a worker that may wait for the trainer, of at most 64 KiB each. A worker
+/// that keeps to its orders has said less: it was asked for two parts, and to join.
+const MOST_HEARD: usize = 16;
+
+const OVERRUN: &str = "more orders wait for it than it may have: 1,024";
+
+/// A worker's place. It is for one life of the worker.
+///
+/// **Guarantee.** Once [`cut`](Self::cut) has returned, nothing that the worker sent is written any
+/// more. Dropping it does the same.
+#[derive(Debug)]
+pub struct Place {
+    pub(super) seat: Arc<Seat>,
+    hears: PipeReader,
+    owner: Origin,
+}
+
+/// Something that a worker has said or done.
+#[derive(Debug, PartialEq)]
+pub struct Heard {
+    /// What it is.
+    pub what: What,
+    /// When it came: seconds on the system's monotonic clock.
+    pub at: f64,
+}
+
+/// What a worker has said or done.
+#[derive(Debug, PartialEq)]
+pub enum What {
+    /// A worker has taken the place.
+    Joined {
+        /// Where it connects from.
+        from: String,
+    },
+    /// An answer.
+    Said {
+        /// What it says.
+        json: String,
+    },
+    /// A part is whole and in its place.
+    Part {
+        /// Its number.
+        part: u64,
+    },
+    /// The link has ended: nothing follows.
+    Gone {
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Place {
+    pub(super) fn new(worker: u32, ticket: Option<u64>, settings: Vec<u8>) -> Result<Self> {
+        let (hears, rings) = io::pipe().map_err(os("opening a pipe"))?;
+        let seat = Arc::new(Seat {
+            worker,
+            ticket,
+            rings,
+            state: Mutex::new(State {
+                stage: Stage::Open,
+                settings,
+                orders: VecDeque::new(),
+                wanted: VecDeque::new(),
+                heard: VecDeque::new(),
+                last: Instant::now(),
+                overrun: false,
+            }),
+            changed: Condvar::new(),
+        });
+        Ok(Self {
+            seat,
+            hears,
+            owner: Origin::here(),
+        })
+    }
+
+    /// A descriptor that is readable while there is something to hear.
+    pub fn fd(&self) -> RawFd {
+        self.hears.as_raw_fd()
+    }
+
+    #[cfg(test)]
+    pub(super) fn hears(&self) -> &PipeReader {
+        &self.hears
+    }
+
+    /// Sends an order, once the worker is there. If too many wait already the link ends.
+    pub fn order(&self, json: String) {
+        self.seat.send(ToWorker::Order { json });
+    }
+
+    /// Says where the bytes of a part belong, before the order for it: columns in the order in which
+    /// the worker sends them. The worker has to send exactly as many.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::BadSetting`](weightsync_engine::Error::BadSetting) for rows beyond 64 bits.
+    pub fn expect(&self, part: u64, file: File, rows: Vec<Rows>) -> Result<()> {
+        let wanted = Wanted::new(part, file, rows)
+            .ok_or_else(|| bad("rows", "places within 64 bits", "more"))?;
+        self.seat.lock().wanted.push_back(wanted);
+        Ok(())
+    }
+
+    /// The next thing that the worker has said or done, if there is any.
+    pub fn hear(&self) -> Option<Heard> {
+        let mut state = self.seat.lock();
+        let heard = state.heard.pop_front()?;
+        if state.heard.is_empty() {
+            // It was written under the same lock, so this does not wait.
+            let _ = (&self.hears).read(&mut [0]);
+        }
+        Some(heard)
+    }
+
+    /// Asks the worker to end, after the orders before.
+    pub fn leave(&self) {
+        self.seat.leave();
+    }
+
+    /// Waits until no worker is here any more; false at the timeout.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let until = Instant::now().checked_add(timeout);
+        self.seat.wait(until)
+    }
+
+    /// Ends the link at once.
+    pub fn cut(&self) {
+        self.seat.cut();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        // In a forked child the connection is the parent's.
+        if self.owner.is_here() {
+            self.cut();
+        }
+    }
+}
+
+/// What the threads of a link and the trainer share.
+#[derive(Debug)]
+pub(super) struct Seat {
+    worker: u32,
+    pub(super) ticket: Option<u64>,
+    /// Has a byte in it while something was heard.
+    rings: PipeWriter,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) stage: Stage,
+    /// Until they are sent: a policy may be large.
+    settings: Vec<u8>,
+    orders: VecDeque<ToWorker>,
+    wanted: VecDeque<Wanted>,
+    heard: VecDeque<Heard>,
+    /// When something came from the worker.
+    pub(super) last: Instant,
+    /// Too many orders waited.
+    overrun: bool,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// A worker may join.
+    Open,
+    /// A worker has this link.
+    Taken(TcpStream),
+    Gone,
+}
+
+impl Seat {
+    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn send(&self, message: ToWorker) {
+        let mut state = self.lock();
+        if state.orders.len() < MOST_ORDERS {
+            state.orders.push_back(message);
+            drop(state);
+            self.changed.notify_all();
+            return;
+        }
+        state.overrun = true;
+        match &state.stage {
+            Stage::Open => {
+                state.stage = Stage::Gone;
+                let reason = OVERRUN.into();
+                self.note(&mut state, What::Gone { reason });
+            }
+            Stage::Taken(socket) => drop(socket.shutdown(Shutdown::Both)),
+            Stage::Gone => {}
+        }
+    }
+
+    fn leave(&self) {
+        let mut state = self.lock();
+        match state.stage {
+            Stage::Open => state.stage = Stage::Gone,
+            Stage::Gone => {}
+            Stage::Taken(_) => {
+                drop(state);
+                let reason = String::new();
+                self.send(ToWorker::End { reason });
+            }
+        }
+        self.changed.notify_all();
+    }
+
+    pub(super) fn cut(&self) {
+        let mut state = self.lock();
+        match &state.stage {
+            Stage::Open => state.stage = Stage::Gone,
+            Stage::Gone => {}
+            Stage::Taken(socket) => drop(socket.shutdown(Shutdown::Both)),
+        }
+        drop(state);
+        // The reading thread waits for nothing but the socket.
+        self.wait(None);
+    }
+
+    fn wait(&self, until: Option<Instant>) -> bool {
+        let mut state = self.lock();
+        while matches!(state.stage, Stage::Taken(_)) {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return false;
+            }
+            let left = left.unwrap_or(HEARTBEAT);
+            let waited = self.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// False if so much waits already that the worker is not to be heard any more.
+    fn say(&self, what: What) -> bool {
+        let mut state = self.lock();
+        self.note(&mut state, what)
+    }
+
+    pub(super) fn note(&self, state: &mut State, what: What) -> bool {
+        // The end is always noted, and is the last.
+        if state.heard.len() >= MOST_HEARD && !matches!(what, What::Gone { .. }) {
+            return false;
+        }
+        if state.heard.is_empty() {
+            let _ = (&self.rings).write(&[1]);
+        }
+        let now = clock_gettime(ClockId::Monotonic);
+        let at = now.tv_sec as f64 + now.tv_nsec as f64 / 1e9;
+        state.heard.push_back(Heard { what, at });
+        true
+    }
+
+    /// Sends what the trainer has to say, and signs of life, until the link ends.
+    pub(super) fn write(&self, socket: &TcpStream) -> Result<(), Gone> {
+        let settings = std::mem::take(&mut self.lock().settings);
+        let (worker, bytes) = (self.worker, settings.len() as u64);
+        write_message(socket, &ToWorker::Welcome { worker, bytes })?;
+        write_pieces(socket, &settings)?;
+        drop(settings);
+        loop {
+            let mut state = self.lock();
+            let mut message = state.orders.pop_front();
+            if message.is_none() && matches!(state.stage, Stage::Taken(_)) {
+                let waited = self.changed.wait_timeout(state, HEARTBEAT);
+                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                message = state.orders.pop_front();
+            }
+            if !matches!(state.stage, Stage::Taken(_)) {
+                return Ok(());
+            }
+            drop(state);
+            let message = message.unwrap_or(ToWorker::Ping);
+            write_message(socket, &message)?;
+            if matches!(message, ToWorker::End { .. }) {
+                socket.shutdown(Shutdown::Write)?;
+                return Ok(());
+            }
+        }
+    }
+
+    /// Reads what the worker sends, until the link ends.
+    pub(super) fn read(&self, frames: &mut Frames) -> Gone {
+        let mut incoming = Incoming::default();
+        loop {
+            let next = frames.next();
+            self.lock().last = Instant::now();
+            let heard = match next {
+                Ok((Kind::Piece, piece)) => incoming.piece(piece).map_err(Gone::Part),
+                Ok((_, payload)) => match ToTrainer::decode(payload) {
+                    Ok(message) => {
+                        let wanted = &mut self.lock().wanted;
+                        incoming.message(message, wanted).map_err(Gone::Part)
+                    }
+                    Err(error) => Err(error.into()),
+                },
+                Err(gone) => Err(gone),
+            };
+            match heard {
+                Ok(None) => {}
+                Ok(Some(what)) => {
+                    if !self.say(what) {
+                        return Gone::Flood;
+                    }
+                }
+                Err(gone) => return gone,
+            }
+        }
+    }
+}
+
+/// A worker's link. It ends in order also where its thread panics.
+pub(super) struct Link<'a> {
+    pub(super) seat: &'a Seat,
+    pub(super) socket: &'a TcpStream,
+    pub(super) from: SocketAddr,
+    /// None: its thread panics.
+    pub(super) ended: Option<Gone>,
+}
+
+impl Drop for Link<'_> {
+    fn drop(&mut self) {
+        let _ = self.socket.shutdown(Shutdown::Both);
+        let mut state = self.seat.lock();
+        state.stage = Stage::Gone;
+        // Descriptors of the collector's memory.
+        state.wanted.clear();
+        let why = match &self.ended {
+            _ if state.overrun => OVERRUN.into(),
+            Some(gone) => gone.to_string(),
+            None => "its thread has panicked".into(),
+        };
+        let reason = format!("the link to it, from {}, has ended: {why}", self.from);
+        self.seat.note(&mut state, What::Gone { reason });
+        drop(state);
+        self.seat.changed.notify_all();
+    }
+}
