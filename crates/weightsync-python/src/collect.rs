@@ -2,6 +2,7 @@
 
 use std::fs::OpenOptions;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -14,6 +15,9 @@ use crate::errors::{SettingError, ended, exception, forked};
 use crate::options::{Seconds, timeout_of};
 use crate::raw::{self, Address, Span};
 use crate::wait::released;
+
+/// 30 years, in seconds that a clock can add.
+const FOR_EVER: Duration = Duration::from_secs(1_000_000_000);
 
 /// The port at which a collector's workers join.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -225,7 +229,7 @@ impl TrainerLink {
             insecure_plaintext,
             worker,
             ticket,
-            patience: timeout_of(Some(patience)).unwrap_or_default(),
+            patience: timeout_of(Some(patience)).unwrap_or(FOR_EVER),
         };
         let gone = move |reason: String| {
             eprintln!(

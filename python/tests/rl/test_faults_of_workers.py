@@ -74,6 +74,19 @@ def test_infinite_actions_are_refused() -> None:
             collector.next()
 
 
+def test_nan_is_blamed_on_where_it_began() -> None:
+    class Lost(Counting):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.full(2, np.nan, np.float32), {}
+
+    def policy(observation: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"action": zeros(observation), "logits": observation}
+
+    with rl.Collector(Lost, policy, frames_per_batch=4) as collector:
+        with pytest.raises(weightsync.CorruptError, match="^observation is NaN"):
+            collector.next()
+
+
 def test_other_columns_may_be_infinite() -> None:
     class Lidar(Counting):
         """Sees nothing ahead of it."""

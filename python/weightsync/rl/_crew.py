@@ -326,7 +326,10 @@ class Thread(_Local):
 
     def kill(self) -> str:
         self._guard.give_up()
-        self._guard.leave()
+        # A load of the worker's model may hang too.
+        leaving = threading.Thread(target=self._guard.leave, daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE)
         return ", and its thread is left alone"
 
     def ended(self, patience: float) -> str:

@@ -385,9 +385,10 @@ class MultiCollector(BaseCollector):
         if again:
             try:
                 self._start_again(worker)
-            except OperatingSystemError as error:
-                # What other workers have said meanwhile is still to be noted.
-                again, reason = False, f"{reason}; {error}"
+            except (OSError, RuntimeError) as error:
+                # Such as no memory, descriptor or thread. What other workers have said meanwhile is
+                # still to be noted.
+                again, reason = False, f"{reason}; another cannot be started: {error}"
         self._failures.append(Failure(worker, reason, again))
 
     def _start_again(self, worker: int) -> None:

@@ -54,7 +54,7 @@ _OF_TORCHRL = {
 
 #: Seconds that a launcher may take to end once its worker's link has ended. That of a dead host may
 #: stay for minutes, and the trainer waits meanwhile.
-_GRACE = 1.0
+_GRACE = 2.0
 
 #: The most that makes sense, of bytes as of numbers.
 _LARGEST = 1 << 40
@@ -131,7 +131,12 @@ class Hosts:
         command = self._command(start.worker)
         who = "its process" if self._is_local else f"its launcher `{shlex.join(command)}`"
         process = _launch(command, given)
-        return Remote(place, process, f"{who} {process.pid}" if self._is_local else who)
+        try:
+            return Remote(place, process, f"{who} {process.pid}" if self._is_local else who)
+        except BaseException:
+            _kill_group(process)
+            process.wait()
+            raise
 
     def close(self) -> None:
         """Closes the port."""
@@ -215,7 +220,7 @@ class Remote(Member):
 
     def kill(self) -> str:
         self._place.cut()
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             _kill_group(self.process)
         how = self.ended(0.0)
         return f", so {how}" if how else ", and the link to it was cut"
@@ -278,8 +283,10 @@ def _launch(command: list[str], given: dict[str, Any]) -> subprocess.Popen[bytes
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kills a launcher that has not ended, with what it has started on this host."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    # Once it was waited for, another process may have its number.
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _template(

@@ -236,8 +236,11 @@ class Rollout:
 
         An observation may be infinite, as its space may be, and so may what else a policy returns.
         """
-        # What a step led to before what the next one saw, which is the same NaN.
-        for key, array in sorted(out.items(), key=lambda one: one[0][0] != "next"):
+        # What a step led to before what the next one saw, which is the same NaN, and what the policy
+        # saw before what it did.
+        seen = {one.key for one in self._envs.columns}
+        for key in sorted(out, key=lambda one: (one[0] != "next", one not in seen)):
+            array = out[key]
             if array.dtype.kind != "f":
                 continue
             wrong = ~np.isfinite(array) if key in (ACTION, REWARD) else np.isnan(array)

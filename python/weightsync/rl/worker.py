@@ -88,11 +88,12 @@ class RemoteWorker(Worker):
             columns = [(one.ctypes.data, one.nbytes) for one in self._slots[turn].values()]
             self._native.send_part(part, columns)
         except BaseException:
-            # The trainer waits for this part, and this worker's thread for the trainer.
+            # The trainer waits for this part. The environment may hang, and a link that was left
+            # ends no process.
             with contextlib.suppress(WeightsyncError):
                 say_last_words(self._link, traceback.format_exc())
-            self._link.close()
-            raise
+                self._link.close()
+            os._exit(1)
 
 
 def launched(given: dict[str, Any]) -> int:

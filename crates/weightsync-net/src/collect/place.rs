@@ -22,7 +22,7 @@ use crate::wire::message::{Message, ToTrainer, ToWorker};
 const MOST_ORDERS: usize = 1024;
 
 /// The most messages of a worker that may wait for the trainer, of at most 64 KiB each. A worker
-/// that keeps to its orders has said less: it was asked for two parts, and to join.
+/// that keeps to its orders says three: that it is ready, that it has joined, and its last words.
 const MOST_HEARD: usize = 16;
 
 const OVERRUN: &str = "more orders wait for it than it may have: 1,024";
@@ -196,6 +196,16 @@ pub(super) enum Stage {
     Gone,
 }
 
+impl State {
+    /// Nothing is kept of what the worker was to get, nor are descriptors of the collector's memory.
+    fn end(&mut self) {
+        self.stage = Stage::Gone;
+        self.settings = Vec::new();
+        self.orders.clear();
+        self.wanted.clear();
+    }
+}
+
 impl Seat {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -212,7 +222,7 @@ impl Seat {
         state.overrun = true;
         match &state.stage {
             Stage::Open => {
-                state.stage = Stage::Gone;
+                state.end();
                 let reason = OVERRUN.into();
                 self.note(&mut state, What::Gone { reason });
             }
@@ -224,7 +234,7 @@ impl Seat {
     fn leave(&self) {
         let mut state = self.lock();
         match state.stage {
-            Stage::Open => state.stage = Stage::Gone,
+            Stage::Open => state.end(),
             Stage::Gone => {}
             Stage::Taken(_) => {
                 drop(state);
@@ -238,7 +248,7 @@ impl Seat {
     pub(super) fn cut(&self) {
         let mut state = self.lock();
         match &state.stage {
-            Stage::Open => state.stage = Stage::Gone,
+            Stage::Open => state.end(),
             Stage::Gone => {}
             Stage::Taken(socket) => drop(socket.shutdown(Shutdown::Both)),
         }
@@ -268,8 +278,10 @@ impl Seat {
     }
 
     pub(super) fn note(&self, state: &mut State, what: What) -> bool {
-        // The end is always noted, and is the last.
-        if state.heard.len() >= MOST_HEARD && !matches!(what, What::Gone { .. }) {
+        let is_said = |what: &What| matches!(what, What::Said { .. });
+        let said = state.heard.iter().filter(|one| is_said(&one.what));
+        // Parts are as many as were asked for.
+        if is_said(&what) && said.count() >= MOST_HEARD {
             return false;
         }
         if state.heard.is_empty() {
@@ -350,11 +362,8 @@ pub(super) struct Link<'a> {
 
 impl Drop for Link<'_> {
     fn drop(&mut self) {
-        let _ = self.socket.shutdown(Shutdown::Both);
         let mut state = self.seat.lock();
-        state.stage = Stage::Gone;
-        // Descriptors of the collector's memory.
-        state.wanted.clear();
+        state.end();
         let why = match &self.ended {
             _ if state.overrun => OVERRUN.into(),
             Some(gone) => gone.to_string(),
@@ -363,6 +372,8 @@ impl Drop for Link<'_> {
         let reason = format!("the link to it, from {}, has ended: {why}", self.from);
         self.seat.note(&mut state, What::Gone { reason });
         drop(state);
+        // A worker that sees the end knows that all was noted.
+        let _ = self.socket.shutdown(Shutdown::Both);
         self.seat.changed.notify_all();
     }
 }

@@ -1,7 +1,7 @@
 //! The trainer's end: a port at which workers join.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, Read};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -124,7 +124,11 @@ impl Trainer {
         if let Some(before) = before {
             before.cut();
         }
-        self.places.lock().insert(worker, place.seat.clone());
+        let other = self.places.lock().insert(worker, place.seat.clone());
+        if let Some(other) = other {
+            // Of two calls at once the last one has the place.
+            other.cut();
+        }
         Ok(place)
     }
 }
@@ -156,7 +160,7 @@ impl Places {
         let socket = socket.into_std()?;
         socket.set_nonblocking(false)?;
         prepare(&socket)?;
-        let most = self.lock().len() + MORE_CONNECTIONS;
+        let most = self.workers as usize + MORE_CONNECTIONS;
         let before = self.connections.fetch_add(1, Ordering::Relaxed);
         let counted = Counted(self);
         if before >= most {
@@ -178,16 +182,28 @@ impl Places {
         let seat = match self.admit(worker, ticket, socket, from)? {
             Ok(seat) => seat,
             Err(answer) => {
-                if let ToWorker::End { reason } = &answer {
-                    tracing::warn!("a worker from {from} was refused: {reason}");
+                match &answer {
+                    ToWorker::End { reason } => {
+                        tracing::warn!("a worker from {from} was refused: {reason}");
+                    }
+                    ToWorker::Later { reason } => {
+                        tracing::debug!("a worker from {from} is to ask again: {reason}");
+                    }
+                    ToWorker::Welcome { .. } | ToWorker::Order { .. } | ToWorker::Ping => {}
                 }
                 write_message(socket, &answer)?;
                 socket.shutdown(Shutdown::Write)?;
-                socket.set_read_timeout(Some(HANDSHAKE))?;
-                let until = Instant::now() + HANDSHAKE;
                 // To close with bytes unread would take the answer back.
-                while frames.next().is_ok() && Instant::now() < until {}
-                return Ok(());
+                let until = Instant::now() + HANDSHAKE;
+                let mut unread = [0; 1024];
+                loop {
+                    let left = until.saturating_duration_since(Instant::now());
+                    // A timeout of nothing is refused.
+                    socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+                    if (&mut &*socket).read(&mut unread)? == 0 || left.is_zero() {
+                        return Ok(());
+                    }
+                }
             }
         };
         std::thread::scope(|scope| {

@@ -99,19 +99,29 @@ impl Worker {
     /// connected to.
     pub fn join(joining: &Joining, gone: impl FnOnce(String) + Send + 'static) -> Result<Joined> {
         let until = Instant::now() + joining.patience;
+        let mut waiting = String::new();
         let (mut link, mut frames, worker, bytes) = loop {
-            let (link, mut frames) = Self::ask(joining, until)?;
-            let answer = next_message(&mut frames);
+            let (link, mut frames) = Self::connect(joining, until)?;
+            let answer = link.ask(joining, &mut frames);
             let (address, over) = (joining.address.clone(), Instant::now() >= until);
-            match answer.map_err(|gone| ended(joining, gone))? {
-                ToWorker::Welcome { worker, bytes } => break (link, frames, worker, bytes),
-                ToWorker::Later { .. } if !over => {}
-                ToWorker::Later { reason } | ToWorker::End { reason } => {
+            let why = match answer {
+                Ok(ToWorker::Welcome { worker, bytes }) => break (link, frames, worker, bytes),
+                Ok(ToWorker::Later { reason }) if !over => reason,
+                Ok(ToWorker::Later { reason } | ToWorker::End { reason }) => {
                     return Err(NetError::NotAdmitted { address, reason }.into());
                 }
-                ToWorker::Order { .. } | ToWorker::Ping => {
+                Ok(ToWorker::Order { .. } | ToWorker::Ping) => {
                     return Err(ended(joining, Gone::Closed));
                 }
+                // The trainer may be ending, or have too many connections.
+                Err(gone @ (Gone::Closed | Gone::Silent | Gone::Failed(_))) if !over => {
+                    gone.to_string()
+                }
+                Err(gone) => return Err(ended(joining, gone)),
+            };
+            if why != waiting {
+                tracing::warn!("{address} does not let this worker in yet: {why}");
+                waiting = why;
             }
             drop((link, frames));
             std::thread::sleep(AGAIN);
@@ -134,10 +144,8 @@ impl Worker {
         })
     }
 
-    /// Connects, and asks to be let in.
-    fn ask(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
+    fn connect(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
         let socket = connect(joining, until)?;
-        let (worker, ticket) = (joining.worker, joining.ticket);
         let clone = || socket.try_clone().map_err(os("preparing the link"));
         let frames = Frames::new(clone()?);
         let shared = Arc::new(Shared {
@@ -151,10 +159,15 @@ impl Worker {
             owner: Origin::here(),
         };
         prepare(&socket).map_err(os("preparing the link"))?;
-        let sent = write_message(&socket, &ToTrainer::Join { worker, ticket });
-        sent.map_err(|gone| ended(joining, gone))?;
         link.spawn(move || shared.give_signs())?;
         Ok((link, frames))
+    }
+
+    /// Asks to be let in.
+    fn ask(&self, joining: &Joining, frames: &mut Frames) -> Result<ToWorker, Gone> {
+        let (worker, ticket) = (joining.worker, joining.ticket);
+        write_message(&self.shared.sends(), &ToTrainer::Join { worker, ticket })?;
+        next_message(frames)
     }
 
     /// The next order; waits for it. `None` once the trainer has ended in order.
