@@ -396,14 +396,14 @@ fn worker_that_says_too_much_is_cut() {
     let trainer = trainer();
     let place = trainer.open(0, None, Vec::new()).unwrap();
     let (socket, _frames) = rogue(&trainer, None);
-    for _ in 0..16 {
+    for _ in 0..17 {
         let json = "x".repeat(64 << 10);
         // It may be cut before the last one.
         let _ = write_message(&socket, &ToTrainer::Say { json });
     }
     assert!(place.wait(LONG));
     hear_joined(&place);
-    for _ in 0..15 {
+    for _ in 0..16 {
         assert!(matches!(hear(&place), What::Said { .. }));
     }
     assert!(reason(&place).contains("more messages than it was asked for"));

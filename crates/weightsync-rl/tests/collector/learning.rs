@@ -99,7 +99,7 @@ fn dqn_reaches_its_goal_on_cartpole() -> Outcome {
     let goal = Goal {
         task: Task::CartPole,
         mean_return: 475.0,
-        within_frames: 150_000,
+        within_frames: 300_000,
         frames_per_batch: 256,
         daily: 0.1,
     };
