@@ -88,6 +88,11 @@ impl DqnConfig {
                 },
                 ..config
             },
+            // Of frames that a worse policy collected, a look further ahead misleads a good one.
+            "CartPole-v1" => Self {
+                lookahead: 3,
+                ..config
+            },
             "MountainCar-v0" => Self {
                 epsilon: Epsilon {
                     frames: 30_000,
