@@ -12,12 +12,9 @@ use weightsync_net::collect::{Joining, Place, Rows, Trainer, What, Worker};
 use weightsync_net::{Distributed, Token};
 
 use crate::errors::{SettingError, ended, exception, forked};
-use crate::options::{Seconds, timeout_of};
+use crate::options::{LONGEST, Seconds, timeout_of};
 use crate::raw::{self, Address, Span};
 use crate::wait::released;
-
-/// 30 years, in seconds that a clock can add.
-const FOR_EVER: Duration = Duration::from_secs(1_000_000_000);
 
 /// The port at which a collector's workers join.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -229,7 +226,7 @@ impl TrainerLink {
             insecure_plaintext,
             worker,
             ticket,
-            patience: timeout_of(Some(patience)).unwrap_or(FOR_EVER),
+            patience: timeout_of(Some(patience)).unwrap_or(Duration::from_secs_f64(LONGEST)),
         };
         let gone = move |reason: String| {
             eprintln!(

@@ -12,7 +12,7 @@ use weightsync_engine::{
 use crate::errors::SettingError;
 
 /// The longest timeout there is: more is none.
-const LONGEST: f64 = 1e9;
+pub const LONGEST: f64 = 1e9;
 
 /// A timeout in seconds.
 #[derive(Clone, Copy)]

@@ -13,7 +13,7 @@ import numpy as np
 
 from weightsync._checks import choice, numbers
 from weightsync._native import Trajectories
-from weightsync.errors import OperatingSystemError, PeerError, SettingError
+from weightsync.errors import PeerError, SettingError
 from weightsync.rl._base import BaseCollector, check_known, has_weights
 from weightsync.rl._columns import (
     TRAJ_IDS,

@@ -195,12 +195,14 @@ impl Places {
                 socket.shutdown(Shutdown::Write)?;
                 // To close with bytes unread would take the answer back.
                 let until = Instant::now() + HANDSHAKE;
-                let mut unread = [0; 1024];
+                let (mut reads, mut unread) = (socket, [0; 1024]);
                 loop {
                     let left = until.saturating_duration_since(Instant::now());
-                    // A timeout of nothing is refused.
-                    socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
-                    if (&mut &*socket).read(&mut unread)? == 0 || left.is_zero() {
+                    // Nothing to read for so long is its end, and a timeout of zero is refused.
+                    if left.is_zero()
+                        || socket.set_read_timeout(Some(left)).is_err()
+                        || !matches!(reads.read(&mut unread), Ok(1..))
+                    {
                         return Ok(());
                     }
                 }

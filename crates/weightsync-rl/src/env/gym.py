@@ -73,10 +73,11 @@ def serve(link, envs):
     import numpy
 
     seen, space = envs[0].observation_space, envs[0].action_space
+    expected = seen_len(seen)
 
     def observed(observation):
         numbers = numpy.ascontiguousarray(observation, dtype="<f4")
-        if numbers.size != seen_len(seen):
+        if numbers.size != expected:
             raise Refused(
                 f"an observation has the shape {numbers.shape}: expected {seen.shape}, as its "
                 "observation_space says. Correct the environment"
