@@ -310,7 +310,6 @@ CASES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures collectors")
-    # Only the group that compares with Rust needs it.
     parser.add_argument(
         "--weightsync", type=Path, required=True, help="weightsync-bench, for Rust's figures"
     )

@@ -50,6 +50,7 @@ def test_columns_of_a_worker_are_taken() -> None:
         ([*COLUMNS, [["collector", "mask"], "float32", []]], "collector.mask"),
         ([*COLUMNS, [["a"] * 65, "int64", []]], "a column called"),
         ([*COLUMNS, [["a"], "int64", [-1]]], "the column a"),
+        ([*COLUMNS, [["a"], "int64", [1] * 29]], "the column a"),
         *(([*COLUMNS, [["a"], one, []]], "the column a|columns") for one in DTYPES),
     ],
 )

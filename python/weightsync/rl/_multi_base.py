@@ -380,16 +380,18 @@ class MultiCollector(BaseCollector):
         self._trajectories.replaced(worker)
         for order in seat.orders:
             order.is_told = False
-        again = self._restart and self._slots is not None and seat.failures <= _MOST_FAILURES
+        again = False
         self._enter(worker, "empty")
-        if again:
-            try:
+        try:
+            if self._restart and self._slots is not None and seat.failures <= _MOST_FAILURES:
                 self._start_again(worker)
-            except (OSError, RuntimeError) as error:
-                # Such as no memory, descriptor or thread. What other workers have said meanwhile is
-                # still to be noted.
-                again, reason = False, f"{reason}; another cannot be started: {error}"
-        self._failures.append(Failure(worker, reason, again))
+                again = True
+        except (OSError, RuntimeError) as error:
+            # Such as no memory, descriptor or thread. What other workers have said meanwhile is
+            # still to be noted.
+            reason = f"{reason}; another cannot be started: {error}"
+        finally:
+            self._failures.append(Failure(worker, reason, again))
 
     def _start_again(self, worker: int) -> None:
         """Starts another worker in an empty place; it gets the current weights, and the orders."""

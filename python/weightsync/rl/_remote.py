@@ -62,6 +62,9 @@ _LARGEST = 1 << 40
 #: The most names of a column, one in another.
 _DEEPEST = 64
 
+#: The most dimensions of one frame. numpy has 32 or more, and a batch adds three.
+_MOST_DIMENSIONS = 28
+
 _DTYPES = {np.dtype(one).name for one in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
 
 #: The columns that the trainer reads.
@@ -335,7 +338,11 @@ def _columns(value: Any) -> list[Column]:
         for one in columns:
             if not 1 <= len(one.key) <= _DEEPEST or not all(isinstance(name, str) for name in one.key):
                 raise CorruptError(f"a column called {one.key!r:.80}")
-            if one.dtype not in _DTYPES or not all(map(_is_count, one.shape)):
+            if (
+                one.dtype not in _DTYPES
+                or len(one.shape) > _MOST_DIMENSIONS
+                or not all(map(_is_count, one.shape))
+            ):
                 raise CorruptError(f"the column {one!s:.80}")
         keys = {one.key for one in columns}
         if len(keys) != len(columns):

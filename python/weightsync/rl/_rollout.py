@@ -241,7 +241,7 @@ class Rollout:
         seen = {one.key for one in self._envs.columns}
         for key in sorted(out, key=lambda one: (one[0] != "next", one not in seen)):
             array = out[key]
-            if array.dtype.kind != "f":
+            if array.dtype.kind not in "fc":
                 continue
             wrong = ~np.isfinite(array) if key in (ACTION, REWARD) else np.isnan(array)
             if wrong.any():

@@ -90,10 +90,12 @@ class RemoteWorker(Worker):
         except BaseException:
             # The trainer waits for this part. The environment may hang, and a link that was left
             # ends no process.
-            with contextlib.suppress(WeightsyncError):
-                say_last_words(self._link, traceback.format_exc())
-                self._link.close()
-            os._exit(1)
+            try:
+                with contextlib.suppress(WeightsyncError):
+                    say_last_words(self._link, traceback.format_exc())
+                    self._link.close()
+            finally:
+                os._exit(1)
 
 
 def launched(given: dict[str, Any]) -> int:
