@@ -86,15 +86,21 @@ def test_multi_sync_gives_their_frames(cat_results: Any, count: int) -> None:
         "cat_results": cat_results,
     }
     other = MultiSyncCollector([env] * 2, policy(), **settings)
+    pairs: set[tuple[int, int]] = set()
     with rl.MultiSyncCollector([own] * 2, policy(), workers="threads", **settings) as mine:
         try:
             for got, expected in zip(mine, other, strict=True):
                 assert got.batch_size == expected.batch_size
-                # Their workers take trajectory ids from one counter in the order that they come.
-                ids = expected["collector", "traj_ids"].reshape(-1, 8)
-                own_ids = got["collector", "traj_ids"].reshape(-1, 8)
-                assert torch.equal(own_ids.diff() != 0, ids.diff() != 0)
-                expected["collector", "traj_ids"] = got["collector", "traj_ids"]
+                # Their workers take trajectory ids from one counter in the order that they come, so
+                # each of theirs is one of ours, in all batches.
+                ids = expected["collector", "traj_ids"]
+                own_ids = got["collector", "traj_ids"]
+                assert own_ids.shape == ids.shape
+                pairs.update(zip(own_ids.flatten().tolist(), ids.flatten().tolist(), strict=True))
+                expected["collector", "traj_ids"] = own_ids
                 compare(got, expected)
+            own_numbers, numbers = ({pair[at] for pair in pairs} for at in (0, 1))
+            assert len(pairs) == len(own_numbers) == len(numbers)
+            assert own_numbers == numbers == set(range(len(pairs)))
         finally:
             other.shutdown()

@@ -10,7 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 from counting import Counting, zeros
 
 import weightsync
@@ -110,6 +113,28 @@ class Breaking(Counting):
 def test_worker_that_cannot_send_says_why() -> None:
     with pytest.raises(weightsync.PeerError, match=r"in _send\n(.*\n)*KeyError"):
         rl.DistributedSyncDataCollector([Breaking], zeros, frames_per_batch=10).next()
+
+
+class Wide(Counting):
+    """Shows 1,500 numbers, each under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        one = gymnasium.spaces.Box(-1, 1, (), np.float32)
+        self.observation_space = gymnasium.spaces.Dict({f"sensor{at}": one for at in range(1500)})  # type: ignore[assignment]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self.observation_space.sample(), {}
+
+
+@pytest.mark.parametrize("kind", [rl.MultiAsyncCollector, rl.DistributedDataCollector])
+def test_more_columns_than_a_message_holds(kind: Any) -> None:
+    def first(_: Any) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    words = r"3007 columns take \d+ bytes.* 65536: join columns"
+    with pytest.raises(weightsync.PeerError, match=words):
+        kind([Wide], first, frames_per_batch=4).next()
 
 
 def test_launcher_that_is_gone_costs_its_worker_alone(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 
 from weightsync import _paths
 from weightsync._native import __version__
-from weightsync.errors import LifecycleError
+from weightsync.errors import LifecycleError, SettingError
 from weightsync.model_receiver import ModelReceiver
 from weightsync.rl._columns import Column, Key, Layout
 from weightsync.rl._envs import Envs
@@ -225,7 +225,7 @@ def serve(link: Hearing, make: Callable[[], Worker]) -> bool:
             # Only here: an environment may raise such an error too, and that is a failure.
             with contextlib.suppress(ConnectionError):
                 if answer is not None:
-                    link.say(json.dumps(answer))
+                    link.say(_message(answer))
                 heard = link.hear()
             if heard is None:
                 return True
@@ -242,6 +242,18 @@ def serve(link: Hearing, make: Callable[[], Worker]) -> bool:
             if worker is not None:
                 worker.close()
         link.close()
+
+
+def _message(answer: dict[str, Any]) -> str:
+    message = json.dumps(answer)
+    if len(message) > LONGEST:
+        # Only this grows: with the columns and with the length of their names.
+        columns = len(answer.get("columns", ()))
+        raise SettingError(
+            f"the names, dtypes and shapes of the frames' {columns} columns take {len(message)} bytes, "
+            f"and a worker can say {LONGEST}: join columns of one dtype to fewer"
+        )
+    return message
 
 
 def say_last_words(link: Hearing, words: str) -> None:

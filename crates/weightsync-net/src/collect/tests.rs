@@ -450,6 +450,16 @@ fn trainer_that_goes_ends_its_worker() {
 }
 
 #[test]
+fn launched_worker_ends_where_its_trainer_is_gone() {
+    let trainer = trainer();
+    let mut launched = joining(&trainer, Some(0), Some(7));
+    launched.patience = Duration::from_secs(24 * 3600);
+    drop(trainer);
+    let gone = Worker::join(&launched, |_| {}).map(drop).unwrap_err();
+    assert!(gone.to_string().contains("refused"), "{gone}");
+}
+
+#[test]
 fn worker_that_does_not_leave_is_ended() {
     let trainer = trainer();
     let place = trainer.open(0, None, Vec::new()).unwrap();

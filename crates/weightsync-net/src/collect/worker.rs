@@ -1,6 +1,7 @@
 //! The worker's end.
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -40,7 +41,8 @@ pub struct Joining {
     pub worker: Option<u32>,
     /// Which launch it comes from; none: it comes on its own.
     pub ticket: Option<u64>,
-    /// How long to try, while nothing answers or the place is not open yet.
+    /// How long to try, while nothing answers or the place is not open yet. With a ticket, a host
+    /// that refuses connections ends the waiting: its trainer is gone.
     pub patience: Duration,
 }
 
@@ -358,7 +360,9 @@ fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
         if let Err(error) = &all {
             reason = error.to_string();
         }
-        for address in all.unwrap_or_default() {
+        let all = all.unwrap_or_default();
+        let mut is_refused = !all.is_empty();
+        for address in all {
             access.may_dial_with_secret(address).map_err(transport)?;
             match blocking::dial(address, &key, Role::Collector, Some(HANDSHAKE)) {
                 Ok(socket) => return Ok(socket),
@@ -374,10 +378,13 @@ fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
                         .into());
                     }
                     reason = error.to_string();
+                    is_refused &= error.kind() == ErrorKind::ConnectionRefused;
                 }
             }
         }
-        if Instant::now() >= until {
+        // The trainer listened before it launched this worker, so it is gone.
+        let is_over = is_refused && joining.ticket.is_some();
+        if is_over || Instant::now() >= until {
             return Err(NetError::Unreachable {
                 address: joining.address.clone(),
                 reason,

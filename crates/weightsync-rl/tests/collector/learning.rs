@@ -2,6 +2,7 @@
 //! nothing but the seed decides what is learned.
 
 use std::collections::VecDeque;
+use std::time::Instant;
 
 use weightsync_conformance::scale;
 use weightsync_rl::{
@@ -40,8 +41,12 @@ fn reaches<L: Learner>(goal: &Goal, learner: impl Fn(u64) -> Result<L, Error>) -
     let seeds = scale::rounds_of(10, goal.daily, 1).min(10);
     let mut missed = Vec::new();
     for seed in 1..=seeds {
+        let begun = Instant::now();
         match frames_to(goal, learner(seed)?, seed)? {
-            Some(frames) => println!("{}, seed {seed}: {frames} frames", goal.task.name()),
+            Some(frames) => {
+                let (task, took) = (goal.task.name(), begun.elapsed());
+                println!("{task}, seed {seed}: {frames} frames in {took:.1?}");
+            }
             None => missed.push(seed),
         }
     }
