@@ -10,7 +10,8 @@ import tiny
 
 import weightsync
 from weightsync.vllm import Trainer
-from weightsync.vllm._engines import EngineCallError, LLMEngine
+from weightsync.engines import EngineCallError
+from weightsync.vllm._engines import LLMEngine
 
 
 @pytest.fixture(scope="module")

@@ -9,24 +9,50 @@ import pytest
 import torch
 
 import weightsync
+from weightsync.engines import EngineCallError, EngineDiedError, Trainer, _restart
+from weightsync.engines._member import Member
+from weightsync.engines._request import WorkerRequest
+from weightsync.engines._worker import EngineWorker, Place, UpdateError
 from weightsync.errors import LifecycleError, OperatingSystemError, SettingError
-from weightsync.vllm import Trainer, _load, _ranks, _restart
-from weightsync.vllm._checkpoint import Checkpoint
-from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError
-from weightsync.vllm._member import Member
-from weightsync.vllm._request import WorkerRequest
-from weightsync.vllm._worker import EngineWorker, Place, UpdateError
+from weightsync.vllm._engines import VllmEngine
 
 #: In bytes.
 SIZE = 4 * 1000
 
 
-class Fake(Engine):
+class FakePlace(Place):
+    """Loads go into the fake."""
+
+    rank = 0
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def checkpoint(self):
+        return SimpleNamespace(compare=lambda what, sent: False)
+
+    def load(self, tensors):
+        engine = self._engine
+        engine.loaded = None
+        if engine.failures:
+            engine.failures -= 1
+            raise RuntimeError("the load failed midway")
+        engine.loaded = dict(tensors)["w"][0].item()
+
+    def load_first(self):
+        self.load([("w", torch.zeros(1))])
+        self._engine.loaded = "its checkpoint"
+
+    def group(self):
+        return None
+
+
+class Fake(VllmEngine):
     """One worker, and what vLLM's engine does around it."""
 
     def __init__(self, name="fake"):
         super().__init__(name)
-        self.worker = EngineWorker(Place(self, SimpleNamespace(model_config=None), 0))
+        self.worker = EngineWorker(FakePlace(self))
         self.paused, self.workers = False, 1
         # What the model has, and how many loads fail.
         self.loaded, self.failures = "its checkpoint", 0
@@ -82,29 +108,6 @@ class Fake(Engine):
     def check_thread(self):
         if self.loop is not None:
             raise LifecycleError("in the event loop of the engine")
-
-
-@pytest.fixture(autouse=True)
-def loads(monkeypatch):
-    """Loads go into the fake."""
-
-    def load(place, tensors):
-        engine = place.model
-        engine.loaded = None
-        if engine.failures:
-            engine.failures -= 1
-            raise RuntimeError("the load failed midway")
-        engine.loaded = dict(tensors)["w"][0].item()
-
-    def load_first(place):
-        load(place, [("w", torch.zeros(1))])
-        place.model.loaded = "its checkpoint"
-
-    monkeypatch.setattr(_load, "load", load)
-    monkeypatch.setattr(_load, "load_first", load_first)
-    monkeypatch.setattr(_ranks, "_group", lambda: None)
-    monkeypatch.setattr(Checkpoint, "__init__", lambda *given: None)
-    monkeypatch.setattr(Checkpoint, "compare", lambda *given: False)
 
 
 @pytest.fixture

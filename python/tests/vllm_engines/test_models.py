@@ -6,7 +6,8 @@ import pytest
 import tiny
 
 import weightsync
-from weightsync.vllm import Trainer, _load
+from weightsync.vllm import Trainer
+from weightsync.vllm._load import VllmPlace
 
 
 @pytest.mark.parametrize("name", ["experts", "tied"])
@@ -31,7 +32,7 @@ def check_the_way_back(llm, model, monkeypatch):
     from safetensors.torch import load_file
 
     folder = llm.llm_engine.model_config.model
-    load = _load.load
+    load = VllmPlace.load
     failures = [RuntimeError("the load failed")]
 
     def failing(place, tensors):
@@ -39,7 +40,7 @@ def check_the_way_back(llm, model, monkeypatch):
             raise failure
         load(place, tensors)
 
-    monkeypatch.setattr(_load, "load", failing)
+    monkeypatch.setattr(VllmPlace, "load", failing)
     checkpoint = load_file(f"{folder}/model.safetensors")
     with weightsync.Sender(checkpoint) as sender:
         trainer = Trainer(sender, [llm])

@@ -16,13 +16,17 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from weightsync import transfer
+from weightsync.engines import _restart
+from weightsync.engines._checkpoint import Checkpoint
+from weightsync.engines._ranks import Ranks
+from weightsync.engines._request import WorkerRequest
 from weightsync.errors import DeadlineError, LoadError, SettingError, UnsupportedError
-from weightsync.vllm import _compat, _load, _ranks, _restart
-from weightsync.vllm._checkpoint import Checkpoint
+from weightsync.vllm import _compat
 from weightsync.vllm._engines import ServerEngine
-from weightsync.vllm._request import WorkerRequest
+from weightsync.vllm._load import VllmPlace
 from weightsync.vllm._transfer import UpdateInfo, WeightsyncEngine
 from weightsync.vllm.extension import WorkerExtension
+
 
 class Group:
     """As vLLM's group of ranks."""
@@ -34,8 +38,7 @@ class Group:
 def agree(rank, store, answers):
     """One rank of two: what it hears of its calls."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    _ranks._group = lambda: Group(rank)
-    ranks, said = _ranks.Ranks(), []
+    ranks, said = Ranks(lambda: Group(rank)), []
     said.append(ranks.agree(None, 30, ("run", 3)))
     said.append(ranks.agree("it broke" if rank else None, 30, ("run", 3)))
     said.append(ranks.agree(None, 30, ("run", 3 + rank)))
@@ -186,8 +189,8 @@ def test_vllm_loader_goes_back_in_the_same_form(monkeypatch, in_memory):
         if loaded[-1]["w"] == 2:
             raise RuntimeError("the load failed midway")
 
-    monkeypatch.setattr(_load, "load", load)
-    monkeypatch.setattr(_load, "load_first", lambda place: loaded.append("first"))
+    monkeypatch.setattr(VllmPlace, "load", load)
+    monkeypatch.setattr(VllmPlace, "load_first", lambda place: loaded.append("first"))
     monkeypatch.setattr(Checkpoint, "compare", lambda *given: in_memory)
     monkeypatch.setattr(
         Checkpoint, "of_memory", lambda self, tensors: [*tensors, ("of", "memory")]

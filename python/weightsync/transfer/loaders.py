@@ -89,8 +89,7 @@ class VllmLoader(WeightLoader):
     """
 
     def __init__(self, model: Any, vllm_config: Any) -> None:
-        from weightsync.vllm._checkpoint import Checkpoint
-        from weightsync.vllm._worker import Place
+        from weightsync.vllm._load import VllmPlace
 
         parallel = vllm_config.parallel_config
         ranks = getattr(parallel, "world_size_across_dp", parallel.world_size)
@@ -100,33 +99,29 @@ class VllmLoader(WeightLoader):
                 "failed on one of them, the others would have the new weights; use "
                 "weightsync.vllm.Trainer, whose ranks agree"
             )
-        self._place = Place.of(vllm_config, model)
-        self._checkpoint = Checkpoint(self._place.model_config)
+        self._place = VllmPlace(vllm_config, model)
+        self._checkpoint = self._place.checkpoint()
         # Of the last version, with whether they have the form that the model has in memory.
         self._before: tuple[dict[str, torch.Tensor], bool] | None = None
 
     async def load_weights(self, named_tensors: dict[str, torch.Tensor]) -> None:
-        from weightsync.vllm import _load
-
         sent = {name: _dtypes.of_tensor(name, one) for name, one in named_tensors.items()}
         new = named_tensors, self._checkpoint.compare("what was sent", sent)
         try:
             self._take(*new)
         except BaseException:
             if self._before is None:
-                _load.load_first(self._place)
+                self._place.load_first()
             else:
                 self._take(*self._before)
             raise
         self._before = new
 
     def _take(self, named_tensors: dict[str, torch.Tensor], in_memory: bool) -> None:
-        from weightsync.vllm import _load
-
         tensors: Iterable[tuple[str, torch.Tensor]] = named_tensors.items()
         if in_memory:
             tensors = self._checkpoint.of_memory(tensors)
-        _load.load(self._place, tensors)
+        self._place.load(tensors)
 
 
 def check_fit(

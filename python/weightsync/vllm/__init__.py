@@ -7,8 +7,12 @@ the pause, and the pause covers the load alone. ``docs/vllm.md`` is the guide.
 
 from __future__ import annotations
 
-from weightsync.vllm._engines import EngineCallError, EngineDiedError
-from weightsync.vllm._report import EngineReport, SyncReport
-from weightsync.vllm._trainer import Trainer
+from weightsync.engines import (
+    EngineCallError,
+    EngineDiedError,
+    EngineReport,
+    SyncReport,
+    Trainer,
+)
 
 __all__ = ["EngineCallError", "EngineDiedError", "EngineReport", "SyncReport", "Trainer"]

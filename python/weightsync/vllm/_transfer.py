@@ -11,10 +11,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightsync.engines import _restart
+from weightsync.engines._request import WorkerRequest, number
+from weightsync.engines._worker import EngineWorker
 from weightsync.errors import UnsupportedError
-from weightsync.vllm import _restart
-from weightsync.vllm._request import WorkerRequest, number
-from weightsync.vllm._worker import EngineWorker, Place
+from weightsync.vllm._load import VllmPlace
 
 
 @dataclass
@@ -50,7 +51,7 @@ class WeightsyncEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
-        self._worker = EngineWorker(Place.of(vllm_config, model))
+        self._worker = EngineWorker(VllmPlace(vllm_config, model))
         _restart.begin(self._worker)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from weightsync.vllm._request import WorkerRequest
-from weightsync.vllm._worker import EngineWorker, Place
+from weightsync.engines._request import WorkerRequest
+from weightsync.engines._worker import EngineWorker
+from weightsync.vllm._load import VllmPlace
 
 
 class WorkerExtension:
@@ -22,5 +23,5 @@ class WorkerExtension:
         asked = WorkerRequest(**json.loads(request))
         if self._weightsync is None:
             of: Any = self
-            self._weightsync = EngineWorker(Place.of(of.vllm_config, of.model_runner.model))
+            self._weightsync = EngineWorker(VllmPlace(of.vllm_config, of.model_runner.model))
         self._weightsync.do(asked)

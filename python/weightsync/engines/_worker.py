@@ -1,14 +1,15 @@
-"""One worker of an engine: it joins the sender, and loads versions into vLLM's model."""
+"""One worker of an engine: it joins the sender, and loads versions into the engine's model."""
 
 from __future__ import annotations
 
+import abc
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from weightsync import _ends, _extra
-from weightsync._native import Background, InitInfo, Layout, Session, Snapshot
+from weightsync._native import Background, InitInfo, Layout, Session
+from weightsync._native import Snapshot as NativeSnapshot
 from weightsync.errors import (
     DeadlineError,
     LoadError,
@@ -16,10 +17,10 @@ from weightsync.errors import (
     WeightsyncError,
     WrongWeightsError,
 )
-from weightsync.vllm import _load
-from weightsync.vllm._checkpoint import Checkpoint, Tensors
-from weightsync.vllm._ranks import Holds, Ranks
-from weightsync.vllm._request import WorkerRequest
+from weightsync.engines._checkpoint import Checkpoint, Tensors
+from weightsync.engines._ranks import Group, Holds, Ranks
+from weightsync.engines._request import WorkerRequest
+from weightsync.snapshot import Snapshot
 
 # How long a version that the sender calls staged may take to reach this thread.
 _HANDOVER = 0.05
@@ -27,31 +28,35 @@ _HANDOVER = 0.05
 _LOOK = 0.01
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in an engine a worker is, and what it loads into."""
+class Place(abc.ABC):
+    """Where in an engine a worker is, and what it loads into: what each engine's adapter gives."""
 
-    model: Any
-    vllm_config: Any
+    #: Its number among the engine's workers.
     rank: int
 
-    @staticmethod
-    def of(vllm_config: Any, model: Any) -> Place:
-        """The place of the worker that vLLM made with this configuration."""
-        parallel = vllm_config.parallel_config
-        index = getattr(parallel, "data_parallel_index", parallel.data_parallel_rank)
-        return Place(model, vllm_config, index * parallel.world_size + parallel.rank)
+    @abc.abstractmethod
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint that the engine's model has the names and shapes of."""
 
-    @property
-    def model_config(self) -> Any:
-        """vLLM's configuration of the model."""
-        return self.vllm_config.model_config
+    @abc.abstractmethod
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Loads every tensor of a checkpoint through the engine's own loader. If it raises, the
+        model may be a mix, and the next load must work all the same.
+        """
+
+    @abc.abstractmethod
+    def load_first(self) -> None:
+        """Loads what the engine started with once more."""
+
+    @abc.abstractmethod
+    def group(self) -> Group | None:
+        """All ranks of the engine; None if there is one rank."""
 
 
 class UpdateError(WeightsyncError):
     """A call that failed, and what the engine holds now.
 
-    Its text crosses vLLM's process borders, where types are lost: the trainer reads it.
+    Its text crosses the engine's process borders, where types are lost: the trainer reads it.
     """
 
     def __init__(self, reason: str, weights: str) -> None:
@@ -63,11 +68,11 @@ class UpdateError(WeightsyncError):
 
 
 class EngineWorker:
-    """Receives for one worker. vLLM calls it from one thread."""
+    """Receives for one worker. Its engine calls it from one thread."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._ranks = Ranks()
+        self._ranks = Ranks(place.group)
         self._target = Target(place, self._ranks)
         self._session: Session | None = None
         self._background: Background | None = None
@@ -76,7 +81,7 @@ class EngineWorker:
         # Of the sender that was joined last, and the version that it had then.
         self._run: Any = None
         self._first = 0
-        # Between vLLM's start and finish.
+        # Between the engine's start and finish.
         self._started = False
         # A trainer has begun an update, and has not said that the engine generates again.
         self._under_way = False
@@ -123,7 +128,7 @@ class EngineWorker:
             raise LoadError(failures)
 
     def join(self, request: WorkerRequest) -> None:
-        """Joins the sender unless this worker has, and compares its model with vLLM's.
+        """Joins the sender unless this worker has, and compares its model with the engine's.
 
         What is fetched here is verified and held; the model does not change. Once it has joined, it
         raises also where the weights that the engine has are not whole.
@@ -136,7 +141,7 @@ class EngineWorker:
             )
             self._ranks.fail(UpdateError(words, "old"))
             return
-        # All ranks are in the same state: vLLM refuses a call, and not on one rank alone.
+        # All ranks are in the same state: the engine refuses a call, and not on one rank alone.
         if self._started:
             self._ranks.fail(UpdateError("an update was begun and not finished", "open"))
             return
@@ -167,7 +172,7 @@ class EngineWorker:
     def update(self, version: int, timeout: float) -> None:
         """Loads a version: every rank of the engine has it afterwards, or none.
 
-        It never raises, as vLLM would take the update for ended on some ranks alone;
+        It never raises, as the engine would take the update for ended on some ranks alone;
         :meth:`loaded` says what became of it.
         """
         self._update(version, timeout)
@@ -315,7 +320,7 @@ class EngineWorker:
 
 
 class Target:
-    """vLLM's model as weightsync loads into it: full tensors, in the checkpoint's form."""
+    """An engine's model as weightsync loads into it: full tensors, in the checkpoint's form."""
 
     def __init__(self, place: Place, ranks: Ranks) -> None:
         self._place = place
@@ -326,7 +331,7 @@ class Target:
         # Whether versions of a layout have the form that the model has in memory.
         self._in_memory: dict[Any, bool] = {}
         # What the model holds whole. It stays pinned: the way back needs it.
-        self._held: Snapshot | None = None
+        self._held: NativeSnapshot | None = None
         self.whole = True
         #: Why the load of this update failed on this rank.
         self.failure: str | None = None
@@ -335,7 +340,7 @@ class Target:
 
     @property
     def holds(self) -> Holds:
-        """The run and the version of what the model holds; None of what vLLM started with."""
+        """The run and the version of what the model holds; None of what the engine started with."""
         return None if self._held is None else (self._held.run, self._held.version)
 
     def begin(self, timeout: float) -> None:
@@ -343,8 +348,8 @@ class Target:
         self._timeout = timeout
         self.failure, self.agreed = None, None
 
-    def compare(self, snapshot: Snapshot) -> None:
-        """Compares a version with vLLM's model.
+    def compare(self, snapshot: NativeSnapshot) -> None:
+        """Compares a version with the engine's model.
 
         Raises:
             WrongWeightsError: listing what differs.
@@ -359,7 +364,7 @@ class Target:
         self._layout = layout
         return True
 
-    def load(self, snapshot: Snapshot) -> None:
+    def load(self, snapshot: NativeSnapshot) -> None:
         """Loads a version on every rank, or says why not, and goes back to the version before."""
         if self.whole and self._held is not None and _same(snapshot, self._held):
             return
@@ -396,40 +401,46 @@ class Target:
         """The engine discards the model's weights: they are whole again after the next load."""
         self.whole = False
 
-    def _restore(self, snapshot: Snapshot | None) -> None:
+    def _restore(self, snapshot: NativeSnapshot | None) -> None:
         self.whole = False
         if snapshot is None:
-            _load.load_first(self._place)
+            self._place.load_first()
         else:
             self._take(snapshot)
         self._held, self.whole = snapshot, True
 
-    def _take(self, snapshot: Snapshot) -> None:
-        tensors: Iterable[tuple[str, Any]] = _load.tensors_of(snapshot)
+    def _take(self, snapshot: NativeSnapshot) -> None:
+        tensors: Iterable[tuple[str, Any]] = tensors_of(snapshot)
         if self._has_form_of_memory(snapshot):
             assert self._checkpoint is not None
             tensors = self._checkpoint.of_memory(tensors)
-        _load.load(self._place, tensors)
+        self._place.load(tensors)
 
-    def _has_form_of_memory(self, snapshot: Snapshot) -> bool:
+    def _has_form_of_memory(self, snapshot: NativeSnapshot) -> bool:
         layout = (snapshot.layout.id, tuple(snapshot.ties))
         if layout not in self._in_memory:
             if self._checkpoint is None:
-                self._checkpoint = Checkpoint(self._place.model_config)
+                self._checkpoint = self._place.checkpoint()
             what = f"{snapshot.model} v{snapshot.version}"
             self._in_memory[layout] = self._checkpoint.compare(what, _tensors_of(snapshot))
         return self._in_memory[layout]
 
 
-def _of(snapshot: Snapshot) -> Holds:
+def tensors_of(snapshot: NativeSnapshot) -> Iterator[tuple[str, Any]]:
+    """The tensors of a version, read in place; tied ones under each of their names."""
+    tensors = Snapshot(snapshot)
+    return ((name, tensors[name]) for name in tensors if not _extra.is_extra(name))
+
+
+def _of(snapshot: NativeSnapshot) -> Holds:
     return snapshot.run, snapshot.version
 
 
-def _same(one: Snapshot, other: Snapshot) -> bool:
+def _same(one: NativeSnapshot, other: NativeSnapshot) -> bool:
     return _of(one) == _of(other)
 
 
-def _tensors_of(snapshot: Snapshot) -> Tensors:
+def _tensors_of(snapshot: NativeSnapshot) -> Tensors:
     found = {
         name: (dtype, tuple(shape))
         for name, dtype, shape in snapshot.layout.tensors()

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from weightsync._native import EngineUpdate, Report
-from weightsync.errors import DeadlineError, UnsupportedError, WeightsyncError
+from weightsync.errors import DeadlineError, WeightsyncError
 from weightsync.sender import Sender
-from weightsync.vllm import _restart
-from weightsync.vllm._engines import Engine, EngineCallError, EngineDiedError, Pause
-from weightsync.vllm._report import EngineReport
+from weightsync.engines import _restart
+from weightsync.engines._base import Engine, EngineCallError, EngineDiedError, Pause
+from weightsync.engines._report import EngineReport
 
 _Weights = Literal["old", "new", "unknown"]
 
@@ -104,7 +104,7 @@ class Member:
         """Puts the engine to sleep."""
         before = self.asleep
         if level:
-            self._check_sleeps(timeout)
+            self.engine.check_sleeps(timeout)
         if level == 2:
             self._forget(timeout)
         # A sleep that is late comes later.
@@ -121,7 +121,7 @@ class Member:
             if self.asleep is None:
                 if self._paused or not self.engine.is_paused(rules.timeout):
                     return None
-                self._check_sleeps(rules.timeout)
+                self.engine.check_sleeps(rules.timeout)
                 # Somebody else put it to sleep, and its weights may be discarded.
                 self._forget(rules.timeout)
                 self.asleep = 2
@@ -139,13 +139,6 @@ class Member:
             with contextlib.suppress(WeightsyncError):
                 self.engine.ask(timeout, do="leave")
         sender.forget(self.workers)
-
-    def _check_sleeps(self, timeout: float) -> None:
-        if not self.engine.interface(timeout).sleeps:
-            raise UnsupportedError(
-                "this vLLM generates before a version can be loaded when it wakes: upgrade it to "
-                "0.24 or newer"
-            )
 
     def _forget(self, timeout: float) -> None:
         """The engine's weights are, or will be, discarded: no update may count on them."""
@@ -191,7 +184,7 @@ class Member:
     def _prepare(self, sent: Sent, timeout: float) -> None:
         """Before the pause: every rank has joined, has the version, and has compared it."""
         engine = self.engine
-        engine.interface(timeout)
+        engine.check(timeout)
         if not self._counted:
             ranks = engine.ranks(timeout)
             if ranks < 1:
@@ -356,7 +349,7 @@ class Member:
         return max(self._loaded(sent) or 0, sent.version)
 
     def _dead(self, sent: Sent, reason: str | None) -> EngineReport:
-        # What comes back under its name is not paused, and may be another version of vLLM.
+        # What comes back under its name is not paused, and may be another program.
         self._version = self.asleep = None
         self._counted = self._paused = self._held = self._joined = self._stale = False
         self.engine.is_gone()

@@ -24,13 +24,18 @@ class Checkpoint:
     """The checkpoint of an engine's model. Looking at it reads headers and configurations alone.
 
     A module of transformers may have its tensors in another form than its checkpoint: the experts
-    of a layer are one tensor in memory and many in the file. Both forms fit; vLLM is given the
-    checkpoint's.
+    of a layer are one tensor in memory and many in the file. Both forms fit; the engine is given
+    the checkpoint's.
+
+    Args:
+        config: the model's configuration, of transformers.
+        model: the checkpoint's folder, or its name in the Hugging Face cache.
+        revision: of that name.
     """
 
-    def __init__(self, model_config: Any) -> None:
-        self._config = model_config.hf_config
-        self._files = _of_folder(model_config)
+    def __init__(self, config: Any, model: str, revision: str | None) -> None:
+        self._config = config
+        self._files = _of_folder(model, revision)
         self._module: Any = None
         self._looked = False
 
@@ -54,7 +59,7 @@ class Checkpoint:
             if not others:
                 return True
             wrong = others if wrong is None else wrong
-        # Where neither says, vLLM's own loader has the word.
+        # Where neither says, the engine's own loader has the word.
         if wrong:
             raise WrongWeightsError(f"{what} is not this engine's model: " + "; ".join(wrong))
         return False
@@ -95,7 +100,7 @@ def _differences(sent: Tensors, expected: Tensors, config: Any) -> list[str]:
         for name, got, want in both
         if got[1] != want[1]
     ]
-    # vLLM casts between floating-point dtypes.
+    # Engines cast between floating-point dtypes.
     dtypes = [
         f"{name} is {got[0]} and should be {want[0]}"
         for name, got, want in both
@@ -119,11 +124,10 @@ def _is_floating(dtype: str) -> bool:
     return dtype.startswith(("F", "BF"))
 
 
-def _of_folder(model_config: Any) -> Tensors | None:
+def _of_folder(folder: str, revision: str | None) -> Tensors | None:
     """What the checkpoint's files have; None if they are not there or not safetensors."""
-    folder = str(model_config.model)
     if not os.path.isdir(folder):
-        folder = _cached(folder, getattr(model_config, "revision", None)) or folder
+        folder = _cached(folder, revision) or folder
     files = sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
     index = os.path.join(folder, "model.safetensors.index.json")
     try:
@@ -135,7 +139,7 @@ def _of_folder(model_config: Any) -> Tensors | None:
         for file in files:
             found.update(_header(file))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # vLLM has loaded the checkpoint in a way of its own.
+        # The engine has loaded the checkpoint in a way of its own.
         return None
     return found or None
 

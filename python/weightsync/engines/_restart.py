@@ -13,10 +13,10 @@ import tempfile
 from typing import TYPE_CHECKING
 
 from weightsync.errors import LoadError, OperatingSystemError, SettingError
-from weightsync.vllm._request import WorkerRequest
+from weightsync.engines._request import WorkerRequest
 
 if TYPE_CHECKING:
-    from weightsync.vllm._worker import EngineWorker
+    from weightsync.engines._worker import EngineWorker
 
 logger = logging.getLogger("weightsync")
 
@@ -47,7 +47,7 @@ def begin(worker: EngineWorker) -> None:
     """Loads the newest version, if the engine was told of a trainer.
 
     Raises:
-        LoadError: in one line, if it was, and has no version of it: vLLM then does not start.
+        LoadError: in one line, if it was, and has no version of it: the engine then does not start.
     """
     path = os.environ.get(VARIABLE)
     if not path:

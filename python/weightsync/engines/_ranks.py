@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from weightsync.errors import DeadlineError
 
@@ -18,17 +19,31 @@ _MARK = 16
 _WELL, _FAILED = 1, 2
 
 
-class Ranks:
-    """The workers of one engine, by vLLM's own group of them."""
+class Group(Protocol):
+    """An engine's group of its ranks, as vLLM and SGLang have it."""
 
-    def __init__(self) -> None:
+    world_size: int
+    rank_in_group: int
+    #: A process group of torch.
+    cpu_group: Any
+
+
+class Ranks:
+    """The workers of one engine, by the engine's own group of them.
+
+    Args:
+        group: returns that group; None if there is one rank.
+    """
+
+    def __init__(self, group: Callable[[], Group | None]) -> None:
+        self._group = group
         # Why they can agree on nothing any more.
         self._broken: str | None = None
 
     @property
     def count(self) -> int:
         """How many agree with each other."""
-        group = _group()
+        group = self._group()
         return 1 if group is None else int(group.world_size)
 
     def agree(self, failed: str | None, timeout: float, holds: Holds = None) -> str | None:
@@ -37,7 +52,7 @@ class Ranks:
         Every rank calls this, with what went wrong on it and what it holds. A rank that does not
         call it within ``timeout`` seconds is a failure of this call and all later ones.
         """
-        group = _group()
+        group = self._group()
         if group is None:
             return failed
         import torch
@@ -52,7 +67,7 @@ class Ranks:
         Raises:
             DeadlineError: if not all do within ``timeout`` seconds.
         """
-        group = _group()
+        group = self._group()
         if group is None:
             return version
         import torch
@@ -65,10 +80,10 @@ class Ranks:
     def fail(self, error: Exception) -> None:
         """Raises on the last rank alone.
 
-        vLLM reads its workers' answers in order and stops at the first failure: an answer
+        Engines read their workers' answers in order and stop at the first failure: an answer
         after that would be taken for that of the next call.
         """
-        group = _group()
+        group = self._group()
         if group is None or group.rank_in_group == group.world_size - 1:
             raise error
 
@@ -113,11 +128,3 @@ def _failures(said: Any) -> str | None:
         held = ", ".join(f"rank {rank} {one}" for rank, one in enumerate(words))
         return f"the ranks do not hold the same: {held}"
     return None
-
-
-def _group() -> Any:
-    """vLLM's group of all ranks of the engine; None if there is one rank."""
-    from vllm.distributed import parallel_state
-
-    group = parallel_state.get_world_group()
-    return None if group.world_size == 1 else group

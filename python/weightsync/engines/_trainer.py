@@ -11,13 +11,13 @@ from typing import Any
 
 from weightsync.errors import LifecycleError, ModelError, SettingError, WeightsyncError
 from weightsync.sender import Sender
-from weightsync.vllm._engines import EngineCallError, Pause, engine_of
-from weightsync.vllm._member import Member, Rules, Sent
-from weightsync.vllm._report import EngineReport, SyncReport
+from weightsync.engines._base import Engine, EngineCallError, Pause
+from weightsync.engines._member import Member, Rules, Sent
+from weightsync.engines._report import EngineReport, SyncReport
 
 
 class Trainer:
-    """Brings what a sender sends to vLLM engines: fetch, compare, pause, load, resume.
+    """Brings what a sender sends to engines: fetch, compare, pause, load, resume.
 
     Engines are driven at the same time, and one that fails or is gone is one line of the report.
     An engine generates with whole versions only: where a load fails, the weights before it come
@@ -32,7 +32,8 @@ class Trainer:
 
     Args:
         sender: of the engines' model alone. It is connected by the first sync unless it is.
-        engines: an ``LLM``, an ``AsyncLLM`` (from inside its event loop), or a server's URL; see
+        engines: an ``LLM``, an ``AsyncLLM`` (from inside its event loop), the URL of a server of
+            vLLM, or an engine of another kind, such as ``weightsync.sglang.Engine(url)``; see
             :meth:`add`.
         pause: how requests under way fare: ``"keep"`` freezes them, and they go on with the new
             weights; ``"wait"`` lets them end first; ``"abort"`` ends them.
@@ -82,13 +83,13 @@ class Trainer:
         at once by :meth:`refresh`.
 
         Args:
-            engine: an ``LLM``, an ``AsyncLLM`` or a server's URL.
+            engine: an ``LLM``, an ``AsyncLLM``, the URL of a server of vLLM, or another engine.
             info_file: where to write what the engine needs to join. An engine whose variable
                 ``WEIGHTSYNC_ENGINE_INFO`` names this file has the newest version whenever it
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
         """
-        made = engine_of(engine, self._made)
+        made = _engine_of(engine, self._made)
         # A sync calls each engine from a thread of its own: an ``LLM`` that was added twice would
         # be called from two at once, which ends it.
         for member in self._members:
@@ -233,6 +234,15 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._sender!r}: {', '.join(self.engines) or 'no engine yet'}>"
+
+
+def _engine_of(given: Any, place: int) -> Engine:
+    """The engine behind what a trainer was given: one of vLLM, unless it says what it is."""
+    if isinstance(given, Engine):
+        return given
+    from weightsync.vllm._engines import engine_of
+
+    return engine_of(given, place)
 
 
 class _Numbers:

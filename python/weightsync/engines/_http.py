@@ -1,0 +1,98 @@
+"""Calls of a server: JSON over HTTP, each bounded in time and size."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import urllib.parse
+from typing import Any
+
+from weightsync.engines._base import Call, EngineCallError, EngineDiedError
+from weightsync.errors import DeadlineError, SettingError
+
+# No answer of a server is longer.
+_LONGEST_ANSWER = 1 << 20
+
+
+class Server:
+    """A server.
+
+    Args:
+        url: its URL.
+        missing: what to do where it lacks a path.
+    """
+
+    def __init__(self, url: str, missing: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingError(f"expected a URL such as http://host:8000, got {url!r}")
+        self.url = url.rstrip("/")
+        self._parts, self._missing = parts, missing
+
+    def is_of(self, given: Any) -> bool:
+        """Whether this is the server's URL."""
+        return isinstance(given, str) and given.rstrip("/") == self.url
+
+    def get(self, path: str, timeout: float) -> dict[str, Any]:
+        """What it answers; empty where that is no object."""
+        return self._request("GET", path, None, timeout)
+
+    def post(
+        self, path: str, timeout: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The same, with a body."""
+        return self._request("POST", path, body or {}, timeout)
+
+    def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float
+    ) -> dict[str, Any]:
+        parts = self._parts
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        assert parts.hostname is not None
+        connection = kind(parts.hostname, parts.port, timeout=timeout)
+        text = None if body is None else json.dumps(body)
+        headers = {} if text is None else {"Content-Type": "application/json"}
+
+        def exchange() -> tuple[int, bytes]:
+            connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(_LONGEST_ANSWER)
+
+        try:
+            # The connection's own timeout is for each of its reads, and for each of its addresses.
+            status, content = Call(f"/{_bare(path)}", exchange).wait(timeout)
+        except TimeoutError as error:
+            raise DeadlineError(f"/{_bare(path)} did not answer in {timeout:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            said = str(error) or type(error).__name__
+            raise EngineDiedError(f"/{_bare(path)}: {said}") from error
+        finally:
+            if connection.sock is not None:
+                # It may be read in a thread.
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        try:
+            answer = json.loads(content or b"{}")
+        except ValueError:
+            answer = {}
+        if status == 404:
+            raise EngineCallError(f"the server has no /{_bare(path)}: {self._missing}")
+        if status >= 400:
+            raise EngineCallError(_error_of(answer) or f"/{_bare(path)} answered {status}")
+        return answer if isinstance(answer, dict) else {}
+
+
+def _error_of(answer: Any) -> str | None:
+    """The words of a server's refusal."""
+    if not isinstance(answer, dict):
+        return None
+    error = answer.get("error", answer.get("detail"))
+    text = error.get("message") if isinstance(error, dict) else error
+    return str(text) if text else None
+
+
+def _bare(path: str) -> str:
+    return path.split("?")[0]
