@@ -147,7 +147,7 @@ class Outgoing:
         door.send({"text": _text(self._sender.init_info.to_json())}, wait="sent")
 
     def _next(self, sender: Sender, weights: Iterator[Pair], number: int) -> None:
-        streamed = Streamed(self._specs, map(_alone, weights))
+        streamed = Streamed(self._specs, self._groups(weights))
         try:
             report = sender.send(streamed, version=number, wait="sent")
         except BaseException:
@@ -159,6 +159,21 @@ class Outgoing:
         if report.failed:
             # It was logged. A worker that comes back is counted again.
             sender.forget([line.worker for line in report.failed])
+
+    def _groups(self, weights: Iterator[Pair]) -> Iterator[list[Pair]]:
+        """Each tensor alone. It need not stay valid once the next one is asked for.
+
+        The send keeps what comes before its turn, and asks for one after the last.
+        """
+        at, is_in_order = 0, True
+        for name, tensor in weights:
+            is_in_order = is_in_order and at < len(self._specs) and name == self._specs[at][0]
+            at += 1
+            if not is_in_order or at == len(self._specs):
+                tensor = tensor.detach().to("cpu", copy=True)
+            yield [(name, tensor)]
+            # It is not to live while the next one is gathered.
+            del tensor
 
     def _opened(self) -> Sender:
         if self._door is None:
@@ -269,10 +284,6 @@ def drain(weights: Iterable[Pair]) -> None:
     """Uses up an iterator that gathers its weights together with other ranks."""
     for _ in weights:
         pass
-
-
-def _alone(pair: Pair) -> list[Pair]:
-    return [pair]
 
 
 def _text(info: str) -> torch.Tensor:
