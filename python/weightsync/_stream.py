@@ -42,6 +42,9 @@ logger = logging.getLogger("weightsync")
 #: trainer's extraction.
 TIMEOUT = 600.0
 
+# How long the trainer's answer to a worker that joins may take, in seconds.
+_ANSWER = 60.0
+
 # The bytes of the door's tensor: an init info has some 200.
 _TEXT = 4096
 
@@ -192,13 +195,14 @@ class Outgoing:
 
 
 class Incoming:
-    """A worker's end. It joins at the first :meth:`receive`, and an error closes it.
+    """A worker's end, which joins the trainer at once. An error closes it.
 
     Args:
         place: where the trainer is.
         timeout: how long a :meth:`receive` waits at most, in seconds.
 
     Raises:
+        DeadlineError: if the trainer does not answer.
         PeerError: if the trainer is on another host and listens for its own alone.
     """
 
@@ -214,6 +218,13 @@ class Incoming:
         self._receiver: Receiver | None = None
         #: Whether it was closed, also by an error.
         self.is_closed = False
+        # Whoever has joined learns of the trainer's death at once.
+        self._door: Receiver | None = Receiver(self.info, self._worker)
+        try:
+            self._door.connect(timeout=min(timeout, _ANSWER))
+        except BaseException:
+            self.close()
+            raise
 
     async def receive(self, after: int) -> Snapshot:
         """Waits for a version that is newer than this one.
@@ -237,8 +248,8 @@ class Incoming:
 
     def _receive(self, after: int) -> Snapshot:
         until = Deadline(self._timeout)
-        if self._receiver is None:
-            info = self._through_the_door(until)
+        if self._door is not None:
+            info = self._through(self._door, until)
             receiver = self._receiver = Receiver(info, self._worker)
             if self.is_closed:
                 # Whoever called was cancelled meanwhile, and this thread was not.
@@ -248,20 +259,23 @@ class Incoming:
             newest = receiver.latest()
             if newest is not None and newest.version > after:
                 return newest
+        if self._receiver is None:
+            raise LifecycleError("this end was closed: make another from the trainer's place")
         snapshot = self._receiver.pull(at_least=after + 1, timeout=until.left())
         if snapshot is None:
             raise self._late(after)
         return snapshot
 
-    def _through_the_door(self, until: Deadline) -> str:
-        with Receiver(self.info, self._worker) as door:
-            door.connect(timeout=until.left())
-            snapshot = door.latest()
-            while snapshot is not None:
-                text = bytes(snapshot["text"].tolist()).decode().strip()
-                if text:
-                    return text
-                snapshot = door.receive(until.left())
+    def _through(self, door: Receiver, until: Deadline) -> str:
+        """The init info of the sender of the weights, which the door is left for."""
+        snapshot = door.latest()
+        while snapshot is not None:
+            text = bytes(snapshot["text"].tolist()).decode().strip()
+            if text:
+                self._door = None
+                door.shutdown()
+                return text
+            snapshot = door.receive(until.left())
         raise self._late(0)
 
     def _late(self, after: int) -> DeadlineError:
@@ -275,9 +289,10 @@ class Incoming:
     def close(self) -> None:
         """Leaves the trainer. Any number of times; tensors that were received stay valid."""
         self.is_closed = True
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
-            receiver.shutdown()
+        ends, self._receiver, self._door = (self._receiver, self._door), None, None
+        for end in ends:
+            if end is not None:
+                end.shutdown()
 
 
 def drain(weights: Iterable[Pair]) -> None:
