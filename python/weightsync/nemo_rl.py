@@ -91,7 +91,7 @@ class Transport:
         rollout_world_size: int,
         metadata: list[Any],
     ) -> None:
-        """Says whose weights come: the policy's metadata is first. It does not wait for anybody."""
+        """Joins rank 0 of the policy, whose metadata is first."""
         self.finalize()
         first = metadata[0] if metadata else None
         if not isinstance(first, Mapping) or "place" not in first:
@@ -99,6 +99,7 @@ class Transport:
                 "metadata: expected that of rank 0 of the policy first, from its prepare"
             )
         self._place, self.version = first["place"], first["place"]["version"]
+        self._incoming = Incoming(first["place"], self.timeout)
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Publishes the weights from rank 0; other ranks take part in gathering them.
@@ -130,6 +131,7 @@ class Transport:
                 "receive_weight_batches was called before init_rollout_process_group, or by the policy"
             )
         if self._incoming is None or self._incoming.is_closed:
+            # An error closed it, and the policy may be well.
             self._incoming = Incoming(self._place, self.timeout)
         snapshot = await self._incoming.receive(self.version)
         self.version = snapshot.version

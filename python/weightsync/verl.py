@@ -61,7 +61,6 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._settings = {"insecure_plaintext": insecure_plaintext, "scheme": scheme}
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
-        self._is_trainer: bool | None = None
         #: The version that this end has sent or received last; 0 before.
         self.version = 0
         # The version after which the next update's comes.
@@ -89,8 +88,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return {"place": [None] * actor_wg_world_size}, {"place": [place] * rollout_world_size}
 
     def init_process_group(self, place: Place | None) -> None:
-        """Says whose weights come; None in the trainer. It does not wait for anybody."""
-        self._is_trainer = place is None
+        """Joins rank 0 of the trainer, unless this end has; None in the trainer itself."""
         if place is None:
             return
         incoming = self._incoming
