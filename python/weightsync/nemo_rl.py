@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from weightsync._stream import TIMEOUT, Incoming, Outgoing, Place, drain
-from weightsync.errors import LifecycleError, SettingError, UnsupportedError
+from weightsync.errors import LifecycleError, PeerError, SettingError, UnsupportedError
 
 __all__ = ["Transport"]
 
@@ -128,12 +128,18 @@ class Transport:
         """
         if self._place is None:
             raise LifecycleError(
-                "receive_weight_batches was called before init_rollout_process_group, or by the policy"
+                "receive_weight_batches was called by the policy, before init_rollout_process_group, "
+                "or after the policy's end was closed: call finalize on all, and form the group again"
             )
         if self._incoming is None or self._incoming.is_closed:
             # An error closed it, and the policy may be well.
             self._incoming = Incoming(self._place, self.timeout)
-        snapshot = await self._incoming.receive(self.version)
+        try:
+            snapshot = await self._incoming.receive(self.version)
+        except PeerError:
+            # Nobody comes back to this place.
+            self._place = None
+            raise
         self.version = snapshot.version
         batch: list[tuple[str, torch.Tensor]] = []
         size = 0

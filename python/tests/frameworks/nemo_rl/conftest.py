@@ -1,22 +1,22 @@
 """Worlds of processes that call the checkpoint engine as NeMo-RL does."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
-HERE = str(Path(__file__).parent)
-sys.path.insert(0, HERE)
+# Files that tests and their processes import.
+PLACES = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path[:0] = PLACES
 
 
 @pytest.fixture
 def start(monkeypatch):
     """Starts a world; settings are those of the user."""
-    import os
-
     import nemo_world
 
-    monkeypatch.setenv("PYTHONPATH", HERE, prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(PLACES), prepend=os.pathsep)
     made = []
 
     def start(**settings):

@@ -6,28 +6,10 @@ import os
 import signal
 
 import torch
+from named_weights import differing, weights
 
-#: Rows and columns of the large tensor.
-SIZE = 1024
 #: Bytes of a batch: less than the large tensor has.
 BUCKET = 1 << 20
-
-
-def weights(seed, changed=None, extra=()):
-    """Tensors of two dtypes, one of them tied.
-
-    Args:
-        changed: how many elements of the large one differ from those of seed 0.
-        extra: names of further tensors.
-    """
-    made = torch.Generator().manual_seed(0 if changed is not None else seed)
-    large = torch.randn(SIZE, SIZE, generator=made).to(torch.bfloat16)
-    bias = torch.randn(SIZE, generator=made)
-    if changed is not None:
-        spots = torch.randperm(large.numel(), generator=torch.Generator().manual_seed(seed))
-        large.view(-1)[spots[:changed]] += 1
-    tensors = {"embed": large, "norm.bias": bias, "scale": torch.tensor(float(seed)), "head": large}
-    return tensors | {name: torch.ones(3) for name in extra}
 
 
 class Engine:
@@ -81,15 +63,7 @@ class Engine:
 
     def compare(self, seed, options):
         """The names that differ, and the bytes that have travelled."""
-        expected = weights(seed, **options)
-        differ = [
-            name
-            for name, one in expected.items()
-            if name not in self.got
-            or self.got[name].dtype != one.dtype
-            or not torch.equal(self.got[name], one)
-        ]
-        differ += [name for name in self.got if name not in expected]
+        differ = differing(self.got, weights(seed, **options))
         return differ, self.transport._incoming._receiver.travelled
 
     def finalize(self):

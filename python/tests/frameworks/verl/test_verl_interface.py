@@ -12,23 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-verl_world = pytest.importorskip("verl_world")
-from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry  # noqa: E402
-from verl.checkpoint_engine.base import (  # noqa: E402
+from named_weights import differing, weights
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.checkpoint_engine.base import (
     CheckpointEngineManager,
     CheckpointEngineWorker,
 )
 
-from weightsync.errors import (  # noqa: E402
+from weightsync.errors import (
     LifecycleError,
     PeerError,
     SettingError,
     UnsupportedError,
     WrongWeightsError,
 )
-from weightsync.verl import WeightsyncCheckpointEngine  # noqa: E402
-
-weights = verl_world.weights
+from weightsync.verl import WeightsyncCheckpointEngine
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,8 +123,8 @@ def test_tensors_stay_while_a_worker_holds_them():
     asyncio.run(hold())
     for step in (2, 3, 4):
         [got] = update(trainer, workers, weights(step), step)
-        assert verl_world.differing(got, weights(step)) == []
-    assert verl_world.differing(held, weights(1)) == []
+        assert differing(got, weights(step)) == []
+    assert differing(held, weights(1)) == []
 
 
 def test_slot_is_free_when_the_consumer_stops():
@@ -162,7 +160,7 @@ def test_error_of_the_generator_reaches_both_sides():
 
     asyncio.run(both())
     [got] = update(trainer, workers, weights(3), 3)
-    assert verl_world.differing(got, weights(3)) == []
+    assert differing(got, weights(3)) == []
     assert trainer.version == workers[0].version == 3
 
 
@@ -203,7 +201,7 @@ def test_ends_leave_nothing_after_an_update(how):
         trainer, workers = joined(2, rebuild_group=how == "rebuild_group")
         for step in (1, 2):
             found = update(trainer, workers, weights(step), step)
-            assert [verl_world.differing(got, weights(step)) for got in found] == [[], []]
+            assert [differing(got, weights(step)) for got in found] == [[], []]
         if how == "closed":
             for one in (trainer, *workers):
                 one.close()
@@ -227,7 +225,17 @@ def test_worker_is_cancelled_while_it_waits():
 
     asyncio.run(main())
     [got] = update(trainer, workers, weights(1))
-    assert verl_world.differing(got, weights(1)) == []
+    assert differing(got, weights(1)) == []
+
+
+def test_worker_of_another_host_is_refused_by_name(monkeypatch):
+    from weightsync import _stream
+
+    place = engine(is_master=True).prepare()["place"]
+    monkeypatch.setattr(_stream, "_is_in_cluster", lambda: True)
+    monkeypatch.setattr(_stream._cluster, "address", lambda: "10.0.0.9")
+    with pytest.raises(PeerError, match="on 10.0.0.8 .* and this is 10.0.0.9: set WEIGHTSYNC_INS"):
+        engine().init_process_group({**place, "address": "10.0.0.8"})
 
 
 def test_settings_are_refused_with_their_names():

@@ -1,9 +1,7 @@
 """verl's manager, registry and workers, with the checkpoint engine of weightsync."""
 
 import pytest
-
-verl_world = pytest.importorskip("verl_world")
-weights = verl_world.weights
+from named_weights import weights
 
 pytestmark = pytest.mark.timeout(300)
 
