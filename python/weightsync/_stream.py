@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+import hashlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,12 +31,11 @@ from weightsync.errors import (
 )
 from weightsync.ray import _cluster
 from weightsync.ray._group import check_reach
+from weightsync.ray._relay import Relay
 from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
-
-logger = logging.getLogger("weightsync")
 
 #: How long each wait lasts at most unless it is set, in seconds. The workers' waits include the
 #: trainer's extraction.
@@ -59,6 +58,8 @@ class Place(TypedDict):
     address: str | None
     #: Whether it listens for other hosts.
     is_open: bool
+    #: What other hosts' relays need.
+    token: str | None
     #: The version that was published last, or 0.
     version: int
 
@@ -106,6 +107,7 @@ class Outgoing:
             info=self._opened().init_info.to_json(),
             address=_cluster.address() if self._is_in_cluster else None,
             is_open=self._scheme.listen is not None,
+            token=_cluster.token() if self._scheme.listen is not None else None,
             version=self.version,
         )
 
@@ -207,10 +209,12 @@ class Incoming:
     """
 
     def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
-        address = place["address"]
+        self._place, address = place, place["address"]
         if address is not None and _is_in_cluster():
             remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in rank 0 of the trainer"
             check_reach("rank 0 of the trainer", address, place["is_open"], remedy)
+        # The actor, which ends with the last reference of whoever made it.
+        self._relay: Any = None
         self.info = place["info"]
         self._timeout = timeout
         # No two workers have the same number, and nobody deals numbers out.
@@ -255,6 +259,7 @@ class Incoming:
                 # Whoever called was cancelled meanwhile, and this thread was not.
                 receiver.shutdown()
                 raise LifecycleError("this end was closed while it waited")
+            self._relay = _relay_of_this_host(self._place, info)
             receiver.connect(timeout=until.left())
             newest = receiver.latest()
             if newest is not None and newest.version > after:
@@ -290,9 +295,23 @@ class Incoming:
         """Leaves the trainer. Any number of times; tensors that were received stay valid."""
         self.is_closed = True
         ends, self._receiver, self._door = (self._receiver, self._door), None, None
+        self._relay = None
         for end in ends:
             if end is not None:
                 end.shutdown()
+
+
+def _relay_of_this_host(place: Place, info: str) -> Any:
+    """The relay by which the workers of another host share what comes, if Ray can start it."""
+    if place["address"] is None or not _is_in_cluster() or place["address"] == _cluster.address():
+        return None
+    ray = _cluster.running()
+    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(_cluster.node(), soft=False)
+    # The first worker makes it, and the others find it by this name. It has no secret in it.
+    name = f"relay/{hashlib.sha256(info.encode()).hexdigest()[:16]}/{_cluster.address()}"
+    options = {"name": name, "namespace": "weightsync", "get_if_exists": True, "num_cpus": 0}
+    made = ray.remote(Relay).options(**options, scheduling_strategy=there)
+    return made.remote(info, place["token"])
 
 
 def drain(weights: Iterable[Pair]) -> None:
