@@ -1,4 +1,4 @@
-"""Weights as a stream of names and tensors, for frameworks that carry a few words between their ends.
+"""Weights as a stream of names and tensors, for frameworks that pass words between both ends.
 
 The ends meet before the first weights are there, and only these say the layout. So the trainer has
 two senders: the *door*, whose only tensor is the text of the other's init info, and the sender of
@@ -25,6 +25,7 @@ from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     PeerError,
+    SendError,
     SenderClosedError,
     SettingError,
     WrongWeightsError,
@@ -145,10 +146,15 @@ class Outgoing:
             if name in kept:
                 raise WrongWeightsError(f"{name} has come twice: expected each tensor once")
             kept[name] = tensor.detach().to("cpu", copy=True)
+        if not kept:
+            raise SendError("there is nothing to send: expected names and tensors, got none")
         self._specs = [(name, *_dtypes.of_tensor(name, one)) for name, one in kept.items()]
         self._sender = Sender(Streamed(self._specs), scheme=self._scheme, timeout=self._timeout)
         first = Streamed(self._specs, [kept.items()])
-        self._sender.connect(0, weights=first, version=number, timeout=self._timeout)
+        try:
+            self._sender.connect(0, weights=first, version=number, timeout=self._timeout)
+        finally:
+            first.release()
         door.send({"text": _text(self._sender.init_info.to_json())}, wait="sent")
 
     def _next(self, sender: Sender, weights: Iterator[Pair], number: int) -> None:
@@ -213,7 +219,7 @@ class Incoming:
         if address is not None and _is_in_cluster():
             remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in rank 0 of the trainer"
             check_reach("rank 0 of the trainer", address, place["is_open"], remedy)
-        # The actor, which ends with the last reference of whoever made it.
+        # The actor, which ends with the last reference of the worker that made it.
         self._relay: Any = None
         self.info = place["info"]
         self._timeout = timeout
@@ -222,7 +228,7 @@ class Incoming:
         self._receiver: Receiver | None = None
         #: Whether it was closed, also by an error.
         self.is_closed = False
-        # Whoever has joined learns of the trainer's death at once.
+        # A worker that has joined learns of the trainer's death at once.
         self._door: Receiver | None = Receiver(self.info, self._worker)
         try:
             self._door.connect(timeout=min(timeout, _ANSWER))
@@ -256,7 +262,7 @@ class Incoming:
             info = self._through(self._door, until)
             receiver = self._receiver = Receiver(info, self._worker)
             if self.is_closed:
-                # Whoever called was cancelled meanwhile, and this thread was not.
+                # The caller was cancelled meanwhile, and this thread was not.
                 receiver.shutdown()
                 raise LifecycleError("this end was closed while it waited")
             self._relay = _relay_of_this_host(self._place, info)
@@ -306,7 +312,8 @@ def _relay_of_this_host(place: Place, info: str) -> Any:
     if place["address"] is None or not _is_in_cluster() or place["address"] == _cluster.address():
         return None
     ray = _cluster.running()
-    there = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(_cluster.node(), soft=False)
+    strategies = ray.util.scheduling_strategies
+    there = strategies.NodeAffinitySchedulingStrategy(_cluster.node(), soft=False)
     # The first worker makes it, and the others find it by this name. It has no secret in it.
     name = f"relay/{hashlib.sha256(info.encode()).hexdigest()[:16]}/{_cluster.address()}"
     options = {"name": name, "namespace": "weightsync", "get_if_exists": True, "num_cpus": 0}
@@ -336,7 +343,9 @@ def _own(settings: Mapping[str, Any] | None) -> Distributed:
     try:
         return Distributed(**settings)
     except TypeError as error:
-        raise SettingError(f"scheme: expected settings of weightsync.Distributed: {error}") from error
+        raise SettingError(
+            f"scheme: expected settings of weightsync.Distributed: {error}"
+        ) from error
 
 
 def _is_in_cluster() -> bool:

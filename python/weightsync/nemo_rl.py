@@ -52,7 +52,9 @@ class Transport:
         self.shard_expert_weights = False
         self.bucket_size, self.release_after_refit = bucket_size, release_after_refit
         self.timeout = timeout
-        self._settings = {"insecure_plaintext": insecure_plaintext, "scheme": scheme}
+        self._settings: dict[str, Any] = {
+            "timeout": timeout, "insecure_plaintext": insecure_plaintext, "scheme": scheme,
+        }  # fmt: skip
         self._outgoing: Outgoing | None = None
         self._place: Place | None = None
         self._incoming: Incoming | None = None
@@ -67,7 +69,7 @@ class Transport:
     def prepare(self) -> dict[str, Any]:
         """Where this process would send from. Only rank 0 of the policy keeps its place."""
         self.finalize()
-        self._outgoing = Outgoing(self.version, timeout=self.timeout, **self._settings)  # type: ignore[arg-type]
+        self._outgoing = Outgoing(self.version, **self._settings)
         return {"place": self._outgoing.place}
 
     def init_policy_process_group(
@@ -111,7 +113,9 @@ class Transport:
         if self._is_draining:
             return drain(weights)
         if self._outgoing is None:
-            raise LifecycleError("send_weights was called before prepare, or by a generation worker")
+            raise LifecycleError(
+                "send_weights was called before prepare, or by a generation worker"
+            )
         # In the caller's thread: gathering uses its device, its streams and its no_grad.
         self.version = self._outgoing.send(weights)
 
@@ -128,8 +132,9 @@ class Transport:
         """
         if self._place is None:
             raise LifecycleError(
-                "receive_weight_batches was called by the policy, before init_rollout_process_group, "
-                "or after the policy's end was closed: call finalize on all, and form the group again"
+                "receive_weight_batches was called by the policy, before "
+                "init_rollout_process_group, or after the policy's end was closed: call finalize "
+                "on all, and form the group again"
             )
         if self._incoming is None or self._incoming.is_closed:
             # An error closed it, and the policy may be well.

@@ -58,7 +58,9 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         self.bucket_size, self.is_master = bucket_size, is_master
         self.rebuild_group, self.timeout = rebuild_group, timeout
-        self._settings = {"insecure_plaintext": insecure_plaintext, "scheme": scheme}
+        self._settings: dict[str, Any] = {
+            "timeout": timeout, "insecure_plaintext": insecure_plaintext, "scheme": scheme,
+        }  # fmt: skip
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
         #: The version that this end has sent or received last; 0 before.
@@ -71,7 +73,7 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not self.is_master:
             return {}
         if self._outgoing is None or self._outgoing.is_closed:
-            self._outgoing = Outgoing(self.version, timeout=self.timeout, **self._settings)  # type: ignore[arg-type]
+            self._outgoing = Outgoing(self.version, **self._settings)
         return {"place": self._outgoing.place}
 
     @classmethod
@@ -82,8 +84,8 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         place = metadata[0].get("place") if metadata and metadata[0] else None
         if place is None:
             raise SettingError(
-                "the trainer's rank 0 did not say where it is: expected its metadata first, from an "
-                "engine made with is_master=True"
+                "the trainer's rank 0 did not say where it is: expected its metadata first, from "
+                "an engine made with is_master=True"
             )
         return {"place": [None] * actor_wg_world_size}, {"place": [place] * rollout_world_size}
 

@@ -1,4 +1,4 @@
-"""Policy workers and generation workers of NeMo-RL, as processes, and the calls of its synchronizer."""
+"""Policy workers and generation workers of NeMo-RL as processes, and its synchronizer's calls."""
 
 import asyncio
 import multiprocessing

@@ -70,7 +70,7 @@ def test_changes_alone_travel_after_the_first_refit(start):
         before = now
 
 
-def test_others_have_the_refit_when_a_rollout_is_killed(start):
+def test_others_refit_when_a_rollout_is_killed(start):
     world = start(scheme={"share": "none"})
     world.refit(1)
     victim, other = world.rollouts

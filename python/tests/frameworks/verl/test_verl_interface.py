@@ -22,6 +22,7 @@ from verl.checkpoint_engine.base import (
 from weightsync.errors import (
     LifecycleError,
     PeerError,
+    SendError,
     SettingError,
     UnsupportedError,
     WrongWeightsError,
@@ -181,6 +182,12 @@ def test_send_refuses_another_layout_by_name(change):
         asyncio.run(trainer.send_weights(left))
     # Gathering is collective, so that nothing is left over.
     assert list(left) == []
+
+
+def test_first_send_refuses_no_weights_at_all():
+    trainer, _ = joined()
+    with pytest.raises(SendError, match="nothing to send"):
+        asyncio.run(trainer.send_weights(iter(())))
 
 
 def test_first_send_refuses_a_name_that_comes_twice():

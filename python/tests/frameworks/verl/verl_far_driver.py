@@ -38,7 +38,8 @@ class End:
             file.write(self.engine._outgoing._sender.init_info.to_json())
             file.flush()
             command = [sys.executable, "-m", "weightsync", "status", "--json", "--info", file.name]
-            done = subprocess.run([*command, "--insecure-plaintext"], capture_output=True, text=True)
+            command.append("--insecure-plaintext")
+            done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -64,7 +65,10 @@ for seed in (1, 2):
     differ.append(ray.get([one.receive.remote(seed) for one in ends[1:]]))
     ray.get(sent)
     # Workers that joined before their host's relay move to it.
-    while (seen := [len(one["workers"]) for one in ray.get(ends[0].status.remote())["relays"]]) != [2]:
+    while True:
+        relays = ray.get(ends[0].status.remote())["relays"]
+        if (seen := [len(one["workers"]) for one in relays]) == [2]:
+            break
         time.sleep(0.1)
 print(json.dumps({"differ": differ, "relays": seen}))
 ray.shutdown()

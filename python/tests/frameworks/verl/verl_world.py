@@ -98,7 +98,8 @@ class Rollout(CheckpointEngineWorker):
         incoming = self.checkpoint_engine._incoming
         receiver = incoming and incoming._receiver
         travelled = receiver.travelled if receiver else None
-        return differing(self.server_adapter.got, expected), self.checkpoint_engine.version, travelled
+        differs = differing(self.server_adapter.got, expected)
+        return differs, self.checkpoint_engine.version, travelled
 
     def set_fault(self, **faults):
         vars(self.server_adapter).update(faults)
