@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +21,7 @@ import torch
 
 from weightsync import _dtypes
 from weightsync._deadline import Deadline
+from weightsync._ends import reason_of
 from weightsync._source import Streamed
 from weightsync.errors import (
     DeadlineError,
@@ -37,6 +39,8 @@ from weightsync.receiver import Receiver
 from weightsync.scheme import Distributed
 from weightsync.sender import Sender
 from weightsync.snapshot import Snapshot
+
+logger = logging.getLogger("weightsync")
 
 #: How long each wait lasts at most unless it is set, in seconds. The workers' waits include the
 #: trainer's extraction.
@@ -133,6 +137,8 @@ class Outgoing:
             self.version = number
             return number
         except BaseException as error:
+            # A framework may show the workers' errors alone, which come of this one.
+            logger.error("the trainer's end closes, because a send failed: %s", reason_of(error))
             self.close()
             if isinstance(error, Exception):
                 # What the iterator raised has ended it.
@@ -249,7 +255,7 @@ class Incoming:
             self.close()
             raise PeerError(
                 f"rank 0 of the trainer closed its end before version {after + 1} was out: its own "
-                "error says why",
+                "error, which is in its log, says why",
                 "reconnect",
             ) from error
         except BaseException:

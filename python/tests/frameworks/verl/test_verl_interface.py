@@ -142,7 +142,7 @@ def test_slot_is_free_when_the_consumer_stops():
         assert asyncio.run(first())[0] == "embed"
 
 
-def test_error_of_the_generator_reaches_both_sides():
+def test_error_of_the_generator_reaches_both_sides(caplog):
     trainer, workers = joined()
     update(trainer, workers, weights(1), 1)
     join(trainer, workers)
@@ -160,6 +160,7 @@ def test_error_of_the_generator_reaches_both_sides():
             await received
 
     asyncio.run(both())
+    assert "a send failed: ZeroDivisionError: the trainer's own" in caplog.text
     [got] = update(trainer, workers, weights(3), 3)
     assert differing(got, weights(3)) == []
     assert trainer.version == workers[0].version == 3
