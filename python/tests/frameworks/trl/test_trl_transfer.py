@@ -43,17 +43,16 @@ def test_servers_generate_as_transformers_do(servers: Any, transfers: Any) -> No
     assert max(sizes) > 0
 
 
-def test_changed_weights_travel_alone(servers: Any, transfers: Any) -> None:
+def test_changes_alone_travel_between_hosts(servers: Any, transfers: Any) -> None:
     model = tiny.llama(2)
-    transfer = transfers(
-        servers[0].url, scheme="distributed:listen=127.0.0.1:0,insecure-plaintext"
-    )
+    # As between hosts.
+    transfer = transfers(servers[0].url, scheme="distributed:share=none,deltas=always")
     sync(transfer, weights(model))
     whole = transfer.report.engines[0].bytes
     tiny.change(model, 1, 0.01)
     sync(transfer, weights(model))
     assert servers[0].ask() == tiny.greedy(model)
-    assert transfer.report.engines[0].bytes < whole / 5
+    assert transfer.report.engines[0].bytes < whole / 20
 
 
 def test_wrong_shape_leaves_the_old_weights(servers: Any, transfers: Any) -> None:
