@@ -34,10 +34,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     made = tmp_path_factory.mktemp("model")
     tiny.llama().save_pretrained(made)
-    words = Tokenizer(WordLevel({f"w{at}": at for at in range(256)}, unk_token="w3"))
+    # A special token is found inside of words, too.
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    known = special + [f"w{at}" for at in range(len(special), 256)]
+    words = Tokenizer(WordLevel({word: at for at, word in enumerate(known)}, unk_token="<unk>"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, bos_token="w1", eos_token="w2", unk_token="w3", pad_token="w0"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
     tokenizer.chat_template = "{% for one in messages %}{{ one.content }} {% endfor %}"
     tokenizer.save_pretrained(made)
@@ -50,7 +57,7 @@ def servers(folder: Path) -> Iterator[list[tiny.Server]]:
     settings = tiny.engine_settings
 
     def with_tokenizer(folder: Path) -> dict[str, Any]:
-        return {**settings(folder), "skip_tokenizer_init": False}
+        return {k: v for k, v in settings(folder).items() if k != "skip_tokenizer_init"}
 
     both: list[tiny.Server] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import GRPOConfig, GRPOTrainer, chat_template_utils
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 from trl.generation import vllm_generation
 
@@ -73,7 +73,7 @@ def grpo(installed: Any, folder: Path, servers: Any, tmp_path: Path) -> Any:
                 even_words,
                 args=arguments,
                 train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-                processing_class=AutoTokenizer.from_pretrained(folder),
+                processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
                 **more,
             )
         )
@@ -192,15 +192,9 @@ def test_async_grpo_trains_with_the_servers(
     # It asks CUDA for the name of the device.
     monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
     transfer = transfers([server.url for server in servers])
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    # TRL knows one for the chat templates of known models alone.
-    tokenizer.response_schema = {
-        "type": "object",
-        "properties": {
-            "role": {"const": "assistant"},
-            "content": {"type": "string", "x-regex": "^(.*)$"},
-        },
-    }
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    # TRL chooses one by the chat template, for known models alone.
+    tokenizer.response_template = chat_template_utils.qwen3_template
     arguments = AsyncGRPOConfig(
         str(tmp_path),
         vllm_server_base_url=servers[0].url,
@@ -208,6 +202,7 @@ def test_async_grpo_trains_with_the_servers(
         weight_sync_steps=1,
         dtype="float32",
         max_inflight_tasks=4,
+        queue_maxsize=16,
         **SETTINGS,
     )
     trainer = AsyncGRPOTrainer(
