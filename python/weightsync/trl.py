@@ -11,9 +11,8 @@ import contextlib
 import logging
 import os
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from weightsync import _dtypes
@@ -149,7 +148,7 @@ class WeightTransfer:
         """Waits until every server serves. One that does not come is left to the first sync.
 
         Raises:
-            DeadlineError: if there are servers, and none of them serves in time.
+            DeadlineError: if all engines are servers, and none of them serves in time.
         """
         until = time.monotonic() + self._ready_timeout
         waiting = self._servers
@@ -205,7 +204,7 @@ class WeightTransfer:
             else:
                 # The trainer may change or free a tensor when it is asked for the next one.
                 weights = {name: _copy(tensor) for name, tensor in each}
-                self._specs = [(name, *_dtypes.of_tensor(name, one)) for name, one in weights.items()]
+                self._specs = _specs_of(weights)
             if not self._specs:
                 raise WrongWeightsError("there are no weights to send: the iterator was empty")
             report = self._sync(weights)
@@ -258,8 +257,8 @@ class WeightTransfer:
         raise NotAppliedError(f"{report}\nexpected {expected}: see what the lines say", "retry")
 
     def __repr__(self) -> str:
-        names = ", ".join(one if isinstance(one, str) else type(one).__name__ for one in self._engines)
-        return f"<WeightTransfer to {names}: v{self._version}>"
+        names = [one if isinstance(one, str) else type(one).__name__ for one in self._engines]
+        return f"<WeightTransfer to {', '.join(names)}: v{self._version}>"
 
 
 def install(**settings: Unpack[Settings]) -> None:
@@ -278,7 +277,7 @@ def install(**settings: Unpack[Settings]) -> None:
     """
     check("trl")
     # Wrong settings are refused here, and not when the trainer is built.
-    WeightTransfer("http://localhost", **settings)
+    WeightTransfer(list(settings.get("info_files") or ["http://localhost"]), **settings)
     from trl.generation import vllm_generation
 
     uninstall()
@@ -334,10 +333,17 @@ class _Client:
         named_params: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         """Sends a version, as :meth:`WeightTransfer.send_weights` does."""
+        import torch
+
         with _used_up(named_params) as each:
             transfer = self._transfer()
             if self._gathered is None:
-                transfer._send(each, _specs_of(metadata))
+                # As TRL describes them: without memory, and before the first one comes.
+                described = {
+                    name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+                    for name, dtype, shape in metadata
+                }
+                transfer._send(each, _specs_of(described))
             else:
                 self._gathered.update((name, _copy(tensor)) for name, tensor in each)
 
@@ -351,7 +357,7 @@ class _Client:
         self._gathered[name] = _copy(weights)
 
     @contextlib.contextmanager
-    def weight_update(self) -> Generator[None]:
+    def weight_update(self) -> Iterator[None]:
         """Sends what comes in the block as one version at its end; nothing, if the block raises."""
         transfer = self._transfer()
         self._gathered = {}
@@ -360,8 +366,7 @@ class _Client:
             gathered = self._gathered
         finally:
             self._gathered = None
-        specs = [(name, *_dtypes.of_tensor(name, tensor)) for name, tensor in gathered.items()]
-        transfer._send(gathered.items(), specs)
+        transfer._send(gathered.items(), _specs_of(gathered))
 
     def close_communicator(self) -> None:
         """Ends the sender. The server keeps the weights that it has."""
@@ -390,25 +395,14 @@ def _serves(url: str) -> bool:
         return False
 
 
-def _specs_of(metadata: list[tuple[str, str, list[int]]]) -> list[_Spec]:
-    """The native engine's words for what TRL says of the tensors to come."""
-    import torch
-
-    return [
-        (
-            name,
-            *_dtypes.of_tensor(
-                name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            ),
-        )
-        for name, dtype, shape in metadata
-    ]
+def _specs_of(weights: Mapping[str, torch.Tensor]) -> list[_Spec]:
+    return [(name, *_dtypes.of_tensor(name, tensor)) for name, tensor in weights.items()]
 
 
 @contextlib.contextmanager
 def _used_up(
     tensors: Iterable[tuple[str, torch.Tensor]],
-) -> Generator[Iterator[tuple[str, torch.Tensor]]]:
+) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
     """An iterator that has come to its end when the block ends.
 
     Gathering is collective, so the other ranks wait for one that stops early; and a model whose

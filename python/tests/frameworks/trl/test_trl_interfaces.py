@@ -63,19 +63,22 @@ def test_client_has_the_calls_of_trls(client_class: Any) -> None:
 
 def test_install_is_undone_by_uninstall() -> None:
     weightsync.trl.install()
-    weightsync.trl.install(timeout=5.0)
+    settings = {"timeout": 5.0, "info_files": {"http://a": "/run/engine.json"}}
+    weightsync.trl.install(**settings)
     ours = vllm_generation.VLLMClient
     assert issubclass(ours, VLLMClient)
-    assert (ours._original, ours._settings) == (VLLMClient, {"timeout": 5.0})
+    assert (ours._original, ours._settings) == (VLLMClient, settings)
     weightsync.trl.uninstall()
     weightsync.trl.uninstall()
     assert vllm_generation.VLLMClient is VLLMClient
 
 
 def test_wrong_settings_are_refused_at_once() -> None:
-    for settings in ({"pause": "never"}, {"require": "most"}, {"info_files": {"http://a": "b"}}):
+    for settings in ({"pause": "never"}, {"require": "most"}, {"info_files": {"a": "b"}}):
         with pytest.raises(SettingError):
             weightsync.trl.install(**settings)  # type: ignore[arg-type]
+    with pytest.raises(SettingError, match="not among the engines"):
+        WeightTransfer("http://a", info_files={"http://b": "c"})
     for engines in ([], "localhost:8000"):
         with pytest.raises(SettingError, match="engines"):
             WeightTransfer(engines)

@@ -11,7 +11,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer, chat_template_utils
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl.experimental.async_grpo import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    async_grpo_trainer,
+    packing,
+)
 from trl.generation import vllm_generation
 
 import weightsync.trl
@@ -106,7 +111,8 @@ def test_grpo_trains_with_the_server(grpo: Any, servers: Any) -> None:
 def test_grpo_merges_its_adapter_for_a_sync(grpo: Any, servers: Any) -> None:
     from peft import LoraConfig
 
-    trainer = grpo(peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    trainer = grpo(peft_config=adapter)
     before = {name: one.clone() for name, one in trainer.model.state_dict().items()}
     for _ in range(2):
         trainer.vllm_generation.sync_weights()
