@@ -334,12 +334,18 @@ impl<'a> Tiles<'a> {
             before,
         };
         if let (Some(_), [(_, source)]) = (self.from.as_it_is(), &self.sources[..]) {
+            // As it is may also mean its first columns, whose rows lie apart.
             let lying = match source {
-                Source::Lent(tensor) if tensor.dtype() == Dtype::F32 => tensor.contiguous_bytes(),
-                Source::Read(Dtype::F32, _, bytes) => Some(bytes.as_slice()),
+                Source::Lent(tensor)
+                    if tensor.dtype() == Dtype::F32 && tensor.shape() == self.from.shape =>
+                {
+                    tensor.contiguous_bytes()
+                }
+                Source::Read(Dtype::F32, shape, bytes) if *shape == self.from.shape => {
+                    Some(bytes.as_slice())
+                }
                 _ => None,
             };
-            // It is the first part of its source.
             if let Some(bytes) = lying {
                 let start = before + rows.start * tile.columns + columns.start;
                 tile.pitch = tile.columns;

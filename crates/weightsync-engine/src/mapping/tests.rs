@@ -616,6 +616,36 @@ proptest! {
 }
 
 #[test]
+fn parts_of_a_split_are_quantised_apart() {
+    let values = noise(6 * 10, 3);
+    let mut source = Tensors::new();
+    source.insert("w", [6, 10], values.clone()).unwrap();
+    for (dim, lens) in [(0, [2, 4]), (1, [4, 6])] {
+        let mapping = Mapping::new()
+            .split("w", [("a", lens[0]), ("b", lens[1])], dim)
+            .and_then(|mapping| mapping.quantise("*", Quantisation::Int8, None))
+            .unwrap();
+        let mut start = 0;
+        for (name, len) in ["a", "b"].into_iter().zip(lens) {
+            let inside = |at: &usize| {
+                let at = [at / 10, at % 10][dim] as u64;
+                start <= at && at < start + len
+            };
+            let part: Vec<_> = (0..60).filter(inside).map(|at| values[at]).collect();
+            let mut shape = [6, 10];
+            shape[dim] = len;
+            let (bytes, scales) = slowly(Quantisation::Int8, &shape, &part);
+            for out in [mapped(&mapping, &source), loaded(&mapping, &source)] {
+                assert_eq!(out.tensor(name).unwrap().bytes(), bytes, "{name}");
+                let own = out.slice::<f32>(&format!("{name}_scale")).unwrap();
+                assert_eq!(own, scales, "{name}");
+            }
+            start += len;
+        }
+    }
+}
+
+#[test]
 fn large_tensors_are_quantised_tile_by_tile() {
     let shape = [300, 1000];
     let values = noise(shape.iter().product(), 7);
