@@ -551,7 +551,10 @@ proptest! {
         to in prop_oneof![
             Just(Quantisation::Fp8),
             Just(Quantisation::Int8),
-            (1_u64..20, 1_u64..20).prop_map(|(rows, columns)| Quantisation::Fp8Blocks { rows, columns }),
+            proptest::strategy::Strategy::prop_map(
+                (1_u64..20, 1_u64..20),
+                |(rows, columns)| Quantisation::Fp8Blocks { rows, columns },
+            ),
         ],
         turn in any::<bool>(),
         half in any::<bool>(),
@@ -670,7 +673,8 @@ fn large_tensors_are_quantised_tile_by_tile() {
         let mapping = Mapping::new().quantise("w", to, None).unwrap();
         let (bytes, scales) = slowly(to, &shape, &values);
         let out = mapped(&mapping, &source);
-        let [values, own_scales] = &layout(&out).tensors()[..] else {
+        let made = layout(&out);
+        let [values, own_scales] = made.tensors() else {
             panic!()
         };
         assert_eq!(out.tensor(&values.name).unwrap().bytes(), bytes, "{to:?}");
