@@ -33,6 +33,8 @@ class Place(abc.ABC):
 
     #: Its number among the engine's workers.
     rank: int
+    #: Whether a call that fails raises on each rank; else on the last alone.
+    raises_everywhere = False
 
     @abc.abstractmethod
     def checkpoint(self) -> Checkpoint:
@@ -72,7 +74,7 @@ class EngineWorker:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._ranks = Ranks(place.group)
+        self._ranks = Ranks(place.group, everywhere=place.raises_everywhere)
         self._target = Target(place, self._ranks)
         self._session: Session | None = None
         self._background: Background | None = None
