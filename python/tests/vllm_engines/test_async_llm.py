@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 import weightsync
+from weightsync import staleness
 from weightsync.errors import LifecycleError
 from weightsync.vllm import Trainer
 
@@ -48,8 +49,36 @@ async def update_it(folder, model, backend):
                 assert report.all_synced, report
                 assert await ask(engine) == tiny.greedy(model), step
                 assert await engine.get_weight_version() == str(step)
+            await tokens_have_the_version_that_made_them(engine, trainer)
     finally:
         engine.shutdown()
+
+
+async def tokens_have_the_version_that_made_them(engine, trainer):
+    """A request that an update freezes has tokens of both versions."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=2000, detokenize=False, ignore_eos=True)
+    for version in range(4, 24):
+        started = asyncio.Event()
+        request = asyncio.create_task(finished(engine, sampling, f"long {version}", started))
+        await started.wait()
+        assert (await trainer.sync_async(step=version)).all_synced
+        versions = staleness.versions_of(await request)
+        assert len(versions) == 2000
+        # A slow update may come when the request is over.
+        assert versions == sorted(versions)
+        assert {version - 1} <= set(versions) <= {version - 1, version}
+        if version in versions:
+            return
+    raise AssertionError("no update came in the middle of a request")
+
+
+async def finished(engine, sampling, name, started):
+    async for answer in engine.generate({"prompt_token_ids": [1, 5]}, sampling, name):
+        last = answer
+        started.set()
+    return last
 
 
 async def updates_are_late(engine, folder):

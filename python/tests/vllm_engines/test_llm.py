@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 import weightsync
+from weightsync import staleness
 from weightsync.vllm import EngineCallError, Trainer
 from weightsync.vllm._engines import LLMEngine
 
@@ -40,8 +41,8 @@ def test_llm_answers_as_transformers_ten_times(llm):
         assert 0 < line.pause < line.took
         assert str(report).splitlines()[0] == "v10 is on 1 of 1 engines"
         assert report.to_dict()["engines"][0]["outcome"] == "updated"
-        spans = tiny.requests(llm)[0].outputs[0].weight_versions
-        assert [span.version for span in spans] == ["10"]
+        request = tiny.requests(llm)[0]
+        assert staleness.versions_of(request) == [10] * len(request.outputs[0].token_ids)
 
 
 def test_deltas_are_a_small_part_of_the_bytes(llm):

@@ -35,10 +35,10 @@ def check_the_way_back(llm, model, monkeypatch):
     load = VllmPlace.load
     failures = [RuntimeError("the load failed")]
 
-    def failing(place, tensors):
+    def failing(place, tensors, version):
         for failure in [failures.pop()] if failures else []:
             raise failure
-        load(place, tensors)
+        load(place, tensors, version)
 
     monkeypatch.setattr(VllmPlace, "load", failing)
     checkpoint = load_file(f"{folder}/model.safetensors")

@@ -184,7 +184,7 @@ def vllm_config(**sizes):
 def test_vllm_loader_goes_back_in_the_same_form(monkeypatch, in_memory):
     loaded = []
 
-    def load(place, tensors):
+    def load(place, tensors, version=None):
         loaded.append(dict(tensors))
         if loaded[-1]["w"] == 2:
             raise RuntimeError("the load failed midway")

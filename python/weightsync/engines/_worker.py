@@ -41,9 +41,13 @@ class Place(abc.ABC):
         """The checkpoint that the engine's model has the names and shapes of."""
 
     @abc.abstractmethod
-    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Any]], version: int | None = None) -> None:
         """Loads every tensor of a checkpoint through the engine's own loader. If it raises, the
         model may be a mix, and the next load must work all the same.
+
+        Args:
+            tensors: names and tensors, in the checkpoint's form.
+            version: of a sender; None: the checkpoint's own.
         """
 
     @abc.abstractmethod
@@ -416,7 +420,7 @@ class Target:
         if self._has_form_of_memory(snapshot):
             assert self._checkpoint is not None
             tensors = self._checkpoint.of_memory(tensors)
-        self._place.load(tensors)
+        self._place.load(tensors, snapshot.version)
 
     def _has_form_of_memory(self, snapshot: NativeSnapshot) -> bool:
         layout = (snapshot.layout.id, tuple(snapshot.ties))

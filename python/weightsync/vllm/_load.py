@@ -25,7 +25,7 @@ class VllmPlace(Place):
         config = self._config.model_config
         return Checkpoint(config.hf_config, str(config.model), getattr(config, "revision", None))
 
-    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Any]], version: int | None = None) -> None:
         from vllm.model_executor.model_loader.reload import (
             finalize_layerwise_reload,
             initialize_layerwise_reload,

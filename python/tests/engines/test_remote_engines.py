@@ -1,0 +1,211 @@
+"""Engines that load a folder when a route of their server says so."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import weightsync
+from weightsync.engines import Remote, Trainer
+from weightsync.errors import SettingError
+
+ROUTES: dict[str, Any] = {
+    "update": ("/load", {"path": "{directory}", "label": "{version}"}),
+    "pause": "/stop",
+    "resume": "/go",
+}
+
+
+def llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    config = LlamaConfig(
+        **sizes,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+class Server:
+    def __init__(self, folder: Path) -> None:
+        program = str(Path(__file__).parent / "small_engine.py")
+        self.process = subprocess.Popen(
+            [sys.executable, program, str(folder)], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
+
+    def ask(self, path: str, **body: Any) -> Any:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    llama(0).save_pretrained(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[Server]:
+    made = Server(checkpoint)
+    yield made
+    made.kill()
+
+
+def tokens(model: LlamaForCausalLM) -> list[int]:
+    ids = torch.tensor([[1, 5, 9]])
+    with torch.no_grad():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8
+        )
+    found: list[int] = out[0, 3:].tolist()
+    return found
+
+
+def generated(server: Server) -> tuple[list[int], str]:
+    said = server.ask("/generate", ids=[1, 5, 9])
+    return said["ids"], said["version"]
+
+
+def change(model: LlamaForCausalLM, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in model.parameters():
+            one += torch.randn(one.shape, generator=generator) * 0.1
+
+
+def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    model = llama(1)
+    remote = Remote(server.url, routes=ROUTES, like=checkpoint, directory=folders)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [remote])
+        for step in (3, 4, 9):
+            change(model, step)
+            report = trainer.sync(step)
+            assert report.all_synced, report
+            assert generated(server) == (tokens(model), str(step))
+            # One folder at a time.
+            assert len(list(folders.glob("*/*"))) == 1
+        trainer.remove(server.url)
+    assert list(folders.glob("*/*")) == []
+    del trainer, remote
+    gc.collect()
+    assert list(folders.iterdir()) == []
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_refused_load_brings_the_old_weights_back(
+    server: Server, checkpoint: Path, before: int
+) -> None:
+    model = llama(1)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)])
+        if before:
+            trainer.sync(1)
+        told = generated(server)
+        server.ask("/refuse", times=1)
+        change(model, 2)
+        report = trainer.sync(2)
+        assert [one.outcome for one in report.engines] == ["kept old"], report
+        assert "model.layers.0.self_attn.v_proj.weight was refused" in str(report)
+        assert generated(server) == told
+        assert trainer.refresh().all_synced
+        assert generated(server) == (tokens(model), "2")
+        trainer.remove(server.url)
+
+
+def test_engine_that_refuses_all_loads_is_held(server: Server, checkpoint: Path) -> None:
+    model = llama(1)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)])
+        trainer.sync(1)
+        server.ask("/refuse", times=100)
+        change(model, 2)
+        assert [one.outcome for one in trainer.sync(2).engines] == ["held"]
+        server.ask("/refuse", times=0)
+        assert trainer.refresh().all_synced
+        assert generated(server) == (tokens(model), "2")
+        trainer.remove(server.url)
+
+
+def test_dead_remote_engine_is_one_line(server: Server, checkpoint: Path) -> None:
+    model, other = llama(1), Server(checkpoint)
+    with weightsync.Sender(model) as sender:
+        engines = [Remote(one.url, routes=ROUTES, like=checkpoint) for one in (server, other)]
+        trainer = Trainer(sender, engines)
+        trainer.sync(1)
+        server.kill()
+        change(model, 2)
+        report = trainer.sync()
+        assert report.engines[0].outcome == "dead", report
+        assert report.engines[1].synced, report
+        assert generated(other)[0] == tokens(model)
+        for one in engines:
+            trainer.remove(one.name)
+    other.kill()
+
+
+def test_model_of_another_shape_is_refused(server: Server, checkpoint: Path) -> None:
+    model = llama(1)
+    model.model.layers = model.model.layers[:1]
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)])
+        (line,) = trainer.sync(1).engines
+        assert line.outcome == "kept old"
+        assert "missing: model.layers.1" in str(line)
+        assert "/stop" not in server.ask("/calls")["calls"]
+        trainer.remove(server.url)
+
+
+def test_tied_weights_reach_a_remote_engine(tmp_path: Path) -> None:
+    model = llama(1, tied=True)
+    llama(0, tied=True).save_pretrained(tmp_path)
+    server = Server(tmp_path)
+    try:
+        with weightsync.Sender(model) as sender:
+            trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=tmp_path)])
+            assert trainer.sync(1).all_synced
+            assert generated(server) == (tokens(model), "1")
+            trainer.remove(server.url)
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize(
+    ("routes", "words"),
+    [
+        ({}, 'expected one for "update"'),
+        ({"update": "/load", "freeze": "/stop"}, "got 'freeze'"),
+        ({"update": "/load", "pause": "/stop"}, 'both of "pause" and "resume"'),
+        ({"update": 7}, "expected a path"),
+        ({"update": ("/load", "body")}, "expected a path, or a path and an object"),
+    ],
+)
+def test_wrong_routes_are_refused(routes: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Remote("http://127.0.0.1:9", routes=routes)
