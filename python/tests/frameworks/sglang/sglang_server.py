@@ -14,10 +14,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import sglang_faulty
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -101,6 +101,12 @@ def packages(folder: Path) -> Path:
         (info / "entry_points.txt").write_text(
             "[sglang.srt.plugins]\nweightsync = weightsync.sglang._plugin:register\n"
         )
+    info = folder / "sglang_faulty-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang_faulty\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(
+        "[sglang.srt.plugins]\nfaulty = sglang_faulty:register\n"
+    )
     return folder
 
 
@@ -113,13 +119,17 @@ class Server:
         found: Path,
         *arguments: str,
         loader: str | None = LOADER,
-        info_file: Path | None = None,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = found / f"server-{self.port}.log"
+        #: Where its trainer tells it what it needs to join.
+        self.info_file = found / f"engine-{self.port}.json"
+        #: Says which fault its next loads have: "raise 1" or "die 1".
+        self.fault = found / f"fault-{self.port}"
+        self.model = model
         self._command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         self._command += ["--model-path", str(model), "--host", "127.0.0.1"]
         self._command += ["--port", str(self.port), *ARGUMENTS, *arguments]
@@ -131,9 +141,9 @@ class Server:
             "PYTHONPATH": os.pathsep.join(known),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "WEIGHTSYNC_ENGINE_INFO": str(self.info_file),
+            sglang_faulty.VARIABLE: str(self.fault),
         }
-        if info_file is not None:
-            self._environment["WEIGHTSYNC_ENGINE_INFO"] = str(info_file)
         self.start()
 
     def start(self) -> None:
@@ -200,19 +210,14 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as answer:
             return json.load(answer)
 
-    @contextlib.contextmanager
-    def generating(self, prompt: list[int], length: int = LONG) -> Iterator[dict[str, Any]]:
-        """A request that is under way inside of the block; afterwards the answer is its."""
-        answer: dict[str, Any] = {}
-        thread = threading.Thread(target=lambda: answer.update(self.answer(prompt, length)))
-        thread.start()
+    def begin(self, prompt: list[int], length: int) -> Request:
+        """A request that is under way."""
+        request = Request(self, prompt, length)
         until = time.monotonic() + 60
         while not self.running():
             assert time.monotonic() < until, "no request came under way"
             time.sleep(0.02)
-        yield answer
-        thread.join(200)
-        assert not thread.is_alive(), "the request did not come back"
+        return request
 
     def running(self) -> int:
         """How many requests are under way."""
@@ -224,3 +229,20 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+class Request:
+    """A request in a thread of its own."""
+
+    def __init__(self, server: Server, prompt: list[int], length: int) -> None:
+        self._answers: list[dict[str, Any]] = []
+        self._thread = threading.Thread(
+            target=lambda: self._answers.append(server.answer(prompt, length))
+        )
+        self._thread.start()
+
+    def end(self, seconds: float = 100) -> dict[str, Any]:
+        """Its answer."""
+        self._thread.join(seconds)
+        assert self._answers, "the request did not come back"
+        return self._answers[0]
