@@ -27,9 +27,9 @@ class Rank:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self.worker = EngineWorker(SglangPlace(manager.tp_worker.model_runner))
         # Whether it follows a sender.
         self.joined = False
+        self.begin_again()
 
     def answer(self, text: str) -> str:
         """Does what a trainer asks for."""
@@ -45,6 +45,10 @@ class Rank:
         self.worker.do(request)
         self.joined = request.do != "leave" and (self.joined or request.do == "join")
         return "done"
+
+    def begin_again(self) -> None:
+        """The model has what SGLang has loaded, and nothing of a sender."""
+        self.worker = EngineWorker(SglangPlace(self._manager.tp_worker.model_runner))
 
     def _is_paused(self) -> bool:
         return bool(self._manager.scheduler._engine_paused)
@@ -92,7 +96,7 @@ def update_from_tensor(original: Callable[..., Any], manager: Any, request: Any)
     refused = _refused(request.load_format)
     if refused is None:
         try:
-            return original(manager, request)
+            return _other(original, manager, request)
         except Exception as error:
             if _rank is None or _rank.worker._ranks.count > 1:
                 # The other ranks wait for this one.
@@ -107,7 +111,7 @@ def update_from_disk(original: Callable[..., Any], manager: Any, request: Any) -
     from sglang.srt.managers import io_struct
 
     if (refused := _refused()) is None:
-        return original(manager, request)
+        return _other(original, manager, request)
     return io_struct.UpdateWeightFromDiskReqOutput(
         success=False, message=refused, num_paused_requests=0
     )
@@ -118,7 +122,7 @@ def update_from_distributed(original: Callable[..., Any], manager: Any, request:
     from sglang.srt.managers import io_struct
 
     if (refused := _refused()) is None:
-        return original(manager, request)
+        return _other(original, manager, request)
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=False, message=refused)
 
 
@@ -127,8 +131,17 @@ def update_from_ipc(original: Callable[..., Any], manager: Any, request: Any) ->
     from sglang.srt.managers import io_struct
 
     if (refused := _refused()) is None:
-        return original(manager, request)
+        return _other(original, manager, request)
     return io_struct.UpdateWeightsFromIPCReqOutput(success=False, message=refused)
+
+
+def _other(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """An update of SGLang's own."""
+    try:
+        return original(manager, request)
+    finally:
+        if _rank is not None:
+            _rank.begin_again()
 
 
 def _refused(load_format: str | None = None) -> str | None:

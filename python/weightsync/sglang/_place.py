@@ -28,7 +28,7 @@ class SglangPlace(Place):
         config = self._runner.model_config
         return Checkpoint(config.hf_config, str(config.model_path), config.revision)
 
-    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, Any]], version: int | None = None) -> None:
         import torch
         from sglang.srt.model_loader.loader import DefaultModelLoader
         from sglang.srt.model_loader.utils import set_default_torch_dtype

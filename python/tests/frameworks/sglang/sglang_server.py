@@ -32,7 +32,7 @@ PROMPTS = [[1, 5, 9], [17, 4], [200, 100, 50, 25]]
 ARGUMENTS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch "
     "--disable-overlap-schedule --skip-tokenizer-init --dtype float32 "
-    "--max-total-tokens 70000 --max-running-requests 4 --context-length 32768"
+    "--sleep-on-idle --max-total-tokens 70000 --max-running-requests 4 --context-length 32768"
 ).split()
 
 

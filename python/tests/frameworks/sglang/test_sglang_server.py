@@ -11,7 +11,7 @@ from weightsync import staleness
 from weightsync.sglang import Engine, Trainer
 
 #: Sends what changed.
-DELTAS = "distributed:listen=127.0.0.1:0"
+DELTAS = "distributed:listen=127.0.0.1:0,share=none,deltas=always"
 
 
 @pytest.fixture
