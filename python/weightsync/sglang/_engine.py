@@ -60,7 +60,8 @@ class Engine(_base.Engine):
         self._server.post("continue_generation", timeout)
 
     def is_paused(self, timeout: float) -> bool:
-        return self._weights(timeout, do=STATE) == "paused"
+        # Replicas that share attention answer one by one.
+        return "paused" in self._weights(timeout, do=STATE)
 
     def reset_cache(self, timeout: float) -> None:
         try:
