@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import sglang_server
@@ -17,14 +18,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[sglang_server.Server]]:
-    """Two servers of the Llama that seed 0 makes."""
-    model = tmp_path_factory.mktemp("model")
-    sglang_server.llama().save_pretrained(model)
-    found = sglang_server.packages(tmp_path_factory.mktemp("packages"))
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of the Llama that seed 0 makes."""
+    folder = tmp_path_factory.mktemp("model")
+    sglang_server.llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What servers find beyond what is installed."""
+    return sglang_server.packages(tmp_path_factory.mktemp("packages"))
+
+
+@pytest.fixture(scope="session")
+def servers(model_folder: Path, found: Path) -> Iterator[list[sglang_server.Server]]:
+    """Two servers of it."""
     both: list[sglang_server.Server] = []
     try:
-        both += [sglang_server.Server(model, found) for _ in range(2)]
+        both += [sglang_server.Server(model_folder, found) for _ in range(2)]
         for server in both:
             server.wait()
         yield both
@@ -34,7 +46,17 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[sglang_se
 
 
 @pytest.fixture
-def server(servers: list[sglang_server.Server]) -> Iterator[sglang_server.Server]:
-    """One of them; it is no trainer's, and fails at nothing."""
-    yield servers[0]
-    servers[0].fault.unlink(missing_ok=True)
+def server(servers: list[sglang_server.Server]) -> sglang_server.Server:
+    """One of them."""
+    return servers[0]
+
+
+@pytest.fixture(scope="session")
+def wide(model_folder: Path, found: Path) -> Iterator[sglang_server.Server]:
+    """A server of two ranks, each with a part of the same model."""
+    made = sglang_server.Server(model_folder, found, "--tp", "2")
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.kill()

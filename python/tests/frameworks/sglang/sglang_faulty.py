@@ -1,5 +1,5 @@
-"""A plugin of SGLang with faults: the model fails in the middle of a load, or ends with its server,
-when a file says so.
+"""A plugin of SGLang with faults: a rank's model fails in the middle of a load, or ends with its
+server, when a file says so.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: Names the file, which has "raise" or "die", and how many loads do that.
+#: Names the file, which has "raise" or "die", how many loads do that, and on which rank.
 VARIABLE = "WEIGHTSYNC_TEST_FAULT"
 # Tensors that are loaded before the fault.
 _MIDWAY = 9
@@ -25,10 +25,15 @@ def register() -> None:
 
 
 def _load(original: Callable[..., Any], model: Any, tensors: Any) -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
     told = Path(os.environ[VARIABLE])
-    what, left = told.read_text().split() if told.exists() else ("", "0")
-    if int(left) > 0:
-        told.write_text(f"{what} {int(left) - 1}")
+    what, left, rank = told.read_text().split() if told.exists() else ("", "0", "0")
+    if int(left) > 0 and int(rank) == get_parallel().tp_rank:
+        # Written whole: another rank may be reading.
+        new = told.with_suffix(".new")
+        new.write_text(f"{what} {int(left) - 1} {rank}")
+        os.replace(new, told)
         tensors = _until_midway(tensors, what)
     return original(model, tensors)
 

@@ -25,8 +25,6 @@ from weightsync.sglang._names import LOADER
 
 #: How many tokens are compared.
 LENGTH = 12
-#: More tokens than a server generates before a pause reaches it.
-LONG = 3000
 PROMPTS = [[1, 5, 9], [17, 4], [200, 100, 50, 25]]
 #: What SGLang's server needs to run on the CPU, on few cores.
 ARGUMENTS = (
@@ -118,7 +116,6 @@ class Server:
         model: Path,
         found: Path,
         *arguments: str,
-        loader: str | None = LOADER,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -127,24 +124,29 @@ class Server:
         self.log = found / f"server-{self.port}.log"
         #: Where its trainer tells it what it needs to join.
         self.info_file = found / f"engine-{self.port}.json"
-        #: Says which fault its next loads have: "raise 1" or "die 1".
-        self.fault = found / f"fault-{self.port}"
+        self._fault = found / f"fault-{self.port}"
         self.model = model
         self._command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         self._command += ["--model-path", str(model), "--host", "127.0.0.1"]
         self._command += ["--port", str(self.port), *ARGUMENTS, *arguments]
-        if loader is not None:
-            self._command += ["--custom-weight-loader", loader]
+        self._command += ["--custom-weight-loader", LOADER]
         known = [str(found), str(Path(__file__).parent), *(one for one in sys.path if one)]
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(known),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            # On a machine without GPUs two ranks speak over gloo, each on a core.
+            "SGLANG_NCCL_SO_PATH": "/nonexistent",
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(arguments),
             "WEIGHTSYNC_ENGINE_INFO": str(self.info_file),
-            sglang_faulty.VARIABLE: str(self.fault),
+            sglang_faulty.VARIABLE: str(self._fault),
         }
         self.start()
+
+    def fail(self, what: str, loads: int = 1, rank: int = 0) -> None:
+        """Has the next loads of a rank "raise" or "die" midway."""
+        self._fault.write_text(f"{what} {loads} {rank}")
 
     def start(self) -> None:
         """Starts it, also once more."""
@@ -229,6 +231,15 @@ class Server:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _cores(arguments: tuple[str, ...]) -> str:
+    """A core for each rank, as SGLang reads them."""
+    cores = sorted(os.sched_getaffinity(0))
+    ranks = int(arguments[arguments.index("--tp") + 1]) if "--tp" in arguments else 1
+    if ranks == 1:
+        return "all"
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
 
 
 class Request:

@@ -32,7 +32,7 @@ def test_failed_load_keeps_old_weights(server, model, trainer):
     before = sglang_server.greedy(model)
     for step in (2, 3):
         sglang_server.change(model, step)
-        server.fault.write_text("raise 1")
+        server.fail("raise")
         (line,) = trainer.sync(step).engines
         assert (line.outcome, line.version) == ("kept old", 1)
         assert "RuntimeError: the load failed midway" in line.reason
@@ -48,7 +48,7 @@ def test_server_is_held_until_its_weights_are_whole(server, model, trainer):
     assert trainer.sync(1).all_synced
     sglang_server.change(model, 5)
     # The load, the way back, and the restore that is tried after it.
-    server.fault.write_text("raise 3")
+    server.fail("raise", loads=3)
     (line,) = trainer.sync(2).engines
     assert (line.outcome, line.version) == ("held", None), line
     status, answer = server.post("weights_checker", {"action": PREFIX + '{"do": "state"}'})
@@ -61,7 +61,7 @@ def test_server_is_held_until_its_weights_are_whole(server, model, trainer):
 def test_refresh_repairs_a_failed_load(server, model, trainer):
     assert trainer.sync(1).all_synced
     sglang_server.change(model, 6)
-    server.fault.write_text("raise 1")
+    server.fail("raise")
     assert [line.outcome for line in trainer.sync(2).engines] == ["kept old"]
     report = trainer.refresh()
     assert report.all_synced, report
@@ -151,7 +151,7 @@ def test_other_updates_are_refused_of_a_trainer(server, model, trainer):
 def test_server_killed_midway_comes_back_with_the_newest(servers, server, model, trainer):
     dying = servers[1]
     trainer.add(Engine(dying.url), info_file=dying.info_file)
-    dying.fault.write_text("die 1")
+    dying.fail("die")
     report = trainer.sync(3)
     assert [line.outcome for line in report.engines] == ["updated", "dead"], report
     assert report.failed[0].reason.startswith("the engine died: /weights_checker: ")
@@ -189,7 +189,7 @@ def test_first_weights_survive_a_failed_first_load(servers, model):
     dying.wait()
     first = sglang_server.greedy(sglang_server.llama())
     assert dying.ask() == first
-    dying.fault.write_text("raise 1")
+    dying.fail("raise")
     with weightsync.Sender(model) as sender:
         trainer = Trainer(sender, [Engine(dying.url)])
         (line,) = trainer.sync().engines
