@@ -2,14 +2,14 @@
 
     PYTHONPATH=bench/common python bench/engines/sglang_peers.py [--json] [--rounds N]
 
-It runs where SGLang is installed (python/requirements-sglang.txt). The trainer and the server are on
-one host. In each round the same change comes to the same server in four ways, one after the other:
-a checkpoint in /dev/shm and /update_weights_from_disk; a broadcast over gloo and
-/update_weights_from_distributed, all tensors in one call; weightsync over TCP, and weightsync in
+It runs where SGLang is installed (python/requirements-sglang.txt). The trainer and the server are
+on one host. In each round a change comes to the same server in four ways, one after the other: a
+checkpoint in /dev/shm and /update_weights_from_disk; a broadcast over gloo and
+/update_weights_from_distributed, all tensors in one call; weightsync over TCP; and weightsync in
 shared memory. All of them pause with `retract` and drop the cache. Medians of the rounds, warm.
 
-The pause is from before the call that pauses to after the one that resumes. The bytes are those that
-go to the server's host: a checkpoint that a server of another host would read, too.
+The pause is from before the call that pauses to after the one that resumes. The bytes are those
+that go to the server, or would go to one on another host: it reads a checkpoint whole, too.
 """
 
 from __future__ import annotations
@@ -240,19 +240,21 @@ def _rows(model: Any, ways: list[Any], share: float, rounds: int) -> Iterator[Ro
             if isinstance(way, Ours):
                 way.end()
     what = f"{SIZE.name}, {share:.2%} changed"
-    for key, unit, found in (("pause", "ms", pauses), ("to serving", "ms", taken)):
+    theirs = [way.name for way in ways if not isinstance(way, Ours)]
+    for key, found, limit in (("pause", pauses, 1.0), ("to serving", taken, None)):
         # The first round warms up.
-        medians = {name: statistics.median(all_[1:]) * 1e3 for name, all_ in found.items()}
-        best = min(medians[one.name] for one in ways if not isinstance(one, Ours))
+        medians = {name: statistics.median(all_[1:]) for name, all_ in found.items()}
+        best = min(medians[name] for name in theirs)
         for name, value in medians.items():
-            target = 1.0 if name.startswith("weightsync") else None
-            ratio = value / best
-            met = None if target is None else ratio <= target
-            yield Row(f"{what}: {key}, {name}", value, unit, best, ratio, target, met)
+            target = None if name in theirs else limit
+            yield Row.over(f"{what}: {key}, {name}", value, best, target)
+    best = min(sizes[name] for name in theirs)
     for name, size in sizes.items():
-        dense = size_of(model)
-        ratio = size / dense
-        yield Row(f"{what}: bytes, {name}", size / 1e6, "MB", dense / 1e6, ratio, None, None)
+        # In shared memory nothing travels.
+        target = 1.0 if "TCP" in name else None
+        ratio = size / best
+        met = None if target is None else ratio <= target
+        yield Row(f"{what}: bytes, {name}", size / 1e6, "MB", best / 1e6, ratio, target, met)
 
 
 def main() -> None:
