@@ -95,6 +95,11 @@ class EngineWorker:
         self._failed: UpdateError | None = None
         self._missed = -1
 
+    @property
+    def holds(self) -> Holds:
+        """The run and the version of what the model holds; None of what the engine started with."""
+        return self._target.holds
+
     def do(self, request: WorkerRequest) -> None:
         """One call of the trainer."""
         match request.do:

@@ -1,7 +1,7 @@
 """What weightsync does inside of SGLang's scheduler, in hooks around its calls for weights.
 
-A hook is given the call that it surrounds. The scheduler ends with the server where one of its
-calls raises, so nothing here does.
+A hook is given the call that it surrounds. Where a call of the scheduler raises, the server ends: so
+no hook does once the server serves.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def begin(original: Callable[..., None], manager: Any) -> None:
     _tested.check("sglang")
     _rank = Rank(manager)
     _restart.begin(_rank.worker)
+    _rank.joined = _rank.worker.holds is not None
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -165,6 +165,8 @@ def test_server_killed_midway_comes_back_with_the_newest(servers, server, model,
     dying.wait()
     # Nobody has told the server anything since it came back.
     assert dying.ask() == server.ask() == sglang_server.greedy(model)
+    status, _ = dying.post("update_weights_from_disk", {"model_path": str(dying.model)})
+    assert status == 400
     report = trainer.refresh()
     assert report.all_synced, report
     assert [(line.version, line.pause) for line in report.engines] == [(4, None)] * 2
