@@ -67,13 +67,15 @@ def size_of(model: torch.nn.Module) -> int:
 class Steps:
     """Steps of training, made cheaply: the same places move by other amounts at each step."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, share: float = CHANGED) -> None:
         generator = torch.Generator().manual_seed(1)
         self._changes = []
         for parameter in model.parameters():
             bits = parameter.data.view(torch.int16).view(-1)
-            count = max(1, round(bits.numel() * CHANGED))
+            count = max(1, round(bits.numel() * share))
             places = torch.randint(bits.numel(), (count,), generator=generator).unique()
+            if share == 1:
+                places = torch.arange(bits.numel())
             by_one = torch.rand(len(places), generator=generator) < _BY_ONE
             amounts = torch.where(by_one, 1, 2).to(torch.int16)
             signs = torch.randint(0, 2, (len(places),), generator=generator).to(torch.int16) * 2 - 1

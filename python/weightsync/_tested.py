@@ -53,10 +53,20 @@ def check(adapter: str) -> None:
             f"weightsync.{adapter} needs {tested.distribution}, which is not installed: install "
             f"{tested.distribution} {tested}"
         ) from None
+    check_version(adapter, found)
+
+
+def check_version(adapter: str, found: str, where: str = "is installed") -> None:
+    """The same of a version that is known.
+
+    Args:
+        where: where it was found, as a line says it.
+    """
+    tested = TESTED[adapter]
     numbers = tuple(int(one) for one in re.findall(r"\d+", found)[: len(tested.oldest)])
     if tested.oldest <= numbers <= tested.newest or os.environ.get(VARIABLE) == "1":
         return
     raise UnsupportedError(
-        f"weightsync.{adapter} was tested with {tested.distribution} {tested}, and {found} is "
-        f"installed: install such a version, or set {VARIABLE}=1 to try this one"
+        f"weightsync.{adapter} was tested with {tested.distribution} {tested}, and {found} {where}: "
+        f"install such a version, or set {VARIABLE}=1 to try this one"
     )

@@ -89,7 +89,7 @@ def _error_of(answer: Any) -> str | None:
     """The words of a server's refusal."""
     if not isinstance(answer, dict):
         return None
-    error = answer.get("error", answer.get("detail"))
+    error = answer.get("error", answer.get("detail", answer.get("message")))
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
 

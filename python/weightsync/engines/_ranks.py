@@ -33,10 +33,14 @@ class Ranks:
 
     Args:
         group: returns that group; None if there is one rank.
+        everywhere: whether a call that fails raises on each rank; else on the last alone.
     """
 
-    def __init__(self, group: Callable[[], Group | None]) -> None:
+    def __init__(
+        self, group: Callable[[], Group | None], *, everywhere: bool = False
+    ) -> None:
         self._group = group
+        self._everywhere = everywhere
         # Why they can agree on nothing any more.
         self._broken: str | None = None
 
@@ -78,13 +82,14 @@ class Ranks:
         return int(newest[0])
 
     def fail(self, error: Exception) -> None:
-        """Raises on the last rank alone.
+        """Raises on the last rank alone, unless all are to.
 
-        Engines read their workers' answers in order and stop at the first failure: an answer
-        after that would be taken for that of the next call.
+        vLLM reads its workers' answers in order and stops at the first failure: an answer after
+        that would be taken for that of the next call.
         """
         group = self._group()
-        if group is None or group.rank_in_group == group.world_size - 1:
+        last = group is None or group.rank_in_group == group.world_size - 1
+        if last or self._everywhere:
             raise error
 
     def _largest(self, said: Any, group: Any, timeout: float) -> str | None:

@@ -33,6 +33,8 @@ class Place(abc.ABC):
 
     #: Its number among the engine's workers.
     rank: int
+    #: Whether a call that fails raises on each rank; else on the last alone.
+    raises_everywhere = False
 
     @abc.abstractmethod
     def checkpoint(self) -> Checkpoint:
@@ -76,7 +78,7 @@ class EngineWorker:
 
     def __init__(self, place: Place) -> None:
         self._place = place
-        self._ranks = Ranks(place.group)
+        self._ranks = Ranks(place.group, everywhere=place.raises_everywhere)
         self._target = Target(place, self._ranks)
         self._session: Session | None = None
         self._background: Background | None = None
@@ -92,6 +94,11 @@ class EngineWorker:
         # Why the last update failed, if it did, and the version that was not loaded.
         self._failed: UpdateError | None = None
         self._missed = -1
+
+    @property
+    def holds(self) -> Holds:
+        """The run and the version of what the model holds; None of what the engine started with."""
+        return self._target.holds
 
     def do(self, request: WorkerRequest) -> None:
         """One call of the trainer."""
