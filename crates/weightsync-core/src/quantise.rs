@@ -19,11 +19,11 @@ use crate::dtype::Dtype;
 /// use weightsync_core::quantise::Quantisation;
 ///
 /// let source = [1.0_f32, -2.0, 0.5].map(f32::to_le_bytes).concat();
-/// let scale = Quantisation::Int8.scale_of(&source);
-/// assert_eq!(scale, 2.0 / 127.5);
+/// let scale = Quantisation::Fp8.scale_of(&source);
+/// assert_eq!(scale, 2.0 / 448.0);
 /// let mut values = [0; 3];
-/// Quantisation::Int8.quantise(&mut values, &source, scale);
-/// assert_eq!(values.map(u8::cast_signed), [64, -128, 32]);
+/// Quantisation::Fp8.quantise(&mut values, &source, scale);
+/// assert_eq!(values, [0x76, 0xfe, 0x6e]); // 224, -448, 112
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
