@@ -16,7 +16,7 @@ __all__ = ["Mapping", "PerModel"]
 
 
 class Mapping:
-    """Rules that rename, cast, transpose, fuse, split and drop tensors.
+    """Rules that rename, cast, transpose, fuse, split, drop and quantise tensors.
 
     Rules are applied in order, each to the result of the rule before it. A tensor that no
     rule matches stays the same. In a name one ``*`` stands for any text, dots included::
@@ -76,6 +76,44 @@ class Mapping:
     def drop(self, tensors: str) -> Mapping:
         """Leaves tensors out."""
         return _of(self._native.drop(tensors))
+
+    def quantise(
+        self,
+        tensors: str,
+        to: str,
+        block: tuple[int, int] | None = None,
+        scale: str | None = None,
+    ) -> Mapping:
+        """Quantises matrices to eight bits. Their scales travel with them.
+
+        =========================== ======= =============== =====================================
+        rule                        values  float32 scales  shape of the scales
+        =========================== ======= =============== =====================================
+        ``"fp8", block=(128, 128)`` F8_E4M3 ``…_scale_inv`` ``[ceil(rows/128), ceil(columns/128)]``
+        ``"fp8"``                   F8_E4M3 ``…_scale``     ``[1]``
+        ``"int8"``                  I8      ``…_scale``     ``[rows, 1]``
+        =========================== ======= =============== =====================================
+
+        These are the names and shapes of block FP8 checkpoints (DeepSeek-V3's) and of
+        compressed-tensors' W8A8 checkpoints. The values are, bit for bit, torch's
+        ``(w.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)`` with
+        ``scale = w.float().abs().amax() / 448``, and for int8
+        ``(w.float() / scale).clamp(-128, 127).round().to(torch.int8)`` with
+        ``scale = amax / 127.5``. A scale of 0 becomes ``torch.finfo(torch.float32).eps``, as
+        compressed-tensors has it, and the values are 0. A NaN makes NaN of all values that
+        share its scale (0 in int8). A cast before this rule does not count.
+
+        Under a star, only floating-point tensors of two dimensions, or of three (a stack of
+        matrices, each with scales of its own), are quantised. Rules that fuse, split or
+        transpose the tensors come before this rule.
+
+        Args:
+            tensors: a name, or a pattern with a star.
+            to: ``"fp8"`` or ``"int8"``.
+            block: rows and columns of the values that share a scale, for ``"fp8"``.
+            scale: another name for the scales: ``"{}"`` stands for the tensor's name.
+        """
+        return _of(self._native.quantise(tensors, to, block, scale))
 
     @property
     def rules(self) -> list[str]:

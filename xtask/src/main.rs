@@ -3,8 +3,8 @@
 //! The module order is the order in which a run uses them: [`places`] says where build output and
 //! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
 //! [`data`] what benchmarks measure, [`step`] runs one command, [`wheel`] builds and installs the
-//! Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`], [`arrows`] and
-//! [`bench`].
+//! Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`],
+//! [`frameworks`], [`arrows`] and [`bench`].
 
 #![forbid(unsafe_code)]
 
@@ -13,6 +13,7 @@ mod bench;
 mod ci;
 mod data;
 mod error;
+mod frameworks;
 mod places;
 mod pytest;
 mod python;
@@ -31,6 +32,7 @@ usage: cargo xtask <command>
 
   test                            every test, with what the tests need set up first
   test quick                      the tests for daily work, in a minute once they are built
+  test frameworks [NAMES]         the adapters with the real frameworks: trl, verl, sglang (some 15 GB)
   ci                              every check, then every test
   pytest [--oldest | --vllm] [ARGS]  every test of the Python package, or those that ARGS ask for;
                                   with --oldest those that also run with the oldest torch, with
@@ -64,6 +66,7 @@ fn run(args: &[&str]) -> Result<(), Error> {
     match args {
         ["test"] => test::run(&Places::open()?),
         ["test", "quick"] => test::quick(&Places::open()?),
+        ["test", "frameworks", names @ ..] => frameworks::all(&Places::open()?, names),
         ["ci"] => ci::run(&Places::open()?),
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),

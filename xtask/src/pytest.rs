@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::Error;
+use crate::frameworks;
 use crate::places::Places;
 use crate::python;
 use crate::step;
@@ -53,12 +54,13 @@ pub fn run(
     let own = wheel::install_over(places, python, "tests", &wheel)?;
     step::run("stubs", &mut stubtest(places, &own))?;
     let oldest = wheel::install_over(places, oldest, "oldest", &wheel)?;
-    let mut with_oldest = timed(pytest(places, &oldest)?, timeout);
+    let mut with_oldest = timed(command(places, &oldest)?, timeout);
     step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
     let vllm = wheel::install_over(places, vllm, "vllm", &wheel)?;
-    let mut with_vllm = timed(pytest(places, &vllm)?, timeout);
+    let mut with_vllm = timed(command(places, &vllm)?, timeout);
     step::run_reported("vLLM", with_vllm.args(ENGINES_SIDE_BY_SIDE).arg(WITH_VLLM))?;
-    let mut tests = timed(pytest(places, &own)?, timeout);
+    frameworks::changed(places, &wheel)?;
+    let mut tests = timed(command(places, &own)?, timeout);
     step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
 }
 
@@ -96,12 +98,12 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
             let oldest = python::OLDEST.provide(places)?;
             let own = wheel::install_over(places, &oldest, "oldest", &wheel)?;
             let chosen = if rest.is_empty() { WITH_OLDEST } else { rest };
-            step::run_last("the oldest torch", pytest(places, &own)?.args(chosen))
+            step::run_last("the oldest torch", command(places, &own)?.args(chosen))
         }
         ["--vllm", rest @ ..] => {
             let own = installed_for_vllm(places)?;
             let chosen = if rest.is_empty() { &[WITH_VLLM] } else { rest };
-            step::run_last("vLLM", pytest(places, &own)?.args(chosen))
+            step::run_last("vLLM", command(places, &own)?.args(chosen))
         }
         chosen => {
             // Most tests do without. The others say so themselves.
@@ -111,7 +113,7 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
                 }
             }
             let own = installed(places)?;
-            step::run_last("python tests", pytest(places, &own)?.args(chosen))
+            step::run_last("python tests", command(places, &own)?.args(chosen))
         }
     }
 }
@@ -139,7 +141,8 @@ fn stubtest(places: &Places, python: &Path) -> Command {
     command
 }
 
-fn pytest(places: &Places, python: &Path) -> Result<Command, Error> {
+/// pytest, with what the tests find by variables.
+pub fn command(places: &Places, python: &Path) -> Result<Command, Error> {
     let mut command = python::command(places, python);
     command
         // `-P`: what is tested is the wheel, not the sources next to the tests. Nothing is written

@@ -21,6 +21,7 @@ pub const TESTS: Environment = Environment {
     requirements: "python/requirements-test.txt",
     imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest, xdist",
     with_dependencies: true,
+    on: None,
 };
 
 /// What some of the Python tests run in once more: the oldest torch the package supports, as
@@ -30,6 +31,7 @@ pub const OLDEST: Environment = Environment {
     requirements: "python/requirements-oldest.txt",
     imports: "torch, numpy, ml_dtypes, pytest, pytest_timeout",
     with_dependencies: false,
+    on: None,
 };
 
 /// What the tests of `weightsync.vllm` run in: vLLM for the CPU, with the torch that it brings.
@@ -38,6 +40,7 @@ pub const VLLM: Environment = Environment {
     requirements: "python/requirements-vllm.txt",
     imports: "vllm, torch, transformers, pytest, pytest_timeout, xdist",
     with_dependencies: false,
+    on: None,
 };
 
 /// What the tests of stores in S3 run their server in.
@@ -46,6 +49,7 @@ pub const OBJECTS: Environment = Environment {
     requirements: "python/requirements-objects.txt",
     imports: "moto.server, moto.s3.responses, werkzeug.serving, flask_cors",
     with_dependencies: false,
+    on: None,
 };
 
 /// What the scripts in `bench/peers/net` run in: made for `cargo xtask bench net` alone. What loads
@@ -55,6 +59,34 @@ pub const NET: Environment = Environment {
     requirements: "python/requirements-net.txt",
     imports: "torch, numpy, ray, zmq",
     with_dependencies: true,
+    on: None,
+};
+
+/// What the tests of `weightsync.trl` run in.
+pub const TRL: Environment = Environment {
+    name: "trl",
+    requirements: "python/requirements-trl.txt",
+    imports: "trl, vllm, torch, transformers, pytest",
+    with_dependencies: false,
+    on: Some(&VLLM),
+};
+
+/// What the tests of `weightsync.verl` and `weightsync.nemo_rl` run in.
+pub const VERL: Environment = Environment {
+    name: "verl",
+    requirements: "python/requirements-verl.txt",
+    imports: "verl, ray, torch, pytest",
+    with_dependencies: false,
+    on: Some(&TESTS),
+};
+
+/// What the tests of `weightsync.sglang` run in: 11 GB.
+pub const SGLANG: Environment = Environment {
+    name: "sglang",
+    requirements: "python/requirements-sglang.txt",
+    imports: "sglang, torch, transformers, pytest",
+    with_dependencies: false,
+    on: None,
 };
 
 /// What is looked for on `PATH`, in this order: the first that is new enough is taken.
@@ -80,6 +112,8 @@ pub struct Environment {
     imports: &'static str,
     /// Whether what its packages depend on is installed too. Otherwise its lines name all of it.
     with_dependencies: bool,
+    /// An environment whose packages it sees too, after its own.
+    on: Option<&'static Environment>,
 }
 
 impl Environment {
@@ -90,17 +124,30 @@ impl Environment {
         self.provide_with(&interpreters, places.root(), &places.environments())
     }
 
+    /// Its requirements file, in the clone.
+    pub fn requirements(&self) -> &'static str {
+        self.requirements
+    }
+
     fn provide_with(
         &self,
         interpreters: &[OsString],
         root: &Path,
         environments: &Path,
     ) -> Result<PathBuf, Error> {
+        let on = self
+            .on
+            .map(|one| one.provide_with(interpreters, root, environments))
+            .transpose()?;
         let requirements = root.join(self.requirements);
-        let text = fs::read_to_string(&requirements).map_err(|source| Error::Io {
+        let mut text = fs::read_to_string(&requirements).map_err(|source| Error::Io {
             doing: format!("reading {}", requirements.display()),
             source,
         })?;
+        if let Some(on) = &on {
+            // Its place changes with its lines.
+            text.push_str(&format!("\n{}\n", on.display()));
+        }
         let (python, version) = choose(interpreters)?;
         let _lock = places::lock(environments)?;
         let home = environments.join(format!("{}-{}", self.name, key(&version, &text)));
@@ -114,7 +161,7 @@ impl Environment {
         clear(&making)?;
         clear(&home)?;
         let made = self
-            .make(python, &requirements, &making)
+            .make(python, &requirements, on.as_deref(), &making)
             // The environment's Python finds its packages from where it lies, so it may move; the
             // scripts next to it, such as `pip`, may not, and nothing calls them.
             .and_then(|()| places::rename(&making, &home));
@@ -126,7 +173,13 @@ impl Environment {
         Ok(own)
     }
 
-    fn make(&self, python: &OsString, requirements: &Path, making: &Path) -> Result<(), Error> {
+    fn make(
+        &self,
+        python: &OsString,
+        requirements: &Path,
+        on: Option<&Path>,
+        making: &Path,
+    ) -> Result<(), Error> {
         let missing = |what: &str, error: &Error, fix: &str| Error::Missing {
             what: format!("the Python environment `{}` ({what}: {error})", self.name),
             fix: fix.into(),
@@ -140,6 +193,9 @@ impl Environment {
 
         eprintln!("(once: some minutes and several GB)");
         let own = making.join("bin/python");
+        if let Some(on) = on {
+            see(&own, on)?;
+        }
         let mut pip = Command::new(&own);
         pip.args("-m pip install --quiet --disable-pip-version-check --no-input".split(' '))
             // Building torch from its sources would take hours and fail.
@@ -167,6 +223,28 @@ impl Environment {
                 missing("its packages do not load", &error, &fix)
             })
     }
+}
+
+/// Has one Python see the packages of another one, after its own.
+pub fn see(python: &Path, other: &Path) -> Result<(), Error> {
+    let packages = |python: &Path| -> Result<String, Error> {
+        let mut ask = Command::new(python);
+        ask.args([
+            "-c",
+            "import sysconfig; print(sysconfig.get_path('purelib'))",
+        ]);
+        let mut found = step::output(&mut ask, "python")?;
+        found.truncate(found.trim_end().len());
+        Ok(found)
+    };
+    let link = PathBuf::from(packages(python)?).join("packages.pth");
+    // What the other one sees is of files of this kind, too, and Python does not follow those: they
+    // are read where a path is added as one of packages.
+    let line = format!("import site; site.addsitedir({:?})\n", packages(other)?);
+    fs::write(&link, line).map_err(|source| Error::Io {
+        doing: format!("writing {}", link.display()),
+        source,
+    })
 }
 
 /// A command of a Python whose packages are its environment's alone, not those of the shell that

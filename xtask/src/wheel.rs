@@ -46,19 +46,8 @@ pub fn install_over(
     name: &str,
     wheel: &Path,
 ) -> Result<PathBuf, Error> {
-    let ask = "import sysconfig; print(sysconfig.get_path('purelib'))";
-    let mut where_to = python::command(places, python);
-    where_to.args(["-c", ask]);
-    let packages = step::output(&mut where_to, "python")?;
     let (home, own) = make(places, python, name)?;
-
-    let mut where_to = python::command(places, &own);
-    where_to.args(["-c", ask]);
-    let link = PathBuf::from(step::output(&mut where_to, "python")?.trim()).join("packages.pth");
-    fs::write(&link, packages).map_err(|source| Error::Io {
-        doing: format!("writing {}", link.display()),
-        source,
-    })?;
+    python::see(&own, python)?;
     install(places, python, &home, wheel)?;
     Ok(own)
 }

@@ -11,6 +11,7 @@
 //! | convert between dotted and nested names | [`names`] |
 //! | decide which tensors travel together | [`chunk`] |
 //! | read a trainer's tensors: cast, contiguous, in one pass | [`extract`] |
+//! | quantise: eight-bit values and their scales | [`quantise`] |
 //! | encode the changes between two versions, and apply them to the older one | [`delta`] |
 //! | identify a version's bytes | [`digest`] |
 //! | describe a version and who writes it | [`manifest`] |
@@ -32,6 +33,7 @@ mod index;
 pub mod layout;
 pub mod manifest;
 pub mod names;
+pub mod quantise;
 pub mod record;
 pub mod synchronizer;
 pub mod version;

@@ -1,5 +1,5 @@
 //! Mappings between two forms of a model: rules that rename, cast, transpose,
-//! fuse, split and drop tensors, on either side of the journey.
+//! fuse, split, drop and quantise tensors, on either side of the journey.
 //!
 //! Rules are applied in order, each to what the one before it left; what no rule
 //! matches stays as it is. What they come to is worked out once for a layout,
@@ -9,6 +9,7 @@ mod dry_run;
 mod pattern;
 mod plan;
 mod problem;
+mod quantised;
 mod sides;
 #[cfg(test)]
 mod tests;
@@ -17,6 +18,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+pub use weightsync_core::quantise::Quantisation;
 use weightsync_core::{Dtype, Layout};
 
 pub use self::dry_run::{DryRun, TensorOutcome};
@@ -108,6 +110,17 @@ pub enum Rule {
     Drop {
         /// Which tensors.
         tensors: Pattern,
+    },
+    /// Eight-bit values, and behind each tensor one with their scales. They are
+    /// made of the source's values as `F32`, whatever casts came before. Under a
+    /// star, only floating-point matrices and stacks of matrices are quantised.
+    Quantise {
+        /// Which tensors.
+        tensors: Pattern,
+        /// To what.
+        to: Quantisation,
+        /// The name of the scales; `{}` in it stands for the tensor's name.
+        scale: String,
     },
 }
 
@@ -226,6 +239,43 @@ impl Mapping {
         self.and(Rule::Drop { tensors })
     }
 
+    /// Quantises matrices to eight bits. Their scales travel with them, as
+    /// `F32` tensors of their own: `weight_scale_inv` of a `weight` if there is one
+    /// for each block, `weight_scale` otherwise, or a name in which `{}` stands for
+    /// the tensor's. A rule that fuses, splits or transposes comes before this one.
+    ///
+    /// ```
+    /// use weightsync::Dtype;
+    /// use weightsync::layout::Layout;
+    /// use weightsync::mapping::{Mapping, Quantisation};
+    ///
+    /// let blocks = Quantisation::Fp8Blocks { rows: 128, columns: 128 };
+    /// let mapping = Mapping::new().quantise("*_proj.weight", blocks, None)?;
+    /// let trainer = Layout::new([("q_proj.weight".to_owned(), Dtype::BF16, vec![300, 256])])?;
+    /// let made = mapping.layout(&trainer)?;
+    /// let [values, scales] = made.tensors() else { panic!() };
+    /// assert_eq!((values.dtype, &*values.shape), (Dtype::F8_E4M3, &[300, 256][..]));
+    /// assert_eq!((&*scales.name, &*scales.shape), ("q_proj.weight_scale_inv", &[3, 2][..]));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`rename`](Self::rename).
+    pub fn quantise(
+        self,
+        tensors: &str,
+        to: Quantisation,
+        scale: Option<&str>,
+    ) -> Result<Self, MappingError> {
+        let scale = scale.unwrap_or(match to {
+            Quantisation::Fp8Blocks { .. } => "{}_scale_inv",
+            _ => "{}_scale",
+        });
+        let (tensors, scale) = (tensors.parse()?, scale.to_owned());
+        self.and(Rule::Quantise { tensors, to, scale })
+    }
+
     /// Adds a rule after the others.
     ///
     /// # Errors
@@ -314,6 +364,13 @@ impl Rule {
             {
                 Err(NO_STAR)
             }
+            Self::Quantise {
+                to: Quantisation::Fp8Blocks { rows, columns },
+                ..
+            } if *rows == 0 || *columns == 0 => Err("a block has at least one row and one column"),
+            Self::Quantise { scale, .. } if scale.matches("{}").count() != 1 || scale == "{}" => {
+                Err("the name of the scales contains {} once, and more than that")
+            }
             _ => Ok(()),
         }
     }
@@ -351,6 +408,19 @@ impl fmt::Display for Rule {
                 write!(f, "split {tensor} along {dim} into {}", parts.join(", "))
             }
             Self::Drop { tensors } => write!(f, "drop {tensors}"),
+            Self::Quantise { tensors, to, scale } => {
+                match to {
+                    Quantisation::Fp8Blocks { rows, columns } => {
+                        write!(
+                            f,
+                            "quantise {tensors} to fp8 by blocks of {rows} x {columns}"
+                        )?;
+                    }
+                    Quantisation::Int8 => write!(f, "quantise {tensors} to int8")?,
+                    _ => write!(f, "quantise {tensors} to fp8")?,
+                }
+                write!(f, ", scales as {scale}")
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use weightsync_engine::MappedLoader;
+use weightsync_engine::mapping::Quantisation;
 
 use crate::errors::SettingError;
 use crate::loader::Object;
@@ -58,6 +59,32 @@ impl Mapping {
 
     fn drop(&self, tensors: &str) -> PyResult<Self> {
         self.and(|rules| rules.drop(tensors))
+    }
+
+    /// `to` is `"fp8"` or `"int8"`; `{}` in `scale` stands for the tensor's name.
+    #[pyo3(signature = (tensors, to, block=None, scale=None))]
+    fn quantise(
+        &self,
+        tensors: &str,
+        to: &str,
+        block: Option<(u64, u64)>,
+        scale: Option<&str>,
+    ) -> PyResult<Self> {
+        let to = match (to, block) {
+            ("fp8", None) => Quantisation::Fp8,
+            ("fp8", Some((rows, columns))) => Quantisation::Fp8Blocks { rows, columns },
+            ("int8", None) => Quantisation::Int8,
+            ("int8", Some(_)) => {
+                return Err(setting(
+                    "int8 has a scale for each row: leave block out, or quantise to \"fp8\"",
+                ));
+            }
+            _ => {
+                let expected = "expected \"fp8\" or \"int8\"";
+                return Err(setting(format!("cannot quantise to {to:?}: {expected}")));
+            }
+        };
+        self.and(|rules| rules.quantise(tensors, to, scale))
     }
 
     /// The rules in words, in order.

@@ -15,6 +15,7 @@
 //! | classes of exponents | [`classes`], [`rank`], [`select`] |
 //! | small numbers in few bits | [`pack`], [`unpack`], [`pack_unary`], [`unpack_unary`], [`zigzag`], [`unzigzag`], [`add_up`], [`find`] |
 //! | casts and gathers | [`cast`], [`cast_strided`], [`gather`] |
+//! | eight bits and a scale | [`amax`], [`quantise_e4m3`], [`quantise_i8`] |
 
 mod cast;
 mod classes;
@@ -23,6 +24,7 @@ mod crc;
 mod delta;
 mod digest;
 mod pack;
+mod quantise;
 
 #[cfg(test)]
 mod testing;
@@ -38,3 +40,4 @@ pub use digest::{LINE_BYTES, digest_add, digest_line_delta, digest_lines, digest
 pub use pack::{
     PACK_BITS, PACK_SLACK, add_up, find, pack, pack_unary, unpack, unpack_unary, unzigzag, zigzag,
 };
+pub use quantise::{amax, quantise_e4m3, quantise_i8};

@@ -5,7 +5,8 @@ use std::collections::HashMap;
 
 use weightsync_core::{Dtype, Layout, TensorRef};
 
-use super::{MappingError, Pattern, Problem, Rule};
+use super::quantised::{self, Quantised};
+use super::{MappingError, Pattern, Problem, Quantisation, Rule};
 use crate::extract::is_float;
 
 /// What a mapping comes to for one layout.
@@ -19,6 +20,8 @@ pub(super) struct Plan {
     /// Rules that matched nothing.
     pub(super) unused: Vec<usize>,
     pub(super) problems: Vec<Problem>,
+    /// How many tensors are quantised.
+    pub(super) quantised: usize,
 }
 
 /// A tensor that is made.
@@ -28,7 +31,10 @@ pub(super) struct Target {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<u64>,
     /// Where its elements come from; the pieces cover it and do not overlap.
+    /// None if it is quantised.
     pub(super) pieces: Vec<Piece>,
+    /// What it is quantised from, or what its scales are of.
+    pub(super) quantised: Option<Quantised>,
     /// The source tensors it was made of, also if they have no elements.
     pub(super) sources: Vec<usize>,
     /// The rules that were applied to it, in order.
@@ -60,6 +66,7 @@ impl Plan {
                     dtype: spec.dtype,
                     shape: spec.shape.clone(),
                     pieces: vec![Piece::whole(index, &spec.shape)],
+                    quantised: None,
                     sources: vec![index],
                     rules: Vec::new(),
                 })
@@ -67,6 +74,7 @@ impl Plan {
             dropped: Vec::new(),
             unused: Vec::new(),
             problems: Vec::new(),
+            quantised: 0,
         };
         for (index, rule) in rules.iter().enumerate() {
             if !plan.apply(index + 1, rule) {
@@ -87,6 +95,11 @@ impl Plan {
             .map_err(|error| MappingError::DoesNotFit(vec![Problem::Layout(error)]))
     }
 
+    /// Room for the scales of each tensor that is quantised, for one pass over the source.
+    pub(super) fn no_scales(&self) -> Vec<quantised::Scales> {
+        vec![quantised::Scales::new(); self.quantised]
+    }
+
     /// Whether the rule matched anything.
     fn apply(&mut self, rule: usize, what: &Rule) -> bool {
         match what {
@@ -97,7 +110,9 @@ impl Plan {
             Rule::Cast { tensors, to } => {
                 let exact = !tensors.has_star();
                 self.each(tensors, |target, _, problems| {
-                    if is_float(target.dtype) {
+                    if let Some(problem) = target.after_quantising(rule) {
+                        problems.extend(exact.then_some(problem));
+                    } else if is_float(target.dtype) {
                         target.dtype = *to;
                         target.rules.push(rule);
                     } else if exact {
@@ -112,7 +127,9 @@ impl Plan {
             }
             Rule::Transpose { tensors, order } => self.each(tensors, |target, _, problems| {
                 let (tensor, shape) = (target.name.clone(), target.shape.clone());
-                if order.len() != shape.len() {
+                if let Some(problem) = target.after_quantising(rule) {
+                    problems.push(problem);
+                } else if order.len() != shape.len() {
                     let order = order.clone();
                     problems.push(Problem::Rank {
                         rule,
@@ -145,6 +162,7 @@ impl Plan {
             }
             Rule::Fuse { parts, into, dim } => self.fuse(rule, parts, into, *dim),
             Rule::Split { tensor, into, dim } => self.split(rule, tensor, into, *dim),
+            Rule::Quantise { tensors, to, scale } => self.quantise(rule, tensors, *to, scale),
         }
     }
 
@@ -242,6 +260,34 @@ impl Plan {
         matched
     }
 
+    fn quantise(&mut self, rule: usize, tensors: &Pattern, to: Quantisation, scale: &str) -> bool {
+        let mut matched = false;
+        let mut targets = Vec::with_capacity(self.targets.len());
+        for target in std::mem::take(&mut self.targets) {
+            if tensors.matches(&target.name).is_none() {
+                targets.push(target);
+                continue;
+            }
+            match quantised::pair(rule, &target, to, scale, self.quantised) {
+                Ok(pair) => {
+                    targets.extend(pair);
+                    self.quantised += 1;
+                    matched = true;
+                }
+                Err(problem) => {
+                    // Under a star, what cannot be quantised stays.
+                    if !tensors.has_star() {
+                        self.problems.push(problem);
+                        matched = true;
+                    }
+                    targets.push(target);
+                }
+            }
+        }
+        self.targets = targets;
+        matched
+    }
+
     fn check_names(&mut self) {
         let mut by_name: HashMap<&str, Vec<&Target>> = HashMap::new();
         for target in &self.targets {
@@ -279,6 +325,13 @@ impl Target {
             [piece] if piece.shape == self.shape => Some(piece),
             _ => None,
         }
+    }
+
+    /// What is wrong with a rule for it that is neither a rename nor a drop, if it is quantised.
+    pub(super) fn after_quantising(&self, rule: usize) -> Option<Problem> {
+        let by = self.quantised.as_ref()?.rule;
+        let tensor = self.name.clone();
+        Some(Problem::Quantised { rule, tensor, by })
     }
 
     /// Writes the elements as `dtype` into a place of exactly their length, given
@@ -349,7 +402,7 @@ impl Target {
     }
 
     /// The part of it from `start` on, `len` long, along a dimension.
-    fn narrowed(&self, dim: usize, start: u64, len: u64) -> Self {
+    pub(super) fn narrowed(&self, dim: usize, start: u64, len: u64) -> Self {
         let mut part = self.clone();
         part.shape[dim] = len;
         part.pieces.retain_mut(|piece| {
@@ -399,6 +452,9 @@ fn fused<'a>(
     parts: impl Iterator<Item = &'a Target> + Clone,
     dim: usize,
 ) -> Result<Target, Problem> {
+    if let Some(problem) = parts.clone().find_map(|part| part.after_quantising(rule)) {
+        return Err(problem);
+    }
     let mut all = parts;
     let first = all.clone().next().cloned();
     let mut whole = first.unwrap_or_else(|| unreachable!("a fuse has parts"));
@@ -468,6 +524,9 @@ fn split(
     dim: usize,
 ) -> Result<Vec<Target>, Problem> {
     let tensor = target.name.clone();
+    if let Some(problem) = target.after_quantising(rule) {
+        return Err(problem);
+    }
     if let Some(dtype) = packed(target) {
         return Err(Problem::Packed {
             rule,

@@ -98,6 +98,34 @@ pub enum Problem {
         /// Its dtype.
         dtype: Dtype,
     },
+    /// Something that is no floating-point matrix is to be quantised.
+    #[error(
+        "rule {rule}: {tensor:?} is {dtype} {shape:?} and cannot be quantised: expected a \
+         floating-point matrix, or a stack of them"
+    )]
+    Quantise {
+        /// The rule.
+        rule: usize,
+        /// The tensor.
+        tensor: String,
+        /// Its dtype.
+        dtype: Dtype,
+        /// Its shape.
+        shape: Vec<u64>,
+    },
+    /// A rule other than a rename or a drop comes after the one that quantised the tensor.
+    #[error(
+        "rule {rule}: {tensor:?} is made by the quantising rule {by}, and can then only be renamed \
+         or dropped: put rule {rule} before it"
+    )]
+    Quantised {
+        /// The rule.
+        rule: usize,
+        /// The tensor: values or scales.
+        tensor: String,
+        /// The rule that quantises.
+        by: usize,
+    },
     /// Several tensors get one name.
     #[error(
         "several tensors ({}) would be named {name:?}: give each its own name",

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use weightsync_core::{Layout, TensorRef};
 
 use super::plan::{Piece, Plan, Target};
+use super::quantised::Scales;
 use super::{Mapping, MappingError};
 use crate::attributes::Attributes;
 use crate::error::{Error, Result};
@@ -18,7 +19,8 @@ use crate::tensors::Tensor;
 use crate::transport::Image;
 
 /// A source seen through a mapping. What is only renamed or transposed is lent
-/// where it lies; what is cast, fused or split goes straight into its place.
+/// where it lies; what is cast, fused, split or quantised goes straight into its
+/// place.
 #[derive(Debug)]
 pub struct MappedExtractor<'a, E> {
     mapping: Cow<'a, Mapping>,
@@ -94,7 +96,11 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
         let mut first = HashMap::new();
         let mut tied = Vec::new();
         for target in &plan.targets {
-            let mut pieces = target.pieces.clone();
+            let (pieces, quantised) = match &target.quantised {
+                Some(quantised) => (&quantised.from.pieces, Some(quantised.kind())),
+                None => (&target.pieces, None),
+            };
+            let mut pieces = pieces.clone();
             pieces
                 .iter_mut()
                 .for_each(|piece| piece.source = roots[piece.source]);
@@ -102,7 +108,7 @@ impl<E: WeightExtractor> WeightExtractor for MappedExtractor<'_, E> {
                 continue;
             }
             let of = *first
-                .entry((pieces, target.dtype, &target.shape))
+                .entry((pieces, quantised, target.dtype, &target.shape))
                 .or_insert(&target.name);
             if *of != target.name {
                 tied.push((target.name.clone(), of.clone()));
@@ -228,11 +234,12 @@ impl<L: WeightLoader> WeightLoader for MappedLoader<'_, L> {
             }
         };
         let plan = self.plan.insert(plan);
+        let scales = plan.no_scales();
         // All of it before the model loads anything: what cannot be made changes no model.
         let made: Vec<Option<Tensor>> = (plan.targets.iter())
             .map(|target| match unchanged(target, plan, tensors) {
                 Some(_) => Ok(None),
-                None => made(target, tensors).map(Some),
+                None => made(target, tensors, &scales).map(Some),
             })
             .collect::<Result<_>>()?;
         let views: Vec<_> = (plan.targets.iter().zip(&made))
@@ -257,8 +264,17 @@ fn lend(
     take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>,
 ) -> Result<()> {
     type Read<'a> = Box<dyn Fn(&mut [u8]) -> io::Result<()> + Sync + 'a>;
+    let scales = plan.no_scales();
     let reads: Vec<Read<'_>> = (plan.targets.iter())
         .map(|target| -> Read<'_> {
+            if let Some(quantised) = &target.quantised {
+                let data = |source: usize| Ok(tensors[source].data.clone());
+                let scales = &scales;
+                return Box::new(move |place| {
+                    let written = quantised.write(place, &data, &scales[quantised.number]);
+                    written.map_err(io::Error::other)
+                });
+            }
             Box::new(move |place| {
                 let write = |piece: &Piece, source: &TensorRef<'_>, place: &mut [u8]| {
                     target.write(place, piece, source)
@@ -294,15 +310,24 @@ fn lend(
 }
 
 /// A tensor of its own for what is not there as it is.
-fn made(target: &Target, tensors: &[TensorView<'_>]) -> Result<Tensor> {
+fn made(target: &Target, tensors: &[TensorView<'_>], scales: &[Scales]) -> Result<Tensor> {
     let failed = |error| Error::load(&target.name, error);
     let spec = Layout::new([(target.name.clone(), target.dtype, target.shape.clone())])?;
     let len = spec.payload_bytes() as usize;
     let mut tensor = Tensor::zeros(target.dtype, target.shape.clone(), len);
+    let data = |source: usize| {
+        let view = &tensors[source];
+        TensorRef::new(view.dtype(), view.shape(), view.bytes())
+    };
+    if let Some(quantised) = &target.quantised {
+        let read = |source| Ok(TensorData::InMemory(data(source)?));
+        let scales = &scales[quantised.number];
+        quantised
+            .write(tensor.bytes_mut(), &read, scales)
+            .map_err(failed)?;
+    }
     for piece in &target.pieces {
-        let view = &tensors[piece.source];
-        let source = TensorRef::new(view.dtype(), view.shape(), view.bytes());
-        let source = source.map_err(|error| failed(error.into()))?;
+        let source = data(piece.source).map_err(|error| failed(error.into()))?;
         target
             .write(tensor.bytes_mut(), piece, &source)
             .map_err(failed)?;

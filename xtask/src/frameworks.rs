@@ -1,0 +1,248 @@
+//! `cargo xtask test frameworks`: the adapters for other frameworks, each with the real framework in
+//! an environment of its own.
+//!
+//! They are heavy (SGLang has 11 GB), so the daily run leaves out those that nothing has changed for:
+//! [`PASSED`] has a line for each, which says what was there when its tests last passed.
+
+use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+use crate::error::Error;
+use crate::places::Places;
+use crate::pytest;
+use crate::python::{self, Environment};
+use crate::step;
+use crate::wheel;
+
+/// Where the tests are.
+const TESTS: &str = "python/tests/frameworks";
+
+/// What each framework's tests last passed with. A run of them writes it.
+const PASSED: &str = "python/tests/frameworks/passed.txt";
+
+/// A framework, its environment, and what its tests depend on in the clone.
+struct Framework {
+    name: &'static str,
+    environment: &'static Environment,
+    /// Folders of [`TESTS`].
+    tests: &'static [&'static str],
+    /// Files and folders. The requirements and the tests are among them anyway.
+    sources: &'static [&'static str],
+}
+
+const FRAMEWORKS: &[Framework] = &[
+    Framework {
+        name: "trl",
+        environment: &python::TRL,
+        tests: &["trl"],
+        sources: &[
+            "python/weightsync/trl.py",
+            "python/tests/vllm_engines/tiny.py",
+            "python/weightsync/vllm",
+            "python/weightsync/engines",
+        ],
+    },
+    Framework {
+        name: "verl",
+        environment: &python::VERL,
+        tests: &["verl", "nemo_rl"],
+        sources: &[
+            "python/weightsync/verl.py",
+            "python/weightsync/nemo_rl.py",
+            "python/weightsync/_stream.py",
+            "python/tests/frameworks/named_weights.py",
+        ],
+    },
+    Framework {
+        name: "sglang",
+        environment: &python::SGLANG,
+        tests: &["sglang"],
+        sources: &["python/weightsync/sglang", "python/weightsync/engines"],
+    },
+];
+
+impl Framework {
+    fn tests(&self) -> impl Iterator<Item = String> {
+        self.tests.iter().map(|folder| format!("{TESTS}/{folder}"))
+    }
+
+    /// Stands for everything that its tests depend on in the clone but the engine itself, which has
+    /// tests of its own.
+    fn mark(&self, root: &Path) -> Result<String, Error> {
+        let requirements = [self.environment.requirements()];
+        let sources = self.sources.iter().copied().chain(requirements);
+        let mut files = Vec::new();
+        for one in sources.map(str::to_owned).chain(self.tests()) {
+            list(&root.join(one), &mut files)?;
+        }
+        files.sort();
+        // Should another toolchain hash differently, the tests run once more.
+        let mut hasher = DefaultHasher::new();
+        for file in files {
+            let content = fs::read(&file).map_err(|source| reading(&file, source))?;
+            let name = file.strip_prefix(root).unwrap_or(&file);
+            (name, content).hash(&mut hasher);
+        }
+        Ok(format!("{:016x}", hasher.finish()))
+    }
+
+    fn run(&self, places: &Places, wheel: &Path) -> Result<(), Error> {
+        let environment = self.environment.provide(places)?;
+        let own = wheel::install_over(places, &environment, self.name, wheel)?;
+        let mut tests = pytest::command(places, &own)?;
+        step::run_reported(self.name, tests.args(self.tests())).map(drop)
+    }
+}
+
+/// Runs the tests of all frameworks, or of those with these names, and notes what passed.
+pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
+    if let Some(unknown) = names
+        .iter()
+        .find(|name| FRAMEWORKS.iter().all(|one| one.name != **name))
+    {
+        let known: Vec<&str> = FRAMEWORKS.iter().map(|one| one.name).collect();
+        return Err(Error::Usage(format!(
+            "there is no framework `{unknown}`: expected some of {}",
+            known.join(", ")
+        )));
+    }
+    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
+    for one in FRAMEWORKS {
+        if names.is_empty() || names.contains(&one.name) {
+            one.run(places, &wheel)?;
+            note(places.root(), one)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs the tests of the frameworks that something has changed for since they passed.
+pub fn changed(places: &Places, wheel: &Path) -> Result<(), Error> {
+    let passed = read(&places.root().join(PASSED))?;
+    for one in FRAMEWORKS {
+        let mark = one.mark(places.root())?;
+        if passed
+            .iter()
+            .any(|line| *line == format!("{} {mark}", one.name))
+        {
+            eprintln!(
+                "── {}: nothing has changed since its tests passed (`cargo xtask test frameworks {}` \
+                 runs them)",
+                one.name, one.name
+            );
+        } else {
+            one.run(places, wheel)?;
+        }
+    }
+    Ok(())
+}
+
+/// Writes down that a framework's tests have passed.
+fn note(root: &Path, passed: &Framework) -> Result<(), Error> {
+    let path = root.join(PASSED);
+    let prefix = format!("{} ", passed.name);
+    let mut lines = read(&path)?;
+    lines.retain(|line| !line.starts_with(&prefix));
+    lines.push(format!("{prefix}{}", passed.mark(root)?));
+    lines.sort();
+    fs::write(&path, lines.join("\n") + "\n").map_err(|source| Error::Io {
+        doing: format!("writing {}", path.display()),
+        source,
+    })
+}
+
+fn read(path: &Path) -> Result<Vec<String>, Error> {
+    match fs::read_to_string(path) {
+        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(source) => Err(reading(path, source)),
+    }
+}
+
+/// The files at a path, but for what Python has compiled.
+fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
+    if path.is_dir() {
+        let entries = fs::read_dir(path).map_err(|source| reading(path, source))?;
+        for entry in entries {
+            let entry = entry.map_err(|source| reading(path, source))?;
+            if entry.file_name() != "__pycache__" {
+                list(&entry.path(), files)?;
+            }
+        }
+    } else {
+        files.push(path.to_owned());
+    }
+    Ok(())
+}
+
+fn reading(path: &Path, source: std::io::Error) -> Error {
+    Error::Io {
+        doing: format!("reading {}", path.display()),
+        source,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TRIED: Framework = Framework {
+        name: "tried",
+        environment: &python::TRL,
+        tests: &["tried"],
+        sources: &["python/weightsync/tried.py"],
+    };
+
+    fn clone() -> tempfile::TempDir {
+        let root = tempfile::tempdir().expect("a folder");
+        for file in [
+            python::TRL.requirements(),
+            "python/weightsync/tried.py",
+            "python/tests/frameworks/tried/test_it.py",
+        ] {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().expect("a parent")).expect("folders");
+            fs::write(path, file).expect("a file");
+        }
+        root
+    }
+
+    #[test]
+    fn mark_differs_where_a_file_does() {
+        let root = clone();
+        let mark = || TRIED.mark(root.path()).expect("a mark");
+        let tests = root.path().join(TESTS).join("tried");
+        let before = mark();
+        fs::create_dir(tests.join("__pycache__")).expect("a folder");
+        fs::write(tests.join("__pycache__/test_it.pyc"), "").expect("a file");
+        assert_eq!(mark(), before);
+        let mut seen = vec![before];
+        for (file, text) in [("test_it.py", "other"), ("test_new.py", "")] {
+            fs::write(tests.join(file), text).expect("a file");
+            assert!(!seen.contains(&mark()));
+            seen.push(mark());
+        }
+    }
+
+    #[test]
+    fn note_keeps_one_line_for_each() {
+        let root = clone();
+        let path = root.path().join(PASSED);
+        fs::write(&path, "other 1\ntried 2\n").expect("a file");
+        for _ in 0..2 {
+            note(root.path(), &TRIED).expect("written");
+            let mark = TRIED.mark(root.path()).expect("a mark");
+            let text = fs::read_to_string(&path).expect("lines");
+            assert_eq!(text, format!("other 1\ntried {mark}\n"));
+        }
+    }
+
+    #[test]
+    fn frameworks_name_what_is_there() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for one in FRAMEWORKS {
+            one.mark(&root).expect(one.name);
+        }
+    }
+}
