@@ -148,7 +148,7 @@ def test_other_updates_are_refused_of_a_trainer(server, model, trainer):
     assert server.ask() == sglang_server.greedy(model)
 
 
-def test_server_killed_midway_comes_back_with_the_newest(servers, server, model, trainer):
+def test_server_killed_midway_comes_back_whole(servers, server, model, trainer):
     dying = servers[1]
     trainer.add(Engine(dying.url), info_file=dying.info_file)
     dying.fail("die")
