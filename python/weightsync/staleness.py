@@ -64,7 +64,8 @@ def spans_of(output: Any) -> list[Span]:
     if found is None:
         raise WrongTypeError(
             f"{type(output).__name__} does not say which version made it: expected a finished "
-            "output of vLLM 0.32 or newer, of SGLang 0.5.23, or one with weight_versions"
+            "output of vLLM 0.32 or newer (not of its OpenAI routes), of SGLang 0.5.23, or one with "
+            "weight_versions"
         )
     return [_span(one) for one in found]
 
@@ -89,8 +90,9 @@ class Filter:
         at_most: how many versions a token may be behind. Versions that the sender left out count: if
             each step of training has a version of its own, these are steps.
         unknown: what becomes of samples with a token of no known version, or of a version that is
-            newer than the current one, as after a trainer that has started again: ``"drop"`` or
-            ``"keep"``.
+            newer than the current one, as of an earlier run whose numbers were higher:
+            ``"drop"`` or ``"keep"``. A leftover of an earlier run whose number is lower cannot be
+            told: empty the queue of samples when a trainer starts again.
         spans: returns a sample's :class:`Span` list; :func:`spans_of` by default.
     """
 

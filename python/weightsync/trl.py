@@ -52,7 +52,7 @@ class Settings(TypedDict, total=False):
 
     scheme: Scheme | str
     pause: Literal["keep", "wait", "abort"]
-    require: Literal["any", "all"]
+    require: Literal["fresh", "any", "all"]
     timeout: float
     ready_timeout: float
     first_version: int | None
@@ -81,8 +81,9 @@ class WeightTransfer:
             ``"distributed:…"``.
         pause: how requests under way fare while an engine loads, as of
             :class:`weightsync.vllm.Trainer`.
-        require: when a sync raises: with ``"any"`` if no engine has the version, with ``"all"``
-            if one of them has not.
+        require: when a sync raises. With ``"fresh"``, if no engine has the version, or one goes on
+            without it: TRL takes all samples of now for samples of the version. With ``"any"``, if
+            no engine has it; with ``"all"``, if one has not, as one that is dead.
         timeout: for a send, for each call to an engine, and for the fetch, in seconds. A send
             includes the gathering of the weights.
         ready_timeout: how long :meth:`init_weight_transfer` waits for servers, in seconds.
@@ -103,7 +104,7 @@ class WeightTransfer:
         *,
         scheme: Scheme | str = "shared-mem",
         pause: Literal["keep", "wait", "abort"] = "keep",
-        require: Literal["any", "all"] = "any",
+        require: Literal["fresh", "any", "all"] = "fresh",
         timeout: float = 300.0,
         ready_timeout: float = 240.0,
         first_version: int | None = None,
@@ -112,7 +113,7 @@ class WeightTransfer:
     ) -> None:
         check("trl")
         choice("pause", pause, "keep", "wait", "abort")
-        choice("require", require, "any", "all")
+        choice("require", require, "fresh", "any", "all")
         self._engines = list(engines) if isinstance(engines, (list, tuple)) else [engines]
         if not self._engines:
             raise SettingError("engines: expected a server's URL, an LLM or several, got none")
@@ -135,7 +136,7 @@ class WeightTransfer:
     def version(self) -> int:
         """The version that was sent last; 0 before the first.
 
-        vLLM's outputs name the version that they were generated with, from 0.28 on.
+        It is the label of every engine that has it: ``/weight_info`` of a server says so.
         """
         return self._version
 
@@ -174,8 +175,8 @@ class WeightTransfer:
         host's memory; each later one holds one tensor at a time.
 
         Raises:
-            NotAppliedError: if no engine has the version (with ``require="all"``: if one has
-                not). :attr:`report` says why. The engines have whole weights, or do not generate.
+            NotAppliedError: if too few engines have the version, as ``require`` says.
+                :attr:`report` says why. The engines have whole weights, or do not generate.
             WrongWeightsError: if the weights are not as in the first call. Nothing was sent.
         """
         self._send(iterator)
@@ -251,10 +252,15 @@ class WeightTransfer:
         """Logs a sync, and raises if too few engines have the version."""
         logger.log(logging.INFO if report.all_synced else logging.WARNING, "%s", report)
         synced = len(report.engines) - len(report.failed)
-        if report.all_synced or (synced and self._require == "any"):
-            return
-        expected = "all of them" if self._require == "all" else "one at least"
-        raise NotAppliedError(f"{report}\nexpected {expected}: see what the lines say", "retry")
+        missing = {
+            "any": None if synced else "one at least",
+            "all": None if report.all_synced else "all of them",
+            "fresh": None if synced and not _goes_on(report) else "none that generates without it",
+        }[self._require]
+        if missing is not None:
+            raise NotAppliedError(
+                f"{report}\nexpected {missing}: see what the lines say", "retry"
+            )
 
     def __repr__(self) -> str:
         names = [one if isinstance(one, str) else type(one).__name__ for one in self._engines]
@@ -379,6 +385,11 @@ class _Client:
         if self.communicator is None:
             raise LifecycleError("no weights can be sent yet: call init_communicator first")
         return self.communicator
+
+
+def _goes_on(report: SyncReport) -> bool:
+    """Whether an engine generates with weights that it had before."""
+    return any(one.outcome in ("kept old", "not resumed") for one in report.engines)
 
 
 def _checked(url: str) -> str:

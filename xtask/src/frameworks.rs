@@ -38,6 +38,7 @@ const FRAMEWORKS: &[Framework] = &[
         tests: &["trl"],
         sources: &[
             "python/weightsync/trl.py",
+            "python/weightsync/_tested.py",
             "python/tests/vllm_engines/tiny.py",
             "python/weightsync/vllm",
             "python/weightsync/engines",
@@ -51,6 +52,8 @@ const FRAMEWORKS: &[Framework] = &[
             "python/weightsync/verl.py",
             "python/weightsync/nemo_rl.py",
             "python/weightsync/_stream.py",
+            "python/weightsync/_tested.py",
+            "python/weightsync/ray",
             "python/tests/frameworks/named_weights.py",
         ],
     },
@@ -58,7 +61,11 @@ const FRAMEWORKS: &[Framework] = &[
         name: "sglang",
         environment: &python::SGLANG,
         tests: &["sglang"],
-        sources: &["python/weightsync/sglang", "python/weightsync/engines"],
+        sources: &[
+            "python/weightsync/sglang",
+            "python/weightsync/_tested.py",
+            "python/weightsync/engines",
+        ],
     },
 ];
 
@@ -70,8 +77,8 @@ impl Framework {
     /// Stands for everything that its tests depend on in the clone but the engine itself, which has
     /// tests of its own.
     fn mark(&self, root: &Path) -> Result<String, Error> {
-        let requirements = [self.environment.requirements()];
-        let sources = self.sources.iter().copied().chain(requirements);
+        let sources = self.sources.iter().copied();
+        let sources = sources.chain(self.environment.all_requirements());
         let mut files = Vec::new();
         for one in sources.map(str::to_owned).chain(self.tests()) {
             list(&root.join(one), &mut files)?;
@@ -201,11 +208,11 @@ mod tests {
 
     fn clone() -> tempfile::TempDir {
         let root = tempfile::tempdir().expect("a folder");
-        for file in [
-            python::TRL.requirements(),
+        let files = [
             "python/weightsync/tried.py",
             "python/tests/frameworks/tried/test_it.py",
-        ] {
+        ];
+        for file in files.into_iter().chain(python::TRL.all_requirements()) {
             let path = root.path().join(file);
             fs::create_dir_all(path.parent().expect("a parent")).expect("folders");
             fs::write(path, file).expect("a file");

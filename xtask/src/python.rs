@@ -124,9 +124,9 @@ impl Environment {
         self.provide_with(&interpreters, places.root(), &places.environments())
     }
 
-    /// Its requirements file, in the clone.
-    pub fn requirements(&self) -> &'static str {
-        self.requirements
+    /// The requirements files of it and of those that it is on, in the clone.
+    pub fn all_requirements(&self) -> impl Iterator<Item = &'static str> {
+        std::iter::successors(Some(self), |one| one.on).map(|one| one.requirements)
     }
 
     fn provide_with(

@@ -1,6 +1,6 @@
 """An engine of a few lines: it generates with a model of transformers, and loads checkpoints.
 
-``python small_engine.py FOLDER`` prints its port.
+``python small_engine.py FOLDER PORT`` prints its port, which may be 0 at first.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -23,6 +24,7 @@ class State:
     def __init__(self, folder: str) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder)
         self.version, self.is_paused, self.refusals = "default", False, 0
+        self.seconds = 0.0
         self.calls: list[str] = []
 
 
@@ -39,6 +41,8 @@ def answer(state: State, path: str, body: dict[str, Any]) -> tuple[int, dict[str
             return 200, {"ids": out[0, ids.shape[1] :].tolist(), "version": state.version}
         case "/load":
             assert state.is_paused
+            seconds, state.seconds = state.seconds, 0.0
+            time.sleep(seconds)
             # One weight after the other, as engines do: a refusal leaves a mix.
             new = AutoModelForCausalLM.from_pretrained(body["path"]).state_dict()
             for place, (name, tensor) in enumerate(state.model.state_dict().items()):
@@ -54,13 +58,18 @@ def answer(state: State, path: str, body: dict[str, Any]) -> tuple[int, dict[str
         case "/refuse":
             state.refusals = body["times"]
             return 200, {}
+        case "/slow":
+            state.seconds = body["seconds"]
+            return 200, {}
+        case "/moved":
+            return 307, {"Location": "/load/"}
         case "/calls":
             return 200, {"calls": state.calls}
         case _:
             return 404, {}
 
 
-def main(folder: str) -> None:
+def main(folder: str, port: int) -> None:
     state = State(folder)
     lock = threading.Lock()
 
@@ -71,6 +80,8 @@ def main(folder: str) -> None:
                 status, said = answer(state, self.path, body)
             text = json.dumps(said).encode()
             self.send_response(status)
+            if "Location" in said:
+                self.send_header("Location", said["Location"])
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -78,10 +89,10 @@ def main(folder: str) -> None:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     print(server.server_address[1], flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

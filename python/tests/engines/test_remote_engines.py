@@ -42,10 +42,10 @@ def llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
 
 
 class Server:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: str = "0") -> None:
         program = str(Path(__file__).parent / "small_engine.py")
         self.process = subprocess.Popen(
-            [sys.executable, program, str(folder)], stdout=subprocess.PIPE, text=True
+            [sys.executable, program, str(folder), port], stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}"
@@ -168,6 +168,51 @@ def test_dead_remote_engine_is_one_line(server: Server, checkpoint: Path) -> Non
         for one in engines:
             trainer.remove(one.name)
     other.kill()
+
+
+def test_restarted_engine_has_the_version_after_a_refresh(checkpoint: Path) -> None:
+    first = Server(checkpoint)
+    model = llama(1)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [Remote(first.url, routes=ROUTES, like=checkpoint)])
+        trainer.sync(1)
+        port = first.url.rpartition(":")[2]
+        first.kill()
+        (line,) = trainer.refresh().engines
+        assert line.outcome == "dead", line
+        second = Server(checkpoint, port)
+        assert generated(second)[0] == tokens(llama(0))
+        assert trainer.refresh().all_synced
+        assert generated(second) == (tokens(model), "1")
+        trainer.remove(first.url)
+        second.kill()
+
+
+def test_late_load_leaves_the_engine_held(server: Server, checkpoint: Path) -> None:
+    model = llama(1)
+    with weightsync.Sender(model) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)], timeout=8)
+        trainer.sync(1)
+        server.ask("/slow", seconds=12)
+        change(model, 2)
+        (line,) = trainer.sync(2).engines
+        assert line.outcome == "held", line
+        assert "did not answer in 8 s" in str(line)
+        # The late load ends, and the next update is whole.
+        server.ask("/calls")
+        assert trainer.refresh().all_synced
+        assert generated(server) == (tokens(model), "2")
+        trainer.remove(server.url)
+
+
+def test_redirect_is_no_success(server: Server, checkpoint: Path) -> None:
+    routes = {**ROUTES, "update": "/moved"}
+    with weightsync.Sender(llama(1)) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=routes)])
+        (line,) = trainer.sync(1).engines
+        assert not line.synced
+        assert "/moved answered 307 and leads to /load/" in str(line)
+        trainer.remove(server.url)
 
 
 def test_model_of_another_shape_is_refused(server: Server, checkpoint: Path) -> None:

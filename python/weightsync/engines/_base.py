@@ -41,6 +41,9 @@ class Engine(abc.ABC):
     ``timeout`` seconds.
     """
 
+    #: Whether its workers know what it has. Where they do not, a refresh loads in any case.
+    knows_its_weights = True
+
     def __init__(self, name: str) -> None:
         self.name = name
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import socket
+import threading
 import urllib.parse
 from typing import Any
 
@@ -54,21 +55,28 @@ class Server:
         connection = kind(parts.hostname, parts.port, timeout=timeout)
         text = None if body is None else json.dumps(body)
         headers = {} if text is None else {"Content-Type": "application/json"}
+        given_up = threading.Event()
 
-        def exchange() -> tuple[int, bytes]:
+        def exchange() -> tuple[int, str | None, bytes]:
+            connection.connect()
+            if given_up.is_set():
+                # Nobody waits for the answer, and a call that comes late would change the engine.
+                connection.close()
+                raise TimeoutError
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read(_LONGEST_ANSWER)
+            return answer.status, answer.getheader("Location"), answer.read(_LONGEST_ANSWER)
 
         try:
             # The connection's own timeout is for each of its reads, and for each of its addresses.
-            status, content = Call(f"/{_bare(path)}", exchange).wait(timeout)
+            status, moved, content = Call(f"/{_bare(path)}", exchange).wait(timeout)
         except TimeoutError as error:
             raise DeadlineError(f"/{_bare(path)} did not answer in {timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
             said = str(error) or type(error).__name__
             raise EngineDiedError(f"/{_bare(path)}: {said}") from error
         finally:
+            given_up.set()
             if connection.sock is not None:
                 # It may be read in a thread.
                 with contextlib.suppress(OSError):
@@ -80,8 +88,11 @@ class Server:
             answer = {}
         if status == 404:
             raise EngineCallError(f"the server has no /{_bare(path)}: {self._missing}")
-        if status >= 400:
-            raise EngineCallError(_error_of(answer) or f"/{_bare(path)} answered {status}")
+        if not 200 <= status < 300:
+            # A redirect is not followed: a call that was not made is no success.
+            where = f" and leads to {moved}: give the URL or the route of that place" if moved else ""
+            said = _error_of(answer) or f"/{_bare(path)} answered {status}{where}"
+            raise EngineCallError(said)
         return answer if isinstance(answer, dict) else {}
 
 

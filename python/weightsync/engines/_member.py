@@ -171,7 +171,11 @@ class Member:
         self._new = self._version is None
         try:
             self._prepare(sent, rules.timeout)
-            if unless_there and not self._held and not self._paused and self._has(sent):
+            if not self.engine.knows_its_weights:
+                if unless_there:
+                    # It may have restarted.
+                    self._forget(rules.timeout)
+            elif unless_there and not self._held and not self._paused and self._has(sent):
                 return self._there(sent, rules.timeout)
         except EngineDiedError as error:
             return self._dead(sent, str(error))

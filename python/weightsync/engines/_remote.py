@@ -16,7 +16,12 @@ from weightsync.engines._checkpoint import Checkpoint
 from weightsync.engines._http import Server
 from weightsync.engines._request import WorkerRequest
 from weightsync.engines._worker import EngineWorker, Place, UpdateError
-from weightsync.errors import OperatingSystemError, SettingError, UnsupportedError
+from weightsync.errors import (
+    DeadlineError,
+    OperatingSystemError,
+    SettingError,
+    UnsupportedError,
+)
 
 #: A path that is posted to, or a path and the JSON object that is posted.
 Route = str | tuple[str, Mapping[str, Any]]
@@ -38,7 +43,7 @@ class Remote(Engine):
             "http://host:30000",
             routes={
                 "update": ("/update_weights_from_disk", {"model_path": "{directory}"}),
-                "pause": ("/pause_generation", {"mode": "in_place"}),
+                "pause": ("/pause_generation", {"mode": "retract"}),
                 "resume": ("/continue_generation", {}),
                 "reset_cache": "/flush_cache",
             },
@@ -58,9 +63,13 @@ class Remote(Engine):
         like: the folder of the checkpoint that the engine started with. Its files but weights come
             next to each version's, versions are compared with it, and it is posted again where the
             first version fails. Without it the engine alone says whether a version fits.
-        directory: where the folders are made; below the system's temporary folder by default. An
-            engine on another host needs one that both see.
+        directory: where the folders are made; below the system's temporary folder by default, where
+            an engine of another user cannot read them. An engine on another host needs one that
+            both see. A trainer that is killed leaves its last folder there.
     """
+
+    # What answers at its URL may have restarted.
+    knows_its_weights = False
 
     def __init__(
         self,
@@ -124,7 +133,7 @@ class Remote(Engine):
         self._worker.start()
 
     def update(self, version: int, timeout: float) -> None:
-        self._place.timeout = timeout
+        self._place.timeout, self._place.late = timeout, None
         self._worker.update(version, timeout)
         if self._place.died is not None:
             raise EngineDiedError(self._place.died)
@@ -173,6 +182,8 @@ class _FolderPlace(Place):
         self.timeout = 0.0
         #: Why the engine is gone.
         self.died: str | None = None
+        #: Why the engine may still load what it was given in this update.
+        self.late: str | None = None
 
     def checkpoint(self) -> Checkpoint:
         like = self._engine._like
@@ -190,6 +201,9 @@ class _FolderPlace(Place):
         try:
             _write(folder, tensors, like)
             self._tell(folder, version)
+        except DeadlineError:
+            folders.remove_later(folder)
+            raise
         except BaseException:
             folders.remove(folder)
             raise
@@ -211,8 +225,14 @@ class _FolderPlace(Place):
     def _tell(self, folder: Path, version: int | None) -> None:
         if self.died is not None:
             raise EngineDiedError(self.died)
+        if self.late is not None:
+            # A way back could come before that load, which then leaves the new weights.
+            raise EngineCallError(f"nobody knows which weights it has: {self.late}")
         try:
             self._engine.load(folder, version, self.timeout)
+        except DeadlineError as error:
+            self.late = str(error)
+            raise
         except EngineDiedError as error:
             self.died = str(error)
             raise
@@ -232,24 +252,40 @@ class _Folders:
     """The folders of versions; each is removed once the engine has read a newer one."""
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
+        # The engine has a working directory of its own.
+        absolute = None if directory is None else os.path.abspath(directory)
         try:
             # Removed with this object, or at the program's end.
             self._all = tempfile.TemporaryDirectory(
-                prefix="weightsync-", dir=directory, ignore_cleanup_errors=True
+                prefix="weightsync-", dir=absolute, ignore_cleanup_errors=True
             )
         except OSError as error:
             raise OperatingSystemError(f"directory: no folder can be made there: {error}") from error
         self._kept: Path | None = None
+        # The engine may still read these.
+        self._late: list[Path] = []
+        # Below the system's temporary folder they are for the engines of this user.
+        self._mode = 0o700 if directory is None else 0o755
+        os.chmod(self._all.name, self._mode)
 
     def new(self, name: str) -> Path:
         """Makes a folder."""
-        return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all.name))
+        folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self._all.name))
+        folder.chmod(self._mode)
+        return folder
+
+    def remove_later(self, folder: Path) -> None:
+        """Removes it with the next one that is kept."""
+        self._late.append(folder)
 
     def keep(self, folder: Path | None) -> None:
         """Removes the one that was kept before."""
-        before, self._kept = self._kept, folder
-        if before is not None:
-            self.remove(before)
+        gone, self._late = self._late, []
+        if self._kept is not None:
+            gone.append(self._kept)
+        self._kept = folder
+        for one in gone:
+            self.remove(one)
 
     @staticmethod
     def remove(folder: Path) -> None:

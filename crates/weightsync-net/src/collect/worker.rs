@@ -19,6 +19,9 @@ use crate::wire::frame::{FrameError, Kind};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
+/// How long connections to a trainer are refused until it counts as gone.
+const REFUSED: Duration = Duration::from_secs(2);
+
 /// How long a worker waits before it tries again to connect.
 const AGAIN: Duration = Duration::from_millis(200);
 
@@ -42,7 +45,7 @@ pub struct Joining {
     /// Which launch it comes from; none: it comes on its own.
     pub ticket: Option<u64>,
     /// How long to try, while nothing answers or the place is not open yet. With a ticket, a host
-    /// that refuses connections ends the waiting: its trainer is gone.
+    /// that refuses connections for 2 s ends the waiting: its trainer is gone.
     pub patience: Duration,
 }
 
@@ -96,7 +99,7 @@ impl Worker {
     ///
     /// # Errors
     ///
-    /// [`NetError::Unreachable`] when the patience is over, [`NetError::Hello`] for a wrong secret,
+    /// [`NetError::Unreachable`] when the patience is over, or the trainer is gone, [`NetError::Hello`] for a wrong secret,
     /// [`NetError::NotAdmitted`] with the trainer's reason, and those of an address that may not be
     /// connected to.
     pub fn join(joining: &Joining, gone: impl FnOnce(String) + Send + 'static) -> Result<Joined> {
@@ -353,6 +356,7 @@ fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
     let mut access = Access::with_token(None).map_err(transport)?;
     access.insecure_plaintext |= joining.insecure_plaintext;
     let key = Key::new(&joining.secret);
+    let mut refused_since = None;
     loop {
         let mut reason = String::new();
         // The name of a host may be known only later.
@@ -382,9 +386,14 @@ fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
                 }
             }
         }
-        // The trainer listened before it launched this worker, so it is gone.
-        let is_over = is_refused && joining.ticket.is_some();
-        if is_over || Instant::now() >= until {
+        let now = Instant::now();
+        let since = *refused_since.get_or_insert(now);
+        if !is_refused {
+            refused_since = None;
+        }
+        // The trainer listened before it launched this worker. A tunnel may open a little later.
+        let is_gone = is_refused && joining.ticket.is_some() && now - since >= REFUSED;
+        if is_gone || now >= until {
             return Err(NetError::Unreachable {
                 address: joining.address.clone(),
                 reason,

@@ -14,7 +14,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 import weightsync.trl
-from weightsync.errors import LifecycleError, SettingError, UnsupportedError
+from weightsync.engines import EngineReport, SyncReport
+from weightsync.errors import LifecycleError, NotAppliedError, SettingError, UnsupportedError
 from weightsync.trl import WeightTransfer
 
 
@@ -82,6 +83,21 @@ def test_wrong_settings_are_refused_at_once() -> None:
     for engines in ([], "localhost:8000"):
         with pytest.raises(SettingError, match="engines"):
             WeightTransfer(engines)
+
+
+@pytest.mark.parametrize(
+    ("second", "raising"),
+    [("updated", []), ("dead", ["all"]), ("kept old", ["fresh", "all"]), ("held", ["all"])],
+)
+def test_sync_raises_as_require_says(second: str, raising: list[str]) -> None:
+    lines = [EngineReport(one, one, 7, 0, None, 0.1) for one in ("updated", second)]
+    raised = []
+    for require in ("fresh", "any", "all"):
+        try:
+            WeightTransfer(["http://a"], require=require)._judge(SyncReport(7, lines))  # type: ignore[arg-type]
+        except NotAppliedError:
+            raised.append(require)
+    assert raised == raising
 
 
 def test_another_version_of_trl_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
