@@ -38,6 +38,7 @@ const FRAMEWORKS: &[Framework] = &[
         tests: &["trl"],
         sources: &[
             "python/weightsync/trl.py",
+            "python/weightsync/lora.py",
             "python/tests/vllm_engines/tiny.py",
             "python/weightsync/vllm",
             "python/weightsync/engines",
