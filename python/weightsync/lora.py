@@ -174,6 +174,8 @@ class Adapters:
         folder: where a folder for the directories is made, under a new name for each object;
             that of temporary files without it.
 
+    The directories end with the object, so keep it, or call :meth:`close`.
+
     No name, number or path is used twice in a process, whichever object used it. If a name was
     used, as by a trainer before its restart, the version is ``"policy-v12-"`` and the run's id.
     Processes that load into one server need names of their own.
@@ -193,12 +195,13 @@ class Adapters:
         # Also if nobody calls close().
         self._remove_all = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
 
-    def save(self, snapshot: Snapshot) -> Adapter:
-        """Writes the version's directory, once for each version."""
-        return self._save(snapshot, ())
+    def save(self, snapshot: Snapshot, taken: Collection[int] = ()) -> Adapter:
+        """Writes the version's directory, once for each version.
 
-    def _save(self, snapshot: Snapshot, taken: Collection[int]) -> Adapter:
-        """Leaves out numbers that are taken."""
+        Args:
+            snapshot: a version that :func:`adapter_of` made.
+            taken: numbers that it must not get, such as those of an engine's other adapters.
+        """
         if not self._remove_all.alive:
             raise LifecycleError("these adapters are closed")
         key = (*snapshot.run, snapshot.version)
@@ -283,7 +286,7 @@ class VllmAdapters:
         """
         if self._closed:
             raise LifecycleError("these adapters are closed")
-        made = self._adapters._save(snapshot, self._engine.list_loras())
+        made = self._adapters.save(snapshot, self._engine.list_loras())
         if self._live and self._live[0] == made:
             return self._live[1]
         if not made.path.exists():

@@ -112,6 +112,9 @@ def test_adapter_names_are_used_once():
                     pass_on(sender, receiver)
         assert names[:2] == ["once-v1", "once-v2"]
         assert len(set(names)) == 4 and len(set(numbers)) == 4
+        with lora.Adapters("once") as others:
+            following = range(max(numbers) + 1, max(numbers) + 100)
+            assert others.save(snapshot, taken=following).number == following.stop
         folder = made.path.parent
         adapters.remove(made)
         assert not made.path.exists() and adapters.save(snapshot) == made
