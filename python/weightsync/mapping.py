@@ -95,7 +95,7 @@ class Mapping:
         =========================== ======= =============== =====================================
 
         These are the names and shapes of block FP8 checkpoints (DeepSeek-V3's) and of
-        compressed-tensors' W8A8 checkpoints. The values are, bit for bit, torch's
+        compressed-tensors' W8A8 checkpoints; its block FP8 has ``scale="{}_scale"``. The values are, bit for bit, torch's
         ``(w.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)`` with
         ``scale = w.float().abs().amax() / 448``, and for int8
         ``(w.float() / scale).clamp(-128, 127).round().to(torch.int8)`` with
@@ -110,7 +110,8 @@ class Mapping:
         Args:
             tensors: a name, or a pattern with a star.
             to: ``"fp8"`` or ``"int8"``.
-            block: rows and columns of the values that share a scale, for ``"fp8"``.
+            block: rows and columns of the values that share a scale, for ``"fp8"``; at most
+                1,048,576 values.
             scale: another name for the scales: ``"{}"`` stands for the tensor's name.
         """
         return _of(self._native.quantise(tensors, to, block, scale))

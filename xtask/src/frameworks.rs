@@ -39,6 +39,7 @@ const FRAMEWORKS: &[Framework] = &[
         sources: &[
             "python/weightsync/trl.py",
             "python/weightsync/_tested.py",
+            "python/weightsync/lora.py",
             "python/tests/vllm_engines/tiny.py",
             "python/weightsync/vllm",
             "python/weightsync/engines",

@@ -29,6 +29,9 @@ pub use self::sides::{MappedExtractor, MappedLoader};
 use crate::extract::{WeightExtractor, is_float};
 use crate::load::WeightLoader;
 
+/// Values that a block has at most, because a whole one is read at a time.
+const LARGEST_BLOCK: u64 = 1 << 20;
+
 /// Rules that make one form of a model into another.
 ///
 /// ```
@@ -242,7 +245,8 @@ impl Mapping {
     /// Quantises matrices to eight bits. Their scales travel with them, as
     /// `F32` tensors of their own: `weight_scale_inv` of a `weight` if there is one
     /// for each block, `weight_scale` otherwise, or a name in which `{}` stands for
-    /// the tensor's. A rule that fuses, splits or transposes comes before this one.
+    /// the tensor's. A block has at most 2^20 values, even where the matrix is smaller.
+    /// A rule that fuses, splits or transposes comes before this one.
     ///
     /// ```
     /// use weightsync::Dtype;
@@ -368,6 +372,13 @@ impl Rule {
                 to: Quantisation::Fp8Blocks { rows, columns },
                 ..
             } if *rows == 0 || *columns == 0 => Err("a block has at least one row and one column"),
+            Self::Quantise {
+                to: Quantisation::Fp8Blocks { rows, columns },
+                ..
+            } if rows.saturating_mul(*columns) > LARGEST_BLOCK => Err(
+                "a block has at most 1048576 values: make it smaller, or leave the block out for \
+                 one scale of the whole matrix",
+            ),
             Self::Quantise { scale, .. } if scale.matches("{}").count() != 1 || scale == "{}" => {
                 Err("the name of the scales contains {} once, and more than that")
             }

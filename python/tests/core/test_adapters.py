@@ -1,6 +1,10 @@
 """LoRA: adapters alone under versioned names, and merged into their base weights."""
 
+import gc
 import json
+import logging
+import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -93,7 +97,7 @@ def test_adapter_is_sent_alone_with_its_config(tmp_path):
 def test_adapter_names_are_used_once():
     assert lora.versioned_name("policy", 12) == "policy-v12"
     model = _peft()
-    with lora.Adapters("policy") as adapters:
+    with lora.Adapters("once") as adapters:
         names, numbers = [], []
         # Two trainers, one after the other: both begin with version 1.
         for _ in range(2):
@@ -106,15 +110,56 @@ def test_adapter_names_are_used_once():
                     names.append(made.name)
                     numbers.append(made.number)
                     pass_on(sender, receiver)
-        assert names[:2] == ["policy-v1", "policy-v2"]
+        assert names[:2] == ["once-v1", "once-v2"]
         assert len(set(names)) == 4 and len(set(numbers)) == 4
-        assert numbers[:2] == [1, 2]
+        with lora.Adapters("once") as others:
+            following = range(max(numbers) + 1, max(numbers) + 100)
+            assert others.save(snapshot, taken=following).number == following.stop
         folder = made.path.parent
         adapters.remove(made)
         assert not made.path.exists() and adapters.save(snapshot) == made
     assert not folder.exists()
+    with pytest.raises(weightsync.LifecycleError, match="closed"):
+        adapters.save(snapshot)
     with pytest.raises(weightsync.SettingError, match="folder's"):
         lora.Adapters("a/b")
+
+
+def test_adapters_share_no_name_number_or_path(tmp_path):
+    with pair(lora.adapter_of(_peft())) as (_, receiver):
+        snapshot = receiver.latest().copy()
+    for folder in (None, tmp_path / "new"):
+        made = []
+
+        def save(folder=folder, made=made):
+            # Never closed, as by a process that ended early.
+            made.append((adapters := lora.Adapters("shared", folder), adapters.save(snapshot)))
+
+        threads = [threading.Thread(target=save) for _ in range(4)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        saved = [one for _, one in made]
+        for field in ("name", "number", "path"):
+            assert len({getattr(one, field) for one in saved}) == 4
+        assert len({one.path.parent for one in saved}) == 4
+        assert all(one.name.startswith("shared-v1") for one in saved)
+        assert all(one.path.exists() for one in saved)
+        if folder:
+            assert all(one.path.parent.parent == folder for one in saved)
+        made.clear()
+        gc.collect()
+        assert not any(one.path.parent.exists() for one in saved)
+
+
+def test_forked_process_keeps_the_directories():
+    with lora.Adapters("forked") as adapters:
+        if (child := os.fork()) == 0:
+            adapters.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert adapters._folder.exists()
 
 
 class Engine:
@@ -123,16 +168,30 @@ class Engine:
     def __init__(self):
         self.loaded = {}
         self.fails = False
+        self.keeps = False
+        self.names = set()
+        self.paths = set()
 
     def add_lora(self, request):
-        if self.fails:
-            raise ValueError("no such module")
+        # What vLLM caches by.
+        assert request.lora_name not in self.names and request.lora_path not in self.paths
+        assert request.lora_int_id not in self.loaded
+        self.names.add(request.lora_name)
+        self.paths.add(request.lora_path)
         self.loaded[request.lora_int_id] = load_file(f"{request.lora_path}/adapter_model.safetensors")
+        if self.fails:
+            # In one of its processes.
+            raise ValueError("no such module")
         return True
 
     def remove_lora(self, number):
+        if self.keeps:
+            raise RuntimeError("the engine is busy")
         del self.loaded[number]
         return True
+
+    def list_loras(self):
+        return set(self.loaded)
 
 
 @pytest.fixture
@@ -147,29 +206,77 @@ def test_engine_keeps_the_old_adapter_if_loading_fails():
     model, engine = _peft(), Engine()
     with (
         pair(lora.adapter_of(model)) as (sender, receiver),
-        lora.VllmAdapters(SimpleNamespace(llm_engine=engine), "policy") as adapters,
+        lora.VllmAdapters(SimpleNamespace(llm_engine=engine), "failing") as adapters,
     ):
         first = adapters.load(receiver.latest())
-        assert (first.lora_name, list(engine.loaded)) == ("policy-v1", [1])
+        assert (first.lora_name, list(engine.loaded)) == ("failing-v1", [first.lora_int_id])
         assert adapters.load(receiver.latest()) is first
         _step(model)
         pass_on(sender, receiver)
         engine.fails = True
-        with pytest.raises(weightsync.LoadError, match="policy-v2: no such module"):
-            adapters.load(receiver.latest())
-        assert adapters.live.name == "policy-v1" and list(engine.loaded) == [1]
+        for _ in range(2):
+            with pytest.raises(weightsync.LoadError, match="failing-v2.*: no such module"):
+                adapters.load(receiver.latest())
+            assert adapters.live.name == "failing-v1"
+            assert list(engine.loaded) == [first.lora_int_id]
         engine.fails = False
-        _step(model)
-        pass_on(sender, receiver)
-        third = adapters.load(receiver.latest())
-        assert (third.lora_name, list(engine.loaded)) == ("policy-v3", [3])
-        assert adapters.live.path.exists()
-        assert [one.name for one in adapters.live.path.parent.iterdir()] == ["policy-v3"]
+        # The same snapshot, once the engine has mended.
+        second = adapters.load(receiver.latest())
+        assert second.lora_name.startswith("failing-v2-")
+        assert list(engine.loaded) == [second.lora_int_id]
+        assert [one.name for one in adapters.live.path.parent.iterdir()] == [second.lora_name]
         assert torch.equal(
-            engine.loaded[3][f"{QUERY}.lora_B.weight"],
+            engine.loaded[second.lora_int_id][f"{QUERY}.lora_B.weight"],
             model.base_model.model["layers"][0]["q_proj"].lora_B["default"].weight,
         )
     assert not engine.loaded
+
+
+@pytest.mark.usefixtures("vllm")
+def test_new_adapter_is_live_if_the_old_one_stays(caplog):
+    model, engine = _peft(), Engine()
+    with (
+        pair(lora.adapter_of(model)) as (sender, receiver),
+        lora.VllmAdapters(engine, "staying") as adapters,
+    ):
+        first = adapters.load(receiver.latest())
+        _step(model)
+        pass_on(sender, receiver)
+        engine.keeps = True
+        with caplog.at_level(logging.WARNING, "weightsync"):
+            second = adapters.load(receiver.latest())
+        assert "staying-v2 is live" in caplog.text and "busy" in caplog.text
+        assert adapters.live.name == second.lora_name == "staying-v2"
+        assert set(engine.loaded) == {first.lora_int_id, second.lora_int_id}
+        engine.keeps = False
+    assert set(engine.loaded) == {first.lora_int_id}
+
+
+@pytest.mark.usefixtures("vllm")
+def test_two_objects_load_into_one_engine(tmp_path):
+    engine = Engine()
+    with pair(lora.adapter_of(_peft())) as (_, receiver):
+        # The engine's own: a number that would be next.
+        with lora.Adapters("next") as probe:
+            taken = probe.save(receiver.latest()).number + 1
+        engine.loaded[taken] = None
+        requests = []
+        for folder in (None, None, tmp_path, tmp_path):
+            # Never closed.
+            adapters = lora.VllmAdapters(engine, "twice", folder)
+            requests.append(adapters.load(receiver.latest()))
+        assert len({one.lora_name for one in requests}) == 4
+        assert len(engine.loaded) == 5 and engine.loaded[taken] is None
+        adapters.close()
+
+
+def test_engine_that_is_awaited_is_refused():
+    class AsyncLLM(Engine):
+        async def add_lora(self, request):
+            raise AssertionError(request)
+
+    with pytest.raises(weightsync.UnsupportedError, match=r"AsyncLLM.add_lora.*Adapters\.save"):
+        lora.VllmAdapters(AsyncLLM(), "policy")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -205,20 +312,88 @@ def test_merged_weights_are_those_of_torch(dtype):
 def test_what_cannot_be_merged_is_named():
     model = _peft()
     state = model.state_dict()
+    base = f"{QUERY}.base_layer.weight"
     without = {name: one for name, one in state.items() if not name.endswith("q_proj.lora_B.default.weight")}
     embedding = {**state, "base_model.model.e.lora_embedding_A.default": torch.ones(2, 2)}
     magnitude = {**state, f"{QUERY}.lora_magnitude_vector.default.weight": torch.ones(5)}
+    convolution = {**state, f"{QUERY}.lora_A.default.weight": torch.ones(4, 6, 1, 1)}
+    deeper = {**state, f"{QUERY}.lora_sampler.default.a.b": torch.ones(1)}
+    tokens = {**state, "base_model.model.e.token_adapter.trainable_tokens_delta.default": torch.ones(1)}
+    packed = {**state, base: torch.ones(5, 6, dtype=torch.uint8)}
+    unsupported = weightsync.UnsupportedError
     for weights, how, error, words in [
         (state, {}, weightsync.SettingError, "alpha is missing"),
         (without, {"alpha": 8}, weightsync.WrongWeightsError, "lacks lora_B.default.weight"),
-        (embedding, {"alpha": 8}, weightsync.UnsupportedError, "lora_embedding_A"),
-        (magnitude, {"alpha": 8}, weightsync.UnsupportedError, "lora_magnitude_vector"),
+        (embedding, {"alpha": 8}, unsupported, "lora_embedding_A"),
+        (magnitude, {"alpha": 8}, unsupported, "lora_magnitude_vector"),
+        (convolution, {"alpha": 8}, unsupported, "lora_A.default.weight cannot be merged"),
+        (deeper, {"alpha": 8}, unsupported, "lora_sampler"),
+        (tokens, {"alpha": 8}, unsupported, "trainable_token_indices"),
+        (packed, {"alpha": 8}, unsupported, "q_proj.weight is torch.uint8.*without quantisation"),
         (model, {"adapter": "other"}, weightsync.WrongWeightsError, "no tensors of the adapter 'other'"),
         (3, {}, weightsync.WrongTypeError, "PEFT model"),
     ]:
         with pytest.raises(error, match=words):
             lora.merged(weights, **how)
+
+
+def test_model_that_cannot_be_merged_is_refused():
+    for name, value, words in [
+        ("alora_invocation_tokens", [1], "aLoRA.*adapter_of"),
+        ("trainable_token_indices", [1], "trainable_token_indices"),
+    ]:
+        model = _peft()
+        setattr(model.peft_config["default"], name, value)
+        with pytest.raises(weightsync.UnsupportedError, match=words):
+            lora.merged(model)
+    for name, value, words in [
+        ("merged", True, r"k_proj is merged already.*unmerge_adapter\(\)"),
+        ("lora_variant", {"default": object()}, "k_proj has a LoRA of the kind object"),
+    ]:
+        model = _peft()
+        setattr(model.base_model.model["layers"][0]["k_proj"], name, value)
+        with pytest.raises(weightsync.UnsupportedError, match=words):
+            lora.merged(model)
+
+
+def test_merged_weights_can_lie_transposed():
+    state = _peft().state_dict()
+    expected = lora.merged(state, alpha=8)["layers.0.q_proj.weight"]
+    turned = {name: one.T if name.endswith("base_layer.weight") else one for name, one in state.items()}
+    got = lora.merged(turned, alpha=8, fan_in_fan_out=True)["layers.0.q_proj.weight"]
+    assert torch.equal(got.T, expected)
+    with pytest.raises(weightsync.WrongWeightsError, match=r"\[6, 5\] and B @ A is \[5, 6\]"):
+        lora.merged(turned, alpha=8)
+
+
+def test_merged_has_what_another_adapter_replaces():
+    model = _peft()
+    head = nn.Module()
+    head.original_module = nn.Linear(2, 2)
+    head.modules_to_save = nn.ModuleDict({"other": nn.Linear(2, 2)})
+    model.base_model.model["head"] = head
+    assert torch.equal(lora.merged(model)["head.weight"], head.original_module.weight)
+    head.modules_to_save["default"] = nn.Linear(2, 2)
+    assert torch.equal(lora.merged(model)["head.weight"], head.modules_to_save["default"].weight)
+
+
+def test_adapter_that_cannot_be_named_is_refused():
     with pytest.raises(weightsync.WrongTypeError, match="PEFT model, got Linear"):
         lora.adapter_of(nn.Linear(2, 2))
     with pytest.raises(weightsync.ModelError, match="no adapter 'x'; it has 'default'"):
-        lora.adapter_of(model, "x")
+        lora.adapter_of(_peft(), "x")
+    for name, value, words in [
+        ("bias", "lora_only", "bias='lora_only'"),
+        ("trainable_token_indices", [1], "trainable_token_indices"),
+        ("use_dora", True, "DoRA"),
+        ("peft_type", "ADALORA", "the peft_type ADALORA"),
+    ]:
+        model = _peft()
+        setattr(model.peft_config["default"], name, value)
+        with pytest.raises(weightsync.UnsupportedError, match=words):
+            lora.adapter_of(model)
+    model = _peft()
+    query = model.base_model.model["layers"][0]["q_proj"]
+    query.lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(2, 2)})
+    with pytest.raises(weightsync.UnsupportedError, match="lora_magnitude_vector.default.weight cannot"):
+        lora.adapter_of(model)

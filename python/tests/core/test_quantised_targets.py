@@ -197,6 +197,7 @@ def test_wrong_quantisations_are_refused():
         (lambda: Mapping().quantise("a", "fp4"), 'cannot quantise to "fp4".*"int8"'),
         (lambda: Mapping().quantise("a", "int8", block=(1, 1)), "leave block out"),
         (lambda: Mapping().quantise("a", "fp8", block=(0, 1)), "at least one row"),
+        (lambda: Mapping().quantise("a", "fp8", block=(1025, 1024)), "at most 1048576 values"),
         (lambda: Mapping().quantise("a", "fp8", scale="s"), "contains {} once"),
     ]:
         with pytest.raises(weightsync.SettingError, match=words):

@@ -98,7 +98,7 @@ def test_llm_answers_with_each_adapter_version(llm):
             assert expected not in seen
             seen.append(expected)
             assert _ask(llm, request) == expected
-            assert set(llm.llm_engine.list_loras()) == {version}
+            assert set(llm.llm_engine.list_loras()) == {request.lora_int_id}
             assert _ask(llm, None) == plain
             adapted.change(version)
             sender.send(wait="sent")

@@ -20,7 +20,8 @@ use crate::extract::{TensorData, is_float};
 /// The scales of one tensor, once they are known.
 pub(super) type Scales = OnceLock<Vec<f32>>;
 
-/// Elements of a tile, unless a single row of blocks has more.
+/// Elements of a tile, unless a single row or block has more; a block has at most
+/// [`LARGEST_BLOCK`](super::LARGEST_BLOCK).
 const TILE: u64 = 64 * 1024;
 
 /// What a target is quantised from.
@@ -177,12 +178,16 @@ impl Quantised {
         call: &mut dyn FnMut(&Tile<'_>, &Block) -> Result<(), weightsync_mem::BoxedError>,
     ) -> Result<(), weightsync_mem::BoxedError> {
         let [rows, columns] = tiles.matrix;
+        if tiles.matrices == 0 || rows == 0 || columns == 0 {
+            // Without this, 2^62 rows of nothing would each be a step.
+            return Ok(());
+        }
         let [block_rows, block_columns] = self.to.block(rows, columns);
         let across = columns.div_ceil(block_columns);
         let per_matrix = rows.div_ceil(block_rows) * across;
         // As many blocks as fit; a block that is a whole matrix is cut by rows.
         let (tall, wide) = if self.to == Quantisation::Fp8 {
-            ((TILE / columns.max(1)).max(1), columns)
+            ((TILE / columns).max(1), columns)
         } else {
             let blocks = (TILE / block_rows.saturating_mul(block_columns)).max(1);
             match blocks.checked_div(across).unwrap_or(1) {

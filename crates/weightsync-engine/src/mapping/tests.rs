@@ -665,9 +665,10 @@ fn large_tensors_are_quantised_tile_by_tile() {
             rows: 1,
             columns: 999,
         },
+        // As large as a block can be: larger than the matrix.
         Quantisation::Fp8Blocks {
-            rows: u64::MAX,
-            columns: u64::MAX,
+            rows: 1024,
+            columns: 1024,
         },
     ] {
         let mapping = Mapping::new().quantise("w", to, None).unwrap();
@@ -683,6 +684,23 @@ fn large_tensors_are_quantised_tile_by_tile() {
             scales,
             "{to:?}"
         );
+    }
+}
+
+#[test]
+fn quantising_nothing_ends() {
+    let blocks = Quantisation::Fp8Blocks {
+        rows: 128,
+        columns: 128,
+    };
+    for shape in [&[1 << 62, 0][..], &[0, 1 << 62], &[0, 1 << 31, 1 << 31]] {
+        for to in [blocks, Quantisation::Fp8] {
+            let source = tensors(&[("w", shape)]);
+            let mapping = Mapping::new().quantise("w", to, None).unwrap();
+            for out in [mapped(&mapping, &source), loaded(&mapping, &source)] {
+                assert!(out.tensor("w").unwrap().bytes().is_empty());
+            }
+        }
     }
 }
 
@@ -798,6 +816,12 @@ fn rules_that_cannot_follow_a_quantisation_are_named() {
     ] {
         let error = Mapping::new().quantise("a", to, scale).unwrap_err();
         assert!(matches!(error, MappingError::BadRule { .. }), "{error}");
+    }
+    for [rows, columns] in [[1, (1 << 20) + 1], [1025, 1024], [u64::MAX, u64::MAX]] {
+        let blocks = Quantisation::Fp8Blocks { rows, columns };
+        let error = Mapping::new().quantise("a", blocks, None).unwrap_err();
+        let expected = "a block has at most 1048576 values: make it smaller, or leave";
+        assert!(error.to_string().contains(expected), "{error}");
     }
 }
 
