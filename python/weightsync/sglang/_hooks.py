@@ -27,9 +27,7 @@ class Rank:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # Whether it follows a sender.
-        self.joined = False
-        self.begin_again()
+        self.worker = self._made()
 
     def answer(self, text: str) -> str:
         """Does what a trainer asks for."""
@@ -43,12 +41,15 @@ class Rank:
         if request.do == "join" and self._manager.offload_tags:
             raise UpdateError("its memory was released, and has not come back", "asleep")
         self.worker.do(request)
-        self.joined = request.do != "leave" and (self.joined or request.do == "join")
         return "done"
 
     def begin_again(self) -> None:
         """The model has what SGLang has loaded, and nothing of a sender."""
-        self.worker = EngineWorker(SglangPlace(self._manager.tp_worker.model_runner))
+        self.worker.leave()
+        self.worker = self._made()
+
+    def _made(self) -> EngineWorker:
+        return EngineWorker(SglangPlace(self._manager.tp_worker.model_runner))
 
     def _is_paused(self) -> bool:
         return bool(self._manager.scheduler._engine_paused)
@@ -74,7 +75,6 @@ def begin(original: Callable[..., None], manager: Any) -> None:
     _tested.check("sglang")
     _rank = Rank(manager)
     _restart.begin(_rank.worker)
-    _rank.joined = _rank.worker.holds is not None
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -152,7 +152,7 @@ def _refused(load_format: str | None = None) -> str | None:
             load(None, None)
         except WeightsyncError as error:
             return str(error)
-    if _rank is not None and _rank.joined:
+    if _rank is not None and _rank.worker.is_joined:
         return (
             "this engine has the versions of a weightsync sender: take it out of its trainer "
             "(trainer.remove) before it is given other weights"

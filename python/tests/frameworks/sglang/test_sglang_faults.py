@@ -10,7 +10,7 @@ import sglang_server
 import torch
 
 import weightsync
-from weightsync.sglang import Engine, Trainer
+from weightsync.sglang import Engine, EngineCallError, Trainer
 from weightsync.sglang._names import LOADER, PREFIX
 
 
@@ -146,6 +146,21 @@ def test_other_updates_are_refused_of_a_trainer(server, model, trainer):
     assert server.ask() == sglang_server.greedy(sglang_server.llama())
     assert trainer.sync(2).all_synced
     assert server.ask() == sglang_server.greedy(model)
+
+
+def test_other_updates_are_refused_after_a_late_join(server, model):
+    with weightsync.Sender(model) as sender:
+        sender.connect(0)
+        engine = Engine(server.url)
+        info = sender.init_info.to_json()
+        with pytest.raises(EngineCallError, match="version 99 is not here"):
+            engine.ask(30, do="join", sender=info, version=99)
+        # The worker follows the sender, all the same.
+        disk = {"model_path": str(server.model)}
+        status, answer = server.post("update_weights_from_disk", disk)
+        assert (status, "weightsync sender" in answer["message"]) == (400, True)
+        engine.ask(30, do="leave")
+        assert server.post("update_weights_from_disk", disk)[0] == 200
 
 
 def test_server_killed_midway_comes_back_whole(servers, server, model, trainer):
