@@ -101,6 +101,11 @@ class EngineWorker:
         return self._target.holds
 
     @property
+    def ranks(self) -> int:
+        """How many ranks the engine has."""
+        return self._ranks.count
+
+    @property
     def is_joined(self) -> bool:
         """Whether it has joined a sender, and not left it."""
         return self._joined is not None

@@ -148,6 +148,16 @@ class Server:
         """Has the next loads of a rank "raise" or "die" midway."""
         self._fault.write_text(f"{what} {loads} {rank}")
 
+    def compiling(self, prompt: list[int], length: int) -> Request:
+        """A request that waits for its grammar until the server is asked for it."""
+        self.fail("compile")
+        request = Request(self, prompt, length)
+        until = time.monotonic() + 60
+        while self._fault.read_text().split()[1] != "0":
+            assert time.monotonic() < until, "the request did not come"
+            time.sleep(0.02)
+        return request
+
     def start(self) -> None:
         """Starts it, also once more."""
         with self.log.open("ab") as log:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import pickle
 
 import pytest
 import sglang_server
@@ -79,7 +81,7 @@ def payloads():
     return [
         pytest.param(tensors, LOADER, "takes the versions of a weightsync sender", id="tensors"),
         pytest.param(noise, LOADER, "takes the versions of a weightsync sender", id="noise"),
-        pytest.param(noise, None, "the tensors cannot be loaded: ", id="noise-of-sglang"),
+        pytest.param(noise, None, "the tensors cannot be read: ", id="noise-of-sglang"),
     ]
 
 
@@ -108,7 +110,7 @@ def test_foreign_handle_leaves_the_server_alive(server):
     body = {"serialized_named_tensors": [handle]}
     status, answer = server.post("update_weights_from_tensor", body)
     assert status == 400
-    assert "the tensors cannot be loaded: " in answer["message"]
+    assert "the tensors cannot be read: " in answer["message"]
     assert server.post("end_weight_update", {})[0] == 200
     assert server.ask() == before
 
@@ -191,6 +193,21 @@ def test_server_killed_midway_comes_back_whole(servers, server, model, trainer):
     assert report.all_synced, report
     assert dying.ask() == sglang_server.greedy(model)
     trainer.remove(dying.url)
+
+
+def test_tensors_that_fail_midway_end_the_server(servers):
+    dying = servers[1]
+    # The first is written, and the second is not of the model's shape.
+    mixed = [("model.norm.weight", torch.zeros(128)), ("lm_head.weight", torch.zeros(3, 3))]
+    payload = base64.b64encode(pickle.dumps(mixed)).decode()
+    assert dying.post("begin_weight_update", {})[0] == 200
+    with contextlib.suppress(OSError):
+        dying.post("update_weights_from_tensor", {"serialized_named_tensors": [payload]}, 20)
+    assert dying.ended(60)
+    dying.kill()
+    dying.start()
+    dying.wait()
+    assert dying.ask() == sglang_server.greedy(sglang_server.llama())
 
 
 def test_first_weights_survive_a_failed_first_load(servers, model):
