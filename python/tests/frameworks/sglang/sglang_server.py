@@ -146,7 +146,10 @@ class Server:
 
     def fail(self, what: str, loads: int = 1, rank: int = 0) -> None:
         """Has the next loads of a rank "raise" or "die" midway."""
-        self._fault.write_text(f"{what} {loads} {rank}")
+        # Written whole: the server reads it all the time.
+        new = self._fault.with_suffix(".told")
+        new.write_text(f"{what} {loads} {rank}")
+        os.replace(new, self._fault)
 
     def compiling(self, prompt: list[int], length: int) -> Request:
         """A request that waits for its grammar until the server is asked for it."""

@@ -205,6 +205,7 @@ def test_tensors_that_fail_midway_end_the_server(servers):
         dying.post("update_weights_from_tensor", {"serialized_named_tensors": [payload]}, 20)
     assert dying.ended(60)
     dying.kill()
+    dying.info_file.unlink(missing_ok=True)
     dying.start()
     dying.wait()
     assert dying.ask() == sglang_server.greedy(sglang_server.llama())
