@@ -100,6 +100,16 @@ class EngineWorker:
         """The run and the version of what the model holds; None of what the engine started with."""
         return self._target.holds
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks the engine has."""
+        return self._ranks.count
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it has joined a sender, and not left it."""
+        return self._joined is not None
+
     def do(self, request: WorkerRequest) -> None:
         """One call of the trainer."""
         match request.do:

@@ -16,7 +16,7 @@ from weightsync.engines import _restart
 from weightsync.engines._request import WorkerRequest
 from weightsync.engines._worker import EngineWorker, UpdateError
 from weightsync.errors import SettingError, WeightsyncError
-from weightsync.sglang._names import LOADER, PREFIX, STATE, load
+from weightsync.sglang._names import GRAMMARS, LOADER, PREFIX, STATE, load
 from weightsync.sglang._place import SglangPlace
 
 logger = logging.getLogger("weightsync")
@@ -27,9 +27,7 @@ class Rank:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        # Whether it follows a sender.
-        self.joined = False
-        self.begin_again()
+        self.worker = self._made()
 
     def answer(self, text: str) -> str:
         """Does what a trainer asks for."""
@@ -37,18 +35,33 @@ class Rank:
             said = json.loads(text)
             if said == {"do": STATE}:
                 return "paused" if self._is_paused() else "running"
+            if said == {"do": GRAMMARS}:
+                return "compiling" if self._queue_with_grammars() else "none"
             request = WorkerRequest(**said)
         except (TypeError, ValueError) as error:
             raise SettingError(f"the request cannot be read: {error}") from error
         if request.do == "join" and self._manager.offload_tags:
             raise UpdateError("its memory was released, and has not come back", "asleep")
         self.worker.do(request)
-        self.joined = request.do != "leave" and (self.joined or request.do == "join")
         return "done"
 
     def begin_again(self) -> None:
         """The model has what SGLang has loaded, and nothing of a sender."""
-        self.worker = EngineWorker(SglangPlace(self._manager.tp_worker.model_runner))
+        self.worker.leave()
+        self.worker = self._made()
+
+    def _made(self) -> EngineWorker:
+        return EngineWorker(SglangPlace(self._manager.tp_worker.model_runner))
+
+    def _queue_with_grammars(self) -> bool:
+        """What SGLang does between batches, and does not while it is paused; whether any waited."""
+        scheduler = self._manager.scheduler
+        waits = self._is_paused() and len(scheduler.grammar_manager) > 0
+        if waits:
+            # It looks for a few milliseconds, and all ranks together.
+            for request in scheduler.grammar_manager.get_ready_grammar_requests():
+                scheduler._add_request_to_queue(request)
+        return waits
 
     def _is_paused(self) -> bool:
         return bool(self._manager.scheduler._engine_paused)
@@ -74,7 +87,6 @@ def begin(original: Callable[..., None], manager: Any) -> None:
     _tested.check("sglang")
     _rank = Rank(manager)
     _restart.begin(_rank.worker)
-    _rank.joined = _rank.worker.holds is not None
 
 
 def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> Any:
@@ -90,19 +102,44 @@ def check_weights(original: Callable[..., Any], manager: Any, request: Any) -> A
     return io_struct.CheckWeightsReqOutput(success=True, message=said)
 
 
+def release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """``/release_memory_occupation``: weights that it frees come back, and not whole."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+    if _rank is not None and (not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags):
+        _rank.worker.do(WorkerRequest("forget"))
+    return original(manager, request)
+
+
+class _UnreadError(Exception):
+    """A payload that could not be read: the model is as it was."""
+
+
+def read_tensors(original: Callable[..., Any], worker: Any, payload: Any) -> Any:
+    """How SGLang reads its own part of a payload, which comes before it writes any of it."""
+    try:
+        return original(worker, payload)
+    except Exception as error:
+        raise _UnreadError(_line(error)) from error
+
+
 def update_from_tensor(original: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """``/update_weights_from_tensor``: refused where the model has a trainer's versions."""
+    """``/update_weights_from_tensor``: refused where the model has a trainer's versions.
+
+    What fails after they were read ends the server, as it does without weightsync: the model may
+    be a mix.
+    """
     from sglang.srt.managers import io_struct
 
     refused = _refused(request.load_format)
     if refused is None:
         try:
             return _other(original, manager, request)
-        except Exception as error:
-            if _rank is None or _rank.worker._ranks.count > 1:
+        except _UnreadError as error:
+            if _rank is None or _rank.worker.ranks > 1:
                 # The other ranks wait for this one.
                 raise
-            refused = f"the tensors cannot be loaded: {_line(error)}"
+            refused = f"the tensors cannot be read: {error}"
     logger.error("/update_weights_from_tensor: %s", refused)
     return io_struct.UpdateWeightsFromTensorReqOutput(success=False, message=refused)
 
@@ -152,7 +189,7 @@ def _refused(load_format: str | None = None) -> str | None:
             load(None, None)
         except WeightsyncError as error:
             return str(error)
-    if _rank is not None and _rank.joined:
+    if _rank is not None and _rank.worker.is_joined:
         return (
             "this engine has the versions of a weightsync sender: take it out of its trainer "
             "(trainer.remove) before it is given other weights"

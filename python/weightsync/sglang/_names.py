@@ -15,6 +15,9 @@ LOADER = "weightsync.sglang.load"
 PREFIX = "weightsync "
 #: What a request asks a rank for beyond a ``WorkerRequest``: "paused" or "running".
 STATE = "state"
+#: Another: to queue the requests of a paused server whose grammars are there. It answers
+#: "compiling" if one waited for its grammar, and else "none".
+GRAMMARS = "grammars"
 
 
 def load(model: Any, named_tensors: Any) -> NoReturn:

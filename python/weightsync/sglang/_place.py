@@ -34,6 +34,9 @@ class SglangPlace(Place):
         from sglang.srt.model_loader.utils import set_default_torch_dtype
 
         model, device = self._runner.model, torch.device(self._runner.device)
+        if device.type == "cuda":
+            # A batch that SGLang began before the pause may still read the weights.
+            torch.cuda.synchronize(device)
         with torch.no_grad(), set_default_torch_dtype(self._runner.model_config.dtype):
             # As SGLang's own update from disk does, and its way back after a failure.
             DefaultModelLoader.restore_weights_before_loading(model, device)

@@ -146,7 +146,20 @@ class Server:
 
     def fail(self, what: str, loads: int = 1, rank: int = 0) -> None:
         """Has the next loads of a rank "raise" or "die" midway."""
-        self._fault.write_text(f"{what} {loads} {rank}")
+        # Written whole: the server reads it all the time.
+        new = self._fault.with_suffix(".told")
+        new.write_text(f"{what} {loads} {rank}")
+        os.replace(new, self._fault)
+
+    def compiling(self, prompt: list[int], length: int) -> Request:
+        """A request that waits for its grammar until the server is asked for it."""
+        self.fail("compile")
+        request = Request(self, prompt, length)
+        until = time.monotonic() + 60
+        while self._fault.read_text().split()[1] != "0":
+            assert time.monotonic() < until, "the request did not come"
+            time.sleep(0.02)
+        return request
 
     def start(self) -> None:
         """Starts it, also once more."""

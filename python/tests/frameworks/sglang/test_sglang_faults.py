@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import pickle
 
 import pytest
 import sglang_server
 import torch
 
 import weightsync
-from weightsync.sglang import Engine, Trainer
+from weightsync.sglang import Engine, EngineCallError, Trainer
 from weightsync.sglang._names import LOADER, PREFIX
 
 
@@ -79,7 +81,7 @@ def payloads():
     return [
         pytest.param(tensors, LOADER, "takes the versions of a weightsync sender", id="tensors"),
         pytest.param(noise, LOADER, "takes the versions of a weightsync sender", id="noise"),
-        pytest.param(noise, None, "the tensors cannot be loaded: ", id="noise-of-sglang"),
+        pytest.param(noise, None, "the tensors cannot be read: ", id="noise-of-sglang"),
     ]
 
 
@@ -108,7 +110,7 @@ def test_foreign_handle_leaves_the_server_alive(server):
     body = {"serialized_named_tensors": [handle]}
     status, answer = server.post("update_weights_from_tensor", body)
     assert status == 400
-    assert "the tensors cannot be loaded: " in answer["message"]
+    assert "the tensors cannot be read: " in answer["message"]
     assert server.post("end_weight_update", {})[0] == 200
     assert server.ask() == before
 
@@ -148,6 +150,21 @@ def test_other_updates_are_refused_of_a_trainer(server, model, trainer):
     assert server.ask() == sglang_server.greedy(model)
 
 
+def test_other_updates_are_refused_after_a_late_join(server, model):
+    with weightsync.Sender(model) as sender:
+        sender.connect(0)
+        engine = Engine(server.url)
+        info = sender.init_info.to_json()
+        with pytest.raises(EngineCallError, match="version 99 is not here"):
+            engine.ask(30, do="join", sender=info, version=99)
+        # The worker follows the sender, all the same.
+        disk = {"model_path": str(server.model)}
+        status, answer = server.post("update_weights_from_disk", disk)
+        assert (status, "weightsync sender" in answer["message"]) == (400, True)
+        engine.ask(30, do="leave")
+        assert server.post("update_weights_from_disk", disk)[0] == 200
+
+
 def test_server_killed_midway_comes_back_whole(servers, server, model, trainer):
     dying = servers[1]
     trainer.add(Engine(dying.url), info_file=dying.info_file)
@@ -176,6 +193,22 @@ def test_server_killed_midway_comes_back_whole(servers, server, model, trainer):
     assert report.all_synced, report
     assert dying.ask() == sglang_server.greedy(model)
     trainer.remove(dying.url)
+
+
+def test_tensors_that_fail_midway_end_the_server(servers):
+    dying = servers[1]
+    # The first is written, and the second is not of the model's shape.
+    mixed = [("model.norm.weight", torch.zeros(128)), ("lm_head.weight", torch.zeros(3, 3))]
+    payload = base64.b64encode(pickle.dumps(mixed)).decode()
+    assert dying.post("begin_weight_update", {})[0] == 200
+    with contextlib.suppress(OSError):
+        dying.post("update_weights_from_tensor", {"serialized_named_tensors": [payload]}, 20)
+    assert dying.ended(60)
+    dying.kill()
+    dying.info_file.unlink(missing_ok=True)
+    dying.start()
+    dying.wait()
+    assert dying.ask() == sglang_server.greedy(sglang_server.llama())
 
 
 def test_first_weights_survive_a_failed_first_load(servers, model):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import weightsync
 from weightsync.errors import UnsupportedError
-from weightsync.sglang import Engine, Trainer, load
+from weightsync.sglang import Engine, EngineCallError, EngineDiedError, Trainer, load
 from weightsync.sglang._names import LOADER
 
 GOOD = {
@@ -73,6 +74,43 @@ def test_server_that_takes_no_versions_is_a_line(answering, info, said):
     assert (line.outcome, line.pause) == ("kept old", None)
     assert said in line.reason
     assert len(line.reason.splitlines()) == 1
+
+
+@pytest.mark.parametrize("said", [{}, {"disable_overlap_schedule": False}])
+def test_in_place_is_refused_with_the_overlap_schedule(answering, said):
+    engine = Engine(answering({**GOOD, **said}))
+    engine.check(10)
+    with pytest.raises(UnsupportedError, match="--disable-overlap-schedule, or leave"):
+        engine.pause("keep", False, 10)
+
+
+def test_server_with_other_ranks_is_counted_once_more(answering):
+    info = {**GOOD}
+    engine = Engine(answering(info))
+    assert engine.ranks(10) == 1
+    with pytest.raises(EngineCallError, match="has not loaded weightsync's plugin"):
+        engine.ask(10, do="join")
+    info["internal_states"] = [{"world_size": 2}]
+    assert engine.ranks(10) == 1
+    with pytest.raises(EngineDiedError, match="it has 2 ranks, and had 1; sync or refresh once"):
+        engine.ask(10, do="join")
+    assert engine.ranks(10) == 2
+
+
+def test_load_waits_for_the_gpu_before_it_writes(monkeypatch):
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    from weightsync.sglang._place import SglangPlace
+
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(device.type))
+    for name in ("restore_weights_before_loading", "load_weights_and_postprocess"):
+        monkeypatch.setattr(DefaultModelLoader, name, lambda *given, name=name: done.append(name))
+    place = object.__new__(SglangPlace)
+    config = SimpleNamespace(dtype=torch.float32)
+    place._runner = SimpleNamespace(model=None, device="cuda", model_config=config)
+    place.load([])
+    assert done == ["cuda", "restore_weights_before_loading", "load_weights_and_postprocess"]
 
 
 def test_loader_refuses_tensors_in_one_line():

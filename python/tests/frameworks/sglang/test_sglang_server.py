@@ -91,6 +91,19 @@ def test_requests_fare_as_the_pause_says(server, model, sender, mode, reset):
     trainer.remove(server.url)
 
 
+def test_update_waits_for_grammars_that_compile(server, model, sender):
+    trainer = trained(sender, server)
+    assert trainer.sync(1).all_synced
+    sglang_server.change(model, 1)
+    request = server.compiling([94, 95], sglang_server.LENGTH)
+    report = trainer.sync(2)
+    assert report.all_synced, report
+    tokens = request.end()["output_ids"]
+    assert tokens == sglang_server.continued(model, [94, 95])
+    server.fail("raise", loads=0)
+    trainer.remove(server.url)
+
+
 def test_changes_alone_travel(server, model):
     with weightsync.Sender(model, scheme=DELTAS) as sender:
         trainer = trained(sender, server)
@@ -135,6 +148,24 @@ def test_server_that_its_user_paused_is_left_alone(server, model, sender):
     assert server.post("continue_generation", {})[0] == 200
     sglang_server.change(model, 2)
     assert trainer.sync(3).all_synced
+    assert server.ask() == sglang_server.greedy(model)
+    trainer.remove(server.url)
+
+
+@pytest.mark.parametrize("tags", [None, ["kv_cache", "weights"]])
+def test_refresh_reloads_weights_that_were_released(server, model, sender, tags):
+    trainer = trained(sender, server)
+    assert trainer.sync(1).all_synced
+    assert server.post("release_memory_occupation", {"tags": tags})[0] == 200
+    (line,) = trainer.refresh().engines
+    assert (line.outcome, line.version) == ("asleep", 1), line
+    assert server.post("resume_memory_occupation", {"tags": tags})[0] == 200
+    # On the CPU they would come back as they were.
+    assert server.post("weights_checker", {"action": "reset_tensors"})[0] == 200
+    assert server.ask() != sglang_server.greedy(model)
+    report = trainer.refresh()
+    assert report.all_synced, report
+    assert report.engines[0].pause is not None
     assert server.ask() == sglang_server.greedy(model)
     trainer.remove(server.url)
 
