@@ -241,7 +241,8 @@ ALLOWED = {
     ("_probe.py", "OSError"): "an attempt of `doctor` fails; the report has the text, nobody the exception",
     ("rl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("torchrl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
-    ("vllm/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
+    ("engines/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
+    ("engines/_http.py", "TimeoutError"): "the call was given up, so nobody has the exception",
     ("vllm/_engines.py", "NotImplementedError"): "an abstract method",
 }
 
