@@ -58,8 +58,8 @@ class Remote(Engine):
             ``"resume"``, ``"reset_cache"`` and ``"label"``. In a path and in the texts of its object
             ``{version}`` and ``{directory}`` stand for the version and its folder, and ``{mode}``
             for the trainer's ``pause``. An engine without ``"pause"`` has to answer each request
-            with one version by its own means. An answer of 400 or more, and a JSON object with
-            ``"success": false``, is a refusal.
+            with one version by its own means. An answer outside of 200 to 299, and a JSON object
+            with ``"success": false``, is a refusal.
         like: the folder of the checkpoint that the engine started with. Its files but weights come
             next to each version's, versions are compared with it, and it is posted again where the
             first version fails. Without it the engine alone says whether a version fits.
@@ -275,8 +275,10 @@ class _Folders:
         return folder
 
     def remove_later(self, folder: Path) -> None:
-        """Removes it with the next one that is kept."""
-        self._late.append(folder)
+        """Removes it with the next one that is kept, or that is late."""
+        for one in self._late:
+            self.remove(one)
+        self._late = [folder]
 
     def keep(self, folder: Path | None) -> None:
         """Removes the one that was kept before."""
