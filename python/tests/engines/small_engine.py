@@ -63,6 +63,10 @@ def answer(state: State, path: str, body: dict[str, Any]) -> tuple[int, dict[str
             return 200, {}
         case "/moved":
             return 307, {"Location": "/load/"}
+        case "/cut" | "/no-json" | "/long":
+            return 200, {"success": False, "message": "it was refused"}
+        case "/locked":
+            return (200, {}) if body["key"] == "Bearer secret" else (401, {"error": "no key"})
         case "/calls":
             return 200, {"calls": state.calls}
         case _:
@@ -76,13 +80,24 @@ def main(folder: str, port: int) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+            if self.path == "/locked":
+                body["key"] = self.headers["Authorization"]
             with lock, torch.no_grad():
                 status, said = answer(state, self.path, body)
             text = json.dumps(said).encode()
+            length = len(text)
+            if self.path == "/cut":
+                text = text[:-9]
+            elif self.path == "/no-json":
+                text = text.replace(b'"', b"'")
+            elif self.path == "/long":
+                text += b" " * (1 << 20)
+                length = len(text)
             self.send_response(status)
             if "Location" in said:
                 self.send_header("Location", said["Location"])
-            self.send_header("Content-Length", str(len(text)))
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(length))
             self.end_headers()
             self.wfile.write(text)
 

@@ -215,6 +215,36 @@ def test_redirect_is_no_success(server: Server, checkpoint: Path) -> None:
         trainer.remove(server.url)
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/cut", "IncompleteRead"),
+        ("/no-json", "answered what is no JSON"),
+        ("/long", "answered more than 1,048,576 bytes"),
+    ],
+)
+def test_broken_answer_is_no_success(
+    server: Server, checkpoint: Path, path: str, words: str
+) -> None:
+    with weightsync.Sender(llama(1)) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes={**ROUTES, "update": path})])
+        (line,) = trainer.sync(1).engines
+        assert not line.synced
+        assert f"{path}" in str(line) and words in str(line)
+        trainer.remove(server.url)
+
+
+def test_server_with_a_key_is_given_it(server: Server, checkpoint: Path) -> None:
+    routes = {"update": "/locked"}
+    with weightsync.Sender(llama(1)) as sender:
+        trainer = Trainer(sender, [Remote(server.url, routes=routes)])
+        assert "no key" in str(trainer.sync(1).engines[0])
+        trainer.remove(server.url)
+        trainer.add(Remote(server.url, routes=routes, api_key="secret"))
+        assert trainer.sync(2).all_synced
+        trainer.remove(server.url)
+
+
 def test_model_of_another_shape_is_refused(server: Server, checkpoint: Path) -> None:
     model = llama(1)
     model.model.layers = model.model.layers[:1]

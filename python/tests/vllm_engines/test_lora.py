@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
-import torch
+from adapted import RANK, Adapted, join, misnamed, version_of
 
 import weightsync
 from weightsync import lora
-
-RANK, ALPHA = 8, 16
-PARTS = ("q_proj", "v_proj", "gate_proj", "down_proj")
-
-
-class Adapted:
-    """A Llama with LoRA, as PEFT has it: the same names and the same configuration."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.peft_config = {"default": self}
-        self.own: dict[str, torch.Tensor] = {}
-        self.base: dict[str, torch.Tensor] = {}
-        for name, tensor in model.state_dict().items():
-            module, _, end = name.rpartition(".")
-            if not module.endswith(PARTS):
-                self.base[f"base_model.model.{name}"] = tensor
-                continue
-            module = f"base_model.model.{module}"
-            self.base[f"{module}.base_layer.{end}"] = tensor
-            for side, shape in (("A", (RANK, tensor.shape[1])), ("B", (tensor.shape[0], RANK))):
-                self.own[f"{module}.lora_{side}.default.weight"] = torch.zeros(shape)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": RANK,
-            "lora_alpha": ALPHA,
-            "target_modules": set(PARTS),
-            "bias": "none",
-        }
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {**self.base, **self.own}
-
-    def change(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for tensor in self.own.values():
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
-
-    def greedy(self) -> list[list[int]]:
-        """What transformers generates with the adapter added to the weights."""
-        model = tiny.llama()
-        model.load_state_dict(lora.merged(self.state_dict(), alpha=ALPHA))
-        return tiny.greedy(model)
-
 
 def _ask(llm: Any, request: Any) -> list[list[int]]:
     from vllm import SamplingParams
@@ -76,7 +34,7 @@ def llm(made):
     )
 
 
-def test_llm_answers_with_each_adapter_version(llm):
+def test_llm_answers_with_each_adapterversion_of(llm):
     plain = tiny.greedy(tiny.llama())
     adapted = Adapted(tiny.llama())
     adapted.change(0)
@@ -86,14 +44,11 @@ def test_llm_answers_with_each_adapter_version(llm):
         weightsync.Receiver(sender.init_info, 0) as receiver,
         lora.VllmAdapters(llm, "policy") as adapters,
     ):
-        joining = threading.Thread(target=receiver.connect)
-        joining.start()
-        sender.connect(1, timeout=60)
-        joining.join()
+        join(sender, receiver)
         for version in range(1, 4):
             request = adapters.load(receiver.latest())
             assert request.lora_name == lora.versioned_name("policy", version)
-            expected = adapted.greedy()
+            expected = tiny.greedy(adapted.merged())
             # Each version has answers of its own, so an old one would be seen.
             assert expected not in seen
             seen.append(expected)
@@ -111,22 +66,118 @@ def test_refused_adapter_leaves_the_old_one_live(llm):
     adapted = Adapted(tiny.llama())
     adapted.change(7)
     tensors = lora.adapter_of(adapted)
-    bad = {name.replace("q_proj", "x_proj"): one for name, one in tensors.items()}
-    with (
-        weightsync.Sender(tensors) as good_sender,
-        weightsync.Sender(bad) as bad_sender,
-        lora.VllmAdapters(llm, "other") as adapters,
-    ):
-        snapshots = []
-        for sender in (good_sender, bad_sender):
-            receiver = weightsync.Receiver(sender.init_info, 0)
-            joining = threading.Thread(target=receiver.connect)
-            joining.start()
-            sender.connect(1, timeout=60)
-            joining.join()
-            snapshots.append(receiver.latest().copy())
-            receiver.shutdown()
-        request = adapters.load(snapshots[0])
+    with lora.VllmAdapters(llm, "other") as adapters:
+        request = adapters.load(version_of(tensors))
         with pytest.raises(weightsync.LoadError, match="other-v1-.*x_proj"):
-            adapters.load(snapshots[1])
-        assert _ask(llm, request) == adapted.greedy()
+            adapters.load(version_of(misnamed(tensors)))
+        assert _ask(llm, request) == tiny.greedy(adapted.merged())
+
+
+@pytest.fixture(scope="module")
+def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tiny.Server]:
+    folder = tmp_path_factory.mktemp("lora-server")
+    tiny.llama().save_pretrained(folder)
+    server = tiny.Server(
+        folder,
+        enable_lora=True,
+        max_lora_rank=RANK,
+        max_loras=2,
+        max_model_len=512,
+        api_key="secret",
+    )
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.kill()
+
+
+def _served(server: tiny.Server) -> set[str]:
+    """The adapters that a server has."""
+    cards = _get(server, "v1/models")["data"]
+    return {one["id"] for one in cards} - {server.model}
+
+
+def _get(server: tiny.Server, path: str) -> Any:
+    request = urllib.request.Request(
+        f"{server.url}/{path}", headers={"Authorization": "Bearer secret"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_server_answers_with_each_adapterversion_of(lora_server):
+    plain = tiny.greedy(tiny.llama())
+    adapted = Adapted(tiny.llama())
+    adapted.change(0)
+    seen = [plain]
+    with (
+        weightsync.Sender(lora.adapter_of(adapted)) as sender,
+        weightsync.Receiver(sender.init_info, 0) as receiver,
+        lora.ServerAdapters(lora_server.url, "policy", api_key="secret") as adapters,
+    ):
+        join(sender, receiver)
+        for version in range(1, 4):
+            name = adapters.load(receiver.latest())
+            assert name == f"policy-v{version}"
+            expected = tiny.greedy(adapted.merged())
+            assert expected not in seen
+            seen.append(expected)
+            assert lora_server.ask(name) == expected
+            assert _served(lora_server) == {name}
+            assert lora_server.ask() == plain
+            adapted.change(version)
+            sender.send(wait="sent")
+            receiver.receive(timeout=60)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            lora_server.ask("policy-v1")
+        # A server that starts again has lost it.
+        lora_server.post("v1/unload_lora_adapter", {"lora_name": name})
+        assert adapters.load(receiver.latest()) == "policy-v4"
+        lora_server.post("v1/unload_lora_adapter", {"lora_name": "policy-v4"})
+        assert adapters.load(receiver.latest()) == "policy-v4"
+        assert lora_server.ask("policy-v4") == tiny.greedy(adapted.merged())
+    assert not _served(lora_server)
+
+
+def test_server_refuses_an_adapter_and_keeps_the_old(lora_server):
+    adapted = Adapted(tiny.llama())
+    adapted.change(7)
+    tensors = lora.adapter_of(adapted)
+    with lora.ServerAdapters(lora_server.url, "kept", api_key="secret") as adapters:
+        name = adapters.load(version_of(tensors))
+        with pytest.raises(weightsync.LoadError, match="kept-v1-.*x_proj"):
+            adapters.load(version_of(misnamed(tensors)))
+        assert _served(lora_server) == {name}
+        assert lora_server.ask(name) == tiny.greedy(adapted.merged())
+
+
+def test_server_loses_what_a_killed_process_left(lora_server, tmp_path):
+    adapted = Adapted(tiny.llama())
+    adapted.change(1)
+    old, others = version_of(lora.adapter_of(adapted)), ["left-v1", "left-v3-0f", "left-alone-v1"]
+    for name in others:
+        lora.save_adapter(old, tmp_path / name)
+        lora_server.post(
+            "v1/load_lora_adapter", {"lora_name": name, "lora_path": str(tmp_path / name)}
+        )
+    adapted.change(2)
+    with lora.ServerAdapters(lora_server.url, "left", tmp_path, api_key="secret") as adapters:
+        name = adapters.load(version_of(lora.adapter_of(adapted)))
+        # The name that the server has is of other weights.
+        assert name.startswith("left-v1-") and lora_server.ask(name) == tiny.greedy(adapted.merged())
+        assert _served(lora_server) == {name, "left-alone-v1"}
+    lora_server.post("v1/unload_lora_adapter", {"lora_name": "left-alone-v1"})
+
+
+def test_server_that_loads_no_adapters_is_named(lora_server):
+    snapshot = version_of(lora.adapter_of(Adapted(tiny.llama())))
+    for url, how, words in [
+        (lora_server.url, {}, "does not say what it has: Unauthorized"),
+        (lora_server.url, {"api_key": "secret", "engine": "sglang"}, 'give engine="vllm"'),
+        ("http://127.0.0.1:9", {}, "refused"),
+    ]:
+        with lora.ServerAdapters(url, "nowhere", **how) as adapters:
+            with pytest.raises(weightsync.LoadError, match=words):
+                adapters.load(snapshot)
+            assert adapters.live is None

@@ -26,6 +26,7 @@ SURROUNDINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -137,7 +138,7 @@ def surroundings(*paths: Path) -> dict[str, str]:
 class Server:
     """A vLLM server in processes of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
         #: Where its trainer tells it what it needs to join.
         self.info_file = folder / "engine.json"
         with socket.socket() as free:
@@ -145,18 +146,18 @@ class Server:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = str(folder)
-        self._folder = folder
+        self._settings = {**engine_settings(folder), **settings}
         self._log = folder / f"server-{self.port}.log"
         self.start()
 
     def start(self) -> None:
         """Starts it, also once more."""
         arguments = []
-        for name, value in engine_settings(self._folder).items():
+        for name, value in self._settings.items():
             flag = "--" + name.replace("_", "-")
             if value is True:
                 arguments.append(flag)
-            else:
+            elif value is not False:
                 text = json.dumps(value) if isinstance(value, dict) else str(value)
                 arguments += [flag, text]
         with self._log.open("ab") as log:
@@ -183,14 +184,14 @@ class Server:
                 time.sleep(0.2)
         raise RuntimeError(f"{self.url} does not serve:\n{self._log.read_text()[-4000:]}")
 
-    def ask(self) -> list[list[int]]:
-        """What it generates."""
+    def ask(self, model: str | None = None) -> list[list[int]]:
+        """What it generates, or what its adapter of this name does."""
         answers = []
         for prompt in PROMPTS:
             told = self.post(
                 "v1/completions",
                 {
-                    "model": self.model,
+                    "model": model or self.model,
                     "prompt": prompt,
                     "max_tokens": LENGTH,
                     "temperature": 0,
@@ -202,13 +203,14 @@ class Server:
         return answers
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        request = urllib.request.Request(
-            f"{self.url}/{path}",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        headers = {"Content-Type": "application/json"}
+        if key := self._settings.get("api_key"):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)
+            said = answer.read().decode()
+        # Routes of LoRA answer with a sentence.
+        return json.loads(said) if said.startswith("{") else said
 
     def get(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as answer:

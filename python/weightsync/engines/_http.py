@@ -23,14 +23,16 @@ class Server:
     Args:
         url: its URL.
         missing: what to do where it lacks a path.
+        api_key: what it was started with, and wants to see in each request.
     """
 
-    def __init__(self, url: str, missing: str) -> None:
+    def __init__(self, url: str, missing: str, api_key: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingError(f"expected a URL such as http://host:8000, got {url!r}")
         self.url = url.rstrip("/")
         self._parts, self._missing = parts, missing
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def is_of(self, given: Any) -> bool:
         """Whether this is the server's URL."""
@@ -54,10 +56,12 @@ class Server:
         assert parts.hostname is not None
         connection = kind(parts.hostname, parts.port, timeout=timeout)
         text = None if body is None else json.dumps(body)
-        headers = {} if text is None else {"Content-Type": "application/json"}
+        headers = dict(self._headers)
+        if text is not None:
+            headers["Content-Type"] = "application/json"
         given_up = threading.Event()
 
-        def exchange() -> tuple[int, str | None, bytes]:
+        def exchange() -> tuple[http.client.HTTPResponse, bytes]:
             connection.connect()
             if given_up.is_set():
                 # Nobody waits for the answer, and a call that comes late would change the engine.
@@ -65,11 +69,17 @@ class Server:
                 raise TimeoutError
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
             answer = connection.getresponse()
-            return answer.status, answer.getheader("Location"), answer.read(_LONGEST_ANSWER)
+            content = answer.read(_LONGEST_ANSWER + 1)
+            if len(content) > _LONGEST_ANSWER:
+                raise http.client.HTTPException(f"answered more than {_LONGEST_ANSWER:,} bytes")
+            if answer.length:
+                # The connection's own read returns what came before the end.
+                raise http.client.IncompleteRead(content, answer.length)
+            return answer, content
 
         try:
             # The connection's own timeout is for each of its reads, and for each of its addresses.
-            status, moved, content = Call(f"/{_bare(path)}", exchange).wait(timeout)
+            answer, content = Call(f"/{_bare(path)}", exchange).wait(timeout)
         except TimeoutError as error:
             raise DeadlineError(f"/{_bare(path)} did not answer in {timeout:g} s") from error
         except (OSError, http.client.HTTPException) as error:
@@ -82,25 +92,32 @@ class Server:
                 with contextlib.suppress(OSError):
                     connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
+        status = answer.status
+        is_json = "json" in (answer.getheader("Content-Type") or "")
         try:
-            answer = json.loads(content or b"{}")
-        except ValueError:
-            answer = {}
-        if status == 404:
+            said = json.loads(content or b"{}")
+        except ValueError as error:
+            if is_json and 200 <= status < 300:
+                raise EngineDiedError(f"/{_bare(path)} answered what is no JSON: {error}") from error
+            said = {}
+        if 200 <= status < 300:
+            return said if isinstance(said, dict) else {}
+        why = _error_of(said)
+        if status == 404 and why in (None, "Not Found"):
             raise EngineCallError(f"the server has no /{_bare(path)}: {self._missing}")
-        if not 200 <= status < 300:
-            # A redirect is not followed: a call that was not made is no success.
-            where = f" and leads to {moved}: give the URL or the route of that place" if moved else ""
-            said = _error_of(answer) or f"/{_bare(path)} answered {status}{where}"
-            raise EngineCallError(said)
-        return answer if isinstance(answer, dict) else {}
+        # A redirect is not followed: a call that was not made is no success.
+        moved = answer.getheader("Location")
+        where = f" and leads to {moved}: give the URL or the route of that place" if moved else ""
+        raise EngineCallError(why or f"/{_bare(path)} answered {status}{where}")
 
 
 def _error_of(answer: Any) -> str | None:
     """The words of a server's refusal."""
     if not isinstance(answer, dict):
         return None
-    error = answer.get("error", answer.get("detail", answer.get("message")))
+    # Those of vLLM, FastAPI and SGLang.
+    words = ("error", "detail", "message", "error_message")
+    error = next((answer[one] for one in words if one in answer), None)
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
 

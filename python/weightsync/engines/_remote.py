@@ -66,6 +66,7 @@ class Remote(Engine):
         directory: where the folders are made; below the system's temporary folder by default, where
             an engine of another user cannot read them. An engine on another host needs one that
             both see. A trainer that is killed leaves its last folder there.
+        api_key: the key that the server was started with.
     """
 
     # What answers at its URL may have restarted.
@@ -78,8 +79,9 @@ class Remote(Engine):
         routes: Mapping[str, Route],
         like: str | os.PathLike[str] | None = None,
         directory: str | os.PathLike[str] | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._server = Server(url, "give the routes that it has")
+        self._server = Server(url, "give the routes that it has", api_key)
         super().__init__(self._server.url)
         if unknown := [name for name in routes if name not in _CALLS]:
             raise SettingError(f"routes: expected some of {', '.join(_CALLS)}, got {unknown[0]!r}")

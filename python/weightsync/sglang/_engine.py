@@ -22,10 +22,14 @@ class Engine(_base.Engine):
     """A server of SGLang, by its URL.
 
     It is started with ``--custom-weight-loader weightsync.sglang.load``.
+
+    Args:
+        url: the server's.
+        api_key: the key that the server was started with.
     """
 
-    def __init__(self, url: str) -> None:
-        self._server = Server(url, _REMEDY)
+    def __init__(self, url: str, *, api_key: str | None = None) -> None:
+        self._server = Server(url, _REMEDY, api_key)
         super().__init__(self._server.url)
         self._ranks = 0
         # Whether it computes the next tokens before it has looked at the last ones.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sglang_server
+
+# Adapters are those of the tests with vLLM.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "vllm_engines"))
 
 #: Each test of these may wait for servers that start.
 TIMEOUT = pytest.mark.timeout(900)

@@ -4,6 +4,7 @@ server, or requests wait for grammars, when a file says so.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -26,11 +27,25 @@ def register() -> None:
     if not torch.cuda.is_available():
         # SGLang calls this on the CPU, too, after a release of memory.
         torch.cuda.synchronize = lambda device=None: None
+        _keep_unpinned(torch)
     target = "sglang.srt.models.llama.LlamaForCausalLM.load_weights"
     HookRegistry.register(target, _load, HookType.AROUND)
     grammars = "sglang.srt.constrained.grammar_manager.GrammarManager"
     HookRegistry.register(f"{grammars}.process_req_with_grammar", _wait, HookType.AROUND)
     HookRegistry.register(f"{grammars}.has_waiting_grammars", _has_waiting, HookType.AROUND)
+
+
+def _keep_unpinned(torch: Any) -> None:
+    """SGLang's LoRA pins memory on the CPU, too, and torch has no pinned memory without a GPU."""
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
+    for name in ("tensor", "zeros", "empty"):
+        make = getattr(torch, name)
+
+        @functools.wraps(make)
+        def unpinned(*given: Any, make: Any = make, pin_memory: bool = False, **how: Any) -> Any:
+            return make(*given, **how)
+
+        setattr(torch, name, unpinned)
 
 
 def _load(original: Callable[..., Any], model: Any, tensors: Any) -> Any:

@@ -126,6 +126,8 @@ class Server:
         self.info_file = found / f"engine-{self.port}.json"
         self._fault = found / f"fault-{self.port}"
         self.model = model
+        key = next((one.partition("=")[2] for one in arguments if one.startswith("--api-key=")), None)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._command = [sys.executable, "-P", "-m", "sglang.launch_server"]
         self._command += ["--model-path", str(model), "--host", "127.0.0.1"]
         self._command += ["--port", str(self.port), *ARGUMENTS, *arguments]
@@ -194,25 +196,24 @@ class Server:
         """Its log."""
         return self.log.read_text(errors="replace")
 
-    def ask(self, length: int = LENGTH) -> list[list[int]]:
+    def ask(self, length: int = LENGTH, **more: Any) -> list[list[int]]:
         """What it generates."""
-        return [one["output_ids"] for one in self.answers(length)]
+        return [one["output_ids"] for one in self.answers(length, **more)]
 
-    def answers(self, length: int = LENGTH) -> list[dict[str, Any]]:
+    def answers(self, length: int = LENGTH, **more: Any) -> list[dict[str, Any]]:
         """The same, as it answers."""
-        return [self.answer(prompt, length) for prompt in PROMPTS]
+        return [self.answer(prompt, length, **more) for prompt in PROMPTS]
 
-    def answer(self, prompt: list[int], length: int) -> dict[str, Any]:
+    def answer(self, prompt: list[int], length: int, **more: Any) -> dict[str, Any]:
         sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
-        body = {"input_ids": prompt, "sampling_params": sampling}
+        body = {"input_ids": prompt, "sampling_params": sampling, **more}
         answer: dict[str, Any] = self.post("generate", body)[1]
         return answer
 
     def post(self, path: str, body: dict[str, Any], seconds: float = 100) -> tuple[int, Any]:
         """The status and the answer; of a refusal, too."""
-        request = urllib.request.Request(
-            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json", **self._headers}
+        request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=seconds) as answer:
                 return answer.status, json.load(answer)
@@ -222,7 +223,8 @@ class Server:
             return error.code, json.load(error)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.url}/{path}", timeout=60) as answer:
+        request = urllib.request.Request(f"{self.url}/{path}", headers=self._headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def begin(self, prompt: list[int], length: int) -> Request:

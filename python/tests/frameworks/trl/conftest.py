@@ -54,24 +54,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def servers(folder: Path) -> Iterator[list[tiny.Server]]:
     """Two servers of that checkpoint."""
-    settings = tiny.engine_settings
-
-    def with_tokenizer(folder: Path) -> dict[str, Any]:
-        return {k: v for k, v in settings(folder).items() if k != "skip_tokenizer_init"}
-
     both: list[tiny.Server] = []
-    with pytest.MonkeyPatch.context() as patch:
-        # TRL asks for the text of tokens, too.
-        patch.setattr(tiny, "engine_settings", with_tokenizer)
-        try:
-            for _ in range(2):
-                both.append(tiny.Server(folder))
-            for server in both:
-                server.wait()
-            yield both
-        finally:
-            for server in both:
-                server.kill()
+    try:
+        for _ in range(2):
+            # TRL asks for the text of tokens, too.
+            both.append(tiny.Server(folder, skip_tokenizer_init=False))
+        for server in both:
+            server.wait()
+        yield both
+    finally:
+        for server in both:
+            server.kill()
 
 
 @pytest.fixture

@@ -1,0 +1,270 @@
+"""An adapter's tensors for a sender, and a PEFT directory of each version that arrives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import (
+    LifecycleError,
+    ModelError,
+    SettingError,
+    UnsupportedError,
+    WrongTypeError,
+    WrongWeightsError,
+)
+
+if TYPE_CHECKING:
+    from weightsync.snapshot import Snapshot
+
+#: The tensor, and the file, that holds an adapter's configuration as JSON.
+CONFIG = "adapter_config.json"
+_TENSORS = "adapter_model.safetensors"
+
+#: What an adapter's tensors can be, under names that are made here as PEFT makes them.
+_KINDS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+
+
+def adapter_of(model: Any, adapter: str = "default") -> dict[str, Any]:
+    """The tensors of an adapter alone, for a ``Sender``.
+
+    They are the model's own tensors under the names of PEFT's checkpoints
+    (``base_model.model.….lora_A.weight``), so each ``send()`` reads what training made of
+    them. The configuration is one more tensor: ``adapter_config.json``, as bytes. So it is of
+    the same version as the weights.
+
+    Args:
+        model: a PEFT model.
+        adapter: the adapter's name in the model.
+
+    Raises:
+        UnsupportedError: for an adapter that has more than LoRA's pairs and
+            ``modules_to_save``: trained biases, trained tokens, DoRA, or no LoRA at all.
+    """
+    import torch
+
+    config = _config_of(model, adapter)
+    if reason := _not_sent(config):
+        raise UnsupportedError(
+            f"the adapter {adapter!r} has {reason}, which cannot be sent alone: "
+            "send the whole model, or train without"
+        )
+    # As PEFT writes it, in one order: the same configuration is the same bytes.
+    values = {**config.to_dict(), "inference_mode": True}
+    text = json.dumps(values, sort_keys=True, default=_plain)
+    found: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if (own := _checkpoint_name(name, adapter)) is not None:
+            kind = re.search(rf"\.(lora_\w+)\.{re.escape(adapter)}(?:\.|$)", name)
+            if kind and kind[1] not in _KINDS:
+                raise UnsupportedError(
+                    f"{name} cannot be sent with an adapter: expected {', '.join(_KINDS)}"
+                )
+            found[own] = tensor
+    if not found:
+        raise WrongWeightsError(f"the model has no tensors of the adapter {adapter!r}")
+    return {**found, CONFIG: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+
+
+def versioned_name(name: str, version: int) -> str:
+    """The name of one version of an adapter: ``policy-v12``."""
+    return f"{name}-v{version}"
+
+
+def save_adapter(snapshot: Snapshot, folder: str | Path) -> None:
+    """Writes a version that :func:`adapter_of` made as a PEFT directory.
+
+    PEFT, transformers and engines load it. The folder must not exist. It has its name only once
+    it is whole.
+    """
+    from safetensors.torch import save_file
+
+    if CONFIG not in snapshot:
+        raise WrongWeightsError(
+            f"the version has no {CONFIG}: expected the tensors of weightsync.lora.adapter_of"
+        )
+    folder = Path(folder)
+    if folder.exists():
+        raise SettingError(f"{folder} exists: give each version a folder of its own")
+    part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        tensors = {name: snapshot[name] for name in snapshot if name != CONFIG}
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, part / _TENSORS, metadata={"format": "pt"})
+        (part / CONFIG).write_bytes(bytes(snapshot[CONFIG].tolist()))
+        part.rename(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One version of an adapter, as a PEFT directory."""
+
+    #: Its versioned name, which no other adapter of this process has had.
+    name: str
+    #: A number from 1 that no other adapter of this process has had.
+    number: int
+    #: The version, and the run that it is of.
+    version: int
+    run: tuple[int, str]
+    #: The directory.
+    path: Path
+
+
+#: The places and the names, and the last number, that adapters of this process have had. Engines
+#: cache by them.
+_used_names: set[tuple[str, str]] = set()
+_last_number = 0
+_using = threading.Lock()
+
+
+def _use(place: str, name: str, run: str, taken: Collection[int | str]) -> tuple[str, int]:
+    """A name and a number that no adapter has had, and that none will have from now on."""
+    global _last_number
+    with _using:
+        others = (f"{name}-{run}-{at}" for at in itertools.count(2))
+        choices = itertools.chain([name, f"{name}-{run}"], others)
+        free = next(one for one in choices if (place, one) not in _used_names and one not in taken)
+        _used_names.add((place, free))
+        _last_number = next(one for one in itertools.count(_last_number + 1) if one not in taken)
+        return free, _last_number
+
+
+class Adapters:
+    """The versions of one adapter, each in a directory of its own.
+
+    Args:
+        name: the adapter's name, such as ``"policy"``: version 12 is ``"policy-v12"``.
+        folder: where a folder for the directories is made, under a new name for each object;
+            that of temporary files without it.
+        place: what loads them, such as a server's URL, if there are several. A name is used once
+            at each.
+
+    The directories end with the object, so keep it, or call :meth:`close`.
+
+    No name, number or path is used twice in a process, whichever object used it. If a name was
+    used, as by a trainer before its restart, the version is ``"policy-v12-"`` and the run's id.
+    Processes that load into one server need names of their own.
+    """
+
+    def __init__(self, name: str, folder: str | Path | None = None, place: str = "") -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise SettingError(
+                f"the adapter's name {name!r} cannot be a folder's: use letters, digits, '.', '_', '-'"
+            )
+        self.name = name
+        self._place = place
+        if folder is not None:
+            folder = Path(folder).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"weightsync-lora-{name}-", dir=folder))
+        self._known: dict[tuple[int, str, int], Adapter] = {}
+        self._made: set[str] = set()
+        # Also if nobody calls close().
+        self._remove_all = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
+
+    def save(self, snapshot: Snapshot, taken: Collection[int | str] = ()) -> Adapter:
+        """Writes the version's directory, once for each version.
+
+        Args:
+            snapshot: a version that :func:`adapter_of` made.
+            taken: names and numbers that it must not get, such as those of an engine's other
+                adapters.
+        """
+        if not self._remove_all.alive:
+            raise LifecycleError("these adapters are closed")
+        key = (*snapshot.run, snapshot.version)
+        if key in self._known:
+            return self._known[key]
+        name = versioned_name(self.name, snapshot.version)
+        name, number = _use(self._place, name, snapshot.run[1], taken)
+        self._made.add(name)
+        path = self._folder / name
+        save_adapter(snapshot, path)
+        made = Adapter(name, number, snapshot.version, snapshot.run, path)
+        self._known[key] = made
+        return made
+
+    def remove(self, adapter: Adapter) -> None:
+        """Removes a version's directory. Its name stays used."""
+        shutil.rmtree(adapter.path, ignore_errors=True)
+
+    def forget(self, adapter: Adapter) -> None:
+        """Removes a version's directory. The version can be saved again, under another name."""
+        self.remove(adapter)
+        self._known.pop((*adapter.run, adapter.version), None)
+
+    def may_remove(self, name: str) -> bool:
+        """Whether a name is of this object, or of a process that used the adapter's name before."""
+        if name in self._made:
+            return True
+        form = re.escape(self.name) + r"-v\d+(-[0-9a-f]+(-\d+)?)?"
+        return re.fullmatch(form, name) is not None and (self._place, name) not in _used_names
+
+    def close(self) -> None:
+        """Removes the directories of all versions."""
+        self._remove_all()
+
+    def __enter__(self) -> Adapters:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    # A process that was forked has the object, too, and not the folder.
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+def _checkpoint_name(name: str, adapter: str) -> str | None:
+    """The name in PEFT's checkpoints, of a tensor that belongs to the adapter."""
+    parts = name.split(".")
+    for at, part in enumerate(parts[:-1]):
+        of_adapter = part.startswith("lora_") or part == "modules_to_save"
+        if of_adapter and parts[at + 1] == adapter:
+            kept = at if part == "modules_to_save" else at + 1
+            return ".".join(parts[:kept] + parts[at + 2 :])
+    return None
+
+def _config_of(model: Any, adapter: str) -> Any:
+    configs = getattr(model, "peft_config", None)
+    if not isinstance(configs, Mapping):
+        raise WrongTypeError(f"expected a PEFT model, got {type(model).__name__}")
+    if adapter not in configs:
+        raise ModelError(
+            f"the model has no adapter {adapter!r}; it has {', '.join(map(repr, configs))}"
+        )
+    return configs[adapter]
+
+
+def _not_sent(config: Any) -> str | None:
+    """What an adapter has that is not sent under PEFT's names."""
+    kind = getattr(config, "peft_type", None) or "LORA"
+    kind = str(getattr(kind, "value", kind))
+    if kind != "LORA":
+        return f"the peft_type {kind}"
+    if (bias := getattr(config, "bias", None) or "none") != "none":
+        return f"bias={bias!r}"
+    if getattr(config, "trainable_token_indices", None):
+        return "trainable_token_indices"
+    return "DoRA" if getattr(config, "use_dora", False) else None
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no form for, as PEFT writes it: sets as lists."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return str(value)
