@@ -95,6 +95,11 @@ class Sender(_ends.AsyncWith):
         self._models = _named(model, name, models, context)
         self._strategy = strategy
         self._mappings = by_model(mapping, self._models)
+        if cast is not None and any(one.quantises for one in self._mappings.values()):
+            raise SettingError(
+                "cast: it would cast the scales of what the mapping quantises, too: give the mapping "
+                'a rule .cast("*", dtype) in its place'
+            )
         self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False

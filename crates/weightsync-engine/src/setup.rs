@@ -232,7 +232,8 @@ impl SenderSetup {
     }
 
     /// Sends floating-point tensors of every model as `dtype` (F64, F32, F16 or
-    /// BF16), cast in the one pass over the source.
+    /// BF16), cast in the one pass over the source. The scales of what a mapping quantises are such
+    /// tensors: with such a mapping, give it a rule that casts.
     ///
     /// # Errors
     ///

@@ -4,7 +4,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pyo3::prelude::*;
 use weightsync_engine::MappedLoader;
-use weightsync_engine::mapping::Quantisation;
+use weightsync_engine::mapping::{Quantisation, Rule};
 
 use crate::errors::SettingError;
 use crate::loader::Object;
@@ -91,6 +91,13 @@ impl Mapping {
     #[getter]
     fn rules(&self) -> Vec<String> {
         self.0.rules().iter().map(ToString::to_string).collect()
+    }
+
+    /// Whether a rule quantises.
+    #[getter]
+    fn quantises(&self) -> bool {
+        let mut rules = self.0.rules().iter();
+        rules.any(|rule| matches!(rule, Rule::Quantise { .. }))
     }
 
     /// What would happen to each tensor of `source`, and what would be missing or

@@ -191,6 +191,8 @@ def test_wrong_quantisations_are_refused():
     ]:
         with pytest.raises(weightsync.WrongWeightsError, match=words):
             weightsync.Sender(weights, mapping=mapping)
+    with pytest.raises(weightsync.SettingError, match=r"would cast the scales"):
+        weightsync.Sender(weights, mapping={"model": fp8}, name="model", cast=torch.bfloat16)
     with pytest.raises(weightsync.WrongWeightsError, match=r"I64 \[2\] and cannot be quantised"):
         weightsync.Sender({"a": torch.ones(2).long()}, mapping=fp8)
     for wrong, words in [

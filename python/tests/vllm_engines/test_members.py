@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from types import SimpleNamespace
 
@@ -268,6 +269,26 @@ def test_unwritable_info_file_leaves_the_engine_alone(engine, sender, monkeypatc
     assert (line.outcome, engine.asked) == ("kept old", ["join", "over"]), line
     engine.paused = True
     assert [line.outcome for line in trainer.refresh().engines] == ["asleep"]
+
+
+def test_restart_with_other_ranks_takes_no_numbers(engine, sender, tmp_path, monkeypatch):
+    trainer, file = Trainer(sender), tmp_path / "engine.json"
+    trainer.add(engine, info_file=file)
+    assert trainer.sync().all_synced
+    monkeypatch.setenv(_restart.VARIABLE, str(file))
+    told = json.loads(file.read_text())
+    # The number after its own is another engine's.
+    file.write_text(json.dumps({**told, "ranks": 2}))
+    with pytest.raises(weightsync.LoadError, match="has 1 ranks, and its trainer knows it with 2"):
+        _restart.begin(EngineWorker(FakePlace(engine)))
+    assert [one.worker for one in sender.workers] == [0]
+    # What a restarted engine does.
+    file.write_text(json.dumps(told))
+    engine.worker.leave()
+    engine.worker = EngineWorker(FakePlace(engine))
+    _restart.begin(engine.worker)
+    assert trainer.sync().all_synced
+    trainer.remove(engine.name)
 
 
 def test_removed_engine_leaves_the_sender(engine, sender):

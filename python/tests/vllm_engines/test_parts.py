@@ -154,7 +154,7 @@ def test_backend_refuses_what_it_cannot_do():
 def test_engine_without_its_trainer_does_not_start(tmp_path, monkeypatch, caplog):
     class Worker:
         def begin(self, request):
-            assert (request.first_worker, request.timeout) == (2, 5)
+            assert (request.first_worker, request.ranks, request.timeout) == (2, 3, 5)
             raise LoadError("the sender\nis gone")
 
     path = tmp_path / "engine.json"
@@ -162,7 +162,7 @@ def test_engine_without_its_trainer_does_not_start(tmp_path, monkeypatch, caplog
     monkeypatch.setenv(_restart.VARIABLE, str(path))
     _restart.begin(Worker())
     assert "begins with its checkpoint" in caplog.text
-    _restart.write(str(path), "{}", 2, 5)
+    _restart.write(str(path), "{}", 2, 3, 5)
     assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(LoadError) as raised:
         _restart.begin(Worker())

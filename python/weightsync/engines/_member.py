@@ -235,7 +235,7 @@ class Member:
             self._held = True
         self._joined = True
         if self._info_file is not None and self._written != (sender, self._first):
-            _restart.write(self._info_file, sender, self._first, timeout)
+            _restart.write(self._info_file, sender, self._first, self._ranks, timeout)
             self._written = (sender, self._first)
 
     def _has(self, sent: Sent) -> bool:

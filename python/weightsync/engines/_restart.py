@@ -26,13 +26,13 @@ VARIABLE = "WEIGHTSYNC_ENGINE_INFO"
 _LONGEST = 1 << 20
 
 
-def write(path: str, sender: str, first_worker: int, timeout: float) -> None:
+def write(path: str, sender: str, first_worker: int, ranks: int, timeout: float) -> None:
     """Writes the file, whole or not at all. It holds the sender's secret: its owner alone reads it.
 
     Raises:
         OperatingSystemError: if it cannot be written.
     """
-    info = {"sender": sender, "first_worker": first_worker, "timeout": timeout}
+    info = {"sender": sender, "first_worker": first_worker, "ranks": ranks, "timeout": timeout}
     try:
         # Made with the mode 0600.
         opened, new = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=".weightsync-")

@@ -14,6 +14,7 @@ from weightsync.errors import (
     DeadlineError,
     LoadError,
     PeerError,
+    SettingError,
     WeightsyncError,
     WrongWeightsError,
 )
@@ -136,6 +137,11 @@ class EngineWorker:
         """
         failed = None
         try:
+            if request.ranks not in (0, self._ranks.count):
+                # The numbers after its own are other engines'.
+                raise SettingError(
+                    f"it has {self._ranks.count} ranks, and its trainer knows it with {request.ranks}"
+                )
             self._join(request)
         except Exception as error:
             failed = _said(error)
