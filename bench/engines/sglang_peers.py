@@ -1,8 +1,8 @@
 """Updates of a server of SGLang on the CPU, compared with SGLang's own.
 
-    PYTHONPATH=bench/common python bench/engines/sglang_peers.py [--json] [--rounds N]
+    cargo xtask bench sglang [--json]
 
-It runs where SGLang is installed (python/requirements-sglang.txt). The trainer and the server are
+The trainer and the server are
 on one host. In each round a change comes to the same server in four ways, one after the other: a
 checkpoint in /dev/shm and /update_weights_from_disk; a broadcast over gloo and
 /update_weights_from_distributed, all tensors in one call; weightsync over TCP; and weightsync in

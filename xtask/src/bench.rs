@@ -5,11 +5,12 @@
 //! prints tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
 //! `target`, `met`); with `--plot` it also draws.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::data;
 use crate::error::Error;
+use crate::frameworks;
 use crate::places::Places;
 use crate::pytest;
 use crate::python;
@@ -74,8 +75,17 @@ const GROUPS: &[Group] = &[
         name: "engines",
         about: "updates of a vLLM engine, compared with vLLM's own load; extraction from sharded \
                 trainers, compared with full_tensor()",
-        measured: Measured::WithVllm {
+        measured: Measured::WithEngine {
             program: "bench/engines",
+            provide: pytest::installed_for_vllm,
+        },
+    },
+    Group {
+        name: "sglang",
+        about: "updates of a server of SGLang (11 GB), compared with its own from disk and over gloo",
+        measured: Measured::WithEngine {
+            program: "bench/engines/sglang_peers.py",
+            provide: frameworks::installed_for_sglang,
         },
     },
     Group {
@@ -130,9 +140,11 @@ enum Measured {
         /// What it measures next to ours, of the system.
         peers: &'static [Package],
     },
-    WithVllm {
-        /// What Python runs, in vLLM's environment with the package installed. It takes `--json`.
+    WithEngine {
+        /// What Python runs. It takes `--json`.
         program: &'static str,
+        /// Makes the engine's environment, with the package installed.
+        provide: fn(&Places) -> Result<PathBuf, Error>,
     },
     OverNetwork {
         /// The subcommand with the cases over loopback. It takes `--json`, and the Python of the
@@ -175,7 +187,11 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
             peers.iter().try_for_each(Package::provide)?;
             in_python(places, group.name, program, binary, &flags)
         }
-        Measured::WithVllm { program } => with_vllm(places, group.name, program, &flags),
+        Measured::WithEngine { program, provide } => {
+            no_picture(group.name, &flags)?;
+            let mut command = program_of(places, &provide(places)?, program, &flags);
+            step::run_last(&format!("bench {}", group.name), &mut command)
+        }
         Measured::OverNetwork { own, hosts } => {
             no_picture(group.name, &flags)?;
             over_network(places, own, hosts, &flags)
@@ -235,13 +251,6 @@ fn in_python(
     let mut command = program_of(places, &python, program, flags);
     command.arg("--weightsync");
     command.arg(places.target().join("release").join(binary.name));
-    step::run_last(&format!("bench {name}"), &mut command)
-}
-
-fn with_vllm(places: &Places, name: &str, program: &str, flags: &[&str]) -> Result<(), Error> {
-    no_picture(name, flags)?;
-    let python = pytest::installed_for_vllm(places)?;
-    let mut command = program_of(places, &python, program, flags);
     step::run_last(&format!("bench {name}"), &mut command)
 }
 
@@ -367,7 +376,7 @@ mod tests {
             let (group, flags) = parse(&args).expect("a known group");
             assert_eq!((group.name, flags), ("mem", vec!["--json", "--plot"]));
         }
-        for name in ["python", "ray", "collect", "delta", "engines"] {
+        for name in ["python", "ray", "collect", "delta", "engines", "sglang"] {
             let (group, flags) = parse(&["--json", name]).expect("a known group");
             assert_eq!((group.name, flags), (name, vec!["--json"]));
         }

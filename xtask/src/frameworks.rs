@@ -31,46 +31,48 @@ struct Framework {
     sources: &'static [&'static str],
 }
 
-const FRAMEWORKS: &[Framework] = &[
-    Framework {
-        name: "trl",
-        environment: &python::TRL,
-        tests: &["trl"],
-        sources: &[
-            "python/weightsync/trl.py",
-            "python/weightsync/_tested.py",
-            "python/weightsync/lora",
-            "python/tests/vllm_engines/tiny.py",
-            "python/weightsync/vllm",
-            "python/weightsync/engines",
-        ],
-    },
-    Framework {
-        name: "verl",
-        environment: &python::VERL,
-        tests: &["verl", "nemo_rl"],
-        sources: &[
-            "python/weightsync/verl.py",
-            "python/weightsync/nemo_rl.py",
-            "python/weightsync/_stream.py",
-            "python/weightsync/_tested.py",
-            "python/weightsync/ray",
-            "python/tests/frameworks/named_weights.py",
-        ],
-    },
-    Framework {
-        name: "sglang",
-        environment: &python::SGLANG,
-        tests: &["sglang"],
-        sources: &[
-            "python/weightsync/sglang",
-            "python/weightsync/_tested.py",
-            "python/weightsync/lora",
-            "python/tests/vllm_engines/adapted.py",
-            "python/weightsync/engines",
-        ],
-    },
-];
+const FRAMEWORKS: &[Framework] = &[TRL, VERL, SGLANG];
+
+const TRL: Framework = Framework {
+    name: "trl",
+    environment: &python::TRL,
+    tests: &["trl"],
+    sources: &[
+        "python/weightsync/trl.py",
+        "python/weightsync/_tested.py",
+        "python/weightsync/lora",
+        "python/tests/vllm_engines/tiny.py",
+        "python/weightsync/vllm",
+        "python/weightsync/engines",
+    ],
+};
+
+const VERL: Framework = Framework {
+    name: "verl",
+    environment: &python::VERL,
+    tests: &["verl", "nemo_rl"],
+    sources: &[
+        "python/weightsync/verl.py",
+        "python/weightsync/nemo_rl.py",
+        "python/weightsync/_stream.py",
+        "python/weightsync/_tested.py",
+        "python/weightsync/ray",
+        "python/tests/frameworks/named_weights.py",
+    ],
+};
+
+const SGLANG: Framework = Framework {
+    name: "sglang",
+    environment: &python::SGLANG,
+    tests: &["sglang"],
+    sources: &[
+        "python/weightsync/sglang",
+        "python/weightsync/_tested.py",
+        "python/weightsync/lora",
+        "python/tests/vllm_engines/adapted.py",
+        "python/weightsync/engines",
+    ],
+};
 
 impl Framework {
     fn tests(&self) -> impl Iterator<Item = String> {
@@ -97,12 +99,23 @@ impl Framework {
         Ok(format!("{:016x}", hasher.finish()))
     }
 
-    fn run(&self, places: &Places, wheel: &Path) -> Result<(), Error> {
+    /// The Python that sees the package and the framework.
+    fn installed(&self, places: &Places, wheel: &Path) -> Result<PathBuf, Error> {
         let environment = self.environment.provide(places)?;
-        let own = wheel::install_over(places, &environment, self.name, wheel)?;
+        wheel::install_over(places, &environment, self.name, wheel)
+    }
+
+    fn run(&self, places: &Places, wheel: &Path) -> Result<(), Error> {
+        let own = self.installed(places, wheel)?;
         let mut tests = pytest::command(places, &own)?;
         step::run_reported(self.name, tests.args(self.tests())).map(drop)
     }
+}
+
+/// The Python that sees the package, just built, and SGLang.
+pub fn installed_for_sglang(places: &Places) -> Result<PathBuf, Error> {
+    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
+    SGLANG.installed(places, &wheel)
 }
 
 /// Runs the tests of all frameworks, or of those with these names, and notes what passed.

@@ -34,7 +34,7 @@ def llm(made):
     )
 
 
-def test_llm_answers_with_each_adapterversion_of(llm):
+def test_llm_answers_with_each_adapter_version(llm):
     plain = tiny.greedy(tiny.llama())
     adapted = Adapted(tiny.llama())
     adapted.change(0)
@@ -106,7 +106,7 @@ def _get(server: tiny.Server, path: str) -> Any:
         return json.load(answer)
 
 
-def test_server_answers_with_each_adapterversion_of(lora_server):
+def test_server_answers_with_each_adapter_version(lora_server):
     plain = tiny.greedy(tiny.llama())
     adapted = Adapted(tiny.llama())
     adapted.change(0)
