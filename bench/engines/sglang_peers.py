@@ -67,12 +67,23 @@ class Server:
             "--max-total-tokens 4096 --max-running-requests 2 "
             "--custom-weight-loader weightsync.sglang.load"
         ).split()
+        # SGLang imports this on a device that it has no kernels for, and does not call it.
+        stub = folder / "found" / "vllm"
+        stub.mkdir(parents=True)
+        (stub / "__init__.py").touch()
+        (stub / "_custom_ops.py").write_text("rotary_embedding = None\n")
+        path = os.pathsep.join([str(stub.parent), os.environ.get("PYTHONPATH", "")])
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "HF_HUB_OFFLINE": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": path,
+                },
                 start_new_session=True,
             )
 
