@@ -2,11 +2,11 @@
 
     cargo xtask bench sglang [--json]
 
-The trainer and the server are
-on one host. In each round a change comes to the same server in four ways, one after the other: a
-checkpoint in /dev/shm and /update_weights_from_disk; a broadcast over gloo and
-/update_weights_from_distributed, all tensors in one call; weightsync over TCP; and weightsync in
-shared memory. All of them pause with `retract` and drop the cache. Medians of the rounds, warm.
+The trainer and the server are on one host. In each round a change comes to the same server in four
+ways, one after the other: a checkpoint in /dev/shm and /update_weights_from_disk; a broadcast over
+gloo and /update_weights_from_distributed, all tensors in one call; weightsync over TCP; and
+weightsync in shared memory. All of them pause with `retract` and drop the cache. Medians of the
+rounds (`--rounds`, of the program itself), warm.
 
 The pause is from before the call that pauses to after the one that resumes. The bytes are those
 that go to the server, or would go to one on another host: it reads a checkpoint whole, too.

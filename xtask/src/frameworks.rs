@@ -67,6 +67,7 @@ const SGLANG: Framework = Framework {
     tests: &["sglang"],
     sources: &[
         "python/weightsync/sglang",
+        "python/weightsync/staleness.py",
         "python/weightsync/_tested.py",
         "python/weightsync/lora",
         "python/tests/vllm_engines/adapted.py",

@@ -216,21 +216,24 @@ def test_redirect_is_no_success(server: Server, checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),
+    ("path", "outcome", "words"),
     [
-        ("/cut", "IncompleteRead"),
-        ("/no-json", "answered what is no JSON"),
-        ("/long", "answered more than 1,048,576 bytes"),
+        ("/cut", "dead", "IncompleteRead"),
+        ("/no-json", "held", "answered with text that is not JSON"),
+        ("/long", "held", "answered with more than 1,048,576 bytes"),
     ],
 )
 def test_broken_answer_is_no_success(
-    server: Server, checkpoint: Path, path: str, words: str
+    server: Server, checkpoint: Path, path: str, outcome: str, words: str
 ) -> None:
     with weightsync.Sender(llama(1)) as sender:
         trainer = Trainer(sender, [Remote(server.url, routes={**ROUTES, "update": path})])
         (line,) = trainer.sync(1).engines
-        assert not line.synced
-        assert f"{path}" in str(line) and words in str(line)
+        assert line.outcome == outcome and words in str(line), line
+        trainer.remove(server.url)
+        # An answer of any kind may be to a pause.
+        trainer.add(Remote(server.url, routes={**ROUTES, "resume": "/no-json"}, like=checkpoint))
+        assert "not JSON" in str(trainer.sync(2).engines[0])
         trainer.remove(server.url)
 
 
@@ -243,6 +246,10 @@ def test_server_with_a_key_is_given_it(server: Server, checkpoint: Path) -> None
         trainer.add(Remote(server.url, routes=routes, api_key="secret"))
         assert trainer.sync(2).all_synced
         trainer.remove(server.url)
+    for key in ("", "secret\n", "clé"):
+        with pytest.raises(SettingError, match="api_key: expected") as raised:
+            Remote(server.url, routes=routes, api_key=key)
+        assert not key or key not in str(raised.value)
 
 
 def test_model_of_another_shape_is_refused(server: Server, checkpoint: Path) -> None:

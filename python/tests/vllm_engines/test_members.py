@@ -279,7 +279,7 @@ def test_restart_with_other_ranks_takes_no_numbers(engine, sender, tmp_path, mon
     told = json.loads(file.read_text())
     # The number after its own is another engine's.
     file.write_text(json.dumps({**told, "ranks": 2}))
-    with pytest.raises(weightsync.LoadError, match="has 1 ranks, and its trainer knows it with 2"):
+    with pytest.raises(weightsync.LoadError, match="number of ranks is 1, and the file says 2"):
         _restart.begin(EngineWorker(FakePlace(engine)))
     assert [one.worker for one in sender.workers] == [0]
     # What a restarted engine does.

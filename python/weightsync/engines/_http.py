@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import re
 import socket
 import threading
 import urllib.parse
@@ -32,6 +33,11 @@ class Server:
             raise SettingError(f"expected a URL such as http://host:8000, got {url!r}")
         self.url = url.rstrip("/")
         self._parts, self._missing = parts, missing
+        if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
+            raise SettingError(
+                "api_key: expected letters, digits and signs of ASCII without white space, as a file "
+                "may have around it (strip it)"
+            )
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def is_of(self, given: Any) -> bool:
@@ -70,9 +76,7 @@ class Server:
             connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
             answer = connection.getresponse()
             content = answer.read(_LONGEST_ANSWER + 1)
-            if len(content) > _LONGEST_ANSWER:
-                raise http.client.HTTPException(f"answered more than {_LONGEST_ANSWER:,} bytes")
-            if answer.length:
+            if answer.length and len(content) <= _LONGEST_ANSWER:
                 # The connection's own read returns what came before the end.
                 raise http.client.IncompleteRead(content, answer.length)
             return answer, content
@@ -93,17 +97,19 @@ class Server:
                     connection.sock.shutdown(socket.SHUT_RDWR)
             connection.close()
         status = answer.status
-        is_json = "json" in (answer.getheader("Content-Type") or "")
         try:
-            said = json.loads(content or b"{}")
+            told = json.loads(content or b"{}")
         except ValueError as error:
-            if is_json and 200 <= status < 300:
-                raise EngineDiedError(f"/{_bare(path)} answered what is no JSON: {error}") from error
-            said = {}
+            # Routes may answer with a word, and no more.
+            if 200 <= status < 300 and "json" in (answer.getheader("Content-Type") or ""):
+                is_long = len(content) > _LONGEST_ANSWER
+                what = f"more than {_LONGEST_ANSWER:,} bytes" if is_long else "text that is not JSON"
+                raise EngineCallError(f"/{_bare(path)} answered with {what}") from error
+            told = {}
         if 200 <= status < 300:
-            return said if isinstance(said, dict) else {}
-        why = _error_of(said)
-        if status == 404 and why in (None, "Not Found"):
+            return told if isinstance(told, dict) else {}
+        why = refusal(told)
+        if status == 404 and (why or "not found").lower() == "not found":
             raise EngineCallError(f"the server has no /{_bare(path)}: {self._missing}")
         # A redirect is not followed: a call that was not made is no success.
         moved = answer.getheader("Location")
@@ -111,13 +117,13 @@ class Server:
         raise EngineCallError(why or f"/{_bare(path)} answered {status}{where}")
 
 
-def _error_of(answer: Any) -> str | None:
+def refusal(answer: Any) -> str | None:
     """The words of a server's refusal."""
     if not isinstance(answer, dict):
         return None
     # Those of vLLM, FastAPI and SGLang.
-    words = ("error", "detail", "message", "error_message")
-    error = next((answer[one] for one in words if one in answer), None)
+    words = ("error", "detail", "message", "error_message", "error_msg")
+    error = next((answer[one] for one in words if answer.get(one)), None)
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from weightsync.engines._base import Engine, EngineCallError, EngineDiedError, Pause
 from weightsync.engines._checkpoint import Checkpoint
-from weightsync.engines._http import Server
+from weightsync.engines._http import Server, refusal
 from weightsync.engines._request import WorkerRequest
 from weightsync.engines._worker import EngineWorker, Place, UpdateError
 from weightsync.errors import (
@@ -165,8 +165,7 @@ class Remote(Engine):
         path, body = self._routes[name]
         answer = self._server.post(_filled(path, values), timeout, _filled(body, values))
         if answer.get("success") is False:
-            said = answer.get("message") or answer.get("error") or answer.get("error_msg")
-            raise EngineCallError(str(said or f"{path} answered that it did not succeed"))
+            raise EngineCallError(refusal(answer) or f"{path} answered that it did not succeed")
 
     def _fail(self, error: UpdateError) -> NoReturn:
         if self._place.died is not None:

@@ -27,7 +27,8 @@ _LONGEST = 1 << 20
 
 
 def write(path: str, sender: str, first_worker: int, ranks: int, timeout: float) -> None:
-    """Writes the file, whole or not at all. It holds the sender's secret: its owner alone reads it.
+    """Writes the file, whole or not at all. The mode lets its owner alone read it: it holds the
+    sender's secret.
 
     Raises:
         OperatingSystemError: if it cannot be written.

@@ -140,7 +140,7 @@ class EngineWorker:
             if request.ranks not in (0, self._ranks.count):
                 # The numbers after its own are other engines'.
                 raise SettingError(
-                    f"it has {self._ranks.count} ranks, and its trainer knows it with {request.ranks}"
+                    f"the engine's number of ranks is {self._ranks.count}, and the file says {request.ranks}"
                 )
             self._join(request)
         except Exception as error:

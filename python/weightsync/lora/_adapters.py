@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,6 +98,8 @@ def save_adapter(snapshot: Snapshot, folder: str | Path) -> None:
         raise SettingError(f"{folder} exists: give each version a folder of its own")
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        # As any folder; who may enter is said by the one around it.
+        part.chmod(0o755)
         tensors = {name: snapshot[name] for name in snapshot if name != CONFIG}
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, part / _TENSORS, metadata={"format": "pt"})
@@ -112,9 +114,10 @@ def save_adapter(snapshot: Snapshot, folder: str | Path) -> None:
 class Adapter:
     """One version of an adapter, as a PEFT directory."""
 
-    #: Its versioned name, which no other adapter of this process has had.
+    #: Its versioned name.
     name: str
-    #: A number from 1 that no other adapter of this process has had.
+    #: A number from 1 that no other adapter of this process has had; 0 for a server's, which gives
+    #: numbers of its own.
     number: int
     #: The version, and the run that it is of.
     version: int
@@ -123,23 +126,28 @@ class Adapter:
     path: Path
 
 
-#: The places and the names, and the last number, that adapters of this process have had. Engines
-#: cache by them.
-_used_names: set[tuple[str, str]] = set()
+#: The names and the last number that adapters of this process have had. Engines cache by them.
+_used_names: set[str] = set()
 _last_number = 0
 _using = threading.Lock()
 
 
-def _use(place: str, name: str, run: str, taken: Collection[int | str]) -> tuple[str, int]:
+def _use(name: str, run: str, taken: Collection[int]) -> tuple[str, int]:
     """A name and a number that no adapter has had, and that none will have from now on."""
     global _last_number
     with _using:
-        others = (f"{name}-{run}-{at}" for at in itertools.count(2))
-        choices = itertools.chain([name, f"{name}-{run}"], others)
-        free = next(one for one in choices if (place, one) not in _used_names and one not in taken)
-        _used_names.add((place, free))
+        free = next(one for one in _choices(name, run) if one not in _used_names)
+        _used_names.add(free)
         _last_number = next(one for one in itertools.count(_last_number + 1) if one not in taken)
         return free, _last_number
+
+
+def _choices(name: str, run: str) -> Iterator[str]:
+    """The names that a version can have, the first ones first."""
+    yield name
+    yield f"{name}-{run}"
+    for at in itertools.count(2):
+        yield f"{name}-{run}-{at}"
 
 
 class Adapters:
@@ -149,8 +157,6 @@ class Adapters:
         name: the adapter's name, such as ``"policy"``: version 12 is ``"policy-v12"``.
         folder: where a folder for the directories is made, under a new name for each object;
             that of temporary files without it.
-        place: what loads them, such as a server's URL, if there are several. A name is used once
-            at each.
 
     The directories end with the object, so keep it, or call :meth:`close`.
 
@@ -159,59 +165,63 @@ class Adapters:
     Processes that load into one server need names of their own.
     """
 
-    def __init__(self, name: str, folder: str | Path | None = None, place: str = "") -> None:
+    def __init__(self, name: str, folder: str | Path | None = None) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise SettingError(
                 f"the adapter's name {name!r} cannot be a folder's: use letters, digits, '.', '_', '-'"
             )
         self.name = name
-        self._place = place
         if folder is not None:
             folder = Path(folder).absolute()
             folder.mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"weightsync-lora-{name}-", dir=folder))
+        self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix(name), dir=folder))
+        if folder is not None:
+            # An engine may be another user's.
+            self._folder.chmod(0o755)
         self._known: dict[tuple[int, str, int], Adapter] = {}
-        self._made: set[str] = set()
-        # Also if nobody calls close().
+        # Also without a call of close().
         self._remove_all = weakref.finalize(self, _remove_folder, self._folder, os.getpid())
 
-    def save(self, snapshot: Snapshot, taken: Collection[int | str] = ()) -> Adapter:
+    def save(self, snapshot: Snapshot, taken: Collection[int] = ()) -> Adapter:
         """Writes the version's directory, once for each version.
 
         Args:
             snapshot: a version that :func:`adapter_of` made.
-            taken: names and numbers that it must not get, such as those of an engine's other
-                adapters.
+            taken: numbers that it must not get, such as those of an engine's other adapters.
         """
+        if (known := self._saved(snapshot)) is not None:
+            return known
+        name = versioned_name(self.name, snapshot.version)
+        return self._save(snapshot, *_use(name, snapshot.run[1], taken))
+
+    def _save_for_server(self, snapshot: Snapshot, taken: Collection[str]) -> Adapter:
+        """The same, under a name of its run: a server outlives this process and what it used."""
+        if (known := self._saved(snapshot)) is not None:
+            return known
+        choices = _choices(versioned_name(self.name, snapshot.version), snapshot.run[1])
+        next(choices)
+        return self._save(snapshot, next(one for one in choices if one not in taken), 0)
+
+    def _saved(self, snapshot: Snapshot) -> Adapter | None:
         if not self._remove_all.alive:
             raise LifecycleError("these adapters are closed")
-        key = (*snapshot.run, snapshot.version)
-        if key in self._known:
-            return self._known[key]
-        name = versioned_name(self.name, snapshot.version)
-        name, number = _use(self._place, name, snapshot.run[1], taken)
-        self._made.add(name)
+        return self._known.get((*snapshot.run, snapshot.version))
+
+    def _save(self, snapshot: Snapshot, name: str, number: int) -> Adapter:
         path = self._folder / name
         save_adapter(snapshot, path)
         made = Adapter(name, number, snapshot.version, snapshot.run, path)
-        self._known[key] = made
+        self._known[(*snapshot.run, snapshot.version)] = made
         return made
 
     def remove(self, adapter: Adapter) -> None:
         """Removes a version's directory. Its name stays used."""
         shutil.rmtree(adapter.path, ignore_errors=True)
 
-    def forget(self, adapter: Adapter) -> None:
-        """Removes a version's directory. The version can be saved again, under another name."""
+    def _forget(self, adapter: Adapter) -> None:
+        """Removes it; its version can be saved again."""
         self.remove(adapter)
         self._known.pop((*adapter.run, adapter.version), None)
-
-    def may_remove(self, name: str) -> bool:
-        """Whether a name is of this object, or of a process that used the adapter's name before."""
-        if name in self._made:
-            return True
-        form = re.escape(self.name) + r"-v\d+(-[0-9a-f]+(-\d+)?)?"
-        return re.fullmatch(form, name) is not None and (self._place, name) not in _used_names
 
     def close(self) -> None:
         """Removes the directories of all versions."""
@@ -224,10 +234,16 @@ class Adapters:
         self.close()
 
 
+def folder_prefix(name: str) -> str:
+    """How the folders of an adapter begin."""
+    return f"weightsync-lora-{name}-"
+
+
 def _remove_folder(folder: Path, process: int) -> None:
     # A process that was forked has the object, too, and not the folder.
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
+
 
 def _checkpoint_name(name: str, adapter: str) -> str | None:
     """The name in PEFT's checkpoints, of a tensor that belongs to the adapter."""
@@ -238,6 +254,7 @@ def _checkpoint_name(name: str, adapter: str) -> str | None:
             kept = at if part == "modules_to_save" else at + 1
             return ".".join(parts[:kept] + parts[at + 2 :])
     return None
+
 
 def _config_of(model: Any, adapter: str) -> Any:
     configs = getattr(model, "peft_config", None)

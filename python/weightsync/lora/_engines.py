@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from weightsync.engines._http import Server
 from weightsync.errors import (
@@ -22,7 +22,7 @@ from weightsync.errors import (
     WeightsyncError,
     WrongTypeError,
 )
-from weightsync.lora._adapters import Adapter, Adapters
+from weightsync.lora._adapters import Adapter, Adapters, folder_prefix
 
 if TYPE_CHECKING:
     from weightsync.snapshot import Snapshot
@@ -49,11 +49,18 @@ class _Loader(abc.ABC, Generic[_Handle]):
     def _load(self, snapshot: Snapshot) -> _Handle:
         if self._closed:
             raise LifecycleError("these adapters are closed")
-        loaded = self._loaded()
-        made = self._adapters.save(snapshot, loaded)
+        try:
+            loaded = self._loaded()
+        except DeadlineError:
+            raise
+        except Exception as error:
+            raise LoadError(f"the engine does not say what it has: {error}") from error
+        made = self._save(snapshot, loaded)
         before = self._live
-        if before and before[0] == made and self._is_loaded(made, loaded):
-            return before[1]
+        if before and not self._is_loaded(before[0], loaded):
+            self._live = None
+        if self._live and self._live[0] == made:
+            return self._live[1]
         if not made.path.exists():
             raise LoadError(f"{made.name} was live before and has been removed: send it once more")
         with self._undone(made):
@@ -63,17 +70,10 @@ class _Loader(abc.ABC, Generic[_Handle]):
                 raise
             except Exception as error:
                 raise LoadError(f"the engine cannot load {made.name}: {error}") from error
-        self._live = made, handle
+        was_live, self._live = self._live, (made, handle)
+        if was_live:
+            self._unload(was_live[0])
         if before and before[0] != made:
-            try:
-                self._remove(before[0])
-            except Exception as error:
-                logger.warning(
-                    "%s is live, but the engine did not unload %s: %s",
-                    made.name,
-                    before[0].name,
-                    str(error),
-                )
             self._adapters.remove(before[0])
         return handle
 
@@ -86,19 +86,25 @@ class _Loader(abc.ABC, Generic[_Handle]):
             # It may have failed in one of the engine's processes alone.
             with contextlib.suppress(Exception):
                 self._remove(made)
-            if self._live and self._live[0] == made:
-                self._live = None
-            self._adapters.forget(made)
+            self._adapters._forget(made)
             raise
+
+    def _unload(self, old: Adapter) -> None:
+        try:
+            self._remove(old)
+        except Exception as error:
+            now = f"{self._live[0].name} is live, but the" if self._live else "the"
+            logger.warning("%s engine did not unload %s: %s", now, old.name, str(error))
 
     def close(self) -> None:
         """Unloads the adapter and removes its directories."""
         if self._closed:
             return
         self._closed = True
+        live, self._live = self._live, None
         try:
-            if self._live:
-                self._remove(self._live[0])
+            if live:
+                self._unload(live[0])
         finally:
             self._adapters.close()
 
@@ -109,11 +115,15 @@ class _Loader(abc.ABC, Generic[_Handle]):
         self.close()
 
     @abc.abstractmethod
-    def _loaded(self) -> Collection[int | str]:
-        """Names and numbers of the adapters that the engine has."""
+    def _loaded(self) -> Collection[Any]:
+        """What the engine has: adapters by what :meth:`_save` must not use."""
 
     @abc.abstractmethod
-    def _is_loaded(self, made: Adapter, loaded: Collection[int | str]) -> bool:
+    def _save(self, snapshot: Snapshot, loaded: Collection[Any]) -> Adapter:
+        """Makes the version's directory."""
+
+    @abc.abstractmethod
+    def _is_loaded(self, made: Adapter, loaded: Collection[Any]) -> bool:
         """Whether the engine still has the live version."""
 
     @abc.abstractmethod
@@ -167,11 +177,14 @@ class VllmAdapters(_Loader[Any]):
         """
         return self._load(snapshot)
 
-    def _loaded(self) -> Collection[int | str]:
+    def _loaded(self) -> Collection[Any]:
         loaded: Collection[int] = self._engine.list_loras()
         return loaded
 
-    def _is_loaded(self, made: Adapter, loaded: Collection[int | str]) -> bool:
+    def _save(self, snapshot: Snapshot, loaded: Collection[Any]) -> Adapter:
+        return self._adapters.save(snapshot, loaded)
+
+    def _is_loaded(self, made: Adapter, loaded: Collection[Any]) -> bool:
         # vLLM loads one that its cache has dropped again by the request's path.
         return True
 
@@ -187,11 +200,12 @@ class VllmAdapters(_Loader[Any]):
         self._engine.remove_lora(made.number)
 
 
-class _Routes:
+class _Routes(NamedTuple):
     """How a server loads adapters."""
 
-    def __init__(self, load: str, unload: str, remedy: str) -> None:
-        self.load, self.unload, self.remedy = load, unload, remedy
+    load: str
+    unload: str
+    remedy: str
 
 
 _ROUTES = {
@@ -213,21 +227,22 @@ class ServerAdapters(_Loader[str]):
     """Brings an adapter's versions into a server of vLLM or SGLang::
 
         adapters = weightsync.lora.ServerAdapters("http://host:8000", "policy")
-        model = adapters.load(receiver.receive())                  # "policy-v2"
+        model = adapters.load(receiver.receive())                  # "policy-v2-" and the run's id
         client.completions.create(model=model, prompt=…)
 
     The server reads the directory, so it must see ``folder``. vLLM is started with
-    ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` in its environment, SGLang with
-    ``--enable-lora``, ``--max-lora-rank`` and ``--lora-target-modules``.
+    ``--enable-lora``, ``--max-loras 2`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`` in its
+    environment, SGLang with ``--enable-lora``, ``--max-lora-rank`` and ``--lora-target-modules``.
 
     Args:
         url: the server's.
-        name: the adapter's. A server has one object of each name: it unloads what an earlier
-            process left there under this name.
+        name: the adapter's. A server has one object of each name: it unloads what another object
+            of the name, such as that of a killed process, has left there.
         folder: as for :class:`Adapters`.
         engine: ``"vllm"`` or ``"sglang"``.
         api_key: the key that the server was started with.
-        timeout: the limit of each call, in seconds.
+        timeout: the limit of each call, in seconds. A load is three calls at most, and one for
+            each version that was left.
     """
 
     def __init__(
@@ -245,7 +260,9 @@ class ServerAdapters(_Loader[str]):
         self._routes = _ROUTES[engine]
         self._server = Server(url, self._routes.remedy, api_key)
         self._timeout = timeout
-        super().__init__(Adapters(name, folder, self._server.url))
+        #: What an object of this name has left on the server.
+        self._left: set[str] = set()
+        super().__init__(Adapters(name, folder))
 
     def load(self, snapshot: Snapshot) -> str:
         """Loads a version and returns its name, which requests give as their model.
@@ -253,42 +270,46 @@ class ServerAdapters(_Loader[str]):
         For SGLang's own ``/generate`` it is the ``lora_path``. The server then unloads the version
         before it, and its directory is removed: call this when no request uses that one any more.
         If loading fails, the version before it stays, and the same snapshot can be loaded once
-        more. A server that has started again gets the version again.
+        more. A server that has started again gets the version by the next load, of the same
+        snapshot too.
 
         Raises:
             LoadError: if the server refuses the version, or is not there.
             DeadlineError: if it does not answer in time.
         """
+        before = self.live
         live = self._load(snapshot)
-        for left in self._names - {live}:
-            if self._adapters.may_remove(left):
-                with contextlib.suppress(WeightsyncError):
-                    self._unload(left)
+        for left in self._left - {live, before.name if before else live}:
+            with contextlib.suppress(WeightsyncError):
+                self._post(self._routes.unload, lora_name=left)
         return live
 
-    def _loaded(self) -> Collection[int | str]:
-        try:
-            answer = self._server.get("v1/models", self._timeout)
-        except DeadlineError:
-            raise
-        except WeightsyncError as error:
-            raise LoadError(f"{self._server.url} does not say what it has: {error}") from error
+    def _loaded(self) -> Collection[Any]:
+        answer = self._server.get("v1/models", self._timeout)
         cards = answer.get("data")
         if not isinstance(cards, list):
-            raise LoadError(f"{self._server.url}/v1/models lists no models")
-        self._names = {str(one.get("id")) for one in cards if isinstance(one, dict)}
-        return self._names
+            raise LoadError("/v1/models lists no models")
+        cards = [one for one in cards if isinstance(one, dict)]
+        folder = re.compile(re.escape(folder_prefix(self._adapters.name)) + "[a-z0-9_]+")
+        self._left = {
+            str(one.get("id"))
+            for one in cards
+            if folder.fullmatch(Path(str(one.get("root"))).parent.name)
+        }
+        return {str(one.get("id")) for one in cards}
 
-    def _is_loaded(self, made: Adapter, loaded: Collection[int | str]) -> bool:
+    def _save(self, snapshot: Snapshot, loaded: Collection[Any]) -> Adapter:
+        return self._adapters._save_for_server(snapshot, loaded)
+
+    def _is_loaded(self, made: Adapter, loaded: Collection[Any]) -> bool:
         return made.name in loaded
 
     def _add(self, made: Adapter) -> str:
-        body = {"lora_name": made.name, "lora_path": str(made.path)}
-        self._server.post(self._routes.load, self._timeout, body)
+        self._post(self._routes.load, lora_name=made.name, lora_path=str(made.path))
         return made.name
 
     def _remove(self, made: Adapter) -> None:
-        self._unload(made.name)
+        self._post(self._routes.unload, lora_name=made.name)
 
-    def _unload(self, name: str) -> None:
-        self._server.post(self._routes.unload, self._timeout, {"lora_name": name})
+    def _post(self, path: str, **body: str) -> None:
+        self._server.post(path, self._timeout, body)

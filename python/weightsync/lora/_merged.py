@@ -142,6 +142,7 @@ def _scaling(
         raise SettingError(f"alpha is missing: nothing says how {of} is scaled")
     return float(known[adapter])
 
+
 def _base_name(name: str, adapter: str) -> str | None:
     """The base model's name of a tensor, or None for one that it does not have."""
     name = name.removeprefix(_PREFIX)

@@ -1,0 +1,180 @@
+"""Adapters of a server that is late, refuses, forgets or is gone. Real servers have tests of their own."""
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+import weightsync
+from ends import pair, pass_on
+from weightsync import lora
+
+#: What a PEFT model's adapter is, as it is sent.
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
+
+
+class Server:
+    """The three routes of vLLM."""
+
+    def __init__(self):
+        #: Paths by name, and what was posted.
+        self.has, self.posted = {"base": "/models/base"}, []
+        #: What it answers to the next posts of a route in its place; None: nothing, until the end.
+        self.refuses = {}
+        self._over = threading.Event()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                cards = [{"id": name, "root": root} for name, root in server.has.items()]
+                self.answer(200, {"data": cards})
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                route = self.path.split("/")[-1].split("_")[0]
+                server.posted.append((route, body["lora_name"]))
+                if route in server.refuses:
+                    if (words := server.refuses[route]) is None:
+                        server._over.wait(60)
+                        return
+                    self.answer(500, {"error": words})
+                elif route == "load":
+                    server.has[body["lora_name"]] = body["lora_path"]
+                    self.answer(200, {})
+                else:
+                    known = server.has.pop(body["lora_name"], None)
+                    self.answer(200 if known else 404, {} if known else {"error": "it has none"})
+
+            def answer(self, status, said):
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(said).encode())
+
+            def log_message(self, *_):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+
+    def close(self):
+        self._over.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ends():
+    text = list(json.dumps(CONFIG).encode())
+    tensors = {"q.lora_A.weight": torch.ones(2, 2), lora.CONFIG: torch.tensor(text, dtype=torch.uint8)}
+    with pair(tensors) as both:
+        yield both
+
+
+def test_each_version_is_unloaded_once(server, ends):
+    sender, receiver = ends
+    with lora.ServerAdapters(server.url, "policy") as adapters:
+        first = adapters.load(receiver.latest())
+        assert adapters.load(receiver.latest()) == first
+        pass_on(sender, receiver)
+        second = adapters.load(receiver.latest())
+        assert first != second and set(server.has) == {"base", second}
+        assert [one.name for one in adapters.live.path.parent.iterdir()] == [second]
+    assert server.posted == [
+        ("load", first), ("load", second), ("unload", first), ("unload", second)
+    ]
+    assert set(server.has) == {"base"} and not adapters.live
+
+
+def test_failed_unload_is_logged_and_made_again(server, ends, caplog):
+    sender, receiver = ends
+    with lora.ServerAdapters(server.url, "policy") as adapters:
+        first = adapters.load(receiver.latest())
+        pass_on(sender, receiver)
+        server.refuses = {"unload": "busy"}
+        with caplog.at_level(logging.WARNING, "weightsync"):
+            second = adapters.load(receiver.latest())
+        assert f"{second} is live, but the engine did not unload {first}: busy" in caplog.text
+        server.refuses = {}
+        pass_on(sender, receiver)
+        third = adapters.load(receiver.latest())
+        assert set(server.has) == {"base", third}
+
+
+def test_late_server_is_a_deadline(server, ends):
+    sender, receiver = ends
+    adapters = lora.ServerAdapters(server.url, "policy", timeout=0.5)
+    first = adapters.load(receiver.latest())
+    pass_on(sender, receiver)
+    server.refuses = {"load": None}
+    with pytest.raises(weightsync.DeadlineError, match="load_lora_adapter did not answer"):
+        adapters.load(receiver.latest())
+    assert adapters.live.name == first
+    server.refuses = {}
+    assert adapters.load(receiver.latest()).startswith("policy-v2-")
+    adapters.close()
+
+
+def test_restarted_server_that_refuses_has_no_live_version(server, ends):
+    sender, receiver = ends
+    with lora.ServerAdapters(server.url, "policy") as adapters:
+        first = adapters.load(receiver.latest())
+        del server.has[first]
+        server.refuses = {"load": "no room"}
+        pass_on(sender, receiver)
+        with pytest.raises(weightsync.LoadError, match="policy-v2-.*: no room"):
+            adapters.load(receiver.latest())
+        assert adapters.live is None
+        server.refuses = {}
+        second = adapters.load(receiver.latest())
+        assert adapters.live.name == second and set(server.has) == {"base", second}
+
+
+def test_name_that_the_server_has_is_not_used(server, ends):
+    _, receiver = ends
+    name = f"policy-v1-{receiver.latest().run[1]}"
+    server.has = {name: "/somebody/else", "policy-v1": "/models/policy-v1"}
+    with lora.ServerAdapters(server.url, "policy") as adapters:
+        assert adapters.load(receiver.latest()) == f"{name}-2"
+    assert set(server.has) == {name, "policy-v1"}
+
+
+def test_dead_server_is_a_load_error(server, ends, caplog):
+    _, receiver = ends
+    with pytest.raises(weightsync.LoadError, match="does not say what it has"):
+        with lora.ServerAdapters(server.url, "policy") as adapters:
+            adapters.load(receiver.latest())
+            folder = adapters.live.path.parent
+            server.close()
+            with caplog.at_level(logging.WARNING, "weightsync"):
+                adapters.load(receiver.latest())
+    assert "the engine did not unload policy-v1-" in caplog.text
+    assert not folder.exists()
+
+
+def test_folder_that_was_given_is_open_to_engines(server, ends, tmp_path):
+    _, receiver = ends
+    with lora.ServerAdapters(server.url, "policy", tmp_path) as adapters:
+        adapters.load(receiver.latest())
+        path = adapters.live.path
+        assert path.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o755
+    with lora.ServerAdapters(server.url, "policy") as adapters:
+        adapters.load(receiver.latest())
+        assert adapters.live.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_wrong_engine_is_refused():
+    with pytest.raises(weightsync.SettingError, match='"vllm" or "sglang", got \'trt\''):
+        lora.ServerAdapters("http://host:8000", "policy", engine="trt")
