@@ -14,6 +14,13 @@ def choice(setting: str, value: object, *allowed: str) -> None:
         raise SettingError(f"{setting}: expected {expected}, got {value!r}")
 
 
+def seconds(setting: str, value: object) -> None:
+    """Refuses what is no limit of a call."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not value > 0:  # type: ignore[operator]
+        raise SettingError(f"{setting}: expected seconds, more than zero, got {value!r}")
+
+
 def one_model(call: str, models: Iterable[str], instead: str) -> None:
     """Refuses a call for one model at an end of several."""
     models = list(models)

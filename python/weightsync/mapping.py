@@ -114,7 +114,7 @@ class Mapping:
                 1,048,576 values.
             scale: another name for the scales: ``"{}"`` stands for the tensor's name.
         """
-        return _of(self._native.quantise(tensors, to, block, scale))
+        return _of(self._native.quantise(tensors, str(to), block, scale))
 
     @property
     def rules(self) -> list[str]:

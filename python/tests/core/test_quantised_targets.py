@@ -197,6 +197,7 @@ def test_wrong_quantisations_are_refused():
         weightsync.Sender({"a": torch.ones(2).long()}, mapping=fp8)
     for wrong, words in [
         (lambda: Mapping().quantise("a", "fp4"), 'cannot quantise to "fp4".*"int8"'),
+        (lambda: Mapping().quantise("a", torch.int8), 'quantise to "torch.int8".*"int8"'),
         (lambda: Mapping().quantise("a", "int8", block=(1, 1)), "leave block out"),
         (lambda: Mapping().quantise("a", "fp8", block=(0, 1)), "at least one row"),
         (lambda: Mapping().quantise("a", "fp8", block=(1025, 1024)), "at most 1048576 values"),

@@ -175,6 +175,11 @@ def test_folder_that_was_given_is_open_to_engines(server, ends, tmp_path):
         assert adapters.live.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_wrong_engine_is_refused():
-    with pytest.raises(weightsync.SettingError, match='"vllm" or "sglang", got \'trt\''):
-        lora.ServerAdapters("http://host:8000", "policy", engine="trt")
+def test_wrong_settings_are_refused():
+    for wrong, words in [
+        ({"engine": "trt"}, 'engine: expected "vllm" or "sglang", got \'trt\''),
+        ({"timeout": 0}, "timeout: expected seconds, more than zero, got 0"),
+        ({"timeout": "1"}, "timeout: expected seconds"),
+    ]:
+        with pytest.raises(weightsync.SettingError, match=words):
+            lora.ServerAdapters("http://host:8000", "policy", **wrong)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from weightsync._checks import seconds
 from weightsync.errors import LifecycleError, ModelError, SettingError, WeightsyncError
 from weightsync.sender import Sender
 from weightsync.engines._base import Engine, EngineCallError, Pause
@@ -56,8 +57,7 @@ class Trainer:
     ) -> None:
         if pause not in ("keep", "wait", "abort"):
             raise SettingError(f'pause: expected "keep", "wait" or "abort", got {pause!r}')
-        if not timeout > 0:
-            raise SettingError(f"timeout: expected seconds, more than zero, got {timeout!r}")
+        seconds("timeout", timeout)
         if len(sender.models) != 1:
             raise ModelError(
                 f"an engine runs one model, and the sender has {', '.join(sender.models)}: make a "

@@ -12,12 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
+from weightsync._checks import choice, seconds
 from weightsync.engines._http import Server
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     LoadError,
-    SettingError,
     UnsupportedError,
     WeightsyncError,
     WrongTypeError,
@@ -255,8 +255,8 @@ class ServerAdapters(_Loader[str]):
         api_key: str | None = None,
         timeout: float = 60.0,
     ) -> None:
-        if engine not in _ROUTES:
-            raise SettingError(f'engine: expected "vllm" or "sglang", got {engine!r}')
+        choice("engine", engine, *_ROUTES)
+        seconds("timeout", timeout)
         self._routes = _ROUTES[engine]
         self._server = Server(url, self._routes.remedy, api_key)
         self._timeout = timeout
