@@ -5,7 +5,7 @@
 //! link prove that they have it. So an init info admits a worker without the token, and a relay
 //! that has the token needs no init info.
 //!
-//! Links are not encrypted yet. An address that is not loopback is therefore used only if the
+//! A link to or from another machine is encrypted by certificates ([`Access::tls`]), or plain if the
 //! user has accepted that: [`Access::insecure_plaintext`].
 
 use std::ffi::OsString;
@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, openat};
 use weightsync_core::Remedy;
 
+use crate::tls::{Part, TLS_VARIABLE, Tls, TlsError};
+
 /// The environment variable that holds a token.
 pub const TOKEN_VARIABLE: &str = "WEIGHTSYNC_TOKEN";
 
@@ -33,6 +35,10 @@ pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 const PERMISSION: &str = "the scheme's setting insecure-plaintext (in Python: \
                           insecure_plaintext=True; of a command: --insecure-plaintext), or \
                           WEIGHTSYNC_INSECURE_PLAINTEXT=1";
+
+/// The ways to name certificates, for errors.
+const CERTIFICATES: &str = "tls=DIR, of a command: --tls, or WEIGHTSYNC_TLS_DIR; `weightsync certs \
+                            new` makes them";
 
 /// How to make a token, for errors.
 const MAKE_ONE: &str = "make one with `head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE` \
@@ -228,8 +234,9 @@ impl Proof {
 
 /// Who is let in, and which addresses may be used.
 ///
-/// **Guarantee.** Without a token nothing listens where another machine could reach it, and without
-/// [`insecure_plaintext`](Self::insecure_plaintext) nothing travels to or from another machine.
+/// **Guarantee.** Without a token nothing listens where another machine could reach it. Without
+/// [`tls`](Self::tls) and [`insecure_plaintext`](Self::insecure_plaintext) nothing travels to or from
+/// another machine, and with `tls` nothing travels there unencrypted.
 ///
 /// ```
 /// use weightsync_net::{Access, Token};
@@ -251,6 +258,9 @@ pub struct Access {
     /// network's traffic can then read the weights, and one that can change it can change the
     /// weights.
     pub insecure_plaintext: bool,
+    /// The certificates of encrypted links. With them all links to and from other machines are
+    /// encrypted, whatever `insecure_plaintext` says.
+    pub tls: Option<Tls>,
 }
 
 impl Access {
@@ -274,12 +284,34 @@ impl Access {
         Ok(Self {
             token,
             insecure_plaintext: is_set(std::env::var_os(PLAINTEXT_VARIABLE))?,
+            tls: None,
         })
     }
 
+    /// The same, with the certificates at `first`, else at [`TLS_VARIABLE`], else at `last`; none, if
+    /// none of these is there. They are for links: HTTP does not use them.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::Tls`].
+    pub fn with_tls(
+        mut self,
+        part: Part,
+        first: Option<&Path>,
+        last: Option<&Path>,
+    ) -> Result<Self, AccessError> {
+        let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
+        let path = first.map(Path::to_owned);
+        let path = path.or_else(|| variable.map(PathBuf::from));
+        if let Some(path) = path.or_else(|| last.map(Path::to_owned)) {
+            self.tls = Some(Tls::read(path, part)?);
+        }
+        Ok(self)
+    }
+
     /// Checks that this process may listen at an address. Loopback is always allowed. Any other
-    /// address, also an unspecified one (`0.0.0.0`, `::`), needs the token and
-    /// [`insecure_plaintext`](Self::insecure_plaintext).
+    /// address, also an unspecified one (`0.0.0.0`, `::`), needs the token, and
+    /// [`tls`](Self::tls) or [`insecure_plaintext`](Self::insecure_plaintext).
     ///
     /// # Errors
     ///
@@ -312,7 +344,7 @@ impl Access {
         if addr.ip().to_canonical().is_loopback() {
             return Ok(());
         }
-        let plaintext = self.insecure_plaintext;
+        let plaintext = self.insecure_plaintext || self.tls.is_some();
         match (has_secret, plaintext) {
             (true, true) => Ok(()),
             (true, false) => Err(AccessError::Plaintext { to, addr }),
@@ -424,8 +456,8 @@ pub enum AccessError {
     #[error(
         "without a token this process does not {to} {addr}, which is not loopback: any host there \
          could join; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
-        if *plaintext { String::new() } else { format!("; links are not encrypted yet, so this \
-         takes {PERMISSION} too") }
+        if *plaintext { String::new() } else { format!("; this takes certificates ({CERTIFICATES}) \
+         too, or {PERMISSION}") }
     )]
     NoToken {
         /// The intended use.
@@ -435,11 +467,14 @@ pub enum AccessError {
         /// Whether unencrypted connections were allowed.
         plaintext: bool,
     },
-    /// Connections to other machines are not encrypted, and the user has not allowed that.
+    /// The certificates cannot be used.
+    #[error(transparent)]
+    Tls(#[from] TlsError),
+    /// There are no certificates, and the user has not allowed plain connections to other machines.
     #[error(
-        "this process does not {to} {addr}, which is not loopback: links are not encrypted yet, \
-         so others on that network can read and change the weights; if you trust that network, \
-         allow it with {PERMISSION}"
+        "this process does not {to} {addr}, which is not loopback: without certificates others on \
+         that network can read and change the weights; name certificates ({CERTIFICATES}), or, if \
+         you trust that network, allow plain links with {PERMISSION}"
     )]
     Plaintext {
         /// The intended use.

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | send to workers of other hosts | [`Distributed`] |
 //! | decide who may connect, and where to listen | [`access`] |
+//! | encrypt links | [`tls`] |
 //! | collect frames on other hosts | [`collect`] |
 //! | see the state of all hosts | [`status`] |
 //! | compare the bytes that hosts hold with the published ones | [`scrub`] |
@@ -34,6 +35,7 @@ pub mod scrub;
 #[cfg(test)]
 mod simulation;
 pub mod status;
+pub mod tls;
 pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use weightsync_engine::transport::{
@@ -19,6 +19,7 @@ use crate::receiver::NetReceiver;
 use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
+use crate::tls::Part;
 
 /// Many hosts: workers dial in. With a relay on each host, each version goes to a
 /// host once, from one to the next, and all workers of the host share that copy;
@@ -30,6 +31,7 @@ use crate::root::NetSender;
 /// |---|---|
 /// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` by default |
 /// | `advertise=HOST:PORT` | the address at which workers reach it, if that is another one; port 0 is the listening port |
+/// | `tls=DIR` | the certificates of encrypted links (see [`tls`](crate::tls)); workers look for theirs at the same path, unless `WEIGHTSYNC_TLS_DIR` names another |
 /// | `insecure-plaintext` | allow unencrypted connections to other machines; workers take this from the init info |
 /// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
 /// | `pull` | workers ask for versions; none is pushed |
@@ -69,6 +71,7 @@ pub struct Distributed {
     pub(crate) connections: usize,
     pub(crate) deltas: Deltas,
     pub(crate) token: Option<Token>,
+    pub(crate) tls: Option<PathBuf>,
     /// The listening addresses, by the addresses that init infos name.
     allocated: Arc<Mutex<HashMap<String, Allocated>>>,
     /// The agents of workers whose `connect` ended before their first version was whole. They go
@@ -117,7 +120,7 @@ pub enum Deltas {
 const WORD: &str = "distributed";
 
 /// The settings, for errors about a wrong one.
-const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, insecure-plaintext, every=1 to 32, \
+const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, tls=DIR, insecure-plaintext, every=1 to 32, \
                         pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8, \
                         deltas=auto, always or never";
 
@@ -146,6 +149,7 @@ impl Distributed {
             connections: 2,
             deltas: Deltas::Auto,
             token: None,
+            tls: None,
             allocated: Arc::default(),
             unfinished: Arc::default(),
         }
@@ -179,6 +183,14 @@ impl Distributed {
     #[must_use]
     pub fn token(mut self, token: Token) -> Self {
         self.token = Some(token);
+        self
+    }
+
+    /// Sets where the certificates are, instead of the environment's. Workers look for theirs at the
+    /// same path, unless the environment names another.
+    #[must_use]
+    pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
+        self.tls = Some(path.into());
         self
     }
 
@@ -229,6 +241,10 @@ impl Distributed {
                         _ => scheme.advertise = value,
                     }
                 }
+                "tls" if value.is_empty() => {
+                    return Err(bad(key, "a folder or a file of certificates", value));
+                }
+                "tls" => scheme.tls = Some(value.into()),
                 "insecure-plaintext" => scheme.insecure_plaintext = flag(key, value)?,
                 "pull" => scheme.pull = flag(key, value)?,
                 "own-copy" => scheme.own_copy = flag(key, value)?,
@@ -277,13 +293,17 @@ impl Distributed {
             Some(token) => Some(token.clone()),
             None => Token::from_env().map_err(transport)?,
         };
-        self.access_with(token)
+        let access = self.access_with(token)?;
+        let tls = access.with_tls(Part::Trainer, self.tls.as_deref(), None);
+        tls.map_err(transport)
     }
 
     /// The access settings of an end that only connects: an init info's secret is as good as a
     /// token.
     pub(crate) fn access_to_dial(&self) -> Result<Access> {
-        self.access_with(self.token.clone())
+        let access = self.access_with(self.token.clone())?;
+        let tls = access.with_tls(Part::Worker, None, self.tls.as_deref());
+        tls.map_err(transport)
     }
 
     fn access_with(&self, token: Option<Token>) -> Result<Access> {
@@ -342,6 +362,9 @@ impl Scheme for Distributed {
         }
         if let Some(advertise) = &self.advertise {
             set("advertise", advertise.clone());
+        }
+        if let Some(tls) = &self.tls {
+            set("tls", tls.display().to_string());
         }
         if self.insecure_plaintext {
             set("insecure-plaintext", String::new());

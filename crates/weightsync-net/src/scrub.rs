@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
 
 use crate::status::{MAX_LISTED, ask};
+use crate::tls::Tls;
 use crate::wire::hello::Role;
 
 /// The most workers named in one entry.
@@ -88,8 +89,13 @@ impl Scrub {
     ///
     /// [`NetError`](crate::NetError), as an
     /// [`Error::Transport`](weightsync_engine::Error::Transport).
-    pub fn ask(address: &str, secret: &[u8; 16], timeout: Option<Duration>) -> Result<Self> {
-        ask(address, secret, Role::Scrub, timeout)
+    pub fn ask(
+        address: &str,
+        secret: &[u8; 16],
+        tls: Option<&Tls>,
+        timeout: Option<Duration>,
+    ) -> Result<Self> {
+        ask(address, secret, tls, Role::Scrub, timeout)
     }
 
     /// The copies that differ from the published versions.

@@ -9,8 +9,10 @@ use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
 
 use crate::access::Key;
-use crate::link::blocking;
+use crate::link::{Credentials, blocking};
 use crate::relay::unreachable;
+use crate::relay::host_of;
+use crate::tls::{Peer, Tls};
 use crate::wire::frame::{HEADER_BYTES, Header, Kind};
 use crate::wire::hello::Role;
 use crate::wire::message::{self, MAX_JSON, Message};
@@ -127,8 +129,13 @@ impl Status {
     ///
     /// [`NetError`](crate::NetError), as an
     /// [`Error::Transport`](weightsync_engine::Error::Transport).
-    pub fn ask(address: &str, secret: &[u8; 16], timeout: Option<Duration>) -> Result<Self> {
-        ask(address, secret, Role::Status, timeout)
+    pub fn ask(
+        address: &str,
+        secret: &[u8; 16],
+        tls: Option<&Tls>,
+        timeout: Option<Duration>,
+    ) -> Result<Self> {
+        ask(address, secret, tls, Role::Status, timeout)
     }
 
     /// The status as JSON. Entries without room are left out and counted.
@@ -193,13 +200,19 @@ impl Status {
 pub(crate) fn ask<T: DeserializeOwned>(
     address: &str,
     secret: &[u8; 16],
+    tls: Option<&Tls>,
     role: Role,
     timeout: Option<Duration>,
 ) -> Result<T> {
     let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
+    let credentials = Credentials {
+        key: Key::new(secret),
+        tls: tls.cloned(),
+    };
+    let peer = Peer::Trainer(host_of(address));
     let failed = |error: io::Error| unreachable(address, &error);
     for one in address.to_socket_addrs().map_err(failed)? {
-        match ask_at(one, secret, role, timeout) {
+        match ask_at(one, &credentials, peer, role, timeout) {
             Ok(answer) => return Ok(answer),
             Err(error) => last = unreachable(address, &error),
         }
@@ -209,12 +222,12 @@ pub(crate) fn ask<T: DeserializeOwned>(
 
 fn ask_at<T: DeserializeOwned>(
     address: SocketAddr,
-    secret: &[u8; 16],
+    credentials: &Credentials,
+    peer: Peer<'_>,
     role: Role,
     timeout: Option<Duration>,
 ) -> io::Result<T> {
-    let key = Key::new(secret);
-    let mut socket = blocking::dial(address, &key, role, timeout)?;
+    let mut socket = blocking::dial(address, credentials, peer, role, timeout)?;
     loop {
         let mut header = [0; HEADER_BYTES];
         socket.read_exact(&mut header)?;

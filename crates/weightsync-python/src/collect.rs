@@ -224,6 +224,7 @@ impl TrainerLink {
             address: address.clone(),
             secret,
             insecure_plaintext,
+            tls: None,
             worker,
             ticket,
             patience: timeout_of(Some(patience)).unwrap_or(Duration::from_secs_f64(LONGEST)),

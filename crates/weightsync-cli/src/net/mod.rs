@@ -8,6 +8,7 @@ use std::{error::Error, net::ToSocketAddrs, path::PathBuf, time::Duration};
 
 use weightsync_engine::InitInfo;
 use weightsync_net::Token;
+use weightsync_net::tls::{Part, Tls};
 
 pub use relay::{Args as RelayArgs, run as relay};
 pub use scrub::run as scrub;
@@ -39,6 +40,10 @@ pub struct Asked {
     /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,
+    /// Certificates of encrypted links: a folder, or a file such as worker.pem [default:
+    /// WEIGHTSYNC_TLS_DIR]
+    #[arg(long, value_name = "PATH")]
+    tls: Option<PathBuf>,
     /// Seconds of silence until it is given up
     #[arg(long, default_value_t = 5)]
     timeout: u64,
@@ -46,7 +51,7 @@ pub struct Asked {
 
 impl Asked {
     /// Where it is, and its secret.
-    fn endpoint(&self) -> Result<(String, [u8; 16]), Box<dyn Error>> {
+    fn endpoint(&self) -> Result<(String, [u8; 16], Option<Tls>), Box<dyn Error>> {
         let (address, secret) = match self.key.credentials()? {
             Credentials::Token(token) => (address(self.sender.as_deref())?, token.secret()),
             Credentials::Info(info) => {
@@ -56,10 +61,11 @@ impl Asked {
         };
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
+        let access = access.with_tls(Part::Worker, self.tls.as_deref(), None)?;
         for one in address.to_socket_addrs().into_iter().flatten() {
             access.may_dial_with_secret(one)?;
         }
-        Ok((address, secret))
+        Ok((address, secret, access.tls))
     }
 
     fn timeout(&self) -> Option<Duration> {

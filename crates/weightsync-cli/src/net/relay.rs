@@ -1,6 +1,6 @@
 //! `weightsync relay`: one per host, next to the workers.
 
-use std::{error::Error, thread, time::Duration};
+use std::{error::Error, path::PathBuf, thread, time::Duration};
 
 use weightsync_net::Relay;
 
@@ -23,6 +23,10 @@ pub struct Args {
     /// Allow unencrypted connections to other machines
     #[arg(long)]
     insecure_plaintext: bool,
+    /// Certificates of encrypted links: a folder, or a file such as relay.pem [default:
+    /// WEIGHTSYNC_TLS_DIR]
+    #[arg(long, value_name = "PATH")]
+    tls: Option<PathBuf>,
     /// Connections by which versions are fetched
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=8))]
     connections: u8,
@@ -37,6 +41,9 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
     relay = relay.connections(args.connections.into());
     if args.insecure_plaintext {
         relay = relay.insecure_plaintext();
+    }
+    if let Some(path) = &args.tls {
+        relay = relay.tls(path);
     }
     let signals = Signals::watch()?;
     let stop = relay.stopper();

@@ -12,8 +12,8 @@ use crate::{FAILURE, SUCCESS};
 
 /// Asks, and shows the answer.
 pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
-    let (address, secret) = args.endpoint()?;
-    let scrub = Scrub::ask(&address, &secret, args.timeout())?;
+    let (address, secret, tls) = args.endpoint()?;
+    let scrub = Scrub::ask(&address, &secret, tls.as_ref(), args.timeout())?;
     print(&match args.json {
         true => serde_json::to_string_pretty(&scrub)? + "\n",
         false => text(&scrub),

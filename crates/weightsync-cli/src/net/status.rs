@@ -12,8 +12,8 @@ use crate::words::{bytes, counted, shown};
 
 /// Asks, and shows the answer.
 pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
-    let (address, secret) = args.endpoint()?;
-    let status = Status::ask(&address, &secret, args.timeout())?;
+    let (address, secret, tls) = args.endpoint()?;
+    let status = Status::ask(&address, &secret, tls.as_ref(), args.timeout())?;
     print(&match args.json {
         true => serde_json::to_string_pretty(&status)? + "\n",
         false => text(&status),

@@ -23,9 +23,10 @@ use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
 use super::throughput::{Throughput, Transferred};
-use crate::access::Key;
-use crate::link::blocking;
+use crate::link::stream::Stream;
+use crate::link::{Credentials, blocking};
 use crate::relay::Item;
+use crate::tls::Peer;
 use crate::wire::frame::{
     self, BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
     Header, Kind, SPAN_BLOCKS,
@@ -65,21 +66,21 @@ pub(crate) enum FetchEnd {
 /// Open connections to parents, ready for the next fetch.
 #[derive(Debug)]
 pub(crate) struct Connections {
-    pub(crate) key: Key,
+    pub(crate) credentials: Credentials,
     pub(crate) run: Run,
     /// This process's number, which the sender assigned.
     pub(crate) agent: u64,
     /// The most connections of one fetch.
     pub(crate) most: usize,
-    idle: Mutex<VecDeque<(Parent, TcpStream)>>,
+    idle: Mutex<VecDeque<(Parent, Stream)>>,
     /// The throughput of each parent that is in use.
     meters: Mutex<Vec<(Parent, Weak<Throughput>)>>,
 }
 
 impl Connections {
-    pub(crate) fn new(key: Key, run: Run, agent: u64, most: usize) -> Self {
+    pub(crate) fn new(credentials: Credentials, run: Run, agent: u64, most: usize) -> Self {
         Self {
-            key,
+            credentials,
             run,
             agent,
             most,
@@ -88,14 +89,14 @@ impl Connections {
         }
     }
 
-    fn take(&self, parent: Parent) -> Option<TcpStream> {
+    fn take(&self, parent: Parent) -> Option<Stream> {
         let mut idle = self.idle();
         // Connections to other parents are not needed any more.
         idle.retain(|(to, _)| *to == parent);
         idle.pop_front().map(|(_, socket)| socket)
     }
 
-    fn give_back(&self, parent: Parent, socket: TcpStream) {
+    fn give_back(&self, parent: Parent, socket: Stream) {
         let mut idle = self.idle();
         if idle.len() < self.most {
             idle.push_back((parent, socket));
@@ -114,7 +115,7 @@ impl Connections {
         throughput
     }
 
-    fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, TcpStream)>> {
+    fn idle(&self) -> MutexGuard<'_, VecDeque<(Parent, Stream)>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -254,7 +255,7 @@ impl Shared {
             }
         }
         let address = self.parent.address;
-        let mut socket = TcpStream::connect_timeout(&address, SUSPECT)?;
+        let socket = TcpStream::connect_timeout(&address, SUSPECT)?;
         let Some(watched) = self.threads.watch(&socket)? else {
             return Ok(Some(FetchEnd::Stopped));
         };
@@ -262,9 +263,10 @@ impl Shared {
         if self.is_stopped() {
             return Ok(Some(FetchEnd::Stopped));
         }
-        blocking::prove(
-            &mut socket,
-            &self.connections.key,
+        let socket = blocking::prove(
+            socket,
+            &self.connections.credentials,
+            Peer::Any(address.ip()),
             Role::Bulk,
             Some(SUSPECT),
         )?;
@@ -281,12 +283,12 @@ impl Shared {
         self.store.wait_until(over, SUSPECT);
     }
 
-    fn fetch_by(&self, mut socket: TcpStream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
-        let Some(_watched) = self.threads.watch(&socket)? else {
+    fn fetch_by(&self, mut socket: Stream, indices: &[usize]) -> io::Result<Option<FetchEnd>> {
+        let Some(_watched) = self.threads.watch(socket.socket())? else {
             return Ok(Some(FetchEnd::Stopped));
         };
-        socket.set_read_timeout(Some(SUSPECT))?;
-        self.sockets().push(socket.try_clone()?);
+        socket.socket().set_read_timeout(Some(SUSPECT))?;
+        self.sockets().push(socket.socket().try_clone()?);
         if self.is_stopped() {
             return Ok(Some(FetchEnd::Stopped));
         }
@@ -323,7 +325,7 @@ impl Shared {
     /// Takes blocks until the parent has sent all that were requested.
     fn receive(
         &self,
-        socket: &mut TcpStream,
+        socket: &mut Stream,
         requested: &mut Requested<'_>,
     ) -> io::Result<Option<FetchEnd>> {
         let allowed = match self.base {
@@ -373,7 +375,7 @@ impl Shared {
     /// Reads one block into its place in the image.
     fn take(
         &self,
-        socket: &mut TcpStream,
+        socket: &mut Stream,
         head: &BlockHead,
         requested: &mut Requested<'_>,
     ) -> io::Result<()> {
@@ -499,7 +501,7 @@ impl Requested<'_> {
 }
 
 /// Reads this many bytes and drops them.
-fn skip(socket: &mut TcpStream, bytes: u32) -> io::Result<()> {
+fn skip(socket: &mut Stream, bytes: u32) -> io::Result<()> {
     let mut bytes = bytes as usize;
     let mut buffer = vec![0; bytes.min(GULP)];
     while bytes > 0 {
@@ -518,7 +520,7 @@ struct Unsent {
 }
 
 /// Fills the buffer. A timeout is an error that says how long the parent was silent.
-fn read_exact(socket: &mut TcpStream, bytes: &mut [u8]) -> io::Result<()> {
+fn read_exact(socket: &mut Stream, bytes: &mut [u8]) -> io::Result<()> {
     socket.read_exact(bytes).map_err(|error| {
         let silent = matches!(
             error.kind(),

@@ -4,7 +4,6 @@ mod transfer;
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice, Write};
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,6 +19,7 @@ use super::delta::{Delta, Span};
 use super::stop::Threads;
 use super::store::{BlockState, Held, Store};
 use super::{IDLE, PATIENCE, STUCK};
+use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
 use crate::wire::frame::{
     BLOCK, BlockHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS,
@@ -106,12 +106,12 @@ impl Serving {
 
     /// Serves one child until it hangs up or has been quiet for too long. A child that waits costs
     /// a descriptor, but no thread: a sender may have thousands of them.
-    pub(crate) async fn child(self, mut socket: tokio::net::TcpStream) {
+    pub(crate) async fn child(self, mut socket: AsyncStream) {
         let Ok(_one) = self.children.clone().try_acquire_owned() else {
             tracing::debug!("a relay below is not served: the limit is reached");
             return;
         };
-        if let Err(error) = keep_alive(&socket) {
+        if let Err(error) = keep_alive(socket.socket()) {
             tracing::debug!("a relay below is served, but its host cannot be watched: {error}");
         }
         loop {
@@ -126,10 +126,7 @@ impl Serving {
         }
     }
 
-    async fn fetch(
-        &self,
-        mut socket: tokio::net::TcpStream,
-    ) -> io::Result<Option<tokio::net::TcpStream>> {
+    async fn fetch(&self, mut socket: AsyncStream) -> io::Result<Option<AsyncStream>> {
         let Some(fetch) = read_fetch(&mut socket, self.quiet).await? else {
             return Ok(None);
         };
@@ -138,25 +135,23 @@ impl Serving {
             let Some(permit) = self.turn(&mut socket, &mut transfer).await? else {
                 return Ok(Some(socket));
             };
-            let mut plain = socket.into_std()?;
-            plain.set_nonblocking(false)?;
-            plain.set_write_timeout(Some(STUCK))?;
-            let Some(watched) = self.threads.watch(&plain)? else {
+            let mut stream = socket.into_blocking()?;
+            stream.socket().set_write_timeout(Some(STUCK))?;
+            let Some(watched) = self.threads.watch(stream.socket())? else {
                 return Ok(None);
             };
             let (done, served) = oneshot::channel();
             self.threads.spawn("weightsync-serve", move || {
-                let result = transfer.go_on(&mut plain);
+                let result = transfer.go_on(&mut stream);
                 drop((watched, permit));
                 // The child may have gone meanwhile; then nobody receives this.
-                let _ = done.send((transfer, result.map(|over| (plain, over))));
+                let _ = done.send((transfer, result.map(|over| (stream, over))));
             })?;
             let Ok((same, result)) = served.await else {
                 return Ok(None);
             };
-            let (plain, over) = result?;
-            plain.set_nonblocking(true)?;
-            socket = tokio::net::TcpStream::from_std(plain)?;
+            let (stream, over) = result?;
+            socket = stream.into_async()?;
             if over {
                 return Ok(Some(socket));
             }
@@ -168,7 +163,7 @@ impl Serving {
     /// parent for dead. `None` if the version is revoked first; the child has then been notified.
     async fn turn(
         &self,
-        socket: &mut tokio::net::TcpStream,
+        socket: &mut AsyncStream,
         transfer: &mut Transfer,
     ) -> io::Result<Option<OwnedSemaphorePermit>> {
         // The same future throughout: a new one would be last in the queue again.
@@ -269,7 +264,7 @@ pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
 
 /// The child's next message; `None` once it has hung up or been quiet for too long.
 async fn read_fetch(
-    socket: &mut tokio::net::TcpStream,
+    socket: &mut AsyncStream,
     quiet: Duration,
 ) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
@@ -295,12 +290,12 @@ async fn in_time<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) 
     done.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
 }
 
-fn send_gone(socket: &mut TcpStream, reason: &str) -> io::Result<()> {
+fn send_gone(socket: &mut Stream, reason: &str) -> io::Result<()> {
     let reason = reason.into();
     send(socket, &ToChild::Gone { reason })
 }
 
-fn send(socket: &mut TcpStream, message: &ToChild) -> io::Result<()> {
+fn send(socket: &mut Stream, message: &ToChild) -> io::Result<()> {
     socket.write_all(&words(message)?)
 }
 
@@ -310,7 +305,7 @@ fn words(message: &ToChild) -> io::Result<Vec<u8>> {
 
 /// Writes both buffers, unless that takes too long.
 fn write_both(
-    socket: &mut TcpStream,
+    socket: &mut Stream,
     mut head: &[u8],
     mut bytes: &[u8],
     late: impl Fn() -> bool,

@@ -18,7 +18,7 @@ mod trainer;
 mod worker;
 
 use std::io::{self, BufReader, IoSlice, Read, Write};
-use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::Duration;
 
 pub use self::incoming::Rows;
@@ -27,6 +27,7 @@ pub use self::trainer::Trainer;
 pub use self::worker::{Joined, Joining, Worker};
 
 use self::incoming::PartError;
+use crate::link::stream::Stream;
 use crate::wire::frame::{FrameError, HEADER_BYTES, Header, Kind, MAX_PIECE, header};
 use crate::wire::message::{Message, MessageError};
 
@@ -72,17 +73,26 @@ impl From<io::Error> for Gone {
     }
 }
 
+/// A connection that one thread reads from and others write to.
+struct Shared(Arc<Stream>);
+
+impl Read for Shared {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&*self.0).read(buffer)
+    }
+}
+
 /// The frames that arrive on a link.
 struct Frames {
-    socket: BufReader<TcpStream>,
+    socket: BufReader<Shared>,
     payload: Vec<u8>,
 }
 
 impl Frames {
-    fn new(socket: TcpStream) -> Self {
+    fn new(socket: Arc<Stream>) -> Self {
         Self {
             // For headers and messages. A piece passes it by.
-            socket: BufReader::with_capacity(4 << 10, socket),
+            socket: BufReader::with_capacity(4 << 10, Shared(socket)),
             payload: Vec::new(),
         }
     }
@@ -102,7 +112,7 @@ impl Frames {
     }
 }
 
-fn write_frame(mut socket: &TcpStream, kind: Kind, payload: &[u8]) -> io::Result<()> {
+fn write_frame(mut socket: &Stream, kind: Kind, payload: &[u8]) -> io::Result<()> {
     let head = header(kind, payload);
     let mut sent = 0;
     while sent < HEADER_BYTES {
@@ -117,18 +127,19 @@ fn write_frame(mut socket: &TcpStream, kind: Kind, payload: &[u8]) -> io::Result
     socket.write_all(&payload[sent - HEADER_BYTES..])
 }
 
-fn write_message(socket: &TcpStream, message: &impl Message) -> Result<(), Gone> {
+fn write_message(socket: &Stream, message: &impl Message) -> Result<(), Gone> {
     Ok(write_frame(socket, Kind::Control, &message.encode()?)?)
 }
 
 /// Sends bytes in pieces.
-fn write_pieces(socket: &TcpStream, bytes: &[u8]) -> io::Result<()> {
+fn write_pieces(socket: &Stream, bytes: &[u8]) -> io::Result<()> {
     let mut pieces = bytes.chunks(MAX_PIECE);
     pieces.try_for_each(|piece| write_frame(socket, Kind::Piece, piece))
 }
 
 /// Has reads and writes fail after a time.
-fn prepare(socket: &TcpStream) -> io::Result<()> {
+fn prepare(stream: &Stream) -> io::Result<()> {
+    let socket = stream.socket();
     socket.set_nodelay(true)?;
     socket.set_read_timeout(Some(SILENT))?;
     socket.set_write_timeout(Some(SILENT))

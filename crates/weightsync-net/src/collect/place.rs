@@ -15,6 +15,7 @@ use super::incoming::{Incoming, Wanted};
 use super::{Frames, Gone, HEARTBEAT, Rows, write_message, write_pieces};
 use crate::address::bad;
 use crate::error::os;
+use crate::link::stream::Stream;
 use crate::wire::frame::Kind;
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
@@ -294,7 +295,7 @@ impl Seat {
     }
 
     /// Sends what the trainer has to say, and signs of life, until the link ends.
-    pub(super) fn write(&self, socket: &TcpStream) -> Result<(), Gone> {
+    pub(super) fn write(&self, socket: &Stream) -> Result<(), Gone> {
         let settings = std::mem::take(&mut self.lock().settings);
         let (worker, bytes) = (self.worker, settings.len() as u64);
         write_message(socket, &ToWorker::Welcome { worker, bytes })?;
@@ -354,7 +355,7 @@ impl Seat {
 /// A worker's link. It ends in order also where its thread panics.
 pub(super) struct Link<'a> {
     pub(super) seat: &'a Seat,
-    pub(super) socket: &'a TcpStream,
+    pub(super) socket: &'a Stream,
     pub(super) from: SocketAddr,
     /// None: its thread panics.
     pub(super) ended: Option<Gone>,

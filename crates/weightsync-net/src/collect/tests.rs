@@ -45,6 +45,7 @@ fn joining(trainer: &Trainer, worker: Option<u32>, ticket: Option<u64>) -> Joini
         address: trainer.address().into(),
         secret: trainer.secret(),
         insecure_plaintext: false,
+        tls: None,
         worker,
         ticket,
         patience: LONG,

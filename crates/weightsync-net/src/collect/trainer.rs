@@ -15,6 +15,8 @@ use super::place::{Link, Place, Seat, Stage, What};
 use super::{Frames, Gone, prepare, write_message};
 use crate::access::Key;
 use crate::error::os;
+use crate::link::Credentials;
+use crate::link::stream::{AsyncStream, Stream};
 use crate::link::{HANDSHAKE, listen::accept_all};
 use crate::scheme::Distributed;
 use crate::wire::frame::{FrameError, Kind};
@@ -56,7 +58,8 @@ impl Trainer {
     ///
     /// Those of the scheme's own listener.
     pub fn listen(scheme: &Distributed, workers: u32) -> Result<Self> {
-        let token = scheme.access()?.token;
+        let access = scheme.access()?;
+        let (token, tls) = (access.token, access.tls);
         let has_token = token.is_some();
         let secret = match token {
             Some(token) => token.secret(),
@@ -74,7 +77,8 @@ impl Trainer {
             ..Places::default()
         });
         let (key, shared) = (Key::new(&secret), places.clone());
-        let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| {
+        let credentials = Credentials { key, tls };
+        let take = move |socket: AsyncStream, from: SocketAddr, role| {
             if role == Role::Collector
                 && let Err(error) = shared.clone().begin(socket, from)
             {
@@ -83,7 +87,7 @@ impl Trainer {
         };
         runtime.spawn(async move {
             match tokio::net::TcpListener::from_std(listener) {
-                Ok(listener) => accept_all(listener, key, || false, |_| {}, take).await,
+                Ok(listener) => accept_all(listener, credentials, || false, |_| {}, take).await,
                 Err(error) => tracing::error!("no worker can join: {error}"),
             }
         });
@@ -156,9 +160,8 @@ impl Places {
     }
 
     /// Gives an authenticated connection a thread.
-    fn begin(self: Arc<Self>, socket: tokio::net::TcpStream, from: SocketAddr) -> io::Result<()> {
-        let socket = socket.into_std()?;
-        socket.set_nonblocking(false)?;
+    fn begin(self: Arc<Self>, socket: AsyncStream, from: SocketAddr) -> io::Result<()> {
+        let socket = Arc::new(socket.into_blocking()?);
         prepare(&socket)?;
         let most = self.workers as usize + MORE_CONNECTIONS;
         let before = self.connections.fetch_add(1, Ordering::Relaxed);
@@ -176,10 +179,10 @@ impl Places {
     }
 
     /// Serves a connection until it ends; an error is one of a worker without a place.
-    fn serve(&self, socket: &TcpStream, from: SocketAddr) -> Result<(), Gone> {
-        let mut frames = Frames::new(socket.try_clone()?);
+    fn serve(&self, socket: &Arc<Stream>, from: SocketAddr) -> Result<(), Gone> {
+        let mut frames = Frames::new(socket.clone());
         let (worker, ticket) = joining(&mut frames)?;
-        let seat = match self.admit(worker, ticket, socket, from)? {
+        let seat = match self.admit(worker, ticket, socket.socket(), from)? {
             Ok(seat) => seat,
             Err(answer) => {
                 match &answer {
@@ -195,12 +198,12 @@ impl Places {
                 socket.shutdown(Shutdown::Write)?;
                 // To close with bytes unread would take the answer back.
                 let until = Instant::now() + HANDSHAKE;
-                let (mut reads, mut unread) = (socket, [0; 1024]);
+                let (mut reads, mut unread) = (&**socket, [0; 1024]);
                 loop {
                     let left = until.saturating_duration_since(Instant::now());
                     // Nothing to read for so long is its end, and a timeout of zero is refused.
                     if left.is_zero()
-                        || socket.set_read_timeout(Some(left)).is_err()
+                        || socket.socket().set_read_timeout(Some(left)).is_err()
                         || !matches!(reads.read(&mut unread), Ok(1..))
                     {
                         return Ok(());

@@ -2,7 +2,8 @@
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,7 +15,11 @@ use super::{Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces
 use crate::access::{Access, Key};
 use crate::address::resolve_all;
 use crate::error::{NetError, os, transport};
+use crate::link::Credentials;
+use crate::link::stream::Stream;
 use crate::link::{HANDSHAKE, blocking};
+use crate::relay::host_of;
+use crate::tls::{Part, Peer};
 use crate::wire::frame::{FrameError, Kind};
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{Message, ToTrainer, ToWorker};
@@ -40,6 +45,8 @@ pub struct Joining {
     pub secret: [u8; 16],
     /// Whether unencrypted connections to other machines are allowed.
     pub insecure_plaintext: bool,
+    /// Where the certificates are, if the environment does not say.
+    pub tls: Option<PathBuf>,
     /// The worker's number; none: the trainer gives it one.
     pub worker: Option<u32>,
     /// Which launch it comes from; none: it comes on its own.
@@ -76,7 +83,7 @@ pub struct Worker {
 #[derive(Debug)]
 struct Shared {
     /// The socket, which one thread at a time sends on.
-    sends: Mutex<TcpStream>,
+    sends: Mutex<Arc<Stream>>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -150,11 +157,10 @@ impl Worker {
     }
 
     fn connect(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
-        let socket = connect(joining, until)?;
-        let clone = || socket.try_clone().map_err(os("preparing the link"));
-        let frames = Frames::new(clone()?);
+        let socket = Arc::new(connect(joining, until)?);
+        let frames = Frames::new(socket.clone());
         let shared = Arc::new(Shared {
-            sends: Mutex::new(clone()?),
+            sends: Mutex::new(socket.clone()),
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -251,7 +257,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn sends(&self) -> MutexGuard<'_, TcpStream> {
+    fn sends(&self) -> MutexGuard<'_, Arc<Stream>> {
         self.sends.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -263,7 +269,7 @@ impl Shared {
             let socket = self.sends();
             // The trainer closes its end once it has read everything, which ends the reading thread.
             let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.set_read_timeout(Some(HANDSHAKE));
+            let _ = socket.socket().set_read_timeout(Some(HANDSHAKE));
             drop(socket);
             state = self.lock();
         }
@@ -352,10 +358,17 @@ fn ended(joining: &Joining, gone: Gone) -> Error {
 }
 
 /// Connects, and tries again while nothing answers.
-fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
+fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
     let mut access = Access::with_token(None).map_err(transport)?;
     access.insecure_plaintext |= joining.insecure_plaintext;
-    let key = Key::new(&joining.secret);
+    let access = access
+        .with_tls(Part::Worker, None, joining.tls.as_deref())
+        .map_err(transport)?;
+    let credentials = Credentials {
+        key: Key::new(&joining.secret),
+        tls: access.tls.clone(),
+    };
+    let peer = Peer::Trainer(host_of(&joining.address));
     let mut refused_since = None;
     loop {
         let mut reason = String::new();
@@ -368,7 +381,7 @@ fn connect(joining: &Joining, until: Instant) -> Result<TcpStream> {
         let mut is_refused = !all.is_empty();
         for address in all {
             access.may_dial_with_secret(address).map_err(transport)?;
-            match blocking::dial(address, &key, Role::Collector, Some(HANDSHAKE)) {
+            match blocking::dial(address, &credentials, peer, Role::Collector, Some(HANDSHAKE)) {
                 Ok(socket) => return Ok(socket),
                 Err(error) => {
                     let hello = error.get_ref().and_then(|inner| inner.downcast_ref());

@@ -4,9 +4,10 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use super::{HANDSHAKE, nonce};
-use crate::access::Key;
+use super::stream::Stream;
+use super::{Credentials, HANDSHAKE, nonce};
 use crate::bulk::serve::keep_alive;
+use crate::tls::Peer;
 use crate::wire::hello::{Client, Next, Protocols, Role};
 
 /// The longest timeout of a handshake: a longer one of the caller is for what follows.
@@ -22,39 +23,43 @@ const LONGEST_HANDSHAKE: Duration = Duration::from_secs(3600);
 /// [`io::ErrorKind::InvalidData`] error.
 pub(crate) fn dial(
     address: SocketAddr,
-    key: &Key,
+    credentials: &Credentials,
+    peer: Peer<'_>,
     role: Role,
     timeout: Option<Duration>,
-) -> io::Result<TcpStream> {
-    let mut socket = match timeout {
+) -> io::Result<Stream> {
+    let socket = match timeout {
         Some(timeout) => TcpStream::connect_timeout(&address, timeout)?,
         None => TcpStream::connect(address)?,
     };
     // A wait without end still ends when the other host is gone.
     keep_alive(&socket)?;
-    prove(&mut socket, key, role, timeout)?;
-    Ok(socket)
+    prove(socket, credentials, peer, role, timeout)
 }
 
 /// The same over an open connection.
 pub(crate) fn prove(
-    socket: &mut TcpStream,
-    key: &Key,
+    socket: TcpStream,
+    credentials: &Credentials,
+    peer: Peer<'_>,
     role: Role,
     timeout: Option<Duration>,
-) -> io::Result<()> {
+) -> io::Result<Stream> {
     let until = Instant::now()
         + timeout
             .unwrap_or(HANDSHAKE)
             .clamp(HANDSHAKE, LONGEST_HANDSHAKE);
     socket.set_nodelay(true)?;
     socket.set_write_timeout(timeout)?;
-    let (mut client, hello) = Client::new(key.clone(), role, Protocols::OURS, nonce()?);
+    let address = socket.peer_addr()?;
+    let mut socket = credentials.dialled_blocking(socket, address, peer, until)?;
+    let key = credentials.key.clone();
+    let (mut client, hello) = Client::new(key, role, Protocols::OURS, nonce()?);
     socket.write_all(&hello)?;
     let mut wanted = crate::wire::hello::HELLO_BYTES;
     loop {
         let mut bytes = vec![0; wanted];
-        if let Err(error) = read_until(socket, &mut bytes, timeout, until) {
+        if let Err(error) = read_until(&mut socket, &mut bytes, timeout, until) {
             return Err(match error.kind() {
                 io::ErrorKind::UnexpectedEof => invalid(client.hung_up()),
                 _ => error,
@@ -65,8 +70,8 @@ pub(crate) fn prove(
         match step.next {
             Next::Read(more) => wanted = more,
             Next::Done(_) => {
-                socket.set_read_timeout(timeout)?;
-                return Ok(());
+                socket.socket().set_read_timeout(timeout)?;
+                return Ok(socket);
             }
             Next::Close(error) => return Err(invalid(error)),
         }
@@ -75,7 +80,7 @@ pub(crate) fn prove(
 
 /// Fills the buffer. Each read takes at most `timeout`, and all of them end by the deadline.
 fn read_until(
-    socket: &mut TcpStream,
+    socket: &mut Stream,
     mut bytes: &mut [u8],
     timeout: Option<Duration>,
     until: Instant,
@@ -85,7 +90,8 @@ fn read_until(
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
-        socket.set_read_timeout(Some(timeout.map_or(left, |timeout| timeout.min(left))))?;
+        let limit = timeout.map_or(left, |timeout| timeout.min(left));
+        socket.socket().set_read_timeout(Some(limit))?;
         match socket.read(bytes) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(read) => bytes = &mut bytes[read..],
@@ -105,6 +111,7 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
+    use crate::access::Key;
 
     #[test]
     fn handshake_ends_by_its_limit_at_a_slow_server() {
@@ -118,8 +125,12 @@ mod tests {
             }
         });
         let begun = Instant::now();
-        let key = Key::new(&[1; 16]);
-        dial(address, &key, Role::Bulk, Some(Duration::from_millis(500))).unwrap_err();
+        let credentials = Credentials {
+            key: Key::new(&[1; 16]),
+            tls: None,
+        };
+        let (peer, limit) = (Peer::Any(address.ip()), Some(Duration::from_millis(500)));
+        dial(address, &credentials, peer, Role::Bulk, limit).unwrap_err();
         let took = begun.elapsed();
         assert!(took < 2 * HANDSHAKE, "{took:?}");
         trickle.join().unwrap();

@@ -6,13 +6,13 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::admission::{Answers, Strangers};
 use super::log_limiter::{self, LogLimiter};
-use super::{GreetError, greet};
-use crate::access::Key;
+use super::stream::AsyncStream;
+use super::{Credentials, GreetError, greet};
 use crate::wire::hello::{HelloError, Role};
 
 /// A pause when the system has no descriptor for another connection.
@@ -22,10 +22,10 @@ const BREATHE: Duration = Duration::from_millis(50);
 /// whether there are too many control links; `failed` gets each error of an accept.
 pub(crate) async fn accept_all(
     listener: TcpListener,
-    key: Key,
+    credentials: Credentials,
     busy: impl Fn() -> bool + Send + Sync + 'static,
     failed: impl Fn(&io::Error) + Send + Sync + 'static,
-    take: impl Fn(TcpStream, SocketAddr, Role) + Send + Sync + 'static,
+    take: impl Fn(AsyncStream, SocketAddr, Role) + Send + Sync + 'static,
 ) {
     let answers = Arc::new(Mutex::new(Answers::default()));
     let log_limiter = Arc::new(Mutex::new(LogLimiter::default()));
@@ -37,7 +37,7 @@ pub(crate) async fn accept_all(
             accepted = listener.accept() => accepted,
             Some(_) = tasks.join_next(), if !tasks.is_empty() => continue,
         };
-        let (mut socket, from) = match accepted {
+        let (socket, from) = match accepted {
             Ok(accepted) => accepted,
             // The process is probably out of descriptors.
             Err(_) if weightsync_mem::raise_files() => continue,
@@ -53,12 +53,12 @@ pub(crate) async fn accept_all(
         if socket.set_nodelay(true).is_err() {
             continue;
         }
-        let (key, busy, take) = (key.clone(), busy(), take.clone());
+        let (credentials, busy, take) = (credentials.clone(), busy(), take.clone());
         let (answers, noted) = (answers.clone(), log_limiter.clone());
         let stranger = tasks.spawn(async move {
             let answers = || locked(&answers).gives(from.ip(), Instant::now());
-            match greet(&mut socket, &key, busy, answers).await {
-                Ok(agreed) => take(socket, from, agreed.role),
+            match greet((socket, from), &credentials, busy, answers).await {
+                Ok((stream, agreed)) => take(stream, from, agreed.role),
                 // A client that gives up an attempt and tries again looks like this.
                 Err(error) if error.is_hang_up() => {
                     tracing::debug!("{from} disconnected before it was accepted: {error}");
@@ -85,6 +85,9 @@ fn cause(error: &GreetError) -> &'static str {
         GreetError::Failed(_) => "failed",
         GreetError::Hello(HelloError::WrongToken) => "wrong token",
         GreetError::Hello(HelloError::NotWeightsync { .. }) => "not weightsync",
+        GreetError::Hello(
+            HelloError::Tls { .. } | HelloError::WithoutTls | HelloError::NoCertificate,
+        ) => "tls",
         GreetError::Hello(_) => "hello",
     }
 }

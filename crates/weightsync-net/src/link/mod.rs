@@ -9,6 +9,8 @@ mod admission;
 pub(crate) mod blocking;
 pub(crate) mod listen;
 pub(crate) mod log_limiter;
+mod secure;
+pub(crate) mod stream;
 
 use std::io;
 use std::marker::PhantomData;
@@ -17,18 +19,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, ReadHalf, WriteHalf};
 use tokio::net::TcpStream;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::access::Key;
+pub(crate) use self::secure::Credentials;
+use self::stream::AsyncStream;
+use crate::tls::Peer;
 use crate::wire::frame::{self, Decoder, FrameError, Kind};
 use crate::wire::hello::{
-    Agreed, Client, HELLO_BYTES, HelloError, NONCE_BYTES, Next, Protocols, Role, Server,
+    Agreed, Client, HELLO_BYTES, HelloError, NONCE_BYTES, Next, Protocols, Role, Server, TurnsAway,
 };
 use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
 
@@ -143,11 +146,11 @@ impl<Out: ControlMessage> Link<Out> {
     /// converted by `event`, and so does the end of the link. After that no message follows, but
     /// perhaps another end.
     pub(crate) fn start<In: ControlMessage, E: Send + 'static>(
-        socket: TcpStream,
+        socket: AsyncStream,
         events: &mpsc::Sender<E>,
         event: impl Fn(Result<In, LinkEnd>) -> E + Send + Sync + Clone + 'static,
     ) -> Self {
-        let (reader, writer) = socket.into_split();
+        let (reader, writer) = tokio::io::split(socket);
         let (sender, receiver) = mpsc::channel(QUEUE);
         let (sink, make) = (events.clone(), event.clone());
         let sign = Arc::new(AtomicBool::new(false));
@@ -244,7 +247,7 @@ pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageErr
 }
 
 async fn read_all<In: ControlMessage, E>(
-    mut reader: OwnedReadHalf,
+    mut reader: ReadHalf<AsyncStream>,
     events: &mpsc::Sender<E>,
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
     sign: &AtomicBool,
@@ -282,7 +285,7 @@ async fn read_all<In: ControlMessage, E>(
 }
 
 async fn write_all<Out: ControlMessage>(
-    mut writer: OwnedWriteHalf,
+    mut writer: WriteHalf<AsyncStream>,
     mut receiver: mpsc::Receiver<Outgoing>,
 ) -> Result<(), LinkEnd> {
     let ping = frames(&[Out::ping()]).map_err(LinkEnd::Message)?;
@@ -310,13 +313,17 @@ async fn write_all<Out: ControlMessage>(
 /// Connects, and proves both ends to each other.
 pub(crate) async fn dial(
     address: SocketAddr,
-    key: &Key,
+    credentials: &Credentials,
+    peer: Peer<'_>,
     role: Role,
-) -> Result<TcpStream, DialError> {
+) -> Result<AsyncStream, DialError> {
     let connected = timeout(HANDSHAKE, TcpStream::connect(address)).await;
-    let mut socket = connected.map_err(|_| DialError::Silent)??;
+    let socket = connected.map_err(|_| DialError::Silent)??;
     socket.set_nodelay(true)?;
-    let (mut client, hello) = Client::new(key.clone(), role, Protocols::OURS, nonce()?);
+    let secured = timeout(HANDSHAKE, credentials.dialled(socket, address, peer)).await;
+    let mut socket = secured.map_err(|_| DialError::Unanswered)??;
+    let key = credentials.key.clone();
+    let (mut client, hello) = Client::new(key, role, Protocols::OURS, nonce()?);
     let shake = async {
         socket.write_all(&hello).await?;
         let mut wanted = HELLO_BYTES;
@@ -354,22 +361,44 @@ pub(crate) enum DialError {
     Unanswered,
     /// The connection failed.
     #[error(transparent)]
-    Failed(#[from] io::Error),
+    Failed(io::Error),
     /// The peer failed the handshake.
     #[error(transparent)]
     Hello(HelloError),
 }
 
+impl From<io::Error> for DialError {
+    fn from(error: io::Error) -> Self {
+        match hello_of(&error) {
+            Some(hello) => Self::Hello(hello.clone()),
+            None => Self::Failed(error),
+        }
+    }
+}
+
+/// The error of a handshake that an error of a connection holds.
+pub(crate) fn hello_of(error: &io::Error) -> Option<&HelloError> {
+    error.get_ref()?.downcast_ref()
+}
+
 /// Authenticates a client within [`HANDSHAKE`]. A client that fails is notified only if `answers`
 /// allows it.
 pub(crate) async fn greet(
-    socket: &mut TcpStream,
-    key: &Key,
+    (socket, from): (TcpStream, SocketAddr),
+    credentials: &Credentials,
     busy: bool,
     answers: impl Fn() -> bool,
-) -> Result<Agreed, GreetError> {
+) -> Result<(AsyncStream, Agreed), GreetError> {
+    let secured = timeout(HANDSHAKE, credentials.accepted(socket, from)).await;
+    let (mut socket, is_plain) = secured.map_err(|_| GreetError::Slow)??;
+    let turns_away = match (is_plain, busy) {
+        (true, _) => Some(TurnsAway::Plain),
+        (false, true) => Some(TurnsAway::Busy),
+        (false, false) => None,
+    };
     let shake = async {
-        let mut server = Server::new(key.clone(), Protocols::OURS, busy, nonce()?);
+        let key = credentials.key.clone();
+        let mut server = Server::new(key, Protocols::OURS, turns_away, nonce()?);
         let mut wanted = HELLO_BYTES;
         loop {
             let mut bytes = vec![0; wanted];
@@ -393,9 +422,9 @@ pub(crate) async fn greet(
             }
         }
     };
-    timeout(HANDSHAKE, shake)
-        .await
-        .map_err(|_| GreetError::Slow)?
+    let agreed = timeout(HANDSHAKE, shake).await;
+    let agreed = agreed.map_err(|_| GreetError::Slow)??;
+    Ok((socket, agreed))
 }
 
 /// Why a client was refused.
@@ -406,10 +435,19 @@ pub(crate) enum GreetError {
     Slow,
     /// The connection failed.
     #[error(transparent)]
-    Failed(#[from] io::Error),
+    Failed(io::Error),
     /// The client failed the handshake.
     #[error(transparent)]
     Hello(HelloError),
+}
+
+impl From<io::Error> for GreetError {
+    fn from(error: io::Error) -> Self {
+        match hello_of(&error) {
+            Some(hello) => Self::Hello(hello.clone()),
+            None => Self::Failed(error),
+        }
+    }
 }
 
 impl GreetError {
@@ -417,7 +455,7 @@ impl GreetError {
     pub(crate) fn is_hang_up(&self) -> bool {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
         match self {
-            Self::Hello(HelloError::HungUp { .. }) => true,
+            Self::Hello(HelloError::HungUp { .. } | HelloError::TlsHungUp) => true,
             Self::Failed(error) => matches!(
                 error.kind(),
                 BrokenPipe | ConnectionAborted | ConnectionReset

@@ -141,7 +141,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     let at = info.endpoint();
     let until = Instant::now() + LONG;
     loop {
-        let status = Status::ask(at.address(), at.secret(), Some(LONG)).unwrap();
+        let status = Status::ask(at.address(), at.secret(), None, Some(LONG)).unwrap();
         let mut relays = status.relays.iter();
         let own = std::process::id();
         // Both are this process: the relay is the one that serves.

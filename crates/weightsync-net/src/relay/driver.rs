@@ -29,7 +29,7 @@ use self::convert::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
-use crate::access::Key;
+use crate::link::Credentials;
 use crate::bulk::{
     Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
     Transferred,
@@ -80,7 +80,7 @@ pub(crate) struct Fetched {
 
 pub(crate) struct Driver {
     options: AgentOptions,
-    key: Key,
+    credentials: Credentials,
     run: Run,
     agent: u64,
     root: SocketAddr,
@@ -157,7 +157,7 @@ impl Driver {
     /// Makes the segment, and the threads around it.
     pub(super) fn start(
         options: &AgentOptions,
-        key: Key,
+        credentials: Credentials,
         joined: Joined,
         listener: Listener,
         events: mpsc::Sender<Event>,
@@ -203,12 +203,12 @@ impl Driver {
                     tokio::spawn(serving.clone().child(socket));
                 }
             };
-            tokio::spawn(accept_all(bulk, key.clone(), || false, |_| {}, take));
+            tokio::spawn(accept_all(bulk, credentials.clone(), || false, |_| {}, take));
         }
-        let connections = Connections::new(key.clone(), run, agent, options.connections);
+        let connections = Connections::new(credentials.clone(), run, agent, options.connections);
         Ok(Self {
             options: options.clone(),
-            key,
+            credentials,
             run,
             agent,
             root,

@@ -4,15 +4,17 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use weightsync_core::{Layout, Remedy, Run};
 use weightsync_mem::ModelSpec;
 
 use super::driver::Event;
 use super::{AgentOptions, Item, Patience, Reach, StartError};
-use crate::access::{Access, Key};
-use crate::link::{self, DialError, Link, LinkEnd};
+use crate::access::Access;
+use crate::link::stream::AsyncStream;
+use crate::link::{self, Credentials, DialError, Link, LinkEnd};
+use crate::tls::Peer;
 use crate::wire::hello::{HelloError, Role};
 use crate::wire::message::{FromRoot, ModelAssembler, RefusalRemedy, ToRoot};
 
@@ -50,7 +52,7 @@ pub(crate) struct Before {
 /// Joins the sender.
 pub(crate) async fn join(
     options: &AgentOptions,
-    key: &Key,
+    credentials: &Credentials,
     events: &mpsc::Sender<Event>,
     patience: Patience,
 ) -> Result<Joined, StartError> {
@@ -58,13 +60,14 @@ pub(crate) async fn join(
         dial: within,
         until,
     } = patience;
-    let dialled = tokio::time::timeout(within, dial(&options.root, key)).await;
+    let dialled = tokio::time::timeout(within, dial(&options.root, credentials)).await;
     let (socket, root) = dialled.unwrap_or_else(|_| {
         let reason = format!("{} did not answer within {within:.1?}", options.root);
         Err(StartError::Unreachable(Reach::Unknown, reason))
     })?;
     // Other hosts can reach this machine at the address that this link uses.
     let own = socket
+        .socket()
         .local_addr()
         .map_err(StartError::os("asking a socket for its address"))?;
     let bulk = match options.serves {
@@ -133,7 +136,7 @@ pub(crate) struct Welcome {
 /// Introduces this agent and receives the welcome. `number` tells this link's events from those of
 /// earlier links.
 pub(crate) async fn greet(
-    socket: TcpStream,
+    socket: AsyncStream,
     options: &AgentOptions,
     (bulk, before): (Option<u16>, Before),
     number: u64,
@@ -250,14 +253,18 @@ async fn next(messages: &mut Messages, patience: Duration) -> Result<FromRoot, S
 }
 
 /// Connects to the first address of a name that answers.
-pub(crate) async fn dial(name: &str, key: &Key) -> Result<(TcpStream, SocketAddr), StartError> {
+pub(crate) async fn dial(
+    name: &str,
+    credentials: &Credentials,
+) -> Result<(AsyncStream, SocketAddr), StartError> {
     let unreachable = |text| StartError::Unreachable(Reach::Unknown, text);
     let addresses = tokio::net::lookup_host(name)
         .await
         .map_err(|error| unreachable(format!("{name} is not found: {error}")))?;
     let mut last = unreachable(format!("{name} has no address"));
     for address in addresses {
-        let error = match link::dial(address, key, Role::Control).await {
+        let peer = Peer::Trainer(host_of(name));
+        let error = match link::dial(address, credentials, peer, Role::Control).await {
             Ok(socket) => return Ok((socket, address)),
             Err(DialError::Hello(error)) if is_final(&error) => {
                 return Err(StartError::Refused(error));
@@ -274,6 +281,12 @@ pub(crate) async fn dial(name: &str, key: &Key) -> Result<(TcpStream, SocketAddr
         last = StartError::Unreachable(reach, format!("{address}: {error}"));
     }
     Err(last)
+}
+
+/// The host in `HOST:PORT`.
+pub(crate) fn host_of(name: &str) -> &str {
+    let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
+    host.trim_start_matches('[').trim_end_matches(']')
 }
 
 /// Whether waiting cannot turn the peer into the right sender.

@@ -22,10 +22,12 @@ use weightsync_mem::{Ending, Listener, Origin};
 
 use self::driver::{Driver, Event};
 use self::join::{Joined, join};
+pub(crate) use self::join::host_of;
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayEvent, RelayStop};
 use crate::access::{Access, AccessError, Key};
+use crate::link::Credentials;
 use crate::wire::hello::HelloError;
 use crate::wire::message::ToRoot;
 
@@ -289,9 +291,12 @@ async fn run(
     (events, inbox): Events,
     started: std::sync::mpsc::SyncSender<Result<Started, StartError>>,
 ) -> Ending {
-    let key = Key::new(&options.secret);
+    let credentials = Credentials {
+        key: Key::new(&options.secret),
+        tls: options.access.tls.clone(),
+    };
     let joined = tokio::select! {
-        joined = join(&options, &key, &events, patience) => joined,
+        joined = join(&options, &credentials, &events, patience) => joined,
         _ = given_up => {
             let reason = "it was given up".into();
             Err(StartError::Unreachable(Reach::Unknown, reason))
@@ -310,7 +315,7 @@ async fn run(
     let made = joined.and_then(|joined| {
         let (listener, address) = listen(&options, &joined)?;
         let run = joined.run;
-        let driver = Driver::start(&options, key, joined, listener, events)?;
+        let driver = Driver::start(&options, credentials, joined, listener, events)?;
         let (serves, travelled) = (driver.serves(), driver.travelled());
         let begun = Started {
             address,

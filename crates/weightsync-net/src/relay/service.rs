@@ -4,6 +4,7 @@ use std::fmt;
 use std::io;
 use std::mem::{Discriminant, discriminant};
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use weightsync_engine::{InitInfo, Result};
 use weightsync_mem::Ending;
 
 use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
+use crate::tls::Part;
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
 use crate::wire::hello::HelloError;
@@ -44,6 +46,7 @@ pub struct Relay {
     secret: [u8; 16],
     token: Option<Token>,
     insecure_plaintext: bool,
+    tls: Option<PathBuf>,
     connections: usize,
     stop: Arc<Stop>,
 }
@@ -129,6 +132,7 @@ impl Relay {
             secret,
             token: None,
             insecure_plaintext: false,
+            tls: None,
             connections: 2,
             stop: Arc::default(),
         }
@@ -138,6 +142,13 @@ impl Relay {
     #[must_use]
     pub fn insecure_plaintext(mut self) -> Self {
         self.insecure_plaintext = true;
+        self
+    }
+
+    /// Sets where the certificates are, instead of the environment's.
+    #[must_use]
+    pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
+        self.tls = Some(path.into());
         self
     }
 
@@ -266,7 +277,8 @@ impl Relay {
         };
         let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        Ok(access)
+        let tls = access.with_tls(Part::Relay, self.tls.as_deref(), None);
+        tls.map_err(transport)
     }
 
     fn may_dial(&self, access: &Access) -> Result<()> {

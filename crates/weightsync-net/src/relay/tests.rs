@@ -122,7 +122,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
-    let error = Status::ask(at.address(), &another, Some(LONG)).unwrap_err();
+    let error = Status::ask(at.address(), &another, None, Some(LONG)).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::Hello { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
@@ -139,7 +139,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     };
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
-    let error = Status::ask(&port, at.secret(), Some(LONG)).unwrap_err();
+    let error = Status::ask(&port, at.secret(), None, Some(LONG)).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.
@@ -150,9 +150,9 @@ fn status_request_gets_the_reason_for_no_answer() {
 fn status_without_a_timeout_ends_with_its_connection() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
-    let status = Status::ask(at.address(), at.secret(), None).unwrap();
+    let status = Status::ask(at.address(), at.secret(), None, None).unwrap();
     assert_eq!(status.pid, std::process::id());
-    Scrub::ask(at.address(), at.secret(), None).unwrap();
+    Scrub::ask(at.address(), at.secret(), None, None).unwrap();
     // A silent sender may take any time; a host that is gone is noticed by keep-alive.
     let address: SocketAddr = at.address().parse().unwrap();
     let key = Key::new(at.secret());
@@ -173,8 +173,8 @@ fn status_without_a_timeout_ends_with_its_connection() {
         tokio::spawn(async move { socket.write_all(&frame).await });
     };
     runtime.spawn(accept_all(listener, key, || false, |_| {}, take));
-    Status::ask(&address, at.secret(), None).unwrap_err();
-    Scrub::ask(&address, at.secret(), None).unwrap_err();
+    Status::ask(&address, at.secret(), None, None).unwrap_err();
+    Scrub::ask(&address, at.secret(), None, None).unwrap_err();
 }
 
 /// A sender that tells each relay that joins of a parent; what it was told after that.

@@ -16,7 +16,6 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::net::TcpStream;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -32,6 +31,7 @@ use super::scrub::{Round, Scrubs};
 use super::topology::{AgentId, Assigned, Endpoint, Topology};
 use crate::bulk::{Store, Threads};
 use crate::link::log_limiter::{self, LogLimiter};
+use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
 use crate::wire::message::{FromRoot, RefusalRemedy, ToRoot};
@@ -45,7 +45,7 @@ const TOO_MUCH: &str = "it claims more versions than can exist";
 /// What a coordinator reacts to.
 pub(crate) enum Event {
     /// An agent has connected.
-    Connected { socket: TcpStream, from: SocketAddr },
+    Connected { socket: AsyncStream, from: SocketAddr },
     /// A message of an agent, or the end of its link.
     Message {
         agent: AgentId,

@@ -24,6 +24,8 @@ use weightsync_mem::{Listener, Origin, RemoteReaders};
 use self::compare::{Compared, Comparing};
 use self::coordinator::{Changes, Coordinator, Event, Settings};
 use crate::access::Key;
+use crate::link::Credentials;
+use crate::link::stream::AsyncStream;
 use crate::bulk::{Find, Served, Serving, Store, Threads};
 use crate::error::os;
 use crate::link;
@@ -171,6 +173,7 @@ impl Server {
         segment: &Segment,
         listener: TcpListener,
     ) -> Result<Self> {
+        let access = scheme.access()?;
         let remote_readers = segment.remote_readers();
         let found = remote_readers.clone();
         let find: Find =
@@ -211,7 +214,10 @@ impl Server {
         let run = remote_readers.run();
         let agents = Arc::<AtomicUsize>::default();
         let listening = Listening {
-            key: Key::new(opening.at.secret()),
+            credentials: Credentials {
+                key: Key::new(opening.at.secret()),
+                tls: access.tls,
+            },
             events: events.clone(),
             serving: Serving::new(
                 (run, opening.models.len()),
@@ -284,7 +290,7 @@ impl Drop for Server {
 
 /// Accepts connections.
 struct Listening {
-    key: Key,
+    credentials: Credentials,
     events: mpsc::Sender<Event>,
     serving: Serving,
     remote_readers: RemoteReaders,
@@ -295,7 +301,7 @@ struct Listening {
 impl Listening {
     async fn accept(self, listener: tokio::net::TcpListener) {
         let Self {
-            key,
+            credentials,
             events,
             serving,
             remote_readers,
@@ -304,7 +310,7 @@ impl Listening {
         let asking = Arc::new(Semaphore::new(ASKING));
         let scrubbing = Arc::new(Semaphore::new(SCRUBBING));
         let busy = move || agents.load(Ordering::Relaxed) >= MAX_AGENTS;
-        let take = move |socket: tokio::net::TcpStream, from: SocketAddr, role| match role {
+        let take = move |socket: AsyncStream, from: SocketAddr, role| match role {
             Role::Control => {
                 let events = events.clone();
                 tokio::spawn(async move {
@@ -324,14 +330,14 @@ impl Listening {
             Role::Collector => {}
         };
         let failed = move |error: &_| remote_readers.note_failed_accept(error);
-        accept_all(listener, key, busy, failed, take).await;
+        accept_all(listener, credentials, busy, failed, take).await;
     }
 }
 
 /// Sends the coordinator this event, forwards its answer, and hangs up. A client without a turn or
 /// without an answer in time is disconnected; it can ask again.
 async fn answer(
-    mut socket: tokio::net::TcpStream,
+    mut socket: AsyncStream,
     event: impl FnOnce(oneshot::Sender<String>) -> Event,
     events: mpsc::Sender<Event>,
     asking: Arc<Semaphore>,

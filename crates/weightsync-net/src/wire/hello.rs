@@ -22,7 +22,7 @@ use std::fmt;
 
 use weightsync_core::Remedy;
 
-pub use self::handshake::{Agreed, Client, Next, Server, Step};
+pub use self::handshake::{Agreed, Client, Next, Server, Step, TurnsAway};
 
 /// The newest protocol of this version.
 pub const PROTOCOL: u16 = 1;
@@ -197,6 +197,8 @@ pub enum Verdict {
     NoCommonProtocol,
     /// The server has no room for another control link.
     Busy,
+    /// The server takes encrypted links alone.
+    NeedsTls,
 }
 
 /// The answer to a [`ClientHello`].
@@ -205,7 +207,7 @@ pub enum Verdict {
 /// |---|---|
 /// | 0..8 | `wsLINK\r\n` |
 /// | 8..10 | the chosen protocol; 0 if there is none |
-/// | 10 | verdict: 0 go on, 1 no common protocol, 2 busy |
+/// | 10 | verdict: 0 go on, 1 no common protocol, 2 busy, 3 to be encrypted |
 /// | 11..28 | zeros, not checked |
 /// | 28..30 | the server's oldest protocol |
 /// | 30..32 | the server's newest protocol |
@@ -228,6 +230,7 @@ impl ServerHello {
             Verdict::GoOn { protocol } => (protocol, 0),
             Verdict::NoCommonProtocol => (0, 1),
             Verdict::Busy => (0, 2),
+            Verdict::NeedsTls => (0, 3),
         };
         bytes[..8].copy_from_slice(&MAGIC);
         bytes[8..10].copy_from_slice(&protocol.to_le_bytes());
@@ -251,9 +254,10 @@ impl ServerHello {
             (0, 1..) => Verdict::GoOn { protocol },
             (1, 0) => Verdict::NoCommonProtocol,
             (2, 0) => Verdict::Busy,
+            (3, 0) => Verdict::NeedsTls,
             (verdict, protocol) => {
                 return Err(malformed(
-                    "a verdict of 0 with a protocol, or of 1 or 2 without",
+                    "a verdict of 0 with a protocol, or of 1 to 3 without",
                     format!("verdict {verdict} with protocol {protocol}"),
                 ));
             }
@@ -352,18 +356,70 @@ pub enum HelloError {
         /// How many bytes of the next message had arrived.
         got: usize,
     },
+    /// The peer takes encrypted links alone.
+    #[error(
+        "the other end takes encrypted links alone: give this end a certificate of its authority \
+         (tls=, or WEIGHTSYNC_TLS_DIR)"
+    )]
+    NeedsTls,
+    /// This end takes encrypted links alone, and has told the peer so.
+    #[error("the other end began without TLS; it was told to bring a certificate")]
+    WithoutTls,
+    /// The peer speaks TLS, and this end has no certificate.
+    #[error(
+        "the other end speaks TLS, and this end has no certificate: give it one of the same \
+         authority (tls=, or WEIGHTSYNC_TLS_DIR)"
+    )]
+    NoCertificate,
+    /// The peer hung up during the handshake of TLS.
+    #[error(
+        "the other end closed the connection during the TLS handshake: has it no certificate, or is \
+         it shutting down?"
+    )]
+    TlsHungUp,
+    /// The handshake of TLS failed.
+    #[error("{what}")]
+    Tls {
+        /// What went wrong, and what to do.
+        what: String,
+        /// Whether a new certificate mends it, which is read without a restart.
+        is_of_time: bool,
+    },
     /// The handshake had already ended.
     #[error("the handshake was over already")]
     Over,
 }
 
 impl HelloError {
+    /// An error of the handshake of TLS.
+    pub(crate) fn tls(error: &rustls::Error) -> Self {
+        use rustls::{AlertDescription, CertificateError as Of, Error};
+        let is_of_time = matches!(
+            error,
+            Error::InvalidCertificate(
+                Of::Expired
+                    | Of::ExpiredContext { .. }
+                    | Of::NotValidYet
+                    | Of::NotValidYetContext { .. }
+            ) | Error::AlertReceived(AlertDescription::CertificateExpired)
+        );
+        Self::Tls {
+            what: crate::tls::explain(error),
+            is_of_time,
+        }
+    }
+
     /// What to do: connect again, later, or change something first.
     pub fn remedy(&self) -> Remedy {
         match self {
-            Self::Busy | Self::TurnedAway | Self::HungUp { .. } | Self::Malformed { .. } => {
-                Remedy::Retry
+            Self::Busy
+            | Self::TurnedAway
+            | Self::HungUp { .. }
+            | Self::TlsHungUp
+            | Self::Tls {
+                is_of_time: true, ..
             }
+            | Self::Malformed { .. } => Remedy::Retry,
             _ => Remedy::GiveUp,
         }
     }

@@ -150,7 +150,7 @@ fn a_server_without_the_secret_is_found_out() {
 #[test]
 fn a_replayed_client_is_refused() {
     let [hello, _, client_proof, _] = samples::handshake();
-    let mut server = Server::new(samples::key(), Protocols::OURS, false, [0x77; 32]);
+    let mut server = Server::new(samples::key(), Protocols::OURS, None, [0x77; 32]);
     assert!(matches!(server.feed(&mut &hello[..]).next, Next::Read(32)));
     let step = server.feed(&mut &client_proof[..]);
     assert_eq!(step.next, Next::Close(HelloError::WrongToken));
@@ -183,7 +183,7 @@ fn every_flipped_bit_ends_the_handshake() {
 
 #[test]
 fn a_busy_server_says_so_and_is_tried_again() {
-    let server = Server::new(samples::key(), Protocols::OURS, true, [2; 32]);
+    let server = Server::new(samples::key(), Protocols::OURS, Some(TurnsAway::Busy), [2; 32]);
     let mut talk = Talk::new(samples::client(), server);
     talk.go_on(64, untouched);
     assert_eq!(talk.at_client, Some(Err(HelloError::Busy)));
@@ -196,7 +196,7 @@ fn full_server_keeps_its_known_agents() {
     use Role::*;
     for role in [Control, Bulk, Status, Scrub, Collector] {
         let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
-        let server = Server::new(samples::key(), Protocols::OURS, true, [2; 32]);
+        let server = Server::new(samples::key(), Protocols::OURS, Some(TurnsAway::Busy), [2; 32]);
         let mut talk = Talk::new(client, server);
         talk.go_on(64, untouched);
         let is_in = matches!(talk.at_client, Some(Ok(_)));
@@ -218,7 +218,7 @@ fn one_version_apart_is_fine_and_two_are_not() {
             assert_eq!(ours.common(theirs), expected, "{here} and {there}");
 
             let client = Client::new(samples::key(), Role::Status, ours, [1; 32]);
-            let server = Server::new(samples::key(), theirs, false, [2; 32]);
+            let server = Server::new(samples::key(), theirs, None, [2; 32]);
             let mut talk = Talk::new(client, server);
             talk.go_on(64, untouched);
             match expected {

@@ -34,7 +34,7 @@ pub fn client() -> (Client, [u8; HELLO_BYTES]) {
 }
 
 pub fn server() -> Server {
-    Server::new(key(), Protocols::OURS, false, [0x5e; 32])
+    Server::new(key(), Protocols::OURS, None, [0x5e; 32])
 }
 
 /// The bytes of a handshake, in order.

@@ -35,7 +35,7 @@ impl Shared {
     /// Reads one delta, and makes its span from it.
     pub(super) fn make(
         &self,
-        socket: &mut TcpStream,
+        socket: &mut Stream,
         head: &DeltaHead,
         requested: &mut Requested<'_>,
         scratch: &mut Scratch,

@@ -44,7 +44,7 @@ impl Transfer {
     }
 
     /// Serves one turn. True if the fetch has ended, false if it is another fetch's turn.
-    pub(super) fn go_on(&mut self, socket: &mut TcpStream) -> io::Result<bool> {
+    pub(super) fn go_on(&mut self, socket: &mut Stream) -> io::Result<bool> {
         let item = self.item();
         let &ToParent::Fetch { run, agent, .. } = &self.fetch;
         if run != self.serving.run {
@@ -80,7 +80,7 @@ impl Transfer {
     }
 
     /// Sends the requested blocks for one turn, and adds the bytes sent to `sent`.
-    fn serve(&mut self, socket: &mut TcpStream, sent: &mut u64) -> io::Result<End> {
+    fn serve(&mut self, socket: &mut Stream, sent: &mut u64) -> io::Result<End> {
         let begun = Instant::now();
         let held = match self.held.clone() {
             Some(held) => held,
@@ -90,7 +90,7 @@ impl Transfer {
             },
         };
         self.held = Some(held.clone());
-        let Some(_going) = held.goes_by(socket)? else {
+        let Some(_going) = held.goes_by(socket.socket())? else {
             // Released before the child hears of it: a version that is held keeps a slot, and the
             // child may read slowly.
             self.held = None;
@@ -192,7 +192,7 @@ impl Transfer {
     /// The version once part of it is here, or how the turn ends without it.
     fn find(
         &mut self,
-        socket: &mut TcpStream,
+        socket: &mut Stream,
         begun: Instant,
     ) -> io::Result<Result<Arc<Held>, End>> {
         let (item, serving) = (self.item(), self.serving.clone());
@@ -240,7 +240,7 @@ impl Transfer {
     }
 
     /// Sends `Idle` if nothing was sent for a while.
-    fn send_idle(&mut self, socket: &mut TcpStream) -> io::Result<()> {
+    fn send_idle(&mut self, socket: &mut Stream) -> io::Result<()> {
         if self.last_sent.elapsed() < IDLE {
             return Ok(());
         }

@@ -80,7 +80,7 @@ impl Driver {
     }
 
     async fn try_again(&mut self) -> Result<(), ReconnectError> {
-        let (socket, root) = match dial(&self.options.root, &self.key).await {
+        let (socket, root) = match dial(&self.options.root, &self.credentials).await {
             Ok(reached) => reached,
             Err(StartError::Refused(_)) => return Err(ReconnectError::Died),
             Err(StartError::Unreachable(reach, _)) => {
@@ -115,7 +115,7 @@ impl Driver {
         self.root = root;
         self.agent = welcome.agent;
         let connections = Connections::new(
-            self.key.clone(),
+            self.credentials.clone(),
             self.run,
             self.agent,
             self.options.connections,

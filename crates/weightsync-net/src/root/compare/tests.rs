@@ -76,7 +76,7 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
 /// Bytes that each agent has fetched.
 fn received(info: &InitInfo) -> u64 {
     let endpoint = info.endpoint();
-    let status = Status::ask(endpoint.address(), endpoint.secret(), Some(LONG)).unwrap();
+    let status = Status::ask(endpoint.address(), endpoint.secret(), None, Some(LONG)).unwrap();
     status.relays.iter().map(|relay| relay.received).sum()
 }
 

@@ -55,7 +55,7 @@ async fn wait_for<T: Send + 'static>(
     let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
     let ask = move || {
         loop {
-            if let Some(answer) = of(Status::ask(&address, &secret, Some(SOON)).unwrap()) {
+            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(SOON)).unwrap()) {
                 return answer;
             }
         }

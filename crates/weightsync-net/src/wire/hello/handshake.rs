@@ -118,6 +118,7 @@ impl Client {
         let (ours, theirs) = (self.ours, server.protocols);
         let protocol = match server.verdict {
             Verdict::Busy => return Step::close(HelloError::Busy),
+            Verdict::NeedsTls => return Step::close(HelloError::NeedsTls),
             Verdict::NoCommonProtocol => {
                 return Step::close(HelloError::NoCommonProtocol { ours, theirs });
             }
@@ -156,10 +157,20 @@ impl Client {
 pub struct Server {
     key: Key,
     ours: Protocols,
-    busy: bool,
+    turns_away: Option<TurnsAway>,
     nonce: [u8; NONCE_BYTES],
     came: Vec<u8>,
     state: ServerState,
+}
+
+/// Why a server turns clients away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TurnsAway {
+    /// It has no room for another control link. Other roles belong to agents that are already in, so
+    /// they are accepted.
+    Busy,
+    /// The connection is plain, and the server takes encrypted ones alone.
+    Plain,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -174,14 +185,17 @@ enum ServerState {
 }
 
 impl Server {
-    /// A server for one client. The nonce must be new and random. A `busy` server has no room for
-    /// another control link: it refuses a client that wants one. Other roles belong to agents that
-    /// are already in, so they are accepted.
-    pub fn new(key: Key, ours: Protocols, busy: bool, nonce: [u8; NONCE_BYTES]) -> Self {
+    /// A server for one client. The nonce must be new and random.
+    pub fn new(
+        key: Key,
+        ours: Protocols,
+        turns_away: Option<TurnsAway>,
+        nonce: [u8; NONCE_BYTES],
+    ) -> Self {
         Self {
             key,
             ours,
-            busy,
+            turns_away,
             nonce,
             came: Vec::new(),
             state: ServerState::Hello,
@@ -238,8 +252,14 @@ impl Server {
         let Some(role) = Role::from_code(client.role) else {
             return Step::close(malformed("a role of 1 to 4", client.role.to_string()));
         };
-        if self.busy && role == Role::Control {
-            return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
+        match self.turns_away {
+            Some(TurnsAway::Busy) if role == Role::Control => {
+                return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
+            }
+            Some(TurnsAway::Plain) => {
+                return Step::new(answer(Verdict::NeedsTls), Next::Close(HelloError::WithoutTls));
+            }
+            Some(TurnsAway::Busy) | None => {}
         }
         let hello = answer(Verdict::GoOn { protocol });
         let expected = client_proof(&self.key, &bytes, &hello);

@@ -174,7 +174,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
     let run = run_of(root, dice)?;
     let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
     for _ in 0..50 {
-        let status = Status::ask(root, &token().secret(), Some(PATIENCE))?;
+        let status = Status::ask(root, &token().secret(), None, Some(PATIENCE))?;
         let fetch = ToParent::Fetch {
             run,
             agent: 0,

@@ -107,11 +107,11 @@ fn train(lead: &Lead) -> Outcome {
     for line in std::io::stdin().lines() {
         match serde_json::from_str(&line?)? {
             Order::Status => {
-                let status = Status::ask(&address, &token().secret(), Some(PATIENCE))?;
+                let status = Status::ask(&address, &token().secret(), None, Some(PATIENCE))?;
                 emit(&Notice::Status(Box::new(status)));
             }
             Order::Scrub => {
-                let scrub = Scrub::ask(&address, &token().secret(), Some(PATIENCE))?;
+                let scrub = Scrub::ask(&address, &token().secret(), None, Some(PATIENCE))?;
                 emit(&Notice::Scrubbed(Box::new(scrub)));
             }
             order => sends.send(order)?,

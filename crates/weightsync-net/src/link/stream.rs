@@ -1,0 +1,328 @@
+//! A connection, encrypted or not.
+//!
+//! **Guarantee.** What is read and written is the same either way, and so is what another thread can
+//! do with [`Stream::socket`]: shut it down.
+
+use std::io::{self, IoSlice, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::pin::Pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use crate::tls::session::{self, AT_ONCE, Incoming, Session};
+
+/// A connection whose calls block. One thread may read while another writes.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    socket: TcpStream,
+    tls: Option<Box<Tls>>,
+}
+
+/// Locks are taken in this order.
+#[derive(Debug)]
+struct Tls {
+    /// Of the thread that reads.
+    incoming: Mutex<Incoming>,
+    /// Of the thread that writes: what it has taken out of the session.
+    sending: Mutex<Vec<u8>>,
+    /// Held for no wait.
+    session: Mutex<Session>,
+}
+
+impl Stream {
+    /// One that is not encrypted.
+    pub(crate) fn plain(socket: TcpStream) -> Self {
+        Self { socket, tls: None }
+    }
+
+    /// One whose handshake is done.
+    pub(crate) fn encrypted(socket: TcpStream, session: Session, incoming: Incoming) -> Self {
+        let tls = Tls {
+            incoming: Mutex::new(incoming),
+            sending: Mutex::default(),
+            session: Mutex::new(session),
+        };
+        Self {
+            socket,
+            tls: Some(Box::new(tls)),
+        }
+    }
+
+    /// The socket below, for its settings and its end: bytes must not be read or written there.
+    pub(crate) fn socket(&self) -> &TcpStream {
+        &self.socket
+    }
+
+    /// Ends the connection. To end the writing side tells the peer that nothing is missing.
+    pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
+        if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
+            let mut sending = locked(&tls.sending);
+            locked(&tls.session).close()?;
+            tls.send(&self.socket, &mut sending)?;
+        }
+        self.socket.shutdown(how)
+    }
+
+    /// The same connection, whose calls do not block.
+    pub(crate) fn into_async(self) -> io::Result<AsyncStream> {
+        self.socket.set_nonblocking(true)?;
+        let socket = tokio::net::TcpStream::from_std(self.socket)?;
+        Ok(match self.tls {
+            None => AsyncStream::plain(socket),
+            Some(tls) => AsyncStream::encrypted(
+                socket,
+                tls.session.into_inner().unwrap_or_else(PoisonError::into_inner),
+                tls.incoming.into_inner().unwrap_or_else(PoisonError::into_inner),
+            ),
+        })
+    }
+}
+
+impl Tls {
+    /// Sends what the session has to send. The caller holds `sending` throughout, so that everything
+    /// goes out in the order in which it was encrypted.
+    fn send(&self, mut socket: &TcpStream, sending: &mut Vec<u8>) -> io::Result<()> {
+        if !sending.is_empty() {
+            // An earlier call failed midway: what comes now would not be understood.
+            return Err(io::ErrorKind::BrokenPipe.into());
+        }
+        std::mem::swap(sending, locked(&self.session).outgoing());
+        socket.write_all(sending)?;
+        sending.clear();
+        Ok(())
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let Some(tls) = &self.tls else {
+            return (&self.socket).read(buffer);
+        };
+        if buffer.is_empty() {
+            return Ok(0);
+        }
+        let mut incoming = locked(&tls.incoming);
+        loop {
+            let mut session = locked(&tls.session);
+            let read = session.read(buffer, &mut incoming);
+            let has_reply = !session.outgoing().is_empty();
+            drop(session);
+            // A thread that writes sends the reply with what it has to send.
+            if has_reply && let Ok(mut sending) = tls.sending.try_lock() {
+                tls.send(&self.socket, &mut sending)?;
+            }
+            if let Some(count) = read.map_err(session::failed)? {
+                return Ok(count);
+            }
+            match (&self.socket).read(incoming.room()) {
+                // As of a plain one: frames say where they end.
+                Ok(0) => return Ok(0),
+                Ok(count) => incoming.came(count),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+}
+
+impl Write for &Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.write_vectored(&[IoSlice::new(bytes)])
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        let Some(tls) = &self.tls else {
+            return (&self.socket).write_vectored(slices);
+        };
+        let mut sending = locked(&tls.sending);
+        let mut session = locked(&tls.session);
+        let mut room = AT_ONCE;
+        for slice in slices {
+            let now = &slice[..slice.len().min(room)];
+            if !now.is_empty() {
+                session.write(now)?;
+                room -= now.len();
+            }
+        }
+        drop(session);
+        tls.send(&self.socket, &mut sending)?;
+        Ok(AT_ONCE - room)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        (&*self).read(buffer)
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        (&*self).write(bytes)
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        (&*self).write_vectored(slices)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Whatever a panic left half done, its connection ends with the thread.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A connection whose calls do not block.
+#[derive(Debug)]
+pub(crate) struct AsyncStream {
+    socket: tokio::net::TcpStream,
+    tls: Option<Box<AsyncTls>>,
+}
+
+#[derive(Debug)]
+struct AsyncTls {
+    session: Session,
+    incoming: Incoming,
+    /// How much of what the session has to send was sent.
+    sent: usize,
+    /// Bytes of the caller that were encrypted, and that the call has not returned for.
+    accepted: usize,
+}
+
+impl AsyncStream {
+    /// One that is not encrypted.
+    pub(crate) fn plain(socket: tokio::net::TcpStream) -> Self {
+        Self { socket, tls: None }
+    }
+
+    /// One whose handshake is done.
+    pub(crate) fn encrypted(
+        socket: tokio::net::TcpStream,
+        session: Session,
+        incoming: Incoming,
+    ) -> Self {
+        let tls = AsyncTls {
+            session,
+            incoming,
+            sent: 0,
+            accepted: 0,
+        };
+        Self {
+            socket,
+            tls: Some(Box::new(tls)),
+        }
+    }
+
+    /// The socket below, for its settings.
+    pub(crate) fn socket(&self) -> &tokio::net::TcpStream {
+        &self.socket
+    }
+
+    /// The same connection, whose calls block. Nothing may wait to be sent.
+    pub(crate) fn into_blocking(self) -> io::Result<Stream> {
+        let socket = self.socket.into_std()?;
+        socket.set_nonblocking(false)?;
+        Ok(match self.tls {
+            None => Stream::plain(socket),
+            Some(tls) => Stream::encrypted(socket, tls.session, tls.incoming),
+        })
+    }
+}
+
+impl AsyncTls {
+    /// Sends what the session has to send.
+    fn poll_send(
+        &mut self,
+        socket: &mut tokio::net::TcpStream,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<()>> {
+        let outgoing = self.session.outgoing();
+        while self.sent < outgoing.len() {
+            let rest = &outgoing[self.sent..];
+            match ready!(Pin::new(&mut *socket).poll_write(context, rest))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                count => self.sent += count,
+            }
+        }
+        outgoing.clear();
+        self.sent = 0;
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl AsyncRead for AsyncStream {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let Self { socket, tls } = self.get_mut();
+        let Some(tls) = tls else {
+            return Pin::new(socket).poll_read(context, buffer);
+        };
+        loop {
+            let read = tls.session.read(buffer.initialize_unfilled(), &mut tls.incoming);
+            // A reply waits for its turn, and does not hold up the reader.
+            if let Poll::Ready(Err(error)) = tls.poll_send(socket, context) {
+                return Poll::Ready(Err(error));
+            }
+            if let Some(count) = read.map_err(session::failed)? {
+                buffer.advance(count);
+                return Poll::Ready(Ok(()));
+            }
+            let mut room = ReadBuf::new(tls.incoming.room());
+            ready!(Pin::new(&mut *socket).poll_read(context, &mut room))?;
+            match room.filled().len() {
+                // As of a plain one: frames say where they end.
+                0 => return Poll::Ready(Ok(())),
+                count => tls.incoming.came(count),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for AsyncStream {
+    /// Returns once the bytes are with the system: a caller need not flush.
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let Self { socket, tls } = self.get_mut();
+        let Some(tls) = tls else {
+            return Pin::new(socket).poll_write(context, bytes);
+        };
+        if tls.accepted == 0 {
+            let now = &bytes[..bytes.len().min(AT_ONCE)];
+            tls.session.write(now)?;
+            tls.accepted = now.len();
+        }
+        ready!(tls.poll_send(socket, context))?;
+        Poll::Ready(Ok(std::mem::take(&mut tls.accepted)))
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { socket, tls } = self.get_mut();
+        match tls {
+            Some(tls) => tls.poll_send(socket, context),
+            None => Pin::new(socket).poll_flush(context),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let Self { socket, tls } = self.get_mut();
+        if let Some(tls) = tls {
+            tls.session.close()?;
+            ready!(tls.poll_send(socket, context))?;
+        }
+        Pin::new(socket).poll_shutdown(context)
+    }
+}

@@ -1,0 +1,118 @@
+//! Makes a private authority, and a certificate for each part.
+
+use std::fs::{DirBuilder, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
+};
+use time::{Duration, OffsetDateTime};
+
+use super::{Part, TlsError};
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// The folder, which must not have any of the files.
+    pub out: PathBuf,
+    /// The names and addresses at which ends are connected to.
+    pub hosts: Vec<String>,
+    /// How long the certificates hold, in days.
+    pub days: u32,
+}
+
+/// What was made.
+#[derive(Clone, Debug)]
+pub struct Made {
+    /// The authority's certificate, then that of each part.
+    pub files: Vec<PathBuf>,
+}
+
+/// Makes the authority's certificate (`ca.pem`), and a file for each part with its certificate, its
+/// key and the authority's certificate.
+///
+/// The authority's key is thrown away: nobody can add an end to these, and to renew is to make all
+/// of them again.
+///
+/// # Errors
+///
+/// [`TlsError::Make`], for a host that is no name and no address, and a file that is there already.
+pub fn make(request: &Request) -> Result<Made, TlsError> {
+    let Request { out, hosts, days } = request;
+    if hosts.is_empty() {
+        return Err(failed("name the hosts that ends are connected to"));
+    }
+    let begin = OffsetDateTime::now_utc();
+    // A clock that is a little late must not make it invalid.
+    let (from, until) = (
+        begin - Duration::hours(1),
+        begin + Duration::days((*days).into()),
+    );
+    let mut authority = CertificateParams::default();
+    authority.distinguished_name = named("weightsync private authority");
+    authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+    authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
+    (authority.not_before, authority.not_after) = (from, until);
+    let key = KeyPair::generate().map_err(|error| failed(error.to_string()))?;
+    let authority =
+        CertifiedIssuer::self_signed(authority, key).map_err(|error| failed(error.to_string()))?;
+
+    let mut made = vec![("ca.pem".to_owned(), authority.pem(), 0o644)];
+    for part in Part::ALL {
+        let mut names = vec![part.name().to_owned()];
+        names.extend(hosts.iter().cloned());
+        let params = CertificateParams::new(names);
+        let mut params = params.map_err(|error| failed(format!("--hosts: {error}")))?;
+        params.distinguished_name = named(part.name());
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        // Ends connect to each other in both directions.
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ServerAuth,
+            ExtendedKeyUsagePurpose::ClientAuth,
+        ];
+        params.use_authority_key_identifier_extension = true;
+        (params.not_before, params.not_after) = (from, until);
+        let key = KeyPair::generate().map_err(|error| failed(error.to_string()))?;
+        let signed = params.signed_by(&key, &authority);
+        let signed = signed.map_err(|error| failed(error.to_string()))?;
+        let text = format!("{}{}{}", signed.pem(), key.serialize_pem(), authority.pem());
+        made.push((format!("{part}.pem"), text, 0o600));
+    }
+    write(out, &made).map(|files| Made { files })
+}
+
+fn named(name: &str) -> DistinguishedName {
+    let mut all = DistinguishedName::new();
+    all.push(DnType::CommonName, name);
+    all
+}
+
+fn write(out: &Path, files: &[(String, String, u32)]) -> Result<Vec<PathBuf>, TlsError> {
+    let paths: Vec<PathBuf> = files.iter().map(|(name, ..)| out.join(name)).collect();
+    if let Some(known) = paths.iter().find(|path| path.exists()) {
+        return Err(failed(format!(
+            "{} is there already: choose another folder, or remove the old certificates",
+            known.display()
+        )));
+    }
+    let at = |path: &Path, error: io::Error| failed(format!("{}: {error}", path.display()));
+    let mut folder = DirBuilder::new();
+    folder.recursive(true).mode(0o700);
+    folder.create(out).map_err(|error| at(out, error))?;
+    for (path, (_, text, mode)) in paths.iter().zip(files) {
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true).mode(*mode);
+        let written = options
+            .open(path)
+            .and_then(|mut file| file.write_all(text.as_bytes()));
+        written.map_err(|error| at(path, error))?;
+    }
+    Ok(paths)
+}
+
+fn failed(what: impl Into<String>) -> TlsError {
+    TlsError::Make { what: what.into() }
+}

@@ -1,0 +1,506 @@
+//! Certificates: who an end of a link is, and which authority it trusts.
+//!
+//! Both ends of an encrypted link have a certificate of one private authority (mutual TLS 1.3). The
+//! token stays as a second factor: the handshake of the link runs inside. A certificate also names
+//! what its owner is ([`Part`]), so that a worker cannot pose as the trainer.
+
+mod make;
+pub(crate) mod session;
+mod verify;
+
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{ClientConfig, RootCertStore, ServerConfig};
+
+pub use self::make::{Made, Request, make};
+pub use self::verify::explain;
+use self::verify::OfPart;
+
+/// The environment variable that names the folder of the certificates, or a file with one.
+pub const TLS_VARIABLE: &str = "WEIGHTSYNC_TLS_DIR";
+
+/// A certificate that expires sooner is warned of.
+const SOON: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// No file of certificates is longer.
+const LONGEST: u64 = 1 << 20;
+
+/// What the owner of a certificate is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Part {
+    /// The trainer, which workers connect to.
+    Trainer,
+    /// A relay of a host.
+    Relay,
+    /// A worker, or a person who asks for the status.
+    Worker,
+}
+
+impl Part {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Trainer, Self::Relay, Self::Worker];
+
+    /// The word, which is also the file's name.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Trainer => "trainer",
+            Self::Relay => "relay",
+            Self::Worker => "worker",
+        }
+    }
+
+    /// The name that a certificate of this part has among its DNS names.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Trainer => "weightsync-trainer",
+            Self::Relay => "weightsync-relay",
+            Self::Worker => "weightsync-worker",
+        }
+    }
+
+    /// Whose files an end of this part can use, the best first.
+    fn files(self) -> &'static [Self] {
+        match self {
+            Self::Trainer => &[Self::Trainer],
+            Self::Relay => &[Self::Relay],
+            Self::Worker => &[Self::Worker, Self::Relay, Self::Trainer],
+        }
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.word())
+    }
+}
+
+/// The certificate of this end, its key, and the authority that it trusts. They are read again for
+/// the next link when the files change.
+#[derive(Clone)]
+pub struct Tls(Arc<Shared>);
+
+struct Shared {
+    path: PathBuf,
+    part: Part,
+    loaded: Mutex<Loaded>,
+    on_loopback: bool,
+}
+
+#[derive(Clone)]
+struct Loaded {
+    stamps: Vec<Stamp>,
+    server: Arc<ServerConfig>,
+    /// For a link to a trainer, and for one to any end that serves versions.
+    to_trainer: Arc<ClientConfig>,
+    to_any: Arc<ClientConfig>,
+    expires: SystemTime,
+    has_warned: bool,
+}
+
+/// What tells whether a file has changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Stamp {
+    path: PathBuf,
+    inode: u64,
+    bytes: u64,
+    changed: (i64, i64),
+}
+
+/// What a link is dialled to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Peer<'a> {
+    /// The trainer, by a host's name or address.
+    Trainer(&'a str),
+    /// An end that serves versions, by an address that the trainer has told.
+    Any(IpAddr),
+}
+
+impl Tls {
+    /// Reads the certificates of this part.
+    ///
+    /// `path` is a file with the certificate, its key and the authority's certificate, as
+    /// `weightsync certs new` makes them; or a folder with `trainer.pem`, `relay.pem` or
+    /// `worker.pem`; or one with `tls.crt`, `tls.key` and `ca.crt`, as a Kubernetes secret has them.
+    ///
+    /// # Errors
+    ///
+    /// [`TlsError`], if a file is missing, open to other users, or no such certificate.
+    pub fn read(path: impl Into<PathBuf>, part: Part) -> Result<Self, TlsError> {
+        let path = path.into();
+        let loaded = Loaded::read(&path, part)?;
+        Ok(Self(Arc::new(Shared {
+            path,
+            part,
+            loaded: Mutex::new(loaded),
+            on_loopback: false,
+        })))
+    }
+
+    /// Encrypts links over loopback too. Otherwise they are plain: what they carry does not leave
+    /// the machine.
+    #[must_use]
+    pub fn on_loopback(self) -> Self {
+        let loaded = self.loaded();
+        Self(Arc::new(Shared {
+            path: self.0.path.clone(),
+            part: self.0.part,
+            loaded: Mutex::new(loaded),
+            on_loopback: true,
+        }))
+    }
+
+    /// The folder or file.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// When the certificate expires.
+    pub fn expires(&self) -> SystemTime {
+        self.loaded().expires
+    }
+
+    /// Whether a link to or from this address is encrypted.
+    pub(crate) fn covers(&self, address: SocketAddr) -> bool {
+        self.0.on_loopback || !address.ip().to_canonical().is_loopback()
+    }
+
+    /// A session of the end that connects.
+    pub(crate) fn dial(&self, peer: Peer<'_>) -> io::Result<session::Session> {
+        let loaded = self.current();
+        let (config, name) = match peer {
+            Peer::Trainer(host) => {
+                let name = ServerName::try_from(host.to_owned());
+                (loaded.to_trainer, name.map_err(io::Error::other)?)
+            }
+            Peer::Any(address) => (loaded.to_any, ServerName::from(address)),
+        };
+        session::Session::client(config, name).map_err(session::failed)
+    }
+
+    /// A session of the end that listens.
+    pub(crate) fn accept(&self) -> io::Result<session::Session> {
+        session::Session::server(self.current().server).map_err(session::failed)
+    }
+
+    fn loaded(&self) -> Loaded {
+        // It is replaced as a whole.
+        let loaded = self.0.loaded.lock();
+        loaded.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// What the files have now. Files that cannot be used leave what was read before.
+    fn current(&self) -> Loaded {
+        let mut loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if loaded.has_changed() {
+            match Loaded::read(&self.0.path, self.0.part) {
+                Ok(new) => {
+                    tracing::info!("the certificate in {} was read again", self.0.path.display());
+                    *loaded = new;
+                }
+                Err(error) => {
+                    tracing::warn!("the certificate before stays in use: {error}");
+                    // Said once for each change.
+                    loaded.stamps = stamps(&loaded.paths());
+                }
+            }
+        }
+        loaded.warn(&self.0.path);
+        loaded.clone()
+    }
+}
+
+impl PartialEq for Tls {
+    fn eq(&self, other: &Self) -> bool {
+        let of = |one: &Self| (one.0.path.clone(), one.0.part, one.0.on_loopback);
+        of(self) == of(other)
+    }
+}
+
+impl Eq for Tls {}
+
+impl fmt::Debug for Tls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Tls")
+            .field("path", &self.0.path)
+            .field("part", &self.0.part)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Loaded {
+    fn read(path: &Path, part: Part) -> Result<Self, TlsError> {
+        let files = Files::find(path, part)?;
+        let paths = files.paths();
+        let stamps = stamps(&paths);
+        let (chain, key, authority) = files.read()?;
+        let invalid = |what: String| TlsError::Invalid {
+            path: paths[0].clone(),
+            what,
+        };
+        let expires = verify::expires(&chain[0]).map_err(invalid)?;
+        let mut roots = RootCertStore::empty();
+        for one in authority {
+            roots.add(one).map_err(|error| invalid(error.to_string()))?;
+        }
+        let (roots, provider) = (Arc::new(roots), provider());
+        let failed = |error: rustls::Error| invalid(explain(&error));
+        let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
+            .build()
+            .map_err(|error| invalid(error.to_string()))?;
+        let mut server = ServerConfig::builder_with_provider(provider.clone())
+            .with_protocol_versions(VERSIONS)
+            .map_err(failed)?
+            .with_client_cert_verifier(clients)
+            .with_single_cert(chain.clone(), key.clone_key())
+            .map_err(failed)?;
+        // Each link proves itself anew: a session that was resumed would outlive a certificate.
+        server.send_tls13_tickets = 0;
+        let client = |any: bool| -> Result<Arc<ClientConfig>, TlsError> {
+            let verifier = OfPart::new(roots.clone(), provider.clone(), any)
+                .map_err(|error| invalid(error.to_string()))?;
+            let mut client = ClientConfig::builder_with_provider(provider.clone())
+                .with_protocol_versions(VERSIONS)
+                .map_err(failed)?
+                .dangerous()
+                .with_custom_certificate_verifier(Arc::new(verifier))
+                .with_client_auth_cert(chain.clone(), key.clone_key())
+                .map_err(failed)?;
+            client.resumption = rustls::client::Resumption::disabled();
+            Ok(Arc::new(client))
+        };
+        Ok(Self {
+            stamps,
+            server: Arc::new(server),
+            to_trainer: client(false)?,
+            to_any: client(true)?,
+            expires,
+            has_warned: false,
+        })
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        self.stamps.iter().map(|one| one.path.clone()).collect()
+    }
+
+    fn has_changed(&self) -> bool {
+        stamps(&self.paths()) != self.stamps
+    }
+
+    fn warn(&mut self, path: &Path) {
+        let now = SystemTime::now();
+        if self.has_warned || now + SOON < self.expires {
+            return;
+        }
+        self.has_warned = true;
+        let path = path.display();
+        match self.expires.duration_since(now) {
+            Ok(left) => tracing::warn!(
+                "the certificate in {path} expires in {} hours: make a new one",
+                left.as_secs() / 3600
+            ),
+            Err(_) => tracing::error!(
+                "the certificate in {path} has expired, and no link is made with it: make a new one"
+            ),
+        }
+    }
+}
+
+/// The only version of TLS.
+const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13];
+
+/// AES-128 first, as its hardware instructions make it the fastest.
+fn provider() -> Arc<CryptoProvider> {
+    use rustls::crypto::aws_lc_rs::{cipher_suite, default_provider};
+    let mut provider = default_provider();
+    provider.cipher_suites = vec![
+        cipher_suite::TLS13_AES_128_GCM_SHA256,
+        cipher_suite::TLS13_AES_256_GCM_SHA384,
+        cipher_suite::TLS13_CHACHA20_POLY1305_SHA256,
+    ];
+    Arc::new(provider)
+}
+
+/// Where the certificates of an end are.
+enum Files {
+    /// All in one.
+    Bundle(PathBuf),
+    /// A certificate, its key, and the authority's certificate.
+    Three([PathBuf; 3]),
+}
+
+type Read3 = (
+    Vec<CertificateDer<'static>>,
+    PrivateKeyDer<'static>,
+    Vec<CertificateDer<'static>>,
+);
+
+impl Files {
+    fn find(path: &Path, part: Part) -> Result<Self, TlsError> {
+        if !path.is_dir() {
+            return Ok(Self::Bundle(path.into()));
+        }
+        let bundles = part.files().iter();
+        let mut bundles = bundles.map(|part| path.join(format!("{part}.pem")));
+        if let Some(bundle) = bundles.find(|bundle| bundle.exists()) {
+            return Ok(Self::Bundle(bundle));
+        }
+        let three = ["tls.crt", "tls.key", "ca.crt"].map(|name| path.join(name));
+        if three.iter().all(|file| file.exists()) {
+            return Ok(Self::Three(three));
+        }
+        Err(TlsError::Missing {
+            path: path.into(),
+            part,
+        })
+    }
+
+    fn paths(&self) -> Vec<PathBuf> {
+        match self {
+            Self::Bundle(path) => vec![path.clone()],
+            Self::Three(paths) => paths.to_vec(),
+        }
+    }
+
+    fn read(&self) -> Result<Read3, TlsError> {
+        match self {
+            Self::Bundle(path) => {
+                let text = contents(path, true)?;
+                let mut chain = certificates(path, &text)?;
+                // The authority's is the last one.
+                let authority = chain.split_off(chain.len().saturating_sub(1).max(1));
+                if authority.is_empty() {
+                    return Err(TlsError::Invalid {
+                        path: path.clone(),
+                        what: "it has one certificate: expected the end's, then the authority's"
+                            .into(),
+                    });
+                }
+                Ok((chain, key(path, &text)?, authority))
+            }
+            Self::Three([certificate, own, authority]) => Ok((
+                certificates(certificate, &contents(certificate, false)?)?,
+                key(own, &contents(own, true)?)?,
+                certificates(authority, &contents(authority, false)?)?,
+            )),
+        }
+    }
+}
+
+fn contents(path: &Path, has_key: bool) -> Result<Vec<u8>, TlsError> {
+    let failed = |source| TlsError::Read {
+        path: path.into(),
+        source,
+    };
+    let file = File::open(path).map_err(failed)?;
+    let mode = file.metadata().map_err(failed)?.permissions().mode() & 0o777;
+    // The group may read it: that is how Kubernetes hands out secrets.
+    if has_key && mode & 0o007 != 0 {
+        return Err(TlsError::Open {
+            path: path.into(),
+            mode,
+        });
+    }
+    let mut text = Vec::new();
+    let read = file.take(LONGEST).read_to_end(&mut text);
+    read.map_err(failed)?;
+    Ok(text)
+}
+
+fn certificates(path: &Path, text: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsError> {
+    let invalid = |what| TlsError::Invalid {
+        path: path.into(),
+        what,
+    };
+    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(text).collect();
+    let all = all.map_err(|error| invalid(error.to_string()))?;
+    match all.is_empty() {
+        true => Err(invalid("it has no certificate".into())),
+        false => Ok(all),
+    }
+}
+
+fn key(path: &Path, text: &[u8]) -> Result<PrivateKeyDer<'static>, TlsError> {
+    PrivateKeyDer::from_pem_slice(text).map_err(|error| TlsError::Invalid {
+        path: path.into(),
+        what: format!("it has no private key: {error}"),
+    })
+}
+
+fn stamps(paths: &[PathBuf]) -> Vec<Stamp> {
+    let stamp = |path: &PathBuf| {
+        let known = std::fs::metadata(path).ok();
+        Stamp {
+            path: path.clone(),
+            inode: known.as_ref().map_or(0, std::fs::Metadata::ino),
+            bytes: known.as_ref().map_or(0, std::fs::Metadata::len),
+            changed: known.map_or((0, 0), |known| (known.mtime(), known.mtime_nsec())),
+        }
+    };
+    paths.iter().map(stamp).collect()
+}
+
+/// Why certificates cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TlsError {
+    /// A folder without a certificate of this part.
+    #[error(
+        "{} has no certificate of a {part}: expected {part}.pem, or tls.crt, tls.key and ca.crt; \
+         `weightsync certs new --out DIR --hosts NAMES` makes them",
+        path.display()
+    )]
+    Missing {
+        /// The folder.
+        path: PathBuf,
+        /// The part.
+        part: Part,
+    },
+    /// A file that cannot be read.
+    #[error("reading the certificate in {} failed: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Any user can read the key.
+    #[error(
+        "{path} has a private key and mode {mode:03o}, so every user of the machine can read it; \
+         run `chmod 600 {path}`",
+        path = path.display()
+    )]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// The permission bits of the file.
+        mode: u32,
+    },
+    /// A file with something else.
+    #[error("{} is not a certificate with its key: {what}", path.display())]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The certificates cannot be made.
+    #[error("making certificates failed: {what}")]
+    Make {
+        /// Why.
+        what: String,
+    },
+}
+
+#[cfg(test)]
+mod tests;

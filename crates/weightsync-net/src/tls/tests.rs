@@ -1,0 +1,256 @@
+use std::net::Ipv4Addr;
+
+use super::session::{Handshake, Incoming, Session};
+use super::*;
+
+/// A folder with certificates for these hosts.
+fn pki(hosts: &[&str], days: u32) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    made(&folder.path().join("pki"), hosts, days);
+    folder
+}
+
+fn made(out: &Path, hosts: &[&str], days: u32) {
+    let request = Request {
+        out: out.into(),
+        hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
+        days,
+    };
+    make(&request).unwrap();
+}
+
+fn read(folder: &tempfile::TempDir, part: Part) -> Tls {
+    Tls::read(folder.path().join("pki"), part).unwrap()
+}
+
+/// One end, and what it has to read.
+struct End {
+    session: Session,
+    incoming: Incoming,
+}
+
+impl End {
+    fn new(session: io::Result<Session>) -> Self {
+        Self {
+            session: session.unwrap(),
+            incoming: Incoming::default(),
+        }
+    }
+
+    fn hears(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(1000) {
+            let room = self.incoming.room();
+            room[..part.len()].copy_from_slice(part);
+            self.incoming.came(part.len());
+        }
+    }
+
+    fn shake(&mut self) -> Result<Handshake, rustls::Error> {
+        self.session.shake(&mut self.incoming)
+    }
+
+    fn says(&mut self) -> Vec<u8> {
+        std::mem::take(self.session.outgoing())
+    }
+
+    fn reads(&mut self, most: usize) -> Option<Vec<u8>> {
+        let mut buffer = vec![0; most];
+        let count = self.session.read(&mut buffer, &mut self.incoming).unwrap()?;
+        buffer.truncate(count);
+        Some(buffer)
+    }
+}
+
+/// What each end says of a handshake: how it went at the client, then at the server.
+fn shaken(client: &mut End, server: &mut End) -> [Result<(), String>; 2] {
+    let mut ends = [Ok(()), Ok(())];
+    for _ in 0..4 {
+        for (at, (one, other)) in [(&mut *client, &mut *server)].into_iter().enumerate() {
+            assert_eq!(at, 0);
+            let step = one.shake();
+            other.hears(&one.says());
+            let back = other.shake();
+            one.hears(&other.says());
+            for (at, step) in [step, back].into_iter().enumerate() {
+                if let (Err(error), Ok(())) = (step, &ends[at]) {
+                    ends[at] = Err(explain(&error));
+                }
+            }
+        }
+    }
+    ends
+}
+
+fn between(client: &Tls, peer: Peer<'_>, server: &Tls) -> (End, End, [Result<(), String>; 2]) {
+    let (mut client, mut server) = (End::new(client.dial(peer)), End::new(server.accept()));
+    let ends = shaken(&mut client, &mut server);
+    (client, server, ends)
+}
+
+#[test]
+fn certificates_of_one_authority_make_a_link() {
+    let folder = pki(&["trainer", "10.0.0.7"], 30);
+    let trainer = read(&folder, Part::Trainer);
+    for (part, host) in [(Part::Worker, "trainer"), (Part::Relay, "10.0.0.7")] {
+        let (mut client, mut server, ends) =
+            between(&read(&folder, part), Peer::Trainer(host), &trainer);
+        assert_eq!(ends, [Ok(()), Ok(())]);
+        let bytes: Vec<u8> = (0..100_000_u32).map(|at| (at / 7) as u8).collect();
+        for _ in 0..3 {
+            client.session.write(&bytes).unwrap();
+            let sent = client.says();
+            assert!(!sent.windows(64).any(|part| bytes.starts_with(part)));
+            server.hears(&sent);
+            let mut came = Vec::new();
+            while let Some(part) = server.reads(3000) {
+                came.extend(part);
+            }
+            assert!(came == bytes);
+            std::mem::swap(&mut client, &mut server);
+        }
+        client.session.close().unwrap();
+        server.hears(&client.says());
+        assert_eq!(server.reads(10), Some(Vec::new()));
+    }
+}
+
+#[test]
+fn any_end_is_trusted_by_what_it_is_and_not_by_its_address() {
+    let folder = pki(&["trainer"], 30);
+    let anywhere = Peer::Any(Ipv4Addr::new(192, 0, 2, 9).into());
+    let relay = read(&folder, Part::Relay);
+    for (part, fits) in [(Part::Trainer, true), (Part::Relay, true), (Part::Worker, false)] {
+        let (_, _, [at_client, _]) = between(&relay, anywhere, &read(&folder, part));
+        assert_eq!(at_client.is_ok(), fits, "{part}");
+    }
+}
+
+#[test]
+fn wrong_certificates_are_explained_at_both_ends() {
+    let (ours, theirs) = (pki(&["trainer"], 30), pki(&["trainer"], 30));
+    let old = pki(&["trainer"], 0);
+    let trainer = read(&ours, Part::Trainer);
+    let worker = read(&ours, Part::Worker);
+    let cases = [
+        (&read(&theirs, Part::Worker), "trainer", &trainer, "another authority", "another authority"),
+        (&worker, "elsewhere", &trainer, "not for elsewhere, but for", "refused"),
+        (&worker, "trainer", &read(&ours, Part::Relay), "is of no trainer", "refused"),
+        (&worker, "trainer", &read(&old, Part::Trainer), "authority", "authority"),
+    ];
+    for (client, host, server, at_client, at_server) in cases {
+        let (_, _, ends) = between(client, Peer::Trainer(host), server);
+        for (end, words) in ends.into_iter().zip([at_client, at_server]) {
+            let said = end.unwrap_err();
+            assert!(said.contains(words), "{said}");
+        }
+    }
+    // Both are of one authority, and too old.
+    let (_, _, [at_client, at_server]) = between(
+        &read(&old, Part::Worker),
+        Peer::Trainer("trainer"),
+        &read(&old, Part::Trainer),
+    );
+    assert!(at_client.unwrap_err().contains("other end's certificate has expired"));
+    assert!(at_server.unwrap_err().contains("this end's certificate has expired"));
+}
+
+#[test]
+fn plain_peer_is_explained() {
+    let folder = pki(&["trainer"], 30);
+    let mut client = End::new(read(&folder, Part::Worker).dial(Peer::Trainer("trainer")));
+    assert_eq!(client.shake().unwrap(), Handshake::Reads);
+    client.hears(b"wsLINK\r\n and more that is no TLS at all");
+    let said = explain(&client.shake().unwrap_err());
+    assert!(said.contains("does not speak TLS"), "{said}");
+}
+
+#[test]
+fn damaged_bytes_end_the_link() {
+    let folder = pki(&["trainer"], 30);
+    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
+    let (mut client, mut server, _) = between(&worker, Peer::Trainer("trainer"), &trainer);
+    client.session.write(b"weights").unwrap();
+    let mut sent = client.says();
+    *sent.last_mut().unwrap() ^= 1;
+    server.hears(&sent);
+    let mut buffer = [0; 10];
+    server
+        .session
+        .read(&mut buffer, &mut server.incoming)
+        .unwrap_err();
+}
+
+#[test]
+fn new_files_are_used_without_a_restart() {
+    let folder = pki(&["trainer"], 30);
+    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
+    let works = || between(&worker, Peer::Trainer("trainer"), &trainer).2;
+    assert_eq!(works(), [Ok(()), Ok(())]);
+    let new = pki(&["trainer"], 60);
+    for file in ["trainer.pem", "worker.pem"] {
+        let [from, to] = [&new, &folder].map(|of| of.path().join("pki").join(file));
+        std::fs::rename(from, to).unwrap();
+    }
+    assert_eq!(works(), [Ok(()), Ok(())]);
+    let later = SystemTime::now() + Duration::from_secs(40 * 24 * 3600);
+    assert!(trainer.expires() > later);
+    // Files that cannot be used change nothing.
+    std::fs::write(folder.path().join("pki/trainer.pem"), "half").unwrap();
+    assert_eq!(works(), [Ok(()), Ok(())]);
+}
+
+#[test]
+fn files_that_are_no_certificates_are_named() {
+    let folder = pki(&["trainer"], 30);
+    let at = |name: &str| folder.path().join("pki").join(name);
+    let said = |path: &Path| Tls::read(path, Part::Relay).unwrap_err().to_string();
+    assert!(said(folder.path()).contains("expected relay.pem, or tls.crt"));
+    assert!(said(&at("nothing.pem")).contains("nothing.pem failed"));
+    assert!(said(&at("ca.pem")).contains("private key"), "{}", said(&at("ca.pem")));
+    std::fs::set_permissions(at("relay.pem"), PermissionsExt::from_mode(0o604)).unwrap();
+    assert!(said(&at("relay.pem")).contains("mode 604"));
+    let modes = ["trainer.pem", "worker.pem"].map(|name| {
+        let mode = std::fs::metadata(at(name)).unwrap().permissions().mode();
+        mode & 0o777
+    });
+    assert_eq!(modes, [0o600; 2]);
+    let again = make(&Request {
+        out: folder.path().join("pki"),
+        hosts: vec!["trainer".into()],
+        days: 1,
+    });
+    assert!(again.unwrap_err().to_string().contains("is there already"));
+    for hosts in [Vec::new(), vec!["not a name".to_owned()]] {
+        let out = folder.path().join("other");
+        let request = Request {
+            out: out.clone(),
+            hosts,
+            days: 1,
+        };
+        make(&request).unwrap_err();
+        assert!(!out.exists());
+    }
+}
+
+#[test]
+fn secret_of_kubernetes_is_read() {
+    let folder = pki(&["trainer"], 30);
+    let secret = folder.path().join("secret");
+    std::fs::create_dir(&secret).unwrap();
+    let text = std::fs::read_to_string(folder.path().join("pki/relay.pem")).unwrap();
+    let key = text.find("-----BEGIN PRIVATE").unwrap();
+    let authority = text.rfind("-----BEGIN CERTIFICATE").unwrap();
+    for (name, part) in [
+        ("tls.crt", &text[..key]),
+        ("tls.key", &text[key..authority]),
+        ("ca.crt", &text[authority..]),
+    ] {
+        std::fs::write(secret.join(name), part).unwrap();
+        let mode = PermissionsExt::from_mode(0o640);
+        std::fs::set_permissions(secret.join(name), mode).unwrap();
+    }
+    let relay = Tls::read(&secret, Part::Relay).unwrap();
+    let trainer = read(&folder, Part::Trainer);
+    let (_, _, ends) = between(&relay, Peer::Trainer("trainer"), &trainer);
+    assert_eq!(ends, [Ok(()), Ok(())]);
+}

@@ -1,0 +1,150 @@
+//! Whom an end that connects trusts, and what it says of the others.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::VerifierBuilderError;
+use rustls::{
+    AlertDescription, CertificateError, DigitallySignedStruct, Error, RootCertStore,
+    SignatureScheme,
+};
+
+use super::Part;
+
+/// Checks a certificate as browsers do, and that its owner is of the right part.
+#[derive(Debug)]
+pub(super) struct OfPart {
+    ordinary: Arc<WebPkiServerVerifier>,
+    /// A relay will do too, at any address: the trainer has named it.
+    any: bool,
+}
+
+impl OfPart {
+    pub(super) fn new(
+        roots: Arc<RootCertStore>,
+        provider: Arc<CryptoProvider>,
+        any: bool,
+    ) -> Result<Self, VerifierBuilderError> {
+        let ordinary = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
+        Ok(Self { ordinary, any })
+    }
+}
+
+impl ServerCertVerifier for OfPart {
+    fn verify_server_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        between: &[CertificateDer<'_>],
+        name: &ServerName<'_>,
+        ocsp: &[u8],
+        now: UnixTime,
+    ) -> Result<ServerCertVerified, Error> {
+        let of = |name: &ServerName<'_>| {
+            self.ordinary
+                .verify_server_cert(certificate, between, name, ocsp, now)
+        };
+        let of_part = |part: Part| of(&ServerName::try_from(part.name()).map_err(|_| {
+            Error::General("a part's name is a name".into())
+        })?);
+        if !self.any {
+            of_part(Part::Trainer)?;
+            return of(name);
+        }
+        of_part(Part::Trainer).or_else(|_| of_part(Part::Relay))
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.ordinary
+            .verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.ordinary
+            .verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.ordinary.supported_verify_schemes()
+    }
+}
+
+/// When a certificate expires.
+pub(super) fn expires(certificate: &CertificateDer<'_>) -> Result<SystemTime, String> {
+    let (_, parsed) =
+        x509_parser::parse_x509_certificate(certificate).map_err(|error| error.to_string())?;
+    let seconds = parsed.validity().not_after.timestamp();
+    Ok(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.max(0) as u64))
+}
+
+/// What went wrong in a handshake of TLS, and what to do.
+pub fn explain(error: &Error) -> String {
+    use CertificateError::{
+        Expired, ExpiredContext, NotValidForName, NotValidForNameContext, UnknownIssuer,
+    };
+    match error {
+        Error::InvalidCertificate(Expired | ExpiredContext { .. }) => {
+            "the other end's certificate has expired: make it a new one".into()
+        }
+        Error::InvalidCertificate(UnknownIssuer) => {
+            "the other end's certificate is of another authority: give both ends certificates of one \
+             `weightsync certs new`"
+                .into()
+        }
+        Error::InvalidCertificate(NotValidForNameContext {
+            expected,
+            presented,
+        }) => {
+            let expected = expected.to_str();
+            let names = presented.join(", ");
+            match Part::ALL.iter().find(|part| part.name() == expected) {
+                Some(part) => format!(
+                    "the other end's certificate is of no {part}: it is for {names}"
+                ),
+                None => format!(
+                    "the other end's certificate is not for {expected}, but for {names}: connect to \
+                     one of these names, or make it a certificate with --hosts {expected}"
+                ),
+            }
+        }
+        Error::InvalidCertificate(NotValidForName) => {
+            "the other end's certificate is for another name".into()
+        }
+        Error::InvalidCertificate(other) => {
+            format!("the other end's certificate is not accepted: {other}")
+        }
+        Error::NoCertificatesPresented => "the other end has shown no certificate".into(),
+        Error::AlertReceived(alert) => match alert {
+            AlertDescription::CertificateExpired => {
+                "the other end says that this end's certificate has expired: make a new one".into()
+            }
+            AlertDescription::UnknownCA => {
+                "the other end says that this end's certificate is of another authority: give both \
+                 ends certificates of one `weightsync certs new`"
+                    .into()
+            }
+            AlertDescription::CertificateRequired => {
+                "the other end wants a certificate of this end".into()
+            }
+            other => format!("the other end refused this end's TLS handshake: {other:?}"),
+        },
+        Error::InvalidMessage(_) => {
+            "the other end does not speak TLS: give it certificates too (tls=, or WEIGHTSYNC_TLS_DIR)"
+                .into()
+        }
+        other => format!("the TLS handshake failed: {other}"),
+    }
+}
