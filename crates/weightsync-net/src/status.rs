@@ -10,8 +10,8 @@ use weightsync_engine::Result;
 
 use crate::access::Key;
 use crate::link::{Credentials, blocking};
-use crate::relay::unreachable;
 use crate::relay::host_of;
+use crate::relay::unreachable;
 use crate::tls::{Peer, Tls};
 use crate::wire::frame::{HEADER_BYTES, Header, Kind};
 use crate::wire::hello::Role;

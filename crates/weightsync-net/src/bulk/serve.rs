@@ -263,10 +263,7 @@ pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
 }
 
 /// The child's next message; `None` once it has hung up or been quiet for too long.
-async fn read_fetch(
-    socket: &mut AsyncStream,
-    quiet: Duration,
-) -> io::Result<Option<ToParent>> {
+async fn read_fetch(socket: &mut AsyncStream, quiet: Duration) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
     // A child that has sent the first byte must send the rest promptly, so the longer limit is only
     // for that byte.

@@ -11,8 +11,9 @@ use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
 use weightsync_mem::{BlockWrite, Listener, ModelSpec, PartialSlot, Relay, SegmentOptions};
 
 use super::{Connections, Fetch, FetchEnd, Held, Parent, Serving, Store, Threads, Transferred};
-use crate::access::Key;
+use crate::link::Credentials;
 use crate::link::listen::accept_all;
+use crate::link::stream::AsyncStream;
 use crate::relay::Item;
 use crate::wire::frame::{BLOCK, BlockHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild};
@@ -52,7 +53,7 @@ async fn parent_after<F: Future<Output = ()> + Send>(
 ) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
-    let take = move |mut socket: tokio::net::TcpStream, _, _| {
+    let take = move |mut socket: AsyncStream, _, _| {
         let (answer, before) = (answer.clone(), before.clone());
         tokio::spawn(async move {
             let mut header = [0; HEADER_BYTES];
@@ -70,8 +71,8 @@ async fn parent_after<F: Future<Output = ()> + Send>(
             }
         });
     };
-    let key = Key::new(&SECRET);
-    tokio::spawn(accept_all(listener, key, || false, |_| {}, take));
+    let credentials = Credentials::plain(&SECRET);
+    tokio::spawn(accept_all(listener, credentials, || false, |_| {}, take));
     address
 }
 
@@ -118,7 +119,7 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
     let held = Arc::new(Held::coming(slot.clone()));
-    let connections = Connections::new(Key::new(&SECRET), RUN, 1, connections);
+    let connections = Connections::new(Credentials::plain(&SECRET), RUN, 1, connections);
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
     let store = Arc::new(Store::of_relay());
@@ -285,7 +286,7 @@ fn relay_does_not_search_for_an_unknown_model() {
         let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
         tokio::spawn(accept_all(
             listener,
-            Key::new(&SECRET),
+            Credentials::plain(&SECRET),
             || false,
             |_| {},
             take,

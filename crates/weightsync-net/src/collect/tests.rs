@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::fs::File;
 use std::io::Write;
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -12,9 +13,11 @@ use proptest::prelude::*;
 
 use super::incoming::{Incoming, Wanted};
 use super::*;
-use crate::access::Key;
+use crate::link::Credentials;
 use crate::link::blocking;
+use crate::link::stream::Stream;
 use crate::scheme::Distributed;
+use crate::tls::Peer;
 use crate::wire::frame::MAX_PIECE;
 use crate::wire::hello::Role;
 use crate::wire::message::{ToTrainer, ToWorker};
@@ -91,20 +94,22 @@ fn reason(place: &Place) -> String {
 }
 
 /// A peer that has the secret and says what it likes, and the answer to its wish to join.
-fn asking(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames, ToWorker) {
-    let address = trainer.address().parse().unwrap();
-    let key = Key::new(&trainer.secret());
-    let socket = blocking::dial(address, &key, Role::Collector, Some(LONG)).unwrap();
+fn asking(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames, ToWorker) {
+    let address: std::net::SocketAddr = trainer.address().parse().unwrap();
+    let credentials = Credentials::plain(&trainer.secret());
+    let peer = Peer::Any(address.ip());
+    let socket = blocking::dial(address, &credentials, peer, Role::Collector, Some(LONG));
+    let socket = Arc::new(socket.unwrap());
     let ticket = None;
     write_message(&socket, &ToTrainer::Join { worker, ticket }).unwrap();
-    let mut frames = Frames::new(socket.try_clone().unwrap());
+    let mut frames = Frames::new(socket.clone());
     let (_, payload) = frames.next().unwrap();
     let answer = ToWorker::decode(payload).unwrap();
     (socket, frames, answer)
 }
 
 /// Such a peer that was let in.
-fn rogue(trainer: &Trainer, worker: Option<u32>) -> (TcpStream, Frames) {
+fn rogue(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames) {
     let (socket, frames, answer) = asking(trainer, worker);
     assert!(matches!(answer, ToWorker::Welcome { .. }), "{answer:?}");
     (socket, frames)
@@ -195,10 +200,10 @@ fn part_of_many_pieces_comes_whole() {
 /// What each rogue sends, and what is said of it. The file is written in part at most.
 #[test]
 fn part_out_of_its_order_is_never_delivered() {
-    let part = |socket: &TcpStream, part, bytes| {
+    let part = |socket: &Stream, part, bytes| {
         write_message(socket, &ToTrainer::Part { part, bytes }).unwrap();
     };
-    type Send = Box<dyn Fn(&TcpStream)>;
+    type Send = Box<dyn Fn(&Stream)>;
     let cases: Vec<(&str, Send)> = vec![
         ("sent part 5 of 260 bytes, expected part 4", {
             Box::new(move |socket| part(socket, 5, 260))
@@ -431,10 +436,11 @@ fn stranger_without_the_secret_gets_nowhere() {
     let error = Worker::join(&stranger, |_| {}).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("refused the token"), "{error}");
     // One that may not even ask for this role.
-    let address = trainer.address().parse().unwrap();
-    let key = Key::new(&trainer.secret());
-    let other = blocking::dial(address, &key, Role::Control, Some(LONG)).unwrap();
-    assert!(Frames::new(other).next().is_err());
+    let address: std::net::SocketAddr = trainer.address().parse().unwrap();
+    let credentials = Credentials::plain(&trainer.secret());
+    let peer = Peer::Any(address.ip());
+    let other = blocking::dial(address, &credentials, peer, Role::Control, Some(LONG)).unwrap();
+    assert!(Frames::new(Arc::new(other)).next().is_err());
     assert_eq!(place.hear(), None);
 }
 

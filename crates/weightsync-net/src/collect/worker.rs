@@ -381,7 +381,13 @@ fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
         let mut is_refused = !all.is_empty();
         for address in all {
             access.may_dial_with_secret(address).map_err(transport)?;
-            match blocking::dial(address, &credentials, peer, Role::Collector, Some(HANDSHAKE)) {
+            match blocking::dial(
+                address,
+                &credentials,
+                peer,
+                Role::Collector,
+                Some(HANDSHAKE),
+            ) {
                 Ok(socket) => return Ok(socket),
                 Err(error) => {
                     let hello = error.get_ref().and_then(|inner| inner.downcast_ref());

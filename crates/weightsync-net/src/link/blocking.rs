@@ -111,7 +111,6 @@ mod tests {
     use std::net::TcpListener;
 
     use super::*;
-    use crate::access::Key;
 
     #[test]
     fn handshake_ends_by_its_limit_at_a_slow_server() {
@@ -125,10 +124,7 @@ mod tests {
             }
         });
         let begun = Instant::now();
-        let credentials = Credentials {
-            key: Key::new(&[1; 16]),
-            tls: None,
-        };
+        let credentials = Credentials::plain(&[1; 16]);
         let (peer, limit) = (Peer::Any(address.ip()), Some(Duration::from_millis(500)));
         dial(address, &credentials, peer, Role::Bulk, limit).unwrap_err();
         let took = begun.elapsed();

@@ -24,6 +24,15 @@ pub(crate) struct Credentials {
 }
 
 impl Credentials {
+    /// Those of plain links.
+    #[cfg(test)]
+    pub(crate) fn plain(secret: &[u8; 16]) -> Self {
+        Self {
+            key: Key::new(secret),
+            tls: None,
+        }
+    }
+
     /// The certificates for a link to this address, if it is to be encrypted.
     fn tls_for(&self, address: SocketAddr) -> Option<&Tls> {
         self.tls.as_ref().filter(|tls| tls.covers(address))

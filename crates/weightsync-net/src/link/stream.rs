@@ -59,7 +59,7 @@ impl Stream {
     pub(crate) fn shutdown(&self, how: Shutdown) -> io::Result<()> {
         if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
             let mut sending = locked(&tls.sending);
-            locked(&tls.session).close()?;
+            locked(&tls.session).close();
             tls.send(&self.socket, &mut sending)?;
         }
         self.socket.shutdown(how)
@@ -73,8 +73,12 @@ impl Stream {
             None => AsyncStream::plain(socket),
             Some(tls) => AsyncStream::encrypted(
                 socket,
-                tls.session.into_inner().unwrap_or_else(PoisonError::into_inner),
-                tls.incoming.into_inner().unwrap_or_else(PoisonError::into_inner),
+                tls.session
+                    .into_inner()
+                    .unwrap_or_else(PoisonError::into_inner),
+                tls.incoming
+                    .into_inner()
+                    .unwrap_or_else(PoisonError::into_inner),
             ),
         })
     }
@@ -269,7 +273,9 @@ impl AsyncRead for AsyncStream {
             return Pin::new(socket).poll_read(context, buffer);
         };
         loop {
-            let read = tls.session.read(buffer.initialize_unfilled(), &mut tls.incoming);
+            let read = tls
+                .session
+                .read(buffer.initialize_unfilled(), &mut tls.incoming);
             // A reply waits for its turn, and does not hold up the reader.
             if let Poll::Ready(Err(error)) = tls.poll_send(socket, context) {
                 return Poll::Ready(Err(error));
@@ -320,7 +326,7 @@ impl AsyncWrite for AsyncStream {
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let Self { socket, tls } = self.get_mut();
         if let Some(tls) = tls {
-            tls.session.close()?;
+            tls.session.close();
             ready!(tls.poll_send(socket, context))?;
         }
         Pin::new(socket).poll_shutdown(context)

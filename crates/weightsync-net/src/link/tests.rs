@@ -18,7 +18,11 @@ fn peer_that_does_not_read_loses_its_link() {
     runtime.block_on(async {
         let (one, other) = pair().await;
         let (events, mut inbox) = mpsc::channel(8);
-        let link = Link::<FromRoot>::start(one, &events, |what: Result<ToRoot, _>| what);
+        let link = Link::<FromRoot>::start(
+            AsyncStream::plain(one),
+            &events,
+            |what: Result<ToRoot, _>| what,
+        );
         let (_reader, mut writer) = other.into_split();
         // This peer sends signs of life, and reads nothing.
         let pings = async {
@@ -55,26 +59,28 @@ fn peer_that_does_not_read_loses_its_link() {
 /// A relay that stops a fetch, say, while it connects.
 #[test]
 fn a_client_that_hangs_up_is_not_one_that_is_refused() {
-    let key = Key::new(&[1; 16]);
+    let credentials = Credentials::plain(&[1; 16]);
     let cases: [(&[u8], bool); 3] = [(b"", true), (b"wsLI", true), (&[b'G'; HELLO_BYTES], false)];
     runtime("weightsync-test").unwrap().block_on(async {
         for (bytes, hangs_up) in cases {
-            let (mut client, mut server) = pair().await;
+            let (mut client, server) = pair().await;
             client.write_all(bytes).await.unwrap();
             drop(client);
-            let error = greet(&mut server, &key, false, || true).await.unwrap_err();
+            let server = (server, SocketAddr::from(([127, 0, 0, 1], 1)));
+            let error = greet(server, &credentials, false, || true).await;
+            let error = error.unwrap_err();
             assert_eq!(error.is_hang_up(), hangs_up, "{bytes:?}: {error}");
         }
     });
 }
 
 /// A listener at loopback that accepts each client with the key.
-async fn listen(key: &Key) -> SocketAddr {
+async fn listen(credentials: &Credentials) -> SocketAddr {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(listen::accept_all(
         listener,
-        key.clone(),
+        credentials.clone(),
         || false,
         |_| {},
         |_, _, _| {},
@@ -86,14 +92,16 @@ async fn listen(key: &Key) -> SocketAddr {
 fn honest_process_joins_next_to_failing_strangers() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let (key, wrong) = (Key::new(&[1; 16]), Key::new(&[2; 16]));
-        let address = listen(&key).await;
+        let [own, wrong] = [[1; 16], [2; 16]].map(|secret| Credentials::plain(&secret));
+        let address = listen(&own).await;
+        let peer = Peer::Any(address.ip());
         let mut told = 0;
         for _ in 0..60 {
-            let failed = dial(address, &wrong, Role::Control).await.unwrap_err();
+            let failed = dial(address, &wrong, peer, Role::Control).await;
+            let failed = failed.unwrap_err();
             told += u32::from(matches!(failed, DialError::Hello(HelloError::TokenRefused)));
         }
-        dial(address, &key, Role::Control).await.unwrap();
+        dial(address, &own, peer, Role::Control).await.unwrap();
         assert_eq!(told, 20);
     });
 }
@@ -102,13 +110,14 @@ fn honest_process_joins_next_to_failing_strangers() {
 fn honest_process_joins_next_to_silent_strangers() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
-        let key = Key::new(&[1; 16]);
-        let address = listen(&key).await;
+        let own = Credentials::plain(&[1; 16]);
+        let address = listen(&own).await;
+        let peer = Peer::Any(address.ip());
         let mut silent = Vec::new();
         for _ in 0..300 {
             silent.push(TcpStream::connect(address).await.unwrap());
         }
-        dial(address, &key, Role::Control).await.unwrap();
+        dial(address, &own, peer, Role::Control).await.unwrap();
         // Most of them have gone for others.
         let mut gone = 0;
         for mut socket in silent {

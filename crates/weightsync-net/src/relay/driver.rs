@@ -29,11 +29,11 @@ use self::convert::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
 use super::{AgentOptions, StartError, backoff};
-use crate::link::Credentials;
 use crate::bulk::{
     Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
     Transferred,
 };
+use crate::link::Credentials;
 use crate::link::listen::accept_all;
 use crate::link::log_limiter::LogLimiter;
 use crate::link::{Link, LinkEnd};
@@ -203,7 +203,13 @@ impl Driver {
                     tokio::spawn(serving.clone().child(socket));
                 }
             };
-            tokio::spawn(accept_all(bulk, credentials.clone(), || false, |_| {}, take));
+            tokio::spawn(accept_all(
+                bulk,
+                credentials.clone(),
+                || false,
+                |_| {},
+                take,
+            ));
         }
         let connections = Connections::new(credentials.clone(), run, agent, options.connections);
         Ok(Self {

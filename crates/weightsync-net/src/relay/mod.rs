@@ -21,8 +21,8 @@ use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener, Origin};
 
 use self::driver::{Driver, Event};
-use self::join::{Joined, join};
 pub(crate) use self::join::host_of;
+use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;
 pub use self::service::{Relay, RelayEvent, RelayStop};

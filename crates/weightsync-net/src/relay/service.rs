@@ -13,9 +13,9 @@ use weightsync_engine::{InitInfo, Result};
 use weightsync_mem::Ending;
 
 use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
-use crate::tls::Part;
 use crate::access::{Access, Token};
 use crate::error::{NetError, transport};
+use crate::tls::Part;
 use crate::wire::hello::HelloError;
 
 /// How long one attempt to reach the sender may take.

@@ -13,10 +13,12 @@ use super::local::{Owner, names};
 use super::*;
 use crate::error::NetError;
 use crate::link::listen::accept_all;
+use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd, blocking};
 use crate::scheme::{Distributed, Share};
 use crate::scrub::Scrub;
 use crate::status::{NOT_YET, Status};
+use crate::tls::Peer;
 use crate::wire::hello::Role;
 use crate::wire::message::{self, FromRoot, Message, ToRoot, model_messages};
 
@@ -155,30 +157,37 @@ fn status_without_a_timeout_ends_with_its_connection() {
     Scrub::ask(at.address(), at.secret(), None, None).unwrap();
     // A silent sender may take any time; a host that is gone is noticed by keep-alive.
     let address: SocketAddr = at.address().parse().unwrap();
-    let key = Key::new(at.secret());
-    let socket = blocking::dial(address, &key, Role::Bulk, None).unwrap();
-    assert_eq!(socket.read_timeout().unwrap(), None);
-    assert_eq!(socket.write_timeout().unwrap(), None);
-    assert!(sockopt::socket_keepalive(&socket).unwrap());
+    let credentials = Credentials::plain(at.secret());
+    let socket = blocking::dial(
+        address,
+        &credentials,
+        Peer::Any(address.ip()),
+        Role::Bulk,
+        None,
+    );
+    let socket = socket.unwrap();
+    assert_eq!(socket.socket().read_timeout().unwrap(), None);
+    assert_eq!(socket.socket().write_timeout().unwrap(), None);
+    assert!(sockopt::socket_keepalive(socket.socket()).unwrap());
     // A sender that says it is working, and then is gone.
     let runtime = runtime("test").unwrap();
     let listen = tokio::net::TcpListener::bind("127.0.0.1:0");
     let listener = runtime.block_on(listen).unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let take = |mut socket: tokio::net::TcpStream, _, _| {
+    let take = |mut socket: AsyncStream, _, _| {
         let working = message::Status {
             json: NOT_YET.into(),
         };
         let frame = working.frame().unwrap();
         tokio::spawn(async move { socket.write_all(&frame).await });
     };
-    runtime.spawn(accept_all(listener, key, || false, |_| {}, take));
+    runtime.spawn(accept_all(listener, credentials, || false, |_| {}, take));
     Status::ask(&address, at.secret(), None, None).unwrap_err();
     Scrub::ask(&address, at.secret(), None, None).unwrap_err();
 }
 
 /// A sender that tells each relay that joins of a parent; what it was told after that.
-async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
+async fn misleads(listener: tokio::net::TcpListener, credentials: Credentials) -> ToRoot {
     let (events, mut messages) = mpsc::channel::<Result<ToRoot, LinkEnd>>(64);
     let take = move |socket, _, _| {
         let link = Link::<FromRoot>::start::<ToRoot, _>(socket, &events, |what| what);
@@ -209,7 +218,7 @@ async fn misleads(listener: tokio::net::TcpListener, key: Key) -> ToRoot {
             drop(link);
         });
     };
-    tokio::spawn(accept_all(listener, key, || false, |_| {}, take));
+    tokio::spawn(accept_all(listener, credentials, || false, |_| {}, take));
     while let Some(what) = messages.recv().await {
         match what.unwrap() {
             ToRoot::Agent { .. } | ToRoot::Ping => {}
@@ -234,7 +243,7 @@ fn an_agent_fetches_only_where_it_may() {
         access: Access::default(),
         nearer: Vec::new(),
     };
-    let messages = runtime.spawn(misleads(listener, Key::new(&options.secret)));
+    let messages = runtime.spawn(misleads(listener, Credentials::plain(&options.secret)));
     let _agent = Agent::start(options, LONG.into(), || true).unwrap();
     let messages = runtime.block_on(async { tokio::time::timeout(LONG, messages).await });
     let messages = messages.expect("it says something").unwrap();
@@ -271,12 +280,12 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let options = joining(&address.to_string());
-    let key = Key::new(&options.secret);
+    let credentials = Credentials::plain(&options.secret);
     let own = listener.try_clone().unwrap();
     own.set_nonblocking(true).unwrap();
-    let misleads = runtime.spawn(async {
+    let misleads = runtime.spawn(async move {
         let listener = tokio::net::TcpListener::from_std(own).unwrap();
-        misleads(listener, key).await
+        misleads(listener, credentials).await
     });
     let agent = Agent::start(options, LONG.into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
@@ -335,7 +344,7 @@ pub(crate) fn drones(
     };
     runtime.spawn(accept_all(
         listener,
-        Key::new(secret),
+        Credentials::plain(secret),
         || false,
         |_| {},
         take,

@@ -45,7 +45,10 @@ const TOO_MUCH: &str = "it claims more versions than can exist";
 /// What a coordinator reacts to.
 pub(crate) enum Event {
     /// An agent has connected.
-    Connected { socket: AsyncStream, from: SocketAddr },
+    Connected {
+        socket: AsyncStream,
+        from: SocketAddr,
+    },
     /// A message of an agent, or the end of its link.
     Message {
         agent: AgentId,

@@ -9,6 +9,7 @@ use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType,
     ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose,
 };
+use rustls::pki_types::ServerName;
 use time::{Duration, OffsetDateTime};
 
 use super::{Part, TlsError};
@@ -45,6 +46,14 @@ pub fn make(request: &Request) -> Result<Made, TlsError> {
     if hosts.is_empty() {
         return Err(failed("name the hosts that ends are connected to"));
     }
+    if let Some(wrong) = hosts
+        .iter()
+        .find(|host| ServerName::try_from(host.as_str()).is_err())
+    {
+        return Err(failed(format!(
+            "--hosts: {wrong:?} is no name and no address of a host"
+        )));
+    }
     let begin = OffsetDateTime::now_utc();
     // A clock that is a little late must not make it invalid.
     let (from, until) = (
@@ -52,11 +61,13 @@ pub fn make(request: &Request) -> Result<Made, TlsError> {
         begin + Duration::days((*days).into()),
     );
     let mut authority = CertificateParams::default();
-    authority.distinguished_name = named("weightsync private authority");
     authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
     (authority.not_before, authority.not_after) = (from, until);
     let key = KeyPair::generate().map_err(|error| failed(error.to_string()))?;
+    // A name of its own: an end can then say that a certificate is of another authority.
+    let own = blake3::hash(key.public_key_raw()).to_hex();
+    authority.distinguished_name = named(&format!("weightsync authority {}", &own[..16]));
     let authority =
         CertifiedIssuer::self_signed(authority, key).map_err(|error| failed(error.to_string()))?;
 

@@ -24,8 +24,8 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use self::make::{Made, Request, make};
-pub use self::verify::explain;
 use self::verify::OfPart;
+pub use self::verify::explain;
 
 /// The environment variable that names the folder of the certificates, or a file with one.
 pub const TLS_VARIABLE: &str = "WEIGHTSYNC_TLS_DIR";
@@ -205,7 +205,10 @@ impl Tls {
         if loaded.has_changed() {
             match Loaded::read(&self.0.path, self.0.part) {
                 Ok(new) => {
-                    tracing::info!("the certificate in {} was read again", self.0.path.display());
+                    tracing::info!(
+                        "the certificate in {} was read again",
+                        self.0.path.display()
+                    );
                     *loaded = new;
                 }
                 Err(error) => {

@@ -47,9 +47,10 @@ impl ServerCertVerifier for OfPart {
             self.ordinary
                 .verify_server_cert(certificate, between, name, ocsp, now)
         };
-        let of_part = |part: Part| of(&ServerName::try_from(part.name()).map_err(|_| {
-            Error::General("a part's name is a name".into())
-        })?);
+        let of_part = |part: Part| {
+            of(&ServerName::try_from(part.name())
+                .map_err(|_| Error::General("a part's name is a name".into()))?)
+        };
         if !self.any {
             of_part(Part::Trainer)?;
             return of(name);
@@ -93,13 +94,14 @@ pub(super) fn expires(certificate: &CertificateDer<'_>) -> Result<SystemTime, St
 /// What went wrong in a handshake of TLS, and what to do.
 pub fn explain(error: &Error) -> String {
     use CertificateError::{
-        Expired, ExpiredContext, NotValidForName, NotValidForNameContext, UnknownIssuer,
+        BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
+        UnknownIssuer,
     };
     match error {
         Error::InvalidCertificate(Expired | ExpiredContext { .. }) => {
             "the other end's certificate has expired: make it a new one".into()
         }
-        Error::InvalidCertificate(UnknownIssuer) => {
+        Error::InvalidCertificate(UnknownIssuer | BadSignature) => {
             "the other end's certificate is of another authority: give both ends certificates of one \
              `weightsync certs new`"
                 .into()

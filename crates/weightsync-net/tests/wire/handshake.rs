@@ -183,7 +183,12 @@ fn every_flipped_bit_ends_the_handshake() {
 
 #[test]
 fn a_busy_server_says_so_and_is_tried_again() {
-    let server = Server::new(samples::key(), Protocols::OURS, Some(TurnsAway::Busy), [2; 32]);
+    let server = Server::new(
+        samples::key(),
+        Protocols::OURS,
+        Some(TurnsAway::Busy),
+        [2; 32],
+    );
     let mut talk = Talk::new(samples::client(), server);
     talk.go_on(64, untouched);
     assert_eq!(talk.at_client, Some(Err(HelloError::Busy)));
@@ -196,7 +201,12 @@ fn full_server_keeps_its_known_agents() {
     use Role::*;
     for role in [Control, Bulk, Status, Scrub, Collector] {
         let client = Client::new(samples::key(), role, Protocols::OURS, [1; 32]);
-        let server = Server::new(samples::key(), Protocols::OURS, Some(TurnsAway::Busy), [2; 32]);
+        let server = Server::new(
+            samples::key(),
+            Protocols::OURS,
+            Some(TurnsAway::Busy),
+            [2; 32],
+        );
         let mut talk = Talk::new(client, server);
         talk.go_on(64, untouched);
         let is_in = matches!(talk.at_client, Some(Ok(_)));

@@ -1,6 +1,7 @@
 //! A process that serves, and children that are sockets.
 
 use std::io::Read;
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 
@@ -48,11 +49,10 @@ fn connect(serving: &Serving) -> TcpStream {
     let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     socket.set_read_timeout(Some(SOON)).unwrap();
     let (other, _) = listener.accept().unwrap();
-    other.set_nonblocking(true).unwrap();
     let serving = serving.clone();
     tokio::spawn(async move {
         serving
-            .child(tokio::net::TcpStream::from_std(other).unwrap())
+            .child(Stream::plain(other).into_async().unwrap())
             .await
     });
     socket
@@ -271,10 +271,11 @@ fn waiting_child_releases_a_withdrawn_version() {
 fn block_is_given_up_if_read_too_slowly() {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let mut reader = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (mut socket, _) = listener.accept().unwrap();
+    let (socket, _) = listener.accept().unwrap();
     // A block is more than both take without being read.
     sockopt::set_socket_send_buffer_size(&socket, 32 << 10).unwrap();
     socket.set_write_timeout(Some(5 * IDLE)).unwrap();
+    let mut socket = Stream::plain(socket);
     let (stop, stopped) = mpsc::channel::<()>();
     let slow = std::thread::spawn(move || {
         let mut some = [0; 16 << 10];

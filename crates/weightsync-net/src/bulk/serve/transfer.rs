@@ -190,11 +190,7 @@ impl Transfer {
     }
 
     /// The version once part of it is here, or how the turn ends without it.
-    fn find(
-        &mut self,
-        socket: &mut Stream,
-        begun: Instant,
-    ) -> io::Result<Result<Arc<Held>, End>> {
+    fn find(&mut self, socket: &mut Stream, begun: Instant) -> io::Result<Result<Arc<Held>, End>> {
         let (item, serving) = (self.item(), self.serving.clone());
         let store = &serving.store;
         let since = self.since.unwrap_or(begun);

@@ -135,7 +135,7 @@ fn fetch_around(
     let runtime = runtime();
     let (address, asked, go) = held_parent(&runtime, answer);
     let held = Arc::new(Held::coming(slot.clone()));
-    let connections = Connections::new(Key::new(&SECRET), RUN, 1, 1);
+    let connections = Connections::new(Credentials::plain(&SECRET), RUN, 1, 1);
     let (note, ends) = mpsc::channel();
     let version = slot.version();
     let item = Item { version, ..NEXT };

@@ -6,6 +6,7 @@ use weightsync_mem::ModelSpec;
 
 use super::*;
 use crate::access::Access;
+use crate::link::stream::AsyncStream;
 use crate::relay::{AgentAddress, runtime};
 
 /// Longer than anything here takes.
@@ -38,7 +39,10 @@ async fn driver(name: &str) -> Around {
     let root = |what| Event::Root { number: 0, what };
     // This sender only sends signs of life.
     let (said, words) = mpsc::channel(64);
-    let sender = Link::<FromRoot>::start::<ToRoot, _>(other.unwrap().0, &said, |what| what);
+    let sender =
+        Link::<FromRoot>::start::<ToRoot, _>(AsyncStream::plain(other.unwrap().0), &said, |what| {
+            what
+        });
     let name = format!("weightsync/test/driver/{name}/{}", std::process::id());
     let options = AgentOptions {
         root: address.to_string(),
@@ -51,7 +55,7 @@ async fn driver(name: &str) -> Around {
         nearer: Vec::new(),
     };
     let joined = Joined {
-        link: Link::start(socket.unwrap(), &events, root),
+        link: Link::start(AsyncStream::plain(socket.unwrap()), &events, root),
         root: address,
         run: Run {
             epoch: Epoch(1),
@@ -68,8 +72,8 @@ async fn driver(name: &str) -> Around {
         bulk: None,
     };
     let near = Listener::at(&name).unwrap();
-    let key = Key::new(&SECRET);
-    let mut driver = Driver::start(&options, key, joined, near, events.clone()).unwrap();
+    let credentials = Credentials::plain(&SECRET);
+    let mut driver = Driver::start(&options, credentials, joined, near, events.clone()).unwrap();
     driver.parent = Some(Parent { agent: 2, address });
     Around {
         driver,

@@ -12,12 +12,14 @@ use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_engine::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 
 use super::Event;
-use crate::access::Key;
+use crate::link::Credentials;
+use crate::link::stream::AsyncStream;
 use crate::link::{self, Link, LinkEnd};
 use crate::relay::{Item, runtime};
 use crate::root::answer;
 use crate::scheme::Distributed;
 use crate::status::Status;
+use crate::tls::Peer;
 use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
@@ -40,10 +42,12 @@ fn sender() -> (Sender, InitInfo) {
     (sender, info)
 }
 
-async fn dial(info: &InitInfo) -> TcpStream {
+async fn dial(info: &InitInfo) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
-    let key = Key::new(info.endpoint().secret());
-    link::dial(address, &key, Role::Control).await.unwrap()
+    let credentials = Credentials::plain(info.endpoint().secret());
+    let peer = Peer::Any(address.ip());
+    let dialled = link::dial(address, &credentials, peer, Role::Control).await;
+    dialled.unwrap()
 }
 
 /// Asks how things are until that is as it is to be.
@@ -440,6 +444,7 @@ fn status_query_waits_its_turn_among_many() {
         let address = listener.local_addr().unwrap();
         let mut asks = TcpStream::connect(address).await.unwrap();
         let (socket, _) = listener.accept().await.unwrap();
+        let socket = AsyncStream::plain(socket);
         tokio::spawn(answer(socket, Event::Status, events, asking));
         let early = timeout(Duration::from_millis(50), asks.read_u8()).await;
         assert!(early.is_err(), "it is not disconnected: {early:?}");
@@ -475,10 +480,12 @@ fn sender_admits_nobody_after_goodbye() {
 }
 
 /// A child that fetches the first model's version, and reads only its beginning.
-async fn stuck(info: &InitInfo, run: Run, version: u64) -> TcpStream {
+async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
-    let key = Key::new(info.endpoint().secret());
-    let mut socket = link::dial(address, &key, Role::Bulk).await.unwrap();
+    let credentials = Credentials::plain(info.endpoint().secret());
+    let peer = Peer::Any(address.ip());
+    let dialled = link::dial(address, &credentials, peer, Role::Bulk).await;
+    let mut socket = dialled.unwrap();
     let fetch = ToParent::Fetch {
         run,
         agent: 1,

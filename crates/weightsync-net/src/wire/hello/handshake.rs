@@ -257,7 +257,10 @@ impl Server {
                 return Step::new(answer(Verdict::Busy), Next::Close(HelloError::TurnedAway));
             }
             Some(TurnsAway::Plain) => {
-                return Step::new(answer(Verdict::NeedsTls), Next::Close(HelloError::WithoutTls));
+                return Step::new(
+                    answer(Verdict::NeedsTls),
+                    Next::Close(HelloError::WithoutTls),
+                );
             }
             Some(TurnsAway::Busy) | None => {}
         }
