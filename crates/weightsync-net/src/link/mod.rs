@@ -332,7 +332,7 @@ pub(crate) async fn dial(
             if let Err(error) = socket.read_exact(&mut bytes).await {
                 return Err(match error.kind() {
                     io::ErrorKind::UnexpectedEof => DialError::Hello(client.hung_up()),
-                    _ => DialError::Failed(error),
+                    _ => error.into(),
                 });
             }
             let step = client.feed(&mut &bytes[..]);
@@ -405,7 +405,7 @@ pub(crate) async fn greet(
             if let Err(error) = socket.read_exact(&mut bytes).await {
                 return Err(match error.kind() {
                     io::ErrorKind::UnexpectedEof => GreetError::Hello(server.hung_up()),
-                    _ => GreetError::Failed(error),
+                    _ => error.into(),
                 });
             }
             let step = server.feed(&mut &bytes[..]);

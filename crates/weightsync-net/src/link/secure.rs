@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::stream::{AsyncStream, Stream};
 use crate::access::Key;
-use crate::tls::session::{Handshake, Incoming, Session};
+use crate::tls::session::{self, Handshake, Incoming, Session};
 use crate::tls::{Peer, Tls};
 use crate::wire::hello::HelloError;
 
@@ -68,8 +68,8 @@ impl Credentials {
         loop {
             let state = session.shake(&mut incoming);
             let outgoing = std::mem::take(session.outgoing());
-            (&socket).write_all(&outgoing)?;
-            match state.map_err(failed)? {
+            (&socket).write_all(&outgoing).map_err(ended)?;
+            match state.map_err(session::failed)? {
                 Handshake::Done => return Ok(Stream::encrypted(socket, session, incoming)),
                 Handshake::Reads => {
                     let left = until.saturating_duration_since(Instant::now());
@@ -77,7 +77,7 @@ impl Credentials {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                     socket.set_read_timeout(Some(left))?;
-                    match (&socket).read(incoming.room())? {
+                    match (&socket).read(incoming.room()).map_err(ended)? {
                         0 => return Err(hung_up()),
                         count => incoming.came(count),
                     }
@@ -105,7 +105,12 @@ impl Credentials {
             return Ok((AsyncStream::plain(socket), tls.covers(from)));
         }
         let (mut session, mut incoming) = (tls.accept()?, Incoming::default());
-        shake(&mut socket, &mut session, &mut incoming).await?;
+        if let Err(error) = shake(&mut socket, &mut session, &mut incoming).await {
+            // To close with bytes unread would take back what the peer was told.
+            socket.shutdown().await?;
+            while matches!(socket.read(incoming.room()).await, Ok(1..)) {}
+            return Err(error);
+        }
         Ok((AsyncStream::encrypted(socket, session, incoming), false))
     }
 }
@@ -118,10 +123,10 @@ async fn shake(
     loop {
         let state = session.shake(incoming);
         let outgoing = std::mem::take(session.outgoing());
-        socket.write_all(&outgoing).await?;
-        match state.map_err(failed)? {
+        socket.write_all(&outgoing).await.map_err(ended)?;
+        match state.map_err(session::failed)? {
             Handshake::Done => return Ok(()),
-            Handshake::Reads => match socket.read(incoming.room()).await? {
+            Handshake::Reads => match socket.read(incoming.room()).await.map_err(ended)? {
                 0 => return Err(hung_up()),
                 count => incoming.came(count),
             },
@@ -129,8 +134,13 @@ async fn shake(
     }
 }
 
-fn failed(error: rustls::Error) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, HelloError::tls(&error))
+/// A peer that closes with bytes unread resets the connection.
+fn ended(error: io::Error) -> io::Error {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
+    match error.kind() {
+        BrokenPipe | ConnectionAborted | ConnectionReset => hung_up(),
+        _ => error,
+    }
 }
 
 fn hung_up() -> io::Error {

@@ -242,6 +242,23 @@ impl AsyncStream {
 }
 
 impl AsyncTls {
+    /// Sends as much of a reply as there is room for, for a reader. It leaves the wakers alone: that
+    /// of a socket's writing side is the writer's.
+    fn try_send(&mut self, socket: &tokio::net::TcpStream) -> io::Result<()> {
+        let outgoing = self.session.outgoing();
+        while self.sent < outgoing.len() {
+            match socket.try_write(&outgoing[self.sent..]) {
+                Ok(count) => self.sent += count,
+                // The next write sends it.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+        outgoing.clear();
+        self.sent = 0;
+        Ok(())
+    }
+
     /// Sends what the session has to send.
     fn poll_send(
         &mut self,
@@ -276,10 +293,7 @@ impl AsyncRead for AsyncStream {
             let read = tls
                 .session
                 .read(buffer.initialize_unfilled(), &mut tls.incoming);
-            // A reply waits for its turn, and does not hold up the reader.
-            if let Poll::Ready(Err(error)) = tls.poll_send(socket, context) {
-                return Poll::Ready(Err(error));
-            }
+            tls.try_send(socket)?;
             if let Some(count) = read.map_err(session::failed)? {
                 buffer.advance(count);
                 return Poll::Ready(Ok(()));

@@ -1,5 +1,6 @@
 use super::*;
 use crate::relay::runtime;
+use crate::tls::{Part, Tls};
 
 /// Longer than anything here takes.
 const SOON: Duration = Duration::from_secs(20);
@@ -125,5 +126,176 @@ fn honest_process_joins_next_to_silent_strangers() {
             gone += u32::from(read.is_ok());
         }
         assert!(gone >= 300 - 64, "{gone}");
+    });
+}
+
+/// A folder of certificates for loopback, and those of two parts.
+fn certificates() -> (tempfile::TempDir, Tls, Tls) {
+    let folder = tempfile::tempdir().unwrap();
+    let request = crate::tls::Request {
+        out: folder.path().join("pki"),
+        hosts: vec!["127.0.0.1".into()],
+        days: 2,
+    };
+    crate::tls::make(&request).unwrap();
+    let [trainer, worker] = [Part::Trainer, Part::Worker].map(|part| {
+        let read = Tls::read(&request.out, part).unwrap();
+        read.on_loopback()
+    });
+    (folder, trainer, worker)
+}
+
+fn with(tls: Option<&Tls>) -> Credentials {
+    Credentials {
+        tls: tls.cloned(),
+        ..Credentials::plain(&[1; 16])
+    }
+}
+
+#[test]
+fn encrypted_link_carries_messages_both_ways() {
+    let (_folder, trainer, worker) = certificates();
+    runtime("weightsync-test").unwrap().block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (came, mut accepted) = mpsc::channel(1);
+        let take = move |stream, _, _| came.try_send(stream).unwrap();
+        tokio::spawn(listen::accept_all(
+            listener,
+            with(Some(&trainer)),
+            || false,
+            |_| {},
+            take,
+        ));
+        let peer = Peer::Trainer("127.0.0.1");
+        let dialled = dial(address, &with(Some(&worker)), peer, Role::Control).await;
+        let (one, mut ones) = mpsc::channel(64);
+        let (other, mut others) = mpsc::channel(64);
+        let worker = Link::<ToRoot>::start::<FromRoot, _>(dialled.unwrap(), &one, |what| what);
+        let accepted = accepted.recv().await.unwrap();
+        let root = Link::<FromRoot>::start::<ToRoot, _>(accepted, &other, |what| what);
+        // More than the system's buffers take at once.
+        let part = || FromRoot::Part {
+            bytes: vec![3; 16 << 10],
+        };
+        for _ in 0..500 {
+            assert!(root.send(&part()));
+        }
+        assert!(worker.send(&ToRoot::Goodbye));
+        for _ in 0..500 {
+            let came = timeout(SOON, ones.recv()).await.unwrap().unwrap();
+            assert_eq!(came.unwrap(), part());
+        }
+        let said = timeout(SOON, others.recv()).await.unwrap().unwrap();
+        assert!(matches!(said.unwrap(), ToRoot::Goodbye));
+        root.finish().await;
+        let end = timeout(SOON, ones.recv()).await.unwrap().unwrap();
+        assert!(matches!(end.unwrap_err(), LinkEnd::HungUp));
+    });
+}
+
+#[test]
+fn ends_with_and_without_certificates_say_what_to_do() {
+    let (folder, trainer, worker) = certificates();
+    let other = certificates();
+    // It trusts the trainer, which does not trust it.
+    let stranger = {
+        let [own, theirs] = [&other.0, &folder]
+            .map(|of| std::fs::read_to_string(of.path().join("pki/worker.pem")).unwrap());
+        let begins = "-----BEGIN CERTIFICATE";
+        let text = [
+            &own[..own.rfind(begins).unwrap()],
+            &theirs[theirs.rfind(begins).unwrap()..],
+        ];
+        let path = other.0.path().join("stranger.pem");
+        std::fs::write(&path, text.concat()).unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+            .unwrap();
+        Tls::read(path, Part::Worker).unwrap().on_loopback()
+    };
+    let cases = [
+        (
+            Some(&stranger),
+            Some(&trainer),
+            "this end's certificate is of another",
+            "another authority",
+        ),
+        (
+            Some(&worker),
+            None,
+            "TLS handshake: has it no certificate",
+            "speaks TLS, and this end",
+        ),
+        (
+            None,
+            Some(&trainer),
+            "takes encrypted links alone",
+            "began without TLS",
+        ),
+        (
+            Some(&other.2),
+            Some(&trainer),
+            "another authority",
+            "another authority",
+        ),
+    ];
+    runtime("weightsync-test").unwrap().block_on(async {
+        for (client, server, at_client, at_server) in cases {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            let server = with(server);
+            let serves = async {
+                let accepted = listener.accept().await.unwrap();
+                greet(accepted, &server, false, || true).await.unwrap_err()
+            };
+            let (client, peer) = (with(client), Peer::Trainer("127.0.0.1"));
+            let (at, error) = tokio::join!(serves, dial(address, &client, peer, Role::Control));
+            let error = error.unwrap_err().to_string();
+            assert!(error.contains(at_client), "{error}");
+            assert!(at.to_string().contains(at_server), "{at}");
+        }
+    });
+}
+
+#[test]
+fn encrypted_stream_reads_and_writes_in_two_threads() {
+    let (_folder, trainer, worker) = certificates();
+    let runtime = runtime("weightsync-test").unwrap();
+    let (address, accepted) = runtime.block_on(async {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (came, accepted) = std::sync::mpsc::channel();
+        let take = move |stream: AsyncStream, _, _| came.send(stream.into_blocking()).unwrap();
+        tokio::spawn(listen::accept_all(
+            listener,
+            with(Some(&trainer)),
+            || false,
+            |_| {},
+            take,
+        ));
+        (address, accepted)
+    });
+    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(SOON));
+    let one = blocking::dial(address, &with(Some(&worker)), peer, Role::Collector, limit);
+    let (one, other) = (one.unwrap(), accepted.recv().unwrap().unwrap());
+    let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 3) as u8).collect();
+    std::thread::scope(|scope| {
+        for stream in [&one, &other] {
+            let bytes = &bytes;
+            scope.spawn(move || {
+                use std::io::Write;
+                let mut stream = stream;
+                for part in bytes.chunks(700_001) {
+                    stream.write_all(part).unwrap();
+                }
+                stream.shutdown(std::net::Shutdown::Write).unwrap();
+            });
+            scope.spawn(move || {
+                use std::io::Read;
+                let (mut stream, mut came) = (stream, Vec::new());
+                stream.read_to_end(&mut came).unwrap();
+                assert!(came == *bytes);
+            });
+        }
     });
 }

@@ -42,6 +42,11 @@ pub struct Made {
 ///
 /// [`TlsError::Make`], for a host that is no name and no address, and a file that is there already.
 pub fn make(request: &Request) -> Result<Made, TlsError> {
+    make_at(request, OffsetDateTime::now_utc())
+}
+
+/// The same at another time.
+pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, TlsError> {
     let Request { out, hosts, days } = request;
     if hosts.is_empty() {
         return Err(failed("name the hosts that ends are connected to"));
@@ -54,7 +59,6 @@ pub fn make(request: &Request) -> Result<Made, TlsError> {
             "--hosts: {wrong:?} is no name and no address of a host"
         )));
     }
-    let begin = OffsetDateTime::now_utc();
     // A clock that is a little late must not make it invalid.
     let (from, until) = (
         begin - Duration::hours(1),

@@ -6,6 +6,8 @@ use std::sync::Arc;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
+use crate::wire::hello::HelloError;
+
 /// Bytes that are read, or encrypted, at once: so many that few calls move them, so few that they
 /// stay in the cache.
 pub(crate) const AT_ONCE: usize = 256 << 10;
@@ -144,7 +146,7 @@ impl std::fmt::Debug for Session {
 
 /// An error of TLS, as one of the connection.
 pub(crate) fn failed(error: rustls::Error) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, error)
+    io::Error::new(io::ErrorKind::InvalidData, HelloError::tls(&error))
 }
 
 /// Bytes of the peer that wait to be used.

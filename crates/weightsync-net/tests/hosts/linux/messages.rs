@@ -22,7 +22,8 @@ pub(crate) const TOKEN: &str = "a token for tests, of nobody else";
 pub(crate) enum Role {
     Trainer(Lead),
     /// A relay for the sender at this address.
-    Relay(String),
+    /// With its certificates.
+    Relay(String, Option<PathBuf>),
     Worker(Join),
     /// Many workers.
     Crowd(Crowd),
@@ -37,6 +38,8 @@ pub(crate) enum Role {
 pub(crate) struct Lead {
     pub(crate) listen: String,
     pub(crate) run_dir: PathBuf,
+    /// Where the certificates are; without them links are plain.
+    pub(crate) tls: Option<PathBuf>,
     /// Bytes of a version.
     pub(crate) bytes: usize,
     /// Whether workers ask, and nothing is pushed.

@@ -6,6 +6,7 @@ mod chain;
 mod crowd;
 mod damage;
 mod deaths;
+mod encrypted;
 mod hostile;
 mod links;
 mod logs;
@@ -54,6 +55,7 @@ fn trials() -> Vec<Trial> {
     let tests: Vec<(&str, fn())> = [
         chain::TESTS,
         deaths::TESTS,
+        encrypted::TESTS,
         links::TESTS,
         schedules::TESTS,
         hostile::TESTS,

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::io::Read;
+use std::path::PathBuf;
 use std::sync::mpsc;
 use std::thread;
 use std::time::Duration;
@@ -13,6 +14,7 @@ use weightsync_engine::{
 };
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
+use weightsync_net::tls::{Part, Tls};
 use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token};
 
 use super::logs::Lines;
@@ -26,9 +28,9 @@ pub(crate) fn play(role: Role) -> Outcome {
     Lines::listen();
     match role {
         Role::Trainer(lead) => train(&lead),
-        Role::Relay(root) => {
+        Role::Relay(root, tls) => {
             end_with_input();
-            relay(&root)
+            relay(&root, tls)
         }
         Role::Worker(join) => {
             end_with_input();
@@ -72,8 +74,11 @@ fn train(lead: &Lead) -> Outcome {
     let mut scheme = Distributed::new()
         .arity(lead.arity)
         .listen(&lead.listen)
-        .insecure_plaintext()
         .token(token());
+    scheme = match &lead.tls {
+        Some(tls) => scheme.tls(tls),
+        None => scheme.insecure_plaintext(),
+    };
     if lead.pull {
         scheme = scheme.pull();
     }
@@ -98,6 +103,8 @@ fn train(lead: &Lead) -> Outcome {
     emit(&Notice::Ready {
         epoch: sender.run().epoch.0,
     });
+    let tls = lead.tls.as_ref().map(|path| Tls::read(path, Part::Worker));
+    let tls = tls.transpose()?;
     let (sends, to_send) = mpsc::channel();
     let sending = thread::spawn(move || {
         if let Err(error) = send_all(sender, versions, &to_send) {
@@ -107,11 +114,13 @@ fn train(lead: &Lead) -> Outcome {
     for line in std::io::stdin().lines() {
         match serde_json::from_str(&line?)? {
             Order::Status => {
-                let status = Status::ask(&address, &token().secret(), None, Some(PATIENCE))?;
+                let (secret, limit) = (token().secret(), Some(PATIENCE));
+                let status = Status::ask(&address, &secret, tls.as_ref(), limit)?;
                 emit(&Notice::Status(Box::new(status)));
             }
             Order::Scrub => {
-                let scrub = Scrub::ask(&address, &token().secret(), None, Some(PATIENCE))?;
+                let (secret, limit) = (token().secret(), Some(PATIENCE));
+                let scrub = Scrub::ask(&address, &secret, tls.as_ref(), limit)?;
                 emit(&Notice::Scrubbed(Box::new(scrub)));
             }
             order => sends.send(order)?,
@@ -155,8 +164,12 @@ fn cpu() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-fn relay(root: &str) -> Outcome {
-    let relay = Relay::with_token(root, &token()).insecure_plaintext();
+fn relay(root: &str, tls: Option<PathBuf>) -> Outcome {
+    let relay = Relay::with_token(root, &token());
+    let relay = match tls {
+        Some(tls) => relay.tls(tls),
+        None => relay.insecure_plaintext(),
+    };
     relay.run(|news| match news {
         RelayEvent::Joined { .. } => emit(&Notice::Joined),
         RelayEvent::Closed => emit(&Notice::SenderGone { died: false }),

@@ -7,6 +7,7 @@ pub(crate) use self::actor::Actor;
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
+use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
@@ -18,6 +19,7 @@ use weightsync_conformance::hosts::Hosts;
 use weightsync_engine::InitInfo;
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::{self, Status};
+use weightsync_net::tls::{Request, make};
 
 use super::attacks::Attack;
 use super::messages::{
@@ -55,6 +57,8 @@ pub(crate) struct Stage {
     // First: nothing is said once it is gone.
     pub(crate) hosts: Hosts,
     run_dir: TempDir,
+    /// Where the certificates are; without them links are plain.
+    tls: Option<PathBuf>,
     bytes: usize,
     /// Whether workers ask for versions.
     pull: bool,
@@ -101,12 +105,29 @@ impl Stage {
         Self::with(hosts, bytes, false, arity, Content::Words { every: 1 })
     }
 
+    /// The same, with links that are encrypted.
+    pub(crate) fn encrypted(hosts: usize, bytes: usize) -> Self {
+        Self::made(hosts, bytes, false, 1, Content::Words { every: 1 }, true)
+    }
+
     fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, content: Content) -> Self {
+        Self::made(hosts, bytes, pull, arity, content, false)
+    }
+
+    fn made(
+        hosts: usize,
+        bytes: usize,
+        pull: bool,
+        arity: usize,
+        content: Content,
+        encrypted: bool,
+    ) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (report, inbox) = mpsc::channel();
         let mut stage = Self {
             hosts,
             run_dir: tempfile::tempdir().expect("a temporary directory"),
+            tls: None,
             bytes,
             pull,
             arity,
@@ -128,8 +149,24 @@ impl Stage {
             logs: Vec::new(),
             transcript: Vec::new(),
         };
+        if encrypted {
+            stage.make_certificates();
+        }
         stage.start_trainer();
         stage
+    }
+
+    /// Makes certificates of a new authority, which are used from now on.
+    pub(crate) fn make_certificates(&mut self) {
+        let out = self.run_dir.path().join("pki");
+        let _ = std::fs::remove_dir_all(&out);
+        let request = Request {
+            out: out.clone(),
+            hosts: vec![self.hosts.address(TRAINERS).to_string()],
+            days: 2,
+        };
+        make(&request).expect("certificates");
+        self.tls = Some(out);
     }
 
     /// A trainer where the last one was; it is ready on return.
@@ -138,6 +175,7 @@ impl Stage {
         let lead = Lead {
             listen: self.root(),
             run_dir: self.run_dir.path().into(),
+            tls: self.tls.clone(),
             bytes: self.bytes,
             pull: self.pull,
             arity: self.arity,
@@ -157,7 +195,7 @@ impl Stage {
     }
 
     pub(crate) fn begin_relay(&mut self, host: usize) {
-        let role = Role::Relay(self.root());
+        let role = Role::Relay(self.root(), self.tls.clone());
         self.start(Actor::Relay(host), host, &role);
     }
 
