@@ -87,6 +87,9 @@ class Distributed(Scheme):
             workers of other hosts cannot reach. Other addresses need a token
             (``WEIGHTSYNC_TOKEN_FILE``).
         advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        tls: the folder or file with the certificates of encrypted links, as ``weightsync certs new``
+            makes them; that of ``WEIGHTSYNC_TLS_DIR`` without it. Workers look for theirs at the
+            same path, unless that variable names another.
         insecure_plaintext: allow unencrypted connections to other machines.
         every: deliver every version in order, with at most this many (1 to 32) in a
             worker's queue; None: the newest version only.
@@ -105,6 +108,7 @@ class Distributed(Scheme):
 
     listen: str | None = None
     advertise: str | None = None
+    tls: str | os.PathLike[str] | None = None
     insecure_plaintext: bool = False
     every: int | None = None
     pull: bool = False

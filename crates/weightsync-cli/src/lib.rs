@@ -129,6 +129,15 @@ enum Action {
     /// Check the settings of `serve`, or translate those of Trinity-RFT
     #[cfg(feature = "net")]
     Config(serve::ConfigArgs),
+    /// Make certificates for encrypted links between hosts
+    ///
+    /// `certs new` makes a private authority and a certificate for each part: trainer.pem, relay.pem
+    /// and worker.pem. Each file has the certificate, its private key, and the authority's
+    /// certificate. Copy to each host the file of its part alone. The authority's own key is thrown
+    /// away, so to renew is to make all of them again. Ends read new files without a restart.
+    #[cfg(feature = "net")]
+    #[command(subcommand)]
+    Certs(net::CertsArgs),
     /// Carry a sender's versions to the workers of this host, and on to the next host
     #[cfg(feature = "net")]
     Relay(net::RelayArgs),
@@ -173,6 +182,8 @@ impl Action {
             Action::Serve(args) => serve::run(*args),
             #[cfg(feature = "net")]
             Action::Config(args) => serve::config(&args),
+            #[cfg(feature = "net")]
+            Action::Certs(args) => net::certs(&args),
             #[cfg(feature = "net")]
             Action::Relay(args) => net::relay(&args),
             #[cfg(feature = "net")]

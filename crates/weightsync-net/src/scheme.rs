@@ -190,7 +190,9 @@ impl Distributed {
     /// same path, unless the environment names another.
     #[must_use]
     pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
-        self.tls = Some(path.into());
+        let path = path.into();
+        // Workers may run in another folder.
+        self.tls = Some(std::path::absolute(&path).unwrap_or(path));
         self
     }
 
@@ -244,7 +246,7 @@ impl Distributed {
                 "tls" if value.is_empty() => {
                     return Err(bad(key, "a folder or a file of certificates", value));
                 }
-                "tls" => scheme.tls = Some(value.into()),
+                "tls" => scheme = scheme.tls(value),
                 "insecure-plaintext" => scheme.insecure_plaintext = flag(key, value)?,
                 "pull" => scheme.pull = flag(key, value)?,
                 "own-copy" => scheme.own_copy = flag(key, value)?,

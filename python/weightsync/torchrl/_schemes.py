@@ -141,7 +141,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         timeout: accepted for TorchRL's sake; each wait here has its own timeout.
         strategy: "tensordict" or "state_dict".
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
-        listen, advertise, insecure_plaintext, share, arity, connections, deltas, every,
+        listen, advertise, tls, insecure_plaintext, share, arity, connections, deltas, every,
             own_copy: as of :class:`weightsync.Distributed`.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
 
@@ -160,6 +160,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         safe_points: Literal["implied", "declared"] = "implied",
         listen: str | None = None,
         advertise: str | None = None,
+        tls: str | os.PathLike[str] | None = None,
         insecure_plaintext: bool = False,
         share: Literal["all", "relay", "none"] = "all",
         arity: int = 1,
@@ -175,6 +176,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         self._scheme = Distributed(
             listen=listen,
             advertise=advertise,
+            tls=tls,
             insecure_plaintext=insecure_plaintext,
             every=every,
             own_copy=own_copy,

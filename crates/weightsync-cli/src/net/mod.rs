@@ -1,5 +1,6 @@
-//! `weightsync relay`, `status` and `scrub`: the network as a person meets it.
+//! `weightsync certs`, `relay`, `status` and `scrub`: the network as a person meets it.
 
+mod certs;
 mod relay;
 mod scrub;
 mod status;
@@ -10,6 +11,7 @@ use weightsync_engine::InitInfo;
 use weightsync_net::Token;
 use weightsync_net::tls::{Part, Tls};
 
+pub use certs::{Args as CertsArgs, run as certs};
 pub use relay::{Args as RelayArgs, run as relay};
 pub use scrub::run as scrub;
 pub use status::run as status;
