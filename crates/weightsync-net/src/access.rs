@@ -5,8 +5,8 @@
 //! link prove that they have it. So an init info admits a worker without the token, and a relay
 //! that has the token needs no init info.
 //!
-//! A link to or from another machine is encrypted by certificates ([`Access::tls`]), or plain if the
-//! user has accepted that: [`Access::insecure_plaintext`].
+//! Certificates encrypt a link to or from another machine ([`Access::tls`]). Without them such a link
+//! is made only if the user has accepted that it is plain: [`Access::insecure_plaintext`].
 
 use std::ffi::OsString;
 use std::fmt;
@@ -107,15 +107,7 @@ impl Token {
             path: path.into(),
             source,
         };
-        // NONBLOCK: opening a FIFO would otherwise wait for a writer before it is refused.
-        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-        let opened = openat(CWD, path, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
-        let file = File::from(opened);
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(failed(io::Error::other("it is not a regular file")));
-        }
-        let mode = metadata.permissions().mode() & 0o777;
+        let (file, mode) = open_file(path).map_err(failed)?;
         if mode & 0o077 != 0 {
             return Err(AccessError::TokenFileOpen {
                 path: path.into(),
@@ -164,6 +156,18 @@ impl Token {
         }
         Ok(Self(bytes.into()))
     }
+}
+
+/// Opens a file with a secret; its permission bits.
+pub(crate) fn open_file(path: &Path) -> io::Result<(File, u32)> {
+    // NONBLOCK: opening a FIFO would otherwise wait for a writer before it is refused.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let file = File::from(openat(CWD, path, flags, Mode::empty())?);
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    Ok((file, metadata.permissions().mode() & 0o777))
 }
 
 // Takes the same time wherever the first difference is, so that the time reveals nothing.

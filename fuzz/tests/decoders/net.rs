@@ -40,7 +40,7 @@ fn net_hello() {
             }
         }
         // Whatever a stranger says, and however it is cut into pieces, it is not let in.
-        let mut server = Server::new(key.clone(), Protocols::OURS, false, [2; 32]);
+        let mut server = Server::new(key.clone(), Protocols::OURS, None, [2; 32]);
         let (mut client, _) = Client::new(key.clone(), Role::Bulk, Protocols::OURS, [1; 32]);
         for mut piece in bytes.chunks(1 + bytes.len() / 3) {
             let mut rest = piece;

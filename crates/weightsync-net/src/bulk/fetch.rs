@@ -266,12 +266,20 @@ impl Shared {
         let socket = blocking::prove(
             socket,
             &self.connections.credentials,
-            Peer::Any(address.ip()),
+            self.peer(),
             Role::Bulk,
             Some(SUSPECT),
         )?;
         drop(watched);
         self.fetch_by(socket, waiting)
+    }
+
+    /// What the parent's certificate must be of.
+    fn peer(&self) -> Peer<'static> {
+        match self.parent.agent {
+            0 => Peer::Sender(self.parent.address.ip()),
+            _ => Peer::Relay(self.parent.address.ip()),
+        }
     }
 
     /// Waits while a stopped fetch still holds the missing blocks; it is about to release them.

@@ -97,7 +97,7 @@ fn reason(place: &Place) -> String {
 fn asking(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames, ToWorker) {
     let address: std::net::SocketAddr = trainer.address().parse().unwrap();
     let credentials = Credentials::plain(&trainer.secret());
-    let peer = Peer::Any(address.ip());
+    let peer = Peer::Sender(address.ip());
     let socket = blocking::dial(address, &credentials, peer, Role::Collector, Some(LONG));
     let socket = Arc::new(socket.unwrap());
     let ticket = None;
@@ -438,7 +438,7 @@ fn stranger_without_the_secret_gets_nowhere() {
     // One that may not even ask for this role.
     let address: std::net::SocketAddr = trainer.address().parse().unwrap();
     let credentials = Credentials::plain(&trainer.secret());
-    let peer = Peer::Any(address.ip());
+    let peer = Peer::Sender(address.ip());
     let other = blocking::dial(address, &credentials, peer, Role::Control, Some(LONG)).unwrap();
     assert!(Frames::new(Arc::new(other)).next().is_err());
     assert_eq!(place.hear(), None);

@@ -125,7 +125,7 @@ mod tests {
         });
         let begun = Instant::now();
         let credentials = Credentials::plain(&[1; 16]);
-        let (peer, limit) = (Peer::Any(address.ip()), Some(Duration::from_millis(500)));
+        let (peer, limit) = (Peer::Sender(address.ip()), Some(Duration::from_millis(500)));
         dial(address, &credentials, peer, Role::Bulk, limit).unwrap_err();
         let took = begun.elapsed();
         assert!(took < 2 * HANDSHAKE, "{took:?}");

@@ -31,6 +31,9 @@ pub(crate) async fn accept_all(
     let log_limiter = Arc::new(Mutex::new(LogLimiter::default()));
     let take = Arc::new(take);
     let mut tasks = JoinSet::new();
+    if let Some(tls) = &credentials.tls {
+        tasks.spawn(tls.clone().watch());
+    }
     let mut strangers: Strangers<AbortHandle> = Strangers::new();
     loop {
         let accepted = tokio::select! {

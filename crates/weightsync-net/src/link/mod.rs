@@ -24,7 +24,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
-use tokio::time::timeout;
+use tokio::time::{timeout, timeout_at};
 
 pub(crate) use self::secure::Credentials;
 use self::stream::AsyncStream;
@@ -389,7 +389,8 @@ pub(crate) async fn greet(
     busy: bool,
     answers: impl Fn() -> bool,
 ) -> Result<(AsyncStream, Agreed), GreetError> {
-    let secured = timeout(HANDSHAKE, credentials.accepted(socket, from)).await;
+    let until = tokio::time::Instant::now() + HANDSHAKE;
+    let secured = timeout_at(until, credentials.accepted(socket, from)).await;
     let (mut socket, is_plain) = secured.map_err(|_| GreetError::Slow)??;
     let turns_away = match (is_plain, busy) {
         (true, _) => Some(TurnsAway::Plain),
@@ -422,7 +423,7 @@ pub(crate) async fn greet(
             }
         }
     };
-    let agreed = timeout(HANDSHAKE, shake).await;
+    let agreed = timeout_at(until, shake).await;
     let agreed = agreed.map_err(|_| GreetError::Slow)??;
     Ok((socket, agreed))
 }
@@ -455,7 +456,7 @@ impl GreetError {
     pub(crate) fn is_hang_up(&self) -> bool {
         use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset};
         match self {
-            Self::Hello(HelloError::HungUp { .. } | HelloError::TlsHungUp) => true,
+            Self::Hello(HelloError::HungUp { .. }) => true,
             Self::Failed(error) => matches!(
                 error.kind(),
                 BrokenPipe | ConnectionAborted | ConnectionReset

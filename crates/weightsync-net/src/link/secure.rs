@@ -2,18 +2,21 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use super::stream::{AsyncStream, Stream};
 use crate::access::Key;
-use crate::tls::session::{self, Handshake, Incoming, Session};
+use crate::tls::session::{self, Handshake, Incoming, OF_MESSAGES, Session};
 use crate::tls::{Peer, Tls};
 use crate::wire::hello::HelloError;
 
 /// How a client's first record of TLS begins.
 const TLS_BEGINS: u8 = 22;
+
+/// How long a peer may take to read why it was refused.
+const DRAINED: Duration = Duration::from_millis(300);
 
 /// What an end proves itself with.
 #[derive(Clone, Debug)]
@@ -48,9 +51,10 @@ impl Credentials {
         let Some(tls) = self.tls_for(address) else {
             return Ok(AsyncStream::plain(socket));
         };
-        let (mut session, mut incoming) = (tls.dial(peer)?, Incoming::default());
-        shake(&mut socket, &mut session, &mut incoming).await?;
-        Ok(AsyncStream::encrypted(socket, session, incoming))
+        let session = tls.dial(peer)?;
+        shaken(&mut socket, session)
+            .await
+            .map(|(session, incoming)| AsyncStream::encrypted(socket, session, incoming))
     }
 
     /// The same over a socket that blocks, by a deadline.
@@ -77,9 +81,11 @@ impl Credentials {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                     socket.set_read_timeout(Some(left))?;
-                    match (&socket).read(incoming.room()).map_err(ended)? {
-                        0 => return Err(hung_up()),
-                        count => incoming.came(count),
+                    match (&socket).read(incoming.room(OF_MESSAGES)) {
+                        Ok(0) => return Err(hung_up()),
+                        Ok(count) => incoming.came(count),
+                        Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                        Err(error) => return Err(ended(error)),
                     }
                 }
             }
@@ -104,32 +110,47 @@ impl Credentials {
         if !is_tls {
             return Ok((AsyncStream::plain(socket), tls.covers(from)));
         }
-        let (mut session, mut incoming) = (tls.accept()?, Incoming::default());
-        if let Err(error) = shake(&mut socket, &mut session, &mut incoming).await {
-            // To close with bytes unread would take back what the peer was told.
-            socket.shutdown().await?;
-            while matches!(socket.read(incoming.room()).await, Ok(1..)) {}
-            return Err(error);
+        match shaken(&mut socket, tls.accept()?).await {
+            Ok((session, incoming)) => {
+                Ok((AsyncStream::encrypted(socket, session, incoming), false))
+            }
+            Err(error) => {
+                // To close with bytes unread would take back what the peer was told.
+                let _ = socket.shutdown().await;
+                let mut unread = [0; 1024];
+                let drain = async { while matches!(socket.read(&mut unread).await, Ok(1..)) {} };
+                let _ = tokio::time::timeout(DRAINED, drain).await;
+                Err(error)
+            }
         }
-        Ok((AsyncStream::encrypted(socket, session, incoming), false))
     }
 }
 
-async fn shake(
+/// The handshake. It computes on a thread of its own: that of the links must not be late for them,
+/// however many strangers there are.
+async fn shaken(
     socket: &mut tokio::net::TcpStream,
-    session: &mut Session,
-    incoming: &mut Incoming,
-) -> io::Result<()> {
+    mut session: Session,
+) -> io::Result<(Session, Incoming)> {
+    let mut incoming = Incoming::default();
     loop {
-        let state = session.shake(incoming);
+        let computed = tokio::task::spawn_blocking(move || {
+            let state = session.shake(&mut incoming);
+            (state, session, incoming)
+        });
+        let state;
+        (state, session, incoming) = computed.await.map_err(io::Error::other)?;
         let outgoing = std::mem::take(session.outgoing());
         socket.write_all(&outgoing).await.map_err(ended)?;
         match state.map_err(session::failed)? {
-            Handshake::Done => return Ok(()),
-            Handshake::Reads => match socket.read(incoming.room()).await.map_err(ended)? {
-                0 => return Err(hung_up()),
-                count => incoming.came(count),
-            },
+            Handshake::Done => return Ok((session, incoming)),
+            Handshake::Reads => {
+                let room = incoming.room(OF_MESSAGES);
+                match socket.read(room).await.map_err(ended)? {
+                    0 => return Err(hung_up()),
+                    count => incoming.came(count),
+                }
+            }
         }
     }
 }

@@ -11,7 +11,11 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-use crate::tls::session::{self, AT_ONCE, Incoming, Session};
+use crate::tls::session::{self, AT_ONCE, Incoming, OF_MESSAGES, Session};
+
+/// Bytes that a call writes at most. It returns when all of them are with the system, so that a
+/// caller that looks at the time between calls does not look seldom.
+const WRITTEN: usize = 64 << 10;
 
 /// A connection whose calls block. One thread may read while another writes.
 #[derive(Debug)]
@@ -60,7 +64,8 @@ impl Stream {
         if let (Some(tls), Shutdown::Write) = (&self.tls, how) {
             let mut sending = locked(&tls.sending);
             locked(&tls.session).close();
-            tls.send(&self.socket, &mut sending)?;
+            let sent = tls.send(&self.socket, &mut sending);
+            return self.socket.shutdown(how).and(sent);
         }
         self.socket.shutdown(how)
     }
@@ -117,10 +122,10 @@ impl Read for &Stream {
             if has_reply && let Ok(mut sending) = tls.sending.try_lock() {
                 tls.send(&self.socket, &mut sending)?;
             }
-            if let Some(count) = read.map_err(session::failed)? {
+            if let Some(count) = read.map_err(session::broken)? {
                 return Ok(count);
             }
-            match (&self.socket).read(incoming.room()) {
+            match (&self.socket).read(incoming.room(AT_ONCE)) {
                 // As of a plain one: frames say where they end.
                 Ok(0) => return Ok(0),
                 Ok(count) => incoming.came(count),
@@ -141,7 +146,7 @@ impl Write for &Stream {
         };
         let mut sending = locked(&tls.sending);
         let mut session = locked(&tls.session);
-        let mut room = AT_ONCE;
+        let mut room = WRITTEN;
         for slice in slices {
             let now = &slice[..slice.len().min(room)];
             if !now.is_empty() {
@@ -151,7 +156,7 @@ impl Write for &Stream {
         }
         drop(session);
         tls.send(&self.socket, &mut sending)?;
-        Ok(AT_ONCE - room)
+        Ok(WRITTEN - room)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -230,8 +235,20 @@ impl AsyncStream {
         &self.socket
     }
 
-    /// The same connection, whose calls block. Nothing may wait to be sent.
-    pub(crate) fn into_blocking(self) -> io::Result<Stream> {
+    /// The same connection, whose calls block.
+    ///
+    /// # Errors
+    ///
+    /// Those of the socket, and that of a connection whose last write did not end.
+    pub(crate) fn into_blocking(mut self) -> io::Result<Stream> {
+        if let Some(tls) = &mut self.tls {
+            if tls.accepted != 0 {
+                return Err(io::ErrorKind::BrokenPipe.into());
+            }
+            tls.session.outgoing().drain(..tls.sent);
+            tls.incoming.shrink();
+        }
+
         let socket = self.socket.into_std()?;
         socket.set_nonblocking(false)?;
         Ok(match self.tls {
@@ -294,11 +311,11 @@ impl AsyncRead for AsyncStream {
                 .session
                 .read(buffer.initialize_unfilled(), &mut tls.incoming);
             tls.try_send(socket)?;
-            if let Some(count) = read.map_err(session::failed)? {
+            if let Some(count) = read.map_err(session::broken)? {
                 buffer.advance(count);
                 return Poll::Ready(Ok(()));
             }
-            let mut room = ReadBuf::new(tls.incoming.room());
+            let mut room = ReadBuf::new(tls.incoming.room(OF_MESSAGES));
             ready!(Pin::new(&mut *socket).poll_read(context, &mut room))?;
             match room.filled().len() {
                 // As of a plain one: frames say where they end.
@@ -321,7 +338,7 @@ impl AsyncWrite for AsyncStream {
             return Pin::new(socket).poll_write(context, bytes);
         };
         if tls.accepted == 0 {
-            let now = &bytes[..bytes.len().min(AT_ONCE)];
+            let now = &bytes[..bytes.len().min(OF_MESSAGES)];
             tls.session.write(now)?;
             tls.accepted = now.len();
         }

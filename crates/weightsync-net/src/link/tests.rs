@@ -95,7 +95,7 @@ fn honest_process_joins_next_to_failing_strangers() {
     runtime.block_on(async {
         let [own, wrong] = [[1; 16], [2; 16]].map(|secret| Credentials::plain(&secret));
         let address = listen(&own).await;
-        let peer = Peer::Any(address.ip());
+        let peer = Peer::Sender(address.ip());
         let mut told = 0;
         for _ in 0..60 {
             let failed = dial(address, &wrong, peer, Role::Control).await;
@@ -113,7 +113,7 @@ fn honest_process_joins_next_to_silent_strangers() {
     runtime.block_on(async {
         let own = Credentials::plain(&[1; 16]);
         let address = listen(&own).await;
-        let peer = Peer::Any(address.ip());
+        let peer = Peer::Sender(address.ip());
         let mut silent = Vec::new();
         for _ in 0..300 {
             silent.push(TcpStream::connect(address).await.unwrap());

@@ -161,7 +161,7 @@ fn status_without_a_timeout_ends_with_its_connection() {
     let socket = blocking::dial(
         address,
         &credentials,
-        Peer::Any(address.ip()),
+        Peer::Sender(address.ip()),
         Role::Bulk,
         None,
     );

@@ -59,11 +59,16 @@ pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, 
             "--hosts: {wrong:?} is no name and no address of a host"
         )));
     }
+    let of_part = |host: &&String| Part::ALL.iter().any(|part| part.name() == **host);
+    if let Some(wrong) = hosts.iter().find(of_part) {
+        return Err(failed(format!(
+            "--hosts: {wrong:?} says what an end is, and no host can have this name"
+        )));
+    }
     // A clock that is a little late must not make it invalid.
-    let (from, until) = (
-        begin - Duration::hours(1),
-        begin + Duration::days((*days).into()),
-    );
+    let from = begin - Duration::hours(1);
+    let until = begin.checked_add(Duration::days((*days).into()));
+    let until = until.ok_or_else(|| failed(format!("{days} days are longer than time is")))?;
     let mut authority = CertificateParams::default();
     authority.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
     authority.key_usages = vec![KeyUsagePurpose::KeyCertSign, KeyUsagePurpose::CrlSign];
@@ -78,7 +83,10 @@ pub(super) fn make_at(request: &Request, begin: OffsetDateTime) -> Result<Made, 
     let mut made = vec![("ca.pem".to_owned(), authority.pem(), 0o644)];
     for part in Part::ALL {
         let mut names = vec![part.name().to_owned()];
-        names.extend(hosts.iter().cloned());
+        // Only the trainer is checked by where it is.
+        if part == Part::Trainer {
+            names.extend(hosts.iter().cloned());
+        }
         let params = CertificateParams::new(names);
         let mut params = params.map_err(|error| failed(format!("--hosts: {error}")))?;
         params.distinguished_name = named(part.name());

@@ -9,10 +9,9 @@ pub(crate) mod session;
 mod verify;
 
 use std::fmt;
-use std::fs::File;
 use std::io::{self, Read};
 use std::net::{IpAddr, SocketAddr};
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -26,12 +25,20 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 pub use self::make::{Made, Request, make};
 use self::verify::OfPart;
 pub use self::verify::explain;
+use crate::access::open_file;
+use crate::wire::hello::HelloError;
 
 /// The environment variable that names the folder of the certificates, or a file with one.
 pub const TLS_VARIABLE: &str = "WEIGHTSYNC_TLS_DIR";
 
 /// A certificate that expires sooner is warned of.
 const SOON: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// How often that is said.
+const A_DAY: Duration = Duration::from_secs(24 * 3600);
+
+/// How often an end looks whether its certificate expires, while it makes no new link.
+const LOOK: Duration = Duration::from_secs(3600);
 
 /// No file of certificates is longer.
 const LONGEST: u64 = 1 << 20;
@@ -101,11 +108,11 @@ struct Shared {
 struct Loaded {
     stamps: Vec<Stamp>,
     server: Arc<ServerConfig>,
-    /// For a link to a trainer, and for one to any end that serves versions.
-    to_trainer: Arc<ClientConfig>,
-    to_any: Arc<ClientConfig>,
+    /// By what a link is dialled to.
+    to: [Arc<ClientConfig>; 3],
     expires: SystemTime,
-    has_warned: bool,
+    /// When it was last said that it expires.
+    warned: Option<SystemTime>,
 }
 
 /// What tells whether a file has changed.
@@ -120,10 +127,12 @@ struct Stamp {
 /// What a link is dialled to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Peer<'a> {
-    /// The trainer, by a host's name or address.
+    /// The trainer, by the host's name or address that the user knows.
     Trainer(&'a str),
-    /// An end that serves versions, by an address that the trainer has told.
-    Any(IpAddr),
+    /// The trainer, by an address that it has told.
+    Sender(IpAddr),
+    /// A relay, by an address that the trainer has told.
+    Relay(IpAddr),
 }
 
 impl Tls {
@@ -177,13 +186,20 @@ impl Tls {
 
     /// A session of the end that connects.
     pub(crate) fn dial(&self, peer: Peer<'_>) -> io::Result<session::Session> {
-        let loaded = self.current();
+        let [to_trainer, to_sender, to_relay] = self.current().to;
         let (config, name) = match peer {
             Peer::Trainer(host) => {
-                let name = ServerName::try_from(host.to_owned());
-                (loaded.to_trainer, name.map_err(io::Error::other)?)
+                let name = ServerName::try_from(host.to_owned()).map_err(|_| {
+                    let what = format!(
+                        "no certificate can be for {host:?}: connect by a name or an address"
+                    );
+                    let is_of_time = false;
+                    io::Error::other(HelloError::Tls { what, is_of_time })
+                })?;
+                (to_trainer, name)
             }
-            Peer::Any(address) => (loaded.to_any, ServerName::from(address)),
+            Peer::Sender(address) => (to_sender, ServerName::from(address)),
+            Peer::Relay(address) => (to_relay, ServerName::from(address)),
         };
         session::Session::client(config, name).map_err(session::failed)
     }
@@ -191,6 +207,14 @@ impl Tls {
     /// A session of the end that listens.
     pub(crate) fn accept(&self) -> io::Result<session::Session> {
         session::Session::server(self.current().server).map_err(session::failed)
+    }
+
+    /// Says from time to time that the certificate expires, until it is dropped.
+    pub(crate) async fn watch(self) {
+        loop {
+            drop(self.current());
+            tokio::time::sleep(LOOK).await;
+        }
     }
 
     fn loaded(&self) -> Loaded {
@@ -202,7 +226,8 @@ impl Tls {
     /// What the files have now. Files that cannot be used leave what was read before.
     fn current(&self) -> Loaded {
         let mut loaded = self.0.loaded.lock().unwrap_or_else(PoisonError::into_inner);
-        if loaded.has_changed() {
+        let before = stamps(&loaded.paths());
+        if before != loaded.stamps {
             match Loaded::read(&self.0.path, self.0.part) {
                 Ok(new) => {
                     tracing::info!(
@@ -213,8 +238,8 @@ impl Tls {
                 }
                 Err(error) => {
                     tracing::warn!("the certificate before stays in use: {error}");
-                    // Said once for each change.
-                    loaded.stamps = stamps(&loaded.paths());
+                    // Said once for each change. A file that was half written is read again.
+                    loaded.stamps = before;
                 }
             }
         }
@@ -267,10 +292,10 @@ impl Loaded {
             .with_client_cert_verifier(clients)
             .with_single_cert(chain.clone(), key.clone_key())
             .map_err(failed)?;
-        // Each link proves itself anew: a session that was resumed would outlive a certificate.
+        // Each link proves itself: a session that was resumed would outlive a certificate.
         server.send_tls13_tickets = 0;
-        let client = |any: bool| -> Result<Arc<ClientConfig>, TlsError> {
-            let verifier = OfPart::new(roots.clone(), provider.clone(), any)
+        let client = |part: Part, by_host: bool| -> Result<Arc<ClientConfig>, TlsError> {
+            let verifier = OfPart::new(roots.clone(), provider.clone(), (part, by_host))
                 .map_err(|error| invalid(error.to_string()))?;
             let mut client = ClientConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(VERSIONS)
@@ -285,10 +310,13 @@ impl Loaded {
         Ok(Self {
             stamps,
             server: Arc::new(server),
-            to_trainer: client(false)?,
-            to_any: client(true)?,
+            to: [
+                client(Part::Trainer, true)?,
+                client(Part::Trainer, false)?,
+                client(Part::Relay, false)?,
+            ],
             expires,
-            has_warned: false,
+            warned: None,
         })
     }
 
@@ -296,16 +324,13 @@ impl Loaded {
         self.stamps.iter().map(|one| one.path.clone()).collect()
     }
 
-    fn has_changed(&self) -> bool {
-        stamps(&self.paths()) != self.stamps
-    }
-
     fn warn(&mut self, path: &Path) {
         let now = SystemTime::now();
-        if self.has_warned || now + SOON < self.expires {
+        let lately = |at: SystemTime| now.duration_since(at).is_ok_and(|since| since < A_DAY);
+        if self.warned.is_some_and(lately) || now + SOON < self.expires {
             return;
         }
-        self.has_warned = true;
+        self.warned = Some(now);
         let path = path.display();
         match self.expires.duration_since(now) {
             Ok(left) => tracing::warn!(
@@ -324,8 +349,10 @@ const VERSIONS: &[&rustls::SupportedProtocolVersion] = &[&rustls::version::TLS13
 
 /// AES-128 first, as its hardware instructions make it the fastest.
 fn provider() -> Arc<CryptoProvider> {
-    use rustls::crypto::aws_lc_rs::{cipher_suite, default_provider};
+    use rustls::crypto::aws_lc_rs::{cipher_suite, default_provider, kx_group};
     let mut provider = default_provider();
+    // A stranger chooses among these: the one that costs least.
+    provider.kx_groups = vec![kx_group::X25519];
     provider.cipher_suites = vec![
         cipher_suite::TLS13_AES_128_GCM_SHA256,
         cipher_suite::TLS13_AES_256_GCM_SHA384,
@@ -379,14 +406,14 @@ impl Files {
         match self {
             Self::Bundle(path) => {
                 let text = contents(path, true)?;
-                let mut chain = certificates(path, &text)?;
-                // The authority's is the last one.
-                let authority = chain.split_off(chain.len().saturating_sub(1).max(1));
-                if authority.is_empty() {
+                let own = certificates(path, &text)?;
+                // Several authorities are trusted while one takes the place of another.
+                let is_root = |one: &CertificateDer<'_>| verify::is_self_signed(one);
+                let (authority, chain): (Vec<_>, Vec<_>) = own.into_iter().partition(is_root);
+                if authority.is_empty() || chain.is_empty() {
                     return Err(TlsError::Invalid {
                         path: path.clone(),
-                        what: "it has one certificate: expected the end's, then the authority's"
-                            .into(),
+                        what: "expected the end's certificate, and the authority's".into(),
                     });
                 }
                 Ok((chain, key(path, &text)?, authority))
@@ -405,19 +432,23 @@ fn contents(path: &Path, has_key: bool) -> Result<Vec<u8>, TlsError> {
         path: path.into(),
         source,
     };
-    let file = File::open(path).map_err(failed)?;
-    let mode = file.metadata().map_err(failed)?.permissions().mode() & 0o777;
+    let (file, mode) = open_file(path).map_err(failed)?;
     // The group may read it: that is how Kubernetes hands out secrets.
-    if has_key && mode & 0o007 != 0 {
+    if has_key && mode & 0o027 != 0 {
         return Err(TlsError::Open {
             path: path.into(),
             mode,
         });
     }
     let mut text = Vec::new();
-    let read = file.take(LONGEST).read_to_end(&mut text);
-    read.map_err(failed)?;
-    Ok(text)
+    let read = file.take(LONGEST + 1).read_to_end(&mut text);
+    let read = read.map_err(failed)?;
+    match read as u64 > LONGEST {
+        true => Err(failed(io::Error::other(
+            "it is longer than certificates are",
+        ))),
+        false => Ok(text),
+    }
 }
 
 fn certificates(path: &Path, text: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsError> {
@@ -477,10 +508,10 @@ pub enum TlsError {
         /// The system's error.
         source: io::Error,
     },
-    /// Any user can read the key.
+    /// Other users can read the key, or change it.
     #[error(
-        "{path} has a private key and mode {mode:03o}, so every user of the machine can read it; \
-         run `chmod 600 {path}`",
+        "{path} has a private key and mode {mode:03o}, so other users can use it; run `chmod 600 \
+         {path}`",
         path = path.display()
     )]
     Open {

@@ -8,9 +8,12 @@ use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerCon
 
 use crate::wire::hello::HelloError;
 
-/// Bytes that are read, or encrypted, at once: so many that few calls move them, so few that they
-/// stay in the cache.
+/// Bytes that are read, or encrypted, at once where a version travels: so many that few calls move
+/// them, so few that they stay in the cache.
 pub(crate) const AT_ONCE: usize = 256 << 10;
+
+/// The same where messages do: a trainer may have thousands of such links.
+pub(crate) const OF_MESSAGES: usize = 16 << 10;
 
 /// One end of a connection.
 pub(crate) struct Session {
@@ -149,6 +152,18 @@ pub(crate) fn failed(error: rustls::Error) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, HelloError::tls(&error))
 }
 
+/// The same of a link whose handshake is done. A peer that does not accept this end's certificate
+/// says so only then.
+pub(crate) fn broken(error: rustls::Error) -> io::Error {
+    match error {
+        rustls::Error::AlertReceived(_) => failed(error),
+        _ => io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("what came is not what was encrypted: {error}"),
+        ),
+    }
+}
+
 /// Bytes of the peer that wait to be used.
 #[derive(Debug, Default)]
 pub(crate) struct Incoming {
@@ -170,15 +185,27 @@ impl Incoming {
         self.from += count;
     }
 
-    /// Where the next bytes go, once those before are used.
-    pub(crate) fn room(&mut self) -> &mut [u8] {
-        if self.is_empty() {
-            (self.from, self.to) = (0, 0);
+    /// Where the next bytes go, at most this many. What came before is used.
+    pub(crate) fn room(&mut self, most: usize) -> &mut [u8] {
+        debug_assert!(self.is_empty());
+        (self.from, self.to) = (0, 0);
+        if self.bytes.len() < most {
+            self.bytes.resize(most, 0);
         }
-        if self.bytes.is_empty() {
-            self.bytes.resize(AT_ONCE, 0);
+        &mut self.bytes[..most]
+    }
+
+    /// Gives memory back that a link of messages does not need.
+    pub(crate) fn shrink(&mut self) {
+        if self.bytes.len() > OF_MESSAGES && self.is_empty() {
+            self.bytes = Vec::new();
+            self.clear();
         }
-        &mut self.bytes[self.to..]
+    }
+
+    /// Drops what was not used, after an error.
+    pub(crate) fn clear(&mut self) {
+        (self.from, self.to) = (0, 0);
     }
 
     /// So many bytes were put there.

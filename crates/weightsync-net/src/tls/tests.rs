@@ -1,4 +1,5 @@
 use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
 
 use super::session::{Handshake, Incoming, Session};
 use super::*;
@@ -40,7 +41,7 @@ impl End {
     }
 
     fn hears(&mut self, bytes: &[u8]) {
-        let room = self.incoming.room();
+        let room = self.incoming.room(bytes.len());
         room[..bytes.len()].copy_from_slice(bytes);
         self.incoming.came(bytes.len());
     }
@@ -117,17 +118,37 @@ fn certificates_of_one_authority_make_a_link() {
 }
 
 #[test]
-fn any_end_is_trusted_by_what_it_is_and_not_by_its_address() {
+fn told_end_is_trusted_by_its_part_and_not_by_its_address() {
     let folder = pki(&["trainer"], 30);
-    let anywhere = Peer::Any(Ipv4Addr::new(192, 0, 2, 9).into());
+    let address = Ipv4Addr::new(192, 0, 2, 9).into();
     let relay = read(&folder, Part::Relay);
-    for (part, fits) in [
-        (Part::Trainer, true),
-        (Part::Relay, true),
-        (Part::Worker, false),
-    ] {
-        let (_, _, [at_client, _]) = between(&relay, anywhere, &read(&folder, part));
-        assert_eq!(at_client.is_ok(), fits, "{part}");
+    for part in Part::ALL {
+        for (peer, expected) in [
+            (Peer::Sender(address), Part::Trainer),
+            (Peer::Relay(address), Part::Relay),
+        ] {
+            let (_, _, [at_client, _]) = between(&relay, peer, &read(&folder, part));
+            assert_eq!(at_client.is_ok(), part == expected, "{part} at {peer:?}");
+        }
+    }
+}
+
+#[test]
+fn two_authorities_are_trusted_while_one_replaces_the_other() {
+    let (old, new) = (pki(&["trainer"], 30), pki(&["trainer"], 30));
+    let at = |of: &tempfile::TempDir, name: &str| of.path().join("pki").join(name);
+    let (old_worker, new_worker) = (read(&old, Part::Worker), read(&new, Part::Worker));
+    let trainer = read(&old, Part::Trainer);
+    let both = |of: &tempfile::TempDir, other: &tempfile::TempDir, name: &str| {
+        let [own, more] = [at(of, name), at(other, "ca.pem")].map(std::fs::read_to_string);
+        std::fs::write(at(of, name), own.unwrap() + &more.unwrap()).unwrap();
+    };
+    let works = |worker: &Tls| between(worker, Peer::Trainer("trainer"), &trainer).2;
+    assert!(works(&new_worker).iter().all(Result::is_err));
+    both(&old, &new, "trainer.pem");
+    both(&new, &old, "worker.pem");
+    for worker in [&old_worker, &new_worker] {
+        assert_eq!(works(worker), [Ok(()), Ok(())]);
     }
 }
 

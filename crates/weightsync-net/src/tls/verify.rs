@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
+use rustls::client::{WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
-use rustls::server::VerifierBuilderError;
+use rustls::server::{ParsedCertificate, VerifierBuilderError};
 use rustls::{
     AlertDescription, CertificateError, DigitallySignedStruct, Error, RootCertStore,
     SignatureScheme,
@@ -19,18 +19,24 @@ use super::Part;
 #[derive(Debug)]
 pub(super) struct OfPart {
     ordinary: Arc<WebPkiServerVerifier>,
-    /// A relay will do too, at any address: the trainer has named it.
-    any: bool,
+    part: Part,
+    /// Whether it must be for the host as well: the user knows the host, and of others the trainer
+    /// has told.
+    by_host: bool,
 }
 
 impl OfPart {
     pub(super) fn new(
         roots: Arc<RootCertStore>,
         provider: Arc<CryptoProvider>,
-        any: bool,
+        (part, by_host): (Part, bool),
     ) -> Result<Self, VerifierBuilderError> {
         let ordinary = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
-        Ok(Self { ordinary, any })
+        Ok(Self {
+            ordinary,
+            part,
+            by_host,
+        })
     }
 }
 
@@ -39,23 +45,19 @@ impl ServerCertVerifier for OfPart {
         &self,
         certificate: &CertificateDer<'_>,
         between: &[CertificateDer<'_>],
-        name: &ServerName<'_>,
+        host: &ServerName<'_>,
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let of = |name: &ServerName<'_>| {
-            self.ordinary
-                .verify_server_cert(certificate, between, name, ocsp, now)
-        };
-        let of_part = |part: Part| {
-            of(&ServerName::try_from(part.name())
-                .map_err(|_| Error::General("a part's name is a name".into()))?)
-        };
-        if !self.any {
-            of_part(Part::Trainer)?;
-            return of(name);
+        let part = ServerName::try_from(self.part.name())
+            .map_err(|_| Error::General("a part's name is a name".into()))?;
+        let verified = self
+            .ordinary
+            .verify_server_cert(certificate, between, &part, ocsp, now)?;
+        if self.by_host {
+            verify_server_name(&ParsedCertificate::try_from(certificate)?, host)?;
         }
-        of_part(Part::Trainer).or_else(|_| of_part(Part::Relay))
+        Ok(verified)
     }
 
     fn verify_tls12_signature(
@@ -83,6 +85,12 @@ impl ServerCertVerifier for OfPart {
     }
 }
 
+/// Whether it is an authority's own.
+pub(super) fn is_self_signed(certificate: &CertificateDer<'_>) -> bool {
+    let parsed = x509_parser::parse_x509_certificate(certificate);
+    parsed.is_ok_and(|(_, parsed)| parsed.subject() == parsed.issuer())
+}
+
 /// When a certificate expires.
 pub(super) fn expires(certificate: &CertificateDer<'_>) -> Result<SystemTime, String> {
     let (_, parsed) =
@@ -95,9 +103,12 @@ pub(super) fn expires(certificate: &CertificateDer<'_>) -> Result<SystemTime, St
 pub fn explain(error: &Error) -> String {
     use CertificateError::{
         BadSignature, Expired, ExpiredContext, NotValidForName, NotValidForNameContext,
-        UnknownIssuer,
+        NotValidYet, NotValidYetContext, UnknownIssuer,
     };
     match error {
+        Error::InvalidCertificate(NotValidYet | NotValidYetContext { .. }) => {
+            "the other end's certificate is not valid yet: set the clocks".into()
+        }
         Error::InvalidCertificate(Expired | ExpiredContext { .. }) => {
             "the other end's certificate has expired: make it a new one".into()
         }
@@ -114,7 +125,8 @@ pub fn explain(error: &Error) -> String {
             let names = presented.join(", ");
             match Part::ALL.iter().find(|part| part.name() == expected) {
                 Some(part) => format!(
-                    "the other end's certificate is of no {part}: it is for {names}"
+                    "the other end's certificate is of no {part}, which was expected there: it is \
+                     for {names}"
                 ),
                 None => format!(
                     "the other end's certificate is not for {expected}, but for {names}: connect to \
@@ -131,7 +143,9 @@ pub fn explain(error: &Error) -> String {
         Error::NoCertificatesPresented => "the other end has shown no certificate".into(),
         Error::AlertReceived(alert) => match alert {
             AlertDescription::CertificateExpired => {
-                "the other end says that this end's certificate has expired: make a new one".into()
+                "the other end says that this end's certificate has expired, or is not valid yet: \
+                 make a new one, or set the clocks"
+                    .into()
             }
             AlertDescription::UnknownCA => {
                 "the other end says that this end's certificate is of another authority: give both \

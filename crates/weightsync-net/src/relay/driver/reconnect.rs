@@ -13,6 +13,7 @@ use crate::bulk::Connections;
 use crate::link::LinkEnd;
 use crate::relay::join::{Before, dial, greet};
 use crate::relay::{EVENTS, Reach, StartError, backoff};
+use crate::wire::hello::HelloError;
 
 impl Driver {
     /// Finds the sender again after a link has ended. Returns how the agent ends if the sender does
@@ -82,6 +83,10 @@ impl Driver {
     async fn try_again(&mut self) -> Result<(), ReconnectError> {
         let (socket, root) = match dial(&self.options.root, &self.credentials).await {
             Ok(reached) => reached,
+            // Certificates are renewed at one end after the other.
+            Err(StartError::Refused(HelloError::Tls { .. })) => {
+                return Err(ReconnectError::Unreachable);
+            }
             Err(StartError::Refused(_)) => return Err(ReconnectError::Died),
             Err(StartError::Unreachable(reach, _)) => {
                 return Err(match reach {

@@ -45,7 +45,7 @@ fn sender() -> (Sender, InitInfo) {
 async fn dial(info: &InitInfo) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
-    let peer = Peer::Any(address.ip());
+    let peer = Peer::Sender(address.ip());
     let dialled = link::dial(address, &credentials, peer, Role::Control).await;
     dialled.unwrap()
 }
@@ -483,7 +483,7 @@ fn sender_admits_nobody_after_goodbye() {
 async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
     let address: SocketAddr = info.endpoint().address().parse().unwrap();
     let credentials = Credentials::plain(info.endpoint().secret());
-    let peer = Peer::Any(address.ip());
+    let peer = Peer::Sender(address.ip());
     let dialled = link::dial(address, &credentials, peer, Role::Bulk).await;
     let mut socket = dialled.unwrap();
     let fetch = ToParent::Fetch {
