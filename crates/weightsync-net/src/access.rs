@@ -265,6 +265,8 @@ pub struct Access {
     /// The certificates of encrypted links. With them all links to and from other machines are
     /// encrypted, whatever `insecure_plaintext` says.
     pub tls: Option<Tls>,
+    /// Why there are none, where another end's settings name them. They may not be needed here.
+    pub(crate) no_tls: Option<String>,
 }
 
 impl Access {
@@ -289,28 +291,40 @@ impl Access {
             token,
             insecure_plaintext: is_set(std::env::var_os(PLAINTEXT_VARIABLE))?,
             tls: None,
+            no_tls: None,
         })
     }
 
-    /// The same, with the certificates at `first`, else at [`TLS_VARIABLE`], else at `last`; none, if
-    /// none of these is there. They are for links: HTTP does not use them.
+    /// The same, with the certificates at this path, else at [`TLS_VARIABLE`]; without any, if
+    /// neither is there. They are for links: HTTP does not use them.
     ///
     /// # Errors
     ///
     /// [`AccessError::Tls`].
-    pub fn with_tls(
-        mut self,
-        part: Part,
-        first: Option<&Path>,
-        last: Option<&Path>,
-    ) -> Result<Self, AccessError> {
+    pub fn with_tls(mut self, part: Part, path: Option<&Path>) -> Result<Self, AccessError> {
         let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
-        let path = first.map(Path::to_owned);
-        let path = path.or_else(|| variable.map(PathBuf::from));
-        if let Some(path) = path.or_else(|| last.map(Path::to_owned)) {
+        let path = path.map(Path::to_owned);
+        if let Some(path) = path.or_else(|| variable.map(PathBuf::from)) {
             self.tls = Some(Tls::read(path, part)?);
         }
         Ok(self)
+    }
+
+    /// Those at [`TLS_VARIABLE`], else at the path that a trainer has told. A worker of its host
+    /// needs none, so a path that is not there is an error only once another machine is dialled.
+    pub(crate) fn with_told_tls(
+        self,
+        part: Part,
+        told: Option<&Path>,
+    ) -> Result<Self, AccessError> {
+        let mut access = self.with_tls(part, None)?;
+        if let (None, Some(told)) = (&access.tls, told) {
+            match Tls::read(told, part) {
+                Ok(tls) => access.tls = Some(tls),
+                Err(error) => access.no_tls = Some(error.to_string()),
+            }
+        }
+        Ok(access)
     }
 
     /// Checks that this process may listen at an address. Loopback is always allowed. Any other
@@ -347,6 +361,10 @@ impl Access {
         // An IPv4 address mapped into IPv6 counts as the IPv4 address.
         if addr.ip().to_canonical().is_loopback() {
             return Ok(());
+        }
+        if let Some(why) = &self.no_tls {
+            let why = why.clone();
+            return Err(AccessError::NoCertificate { addr, why });
         }
         let plaintext = self.insecure_plaintext || self.tls.is_some();
         match (has_secret, plaintext) {
@@ -460,8 +478,8 @@ pub enum AccessError {
     #[error(
         "without a token this process does not {to} {addr}, which is not loopback: any host there \
          could join; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
-        if *plaintext { String::new() } else { format!("; this takes certificates ({CERTIFICATES}) \
-         too, or {PERMISSION}") }
+        if *plaintext { String::new() } else { format!("; what travels there is not encrypted, so \
+         this takes {PERMISSION} too, or for links certificates ({CERTIFICATES})") }
     )]
     NoToken {
         /// The intended use.
@@ -474,11 +492,23 @@ pub enum AccessError {
     /// The certificates cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
+    /// The trainer wants an encrypted link, and this host has no certificates where it says.
+    #[error(
+        "the sender at {addr} takes encrypted links alone, and this host has no certificate where the \
+         sender's settings say: {why}; set {TLS_VARIABLE} to where they are here"
+    )]
+    NoCertificate {
+        /// The sender's address.
+        addr: SocketAddr,
+        /// Why they cannot be read.
+        why: String,
+    },
     /// There are no certificates, and the user has not allowed plain connections to other machines.
     #[error(
-        "this process does not {to} {addr}, which is not loopback: without certificates others on \
-         that network can read and change the weights; name certificates ({CERTIFICATES}), or, if \
-         you trust that network, allow plain links with {PERMISSION}"
+        "this process does not {to} {addr}, which is not loopback: what travels there is not encrypted, \
+         so others on that network can read and change the weights; give links certificates \
+         ({CERTIFICATES}; HTTP takes none yet), or, if you trust that network, allow it with \
+         {PERMISSION}"
     )]
     Plaintext {
         /// The intended use.

@@ -296,7 +296,7 @@ impl Distributed {
             None => Token::from_env().map_err(transport)?,
         };
         let access = self.access_with(token)?;
-        let tls = access.with_tls(Part::Trainer, self.tls.as_deref(), None);
+        let tls = access.with_tls(Part::Trainer, self.tls.as_deref());
         tls.map_err(transport)
     }
 
@@ -304,7 +304,7 @@ impl Distributed {
     /// token.
     pub(crate) fn access_to_dial(&self) -> Result<Access> {
         let access = self.access_with(self.token.clone())?;
-        let tls = access.with_tls(Part::Worker, None, self.tls.as_deref());
+        let tls = access.with_told_tls(Part::Worker, self.tls.as_deref());
         tls.map_err(transport)
     }
 

@@ -42,6 +42,8 @@ def node() -> str:
 def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Distributed:
     """The scheme, listening for other hosts if that is allowed, and else for this host alone.
 
+    With certificates (``tls``, or ``WEIGHTSYNC_TLS_DIR``) it is.
+
     Args:
         scheme: its own address, if it has one, is kept.
         insecure_plaintext: whether weights may travel between hosts without encryption; None: if
@@ -49,14 +51,16 @@ def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Di
     """
     if insecure_plaintext is None:
         insecure_plaintext = os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
-    if scheme.listen is not None or not (insecure_plaintext or scheme.insecure_plaintext):
+    is_encrypted = bool(scheme.tls or os.environ.get("WEIGHTSYNC_TLS_DIR"))
+    is_plain = insecure_plaintext or scheme.insecure_plaintext
+    if scheme.listen is not None or not (is_encrypted or is_plain):
         return scheme
     if token() is None:
         # The engine reads it there. Ray carries the init info, which has the secret.
         os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
     here = address()
     host = f"[{here}]" if ":" in here else here
-    return replace(scheme, listen=f"{host}:0", insecure_plaintext=True)
+    return replace(scheme, listen=f"{host}:0", insecure_plaintext=not is_encrypted)
 
 
 def token() -> str | None:

@@ -28,6 +28,9 @@ pub struct Key {
     info: Option<PathBuf>,
 }
 
+/// A sender's address, its secret, and the certificates of a link to it.
+type Endpoint = (String, [u8; 16], Option<Tls>);
+
 /// A sender that is asked for something.
 #[derive(clap::Args)]
 pub struct Asked {
@@ -52,8 +55,8 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// Where it is, and its secret.
-    fn endpoint(&self) -> Result<(String, [u8; 16], Option<Tls>), Box<dyn Error>> {
+    /// Where it is, its secret, and the certificates of a link to it.
+    fn endpoint(&self) -> Result<Endpoint, Box<dyn Error>> {
         let (address, secret) = match self.key.credentials()? {
             Credentials::Token(token) => (address(self.sender.as_deref())?, token.secret()),
             Credentials::Info(info) => {
@@ -63,7 +66,7 @@ impl Asked {
         };
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        let access = access.with_tls(Part::Worker, self.tls.as_deref(), None)?;
+        let access = access.with_tls(Part::Worker, self.tls.as_deref())?;
         for one in address.to_socket_addrs().into_iter().flatten() {
             access.may_dial_with_secret(one)?;
         }

@@ -125,7 +125,7 @@ fn debug_output_hides_secrets() {
     let access = Access {
         token: Some(Token::new(TEXT).unwrap()),
         insecure_plaintext: false,
-        tls: None,
+        ..Access::default()
     };
     let key = Key::new(b"0123456789abcdef");
     let shown = format!("{access:?} {key:?}");
@@ -137,7 +137,7 @@ fn loopback_is_always_fine_and_the_rest_wants_both() {
     let with = |token: bool, insecure_plaintext| Access {
         token: token.then(|| Token::new(TEXT).unwrap()),
         insecure_plaintext,
-        tls: None,
+        ..Access::default()
     };
     let all = [(false, false), (false, true), (true, false), (true, true)];
     for addr in [

@@ -362,7 +362,7 @@ fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
     let mut access = Access::with_token(None).map_err(transport)?;
     access.insecure_plaintext |= joining.insecure_plaintext;
     let access = access
-        .with_tls(Part::Worker, None, joining.tls.as_deref())
+        .with_told_tls(Part::Worker, joining.tls.as_deref())
         .map_err(transport)?;
     let credentials = Credentials {
         key: Key::new(&joining.secret),

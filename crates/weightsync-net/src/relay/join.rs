@@ -332,7 +332,7 @@ mod tests {
         let access = |token, insecure_plaintext| Access {
             token,
             insecure_plaintext,
-            tls: None,
+            ..Access::default()
         };
         let token = || Some(crate::access::Token::new("sixteen bytes or more").unwrap());
         let own = Access::default();

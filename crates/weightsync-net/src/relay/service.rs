@@ -277,7 +277,7 @@ impl Relay {
         };
         let mut access = Access::with_token(token).map_err(transport)?;
         access.insecure_plaintext |= self.insecure_plaintext;
-        let tls = access.with_tls(Part::Relay, self.tls.as_deref(), None);
+        let tls = access.with_tls(Part::Relay, self.tls.as_deref());
         tls.map_err(transport)
     }
 

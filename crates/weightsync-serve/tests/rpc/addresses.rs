@@ -84,10 +84,9 @@ fn off_loopback_takes_a_token_and_the_permission() {
 #[test]
 fn worker_at_any_address_gets_the_public_one() {
     let models = [ModelId::new("policy").expect("a name")];
-    let access = Access {
-        token: Some(Token::new("a token of at least 16 bytes").expect("it is long enough")),
-        insecure_plaintext: true,
-    };
+    let mut access = Access::default();
+    access.token = Some(Token::new("a token of at least 16 bytes").expect("it is long enough"));
+    access.insecure_plaintext = true;
     let scheme = Rpc::default().listen("0.0.0.0:0").access(access);
     match scheme.allocate_endpoint(&models, None) {
         Ok(at) => {
