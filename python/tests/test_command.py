@@ -33,7 +33,7 @@ def test_help_lists_every_subcommand_of_the_package(command):
     done = run(command, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")]
-    names = "bench diff push pull log watch serve config relay status scrub doctor".split()
+    names = "bench diff push pull log watch serve config certs relay status scrub doctor".split()
     names.append("help")
     assert listed[: len(names)] == names
     # What the doctor takes it says itself.
