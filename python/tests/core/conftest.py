@@ -50,10 +50,13 @@ def nothing_left(request, _ready):
     gc.collect()
     deadline = time.monotonic() + 10.0
     while any(_more_than(before).values()) and time.monotonic() < deadline:
-        # A thread that was joined is still there for a moment, on its way out.
+        # A thread that was joined is still there for a moment, on its way out. What it held until then
+        # may be garbage that only a collection frees.
         os.sched_yield()
+        gc.collect()
     left = _more_than(before)
-    assert not any(left.values()), f"left behind: {left}"
+    names = [_named(thread) for thread in left["threads"]]
+    assert not any(left.values()), f"left behind: {left}, threads' names: {names}"
 
 
 @pytest.fixture
@@ -66,6 +69,12 @@ def actor():
 def _more_than(before):
     after = _open()
     return {kind: sorted(after[kind] - before[kind]) for kind in after}
+
+
+def _named(thread):
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/comm") as file:
+        return file.read().strip()
+    return "ended meanwhile"
 
 
 def _open():
