@@ -129,6 +129,9 @@ class Rpc(Scheme):
         listen: where the trainer listens, as ``"host:port"``; loopback without it. Other
             addresses need a token (``WEIGHTSYNC_TOKEN_FILE``) on every host.
         advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        tls: the folder or file with the certificates of encrypted connections, as ``weightsync certs
+            new`` makes them; that of ``WEIGHTSYNC_TLS_DIR`` without it. Workers look for theirs at
+            the same path, unless that variable names another.
         insecure_plaintext: allow unencrypted connections to other machines.
     """
 
@@ -137,6 +140,7 @@ class Rpc(Scheme):
     initial: Literal["send", "connect"] = "send"
     listen: str | None = None
     advertise: str | None = None
+    tls: str | os.PathLike[str] | None = None
     insecure_plaintext: bool = False
 
 

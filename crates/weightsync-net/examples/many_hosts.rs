@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Off loopback the trainer and each relay need `WEIGHTSYNC_TOKEN_FILE`, as others connect
-//! to them, and every process `WEIGHTSYNC_INSECURE_PLAINTEXT=1`: links are not encrypted yet.
+//! to them, and every process `WEIGHTSYNC_INSECURE_PLAINTEXT=1`, or certificates: `WEIGHTSYNC_TLS_DIR`.
 
 use std::error::Error;
 use std::fs::{self, OpenOptions};

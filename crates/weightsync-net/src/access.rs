@@ -296,27 +296,28 @@ impl Access {
     }
 
     /// The same, with the certificates at this path, else at [`TLS_VARIABLE`]; without any, if
-    /// neither is there. They are for links: HTTP does not use them.
+    /// neither is there.
     ///
     /// # Errors
     ///
-    /// [`AccessError::Tls`].
+    /// [`AccessError::Tls`], [`AccessError::TlsVariable`].
     pub fn with_tls(mut self, part: Part, path: Option<&Path>) -> Result<Self, AccessError> {
         let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
-        let path = path.map(Path::to_owned);
-        if let Some(path) = path.or_else(|| variable.map(PathBuf::from)) {
+        if let Some(path) = path {
             self.tls = Some(Tls::read(path, part)?);
+        } else if let Some(path) = variable {
+            self.tls = Some(Tls::read(path, part).map_err(AccessError::TlsVariable)?);
         }
         Ok(self)
     }
 
     /// Those at [`TLS_VARIABLE`], else at the path that a trainer has told. A worker of its host
     /// needs none, so a path that is not there is an error only once another machine is dialled.
-    pub(crate) fn with_told_tls(
-        self,
-        part: Part,
-        told: Option<&Path>,
-    ) -> Result<Self, AccessError> {
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::TlsVariable`].
+    pub fn with_told_tls(self, part: Part, told: Option<&Path>) -> Result<Self, AccessError> {
         let mut access = self.with_tls(part, None)?;
         if let (None, Some(told)) = (&access.tls, told) {
             match Tls::read(told, part) {
@@ -492,6 +493,9 @@ pub enum AccessError {
     /// The certificates cannot be used.
     #[error(transparent)]
     Tls(#[from] TlsError),
+    /// The certificates that the environment names cannot be used.
+    #[error("{TLS_VARIABLE}: {0}")]
+    TlsVariable(TlsError),
     /// The trainer wants an encrypted link, and this host has no certificates where it says.
     #[error(
         "the sender at {addr} takes encrypted links alone, and this host has no certificate where the \
@@ -507,7 +511,7 @@ pub enum AccessError {
     #[error(
         "this process does not {to} {addr}, which is not loopback: what travels there is not encrypted, \
          so others on that network can read and change the weights; give links certificates \
-         ({CERTIFICATES}; HTTP takes none yet), or, if you trust that network, allow it with \
+         ({CERTIFICATES}), or, if you trust that network, allow it with \
          {PERMISSION}"
     )]
     Plaintext {

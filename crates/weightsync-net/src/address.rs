@@ -176,6 +176,12 @@ impl PortFile {
     }
 }
 
+/// The host in `HOST:PORT`, without the brackets of an IPv6 address.
+pub fn host_of(name: &str) -> &str {
+    let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
+    host.trim_start_matches('[').trim_end_matches(']')
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
 
 use crate::access::Key;
+use crate::address::host_of;
 use crate::link::{Credentials, blocking};
-use crate::relay::host_of;
 use crate::relay::unreachable;
 use crate::tls::{Peer, Tls};
 use crate::wire::frame::{HEADER_BYTES, Header, Kind};

@@ -215,7 +215,7 @@ class RPCWeightSyncScheme(NativeScheme):
         initial: "send": the first weights come with the first send, as TorchRL has it;
             "connect": with the rendez-vous. The default is "connect" in a collector, whose
             workers begin to act before the first send, and with torch's RPC; otherwise "send".
-        listen, advertise, insecure_plaintext: as of :class:`weightsync.Rpc`.
+        listen, advertise, tls, insecure_plaintext: as of :class:`weightsync.Rpc`.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
     """
 
@@ -229,6 +229,7 @@ class RPCWeightSyncScheme(NativeScheme):
         initial: Literal["send", "connect"] | None = None,
         listen: str | None = None,
         advertise: str | None = None,
+        tls: str | os.PathLike[str] | None = None,
         insecure_plaintext: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -238,6 +239,7 @@ class RPCWeightSyncScheme(NativeScheme):
             initial="send" if initial is None else initial,
             listen=listen,
             advertise=advertise,
+            tls=tls,
             insecure_plaintext=insecure_plaintext,
         )
         # torch RPC: what the workers know this scheme by, and the workers.
@@ -290,6 +292,7 @@ class RPCWeightSyncScheme(NativeScheme):
         bulk = Distributed(
             listen=self._scheme.listen,
             advertise=self._scheme.advertise,
+            tls=self._scheme.tls,
             insecure_plaintext=self._scheme.insecure_plaintext,
         )
         return CallGroup(bulk, self._mode, self._key, self._callees)

@@ -33,6 +33,7 @@ pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
         None => args.settings,
     };
     let access = settings.access()?;
+    let tls = access.tls.clone();
     if args.print_authorization {
         let value = synchronizer::authorization(&access);
         let value = value.ok_or(
@@ -50,13 +51,13 @@ pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
     }));
     let signals = Signals::watch()?;
     let served = Synchronizer::serve(settings.options()?.access(access), settings.address())?;
-    let at = served
-        .address()
-        .map(|at| at.to_string())
-        .unwrap_or_default();
+    let at = served.address();
+    let is_encrypted = at.zip(tls).is_some_and(|(at, tls)| tls.covers(at));
+    let scheme = if is_encrypted { "https" } else { "http" };
+    let at = at.map(|at| at.to_string()).unwrap_or_default();
     // Parties need the synchronizer also where nobody reads its words.
     let _ = print(&format!(
-        "the synchronizer is at {at}; its page is http://{at}/\n"
+        "the synchronizer is at {at}; its page is {scheme}://{at}/\n"
     ));
     let signal = signals.wait();
     drop(served);

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::{error::Error, fs};
 
 use serde::{Deserialize, Serialize};
+use weightsync_net::tls::Part;
 use weightsync_net::{Access, Token};
 use weightsync_serve::synchronizer::{StyleWords, SynchronizerOptions, method};
 
@@ -53,6 +54,10 @@ pub struct Settings {
     /// WEIGHTSYNC_TOKEN]
     #[arg(long, value_name = "FILE", env = "WEIGHTSYNC_TOKEN_FILE")]
     token_file: Option<PathBuf>,
+    /// Folder or file with the certificates of encrypted connections, as `weightsync certs new` makes
+    /// them
+    #[arg(long, value_name = "PATH", env = "WEIGHTSYNC_TLS_DIR")]
+    tls: Option<PathBuf>,
     /// Allow unencrypted connections to other machines
     #[arg(
         long,
@@ -123,6 +128,7 @@ impl Settings {
             run_dir: self.run_dir.or(file.run_dir),
             max_parties: self.max_parties.or(file.max_parties),
             token_file: self.token_file.or(file.token_file),
+            tls: self.tls.or(file.tls),
             insecure_plaintext: self.insecure_plaintext.or(file.insecure_plaintext),
         }
     }
@@ -138,7 +144,7 @@ impl Settings {
             None => Access::from_env()?,
         };
         access.insecure_plaintext |= self.insecure_plaintext.unwrap_or(false);
-        Ok(access)
+        Ok(access.with_tls(Part::Trainer, self.tls.as_deref())?)
     }
 
     /// What a synchronizer is made with.
@@ -201,7 +207,8 @@ mod tests {
     fn every_setting_is_read_from_a_file() {
         let text = "address = \"127.0.0.1:0\"\nmethod = \"memory\"\nstyle = \"bounded\"\ninterval = 4\n\
                     lag = 2\nhistory = 3\nstore = \"/srv/policy\"\nkeep = \"8\"\nrun_dir = \"/srv/run\"\n\
-                    max_parties = 10\ntoken_file = \"/srv/token\"\ninsecure_plaintext = true\n";
+                    max_parties = 10\ntoken_file = \"/srv/token\"\ntls = \"/srv/pki\"\n\
+                    insecure_plaintext = true\n";
         let settings = parse(text).unwrap();
         drop(settings.options().unwrap());
         assert_eq!(settings.text().unwrap(), text);

@@ -25,10 +25,11 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{timeout, timeout_at};
+use weightsync_core::Remedy;
 
 pub(crate) use self::secure::Credentials;
-use self::stream::AsyncStream;
-use crate::tls::Peer;
+pub use self::stream::AsyncStream;
+use crate::tls::{Asks, Peer};
 use crate::wire::frame::{self, Decoder, FrameError, Kind};
 use crate::wire::hello::{
     Agreed, Client, HELLO_BYTES, HelloError, NONCE_BYTES, Next, Protocols, Role, Server, TurnsAway,
@@ -320,7 +321,11 @@ pub(crate) async fn dial(
     let connected = timeout(HANDSHAKE, TcpStream::connect(address)).await;
     let socket = connected.map_err(|_| DialError::Silent)??;
     socket.set_nodelay(true)?;
-    let secured = timeout(HANDSHAKE, credentials.dialled(socket, address, peer)).await;
+    let secured = timeout(
+        HANDSHAKE,
+        AsyncStream::dial(socket, credentials.tls.as_ref(), address, peer),
+    )
+    .await;
     let mut socket = secured.map_err(|_| DialError::Unanswered)??;
     let key = credentials.key.clone();
     let (mut client, hello) = Client::new(key, role, Protocols::OURS, nonce()?);
@@ -381,6 +386,19 @@ pub(crate) fn hello_of(error: &io::Error) -> Option<&HelloError> {
     error.get_ref()?.downcast_ref()
 }
 
+/// What ended a handshake of TLS, if that is the cause of this error; and whether another attempt gets
+/// the same until somebody changes an end.
+pub fn refusal(error: &(dyn std::error::Error + 'static)) -> Option<(String, bool)> {
+    let mut next = Some(error);
+    while let Some(error) = next {
+        if let Some(hello) = error.downcast_ref::<io::Error>().and_then(hello_of) {
+            return Some((hello.to_string(), hello.remedy() != Remedy::Retry));
+        }
+        next = error.source();
+    }
+    None
+}
+
 /// Authenticates a client within [`HANDSHAKE`]. A client that fails is notified only if `answers`
 /// allows it.
 pub(crate) async fn greet(
@@ -390,7 +408,9 @@ pub(crate) async fn greet(
     answers: impl Fn() -> bool,
 ) -> Result<(AsyncStream, Agreed), GreetError> {
     let until = tokio::time::Instant::now() + HANDSHAKE;
-    let secured = timeout_at(until, credentials.accepted(socket, from)).await;
+    let tls = credentials.tls.as_ref();
+    let secured = AsyncStream::accept(socket, tls, from, Asks::Certificate);
+    let secured = timeout_at(until, secured).await;
     let (mut socket, is_plain) = secured.map_err(|_| GreetError::Slow)??;
     let turns_away = match (is_plain, busy) {
         (true, _) => Some(TurnsAway::Plain),

@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use super::stream::{AsyncStream, Stream};
 use crate::access::Key;
 use crate::tls::session::{self, Handshake, Incoming, OF_MESSAGES, Session};
-use crate::tls::{Peer, Tls};
+use crate::tls::{Asks, Peer, Tls};
 use crate::wire::hello::HelloError;
 
 /// How a client's first record of TLS begins.
@@ -36,28 +36,7 @@ impl Credentials {
         }
     }
 
-    /// The certificates for a link to this address, if it is to be encrypted.
-    fn tls_for(&self, address: SocketAddr) -> Option<&Tls> {
-        self.tls.as_ref().filter(|tls| tls.covers(address))
-    }
-
-    /// Encrypts a connection that this end has made, if its address is to be.
-    pub(crate) async fn dialled(
-        &self,
-        mut socket: tokio::net::TcpStream,
-        address: SocketAddr,
-        peer: Peer<'_>,
-    ) -> io::Result<AsyncStream> {
-        let Some(tls) = self.tls_for(address) else {
-            return Ok(AsyncStream::plain(socket));
-        };
-        let session = tls.dial(peer)?;
-        shaken(&mut socket, session)
-            .await
-            .map(|(session, incoming)| AsyncStream::encrypted(socket, session, incoming))
-    }
-
-    /// The same over a socket that blocks, by a deadline.
+    /// [`AsyncStream::dial`] over a socket that blocks, by a deadline.
     pub(crate) fn dialled_blocking(
         &self,
         socket: TcpStream,
@@ -65,7 +44,7 @@ impl Credentials {
         peer: Peer<'_>,
         until: Instant,
     ) -> io::Result<Stream> {
-        let Some(tls) = self.tls_for(address) else {
+        let Some(tls) = self.tls.as_ref().filter(|tls| tls.covers(address)) else {
             return Ok(Stream::plain(socket));
         };
         let (mut session, mut incoming) = (tls.dial(peer)?, Incoming::default());
@@ -91,29 +70,56 @@ impl Credentials {
             }
         }
     }
+}
 
-    /// Encrypts a connection that this end has accepted, if the peer begins so. One that must be
-    /// encrypted, and is not, is told by the link's own handshake: the second value.
-    pub(crate) async fn accepted(
-        &self,
+impl AsyncStream {
+    /// Encrypts a connection that this end has made, if there are certificates and its address is to
+    /// be encrypted.
+    ///
+    /// # Errors
+    ///
+    /// Those of the socket, and one line for a handshake that fails.
+    pub async fn dial(
         mut socket: tokio::net::TcpStream,
+        tls: Option<&Tls>,
+        address: SocketAddr,
+        peer: Peer<'_>,
+    ) -> io::Result<Self> {
+        let Some(tls) = tls.filter(|tls| tls.covers(address)) else {
+            return Ok(Self::plain(socket));
+        };
+        let session = tls.dial(peer)?;
+        shaken(&mut socket, session)
+            .await
+            .map(|(session, incoming)| Self::encrypted(socket, session, incoming))
+    }
+
+    /// Encrypts a connection that this end has accepted, if the peer begins so. The second value:
+    /// whether the peer must encrypt, and does not. The caller then tells it so, in its protocol.
+    ///
+    /// # Errors
+    ///
+    /// Those of the socket, and one line for a handshake that fails, or a peer that begins one where
+    /// this end has no certificates.
+    pub async fn accept(
+        mut socket: tokio::net::TcpStream,
+        tls: Option<&Tls>,
         from: SocketAddr,
-    ) -> io::Result<(AsyncStream, bool)> {
+        asks: Asks,
+    ) -> io::Result<(Self, bool)> {
         let mut first = [0];
         let is_tls = socket.peek(&mut first).await? == 1 && first[0] == TLS_BEGINS;
-        let Some(tls) = &self.tls else {
+        let Some(tls) = tls else {
             if is_tls {
                 return Err(io::Error::other(HelloError::NoCertificate));
             }
-            return Ok((AsyncStream::plain(socket), false));
+            return Ok((Self::plain(socket), false));
         };
         if !is_tls {
-            return Ok((AsyncStream::plain(socket), tls.covers(from)));
+            return Ok((Self::plain(socket), tls.covers(from)));
         }
-        match shaken(&mut socket, tls.accept()?).await {
-            Ok((session, incoming)) => {
-                Ok((AsyncStream::encrypted(socket, session, incoming), false))
-            }
+        match shaken(&mut socket, tls.accept(asks)?).await {
+            Ok((session, incoming)) => Ok((Self::encrypted(socket, session, incoming), false)),
             Err(error) => {
                 // To close with bytes unread would take back what the peer was told.
                 let _ = socket.shutdown().await;

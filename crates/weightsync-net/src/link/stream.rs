@@ -189,9 +189,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A connection whose calls do not block.
+/// A connection whose calls do not block, encrypted or not.
 #[derive(Debug)]
-pub(crate) struct AsyncStream {
+pub struct AsyncStream {
     socket: tokio::net::TcpStream,
     tls: Option<Box<AsyncTls>>,
 }
@@ -231,7 +231,7 @@ impl AsyncStream {
     }
 
     /// The socket below, for its settings.
-    pub(crate) fn socket(&self) -> &tokio::net::TcpStream {
+    pub fn socket(&self) -> &tokio::net::TcpStream {
         &self.socket
     }
 

@@ -12,6 +12,7 @@ use weightsync_mem::ModelSpec;
 use super::driver::Event;
 use super::{AgentOptions, Item, Patience, Reach, StartError};
 use crate::access::Access;
+use crate::address::host_of;
 use crate::link::stream::AsyncStream;
 use crate::link::{self, Credentials, DialError, Link, LinkEnd};
 use crate::tls::Peer;
@@ -281,12 +282,6 @@ pub(crate) async fn dial(
         last = StartError::Unreachable(reach, format!("{address}: {error}"));
     }
     Err(last)
-}
-
-/// The host in `HOST:PORT`.
-pub(crate) fn host_of(name: &str) -> &str {
-    let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
-    host.trim_start_matches('[').trim_end_matches(']')
 }
 
 /// Whether waiting cannot turn the peer into the right sender.

@@ -21,7 +21,6 @@ use weightsync_core::{Epoch, Run};
 use weightsync_mem::{Ending, Listener, Origin};
 
 use self::driver::{Driver, Event};
-pub(crate) use self::join::host_of;
 use self::join::{Joined, join};
 pub use self::plan::Item;
 pub(crate) use self::service::unreachable;

@@ -20,12 +20,14 @@ use rustls::crypto::CryptoProvider;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
+use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use self::make::{Made, Request, make};
 use self::verify::OfPart;
 pub use self::verify::explain;
 use crate::access::open_file;
+pub use crate::link::{AsyncStream, refusal};
 use crate::wire::hello::HelloError;
 
 /// The environment variable that names the folder of the certificates, or a file with one.
@@ -107,9 +109,12 @@ struct Shared {
 #[derive(Clone)]
 struct Loaded {
     stamps: Vec<Stamp>,
+    /// Of those who connect it asks a certificate.
     server: Arc<ServerConfig>,
+    /// It asks nothing.
+    open: Arc<ServerConfig>,
     /// By what a link is dialled to.
-    to: [Arc<ClientConfig>; 3],
+    to: [Arc<ClientConfig>; 4],
     expires: SystemTime,
     /// When it was last said that it expires.
     warned: Option<SystemTime>,
@@ -124,15 +129,26 @@ struct Stamp {
     changed: (i64, i64),
 }
 
-/// What a link is dialled to.
+/// What a connection is made to, which decides what its certificate must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Peer<'a> {
+pub enum Peer<'a> {
     /// The trainer, by the host's name or address that the user knows.
     Trainer(&'a str),
     /// The trainer, by an address that it has told.
     Sender(IpAddr),
     /// A relay, by an address that the trainer has told.
     Relay(IpAddr),
+    /// A worker that has asked to be called, by its address. A trainer or a relay may be one too.
+    Worker(IpAddr),
+}
+
+/// What the end that listens asks of those who connect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Asks {
+    /// A certificate of its own authority.
+    Certificate,
+    /// No certificate: a browser has none.
+    Nothing,
 }
 
 impl Tls {
@@ -180,13 +196,13 @@ impl Tls {
     }
 
     /// Whether a link to or from this address is encrypted.
-    pub(crate) fn covers(&self, address: SocketAddr) -> bool {
+    pub fn covers(&self, address: SocketAddr) -> bool {
         self.0.on_loopback || !address.ip().to_canonical().is_loopback()
     }
 
     /// A session of the end that connects.
     pub(crate) fn dial(&self, peer: Peer<'_>) -> io::Result<session::Session> {
-        let [to_trainer, to_sender, to_relay] = self.current().to;
+        let [to_trainer, to_sender, to_relay, to_worker] = self.current().to;
         let (config, name) = match peer {
             Peer::Trainer(host) => {
                 let name = ServerName::try_from(host.to_owned()).map_err(|_| {
@@ -200,17 +216,23 @@ impl Tls {
             }
             Peer::Sender(address) => (to_sender, ServerName::from(address)),
             Peer::Relay(address) => (to_relay, ServerName::from(address)),
+            Peer::Worker(address) => (to_worker, ServerName::from(address)),
         };
         session::Session::client(config, name).map_err(session::failed)
     }
 
     /// A session of the end that listens.
-    pub(crate) fn accept(&self) -> io::Result<session::Session> {
-        session::Session::server(self.current().server).map_err(session::failed)
+    pub(crate) fn accept(&self, asks: Asks) -> io::Result<session::Session> {
+        let loaded = self.current();
+        let config = match asks {
+            Asks::Certificate => loaded.server,
+            Asks::Nothing => loaded.open,
+        };
+        session::Session::server(config).map_err(session::failed)
     }
 
     /// Says from time to time that the certificate expires, until it is dropped.
-    pub(crate) async fn watch(self) {
+    pub async fn watch(self) {
         loop {
             drop(self.current());
             tokio::time::sleep(LOOK).await;
@@ -286,16 +308,19 @@ impl Loaded {
         let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
             .build()
             .map_err(|error| invalid(error.to_string()))?;
-        let mut server = ServerConfig::builder_with_provider(provider.clone())
-            .with_protocol_versions(VERSIONS)
-            .map_err(failed)?
-            .with_client_cert_verifier(clients)
-            .with_single_cert(chain.clone(), key.clone_key())
-            .map_err(failed)?;
-        // Each link proves itself: a session that was resumed would outlive a certificate.
-        server.send_tls13_tickets = 0;
-        let client = |part: Part, by_host: bool| -> Result<Arc<ClientConfig>, TlsError> {
-            let verifier = OfPart::new(roots.clone(), provider.clone(), (part, by_host))
+        let server = |clients: Arc<dyn ClientCertVerifier>| -> Result<_, TlsError> {
+            let mut server = ServerConfig::builder_with_provider(provider.clone())
+                .with_protocol_versions(VERSIONS)
+                .map_err(failed)?
+                .with_client_cert_verifier(clients)
+                .with_single_cert(chain.clone(), key.clone_key())
+                .map_err(failed)?;
+            // Each link proves itself: a session that was resumed would outlive a certificate.
+            server.send_tls13_tickets = 0;
+            Ok(Arc::new(server))
+        };
+        let client = |parts: &'static [Part], by_host: bool| -> Result<_, TlsError> {
+            let verifier = OfPart::new(roots.clone(), provider.clone(), (parts, by_host))
                 .map_err(|error| invalid(error.to_string()))?;
             let mut client = ClientConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(VERSIONS)
@@ -309,11 +334,13 @@ impl Loaded {
         };
         Ok(Self {
             stamps,
-            server: Arc::new(server),
+            server: server(clients)?,
+            open: server(WebPkiClientVerifier::no_client_auth())?,
             to: [
-                client(Part::Trainer, true)?,
-                client(Part::Trainer, false)?,
-                client(Part::Relay, false)?,
+                client(&[Part::Trainer], true)?,
+                client(&[Part::Trainer], false)?,
+                client(&[Part::Relay], false)?,
+                client(Part::Worker.files(), false)?,
             ],
             expires,
             warned: None,

@@ -85,7 +85,10 @@ fn shaken(client: &mut End, server: &mut End) -> [Result<(), String>; 2] {
 }
 
 fn between(client: &Tls, peer: Peer<'_>, server: &Tls) -> (End, End, [Result<(), String>; 2]) {
-    let (mut client, mut server) = (End::new(client.dial(peer)), End::new(server.accept()));
+    let (mut client, mut server) = (
+        End::new(client.dial(peer)),
+        End::new(server.accept(Asks::Certificate)),
+    );
     let ends = shaken(&mut client, &mut server);
     (client, server, ends)
 }

@@ -19,7 +19,8 @@ use super::Part;
 #[derive(Debug)]
 pub(super) struct OfPart {
     ordinary: Arc<WebPkiServerVerifier>,
-    part: Part,
+    /// Any of these.
+    parts: &'static [Part],
     /// Whether it must be for the host as well: the user knows the host, and of others the trainer
     /// has told.
     by_host: bool,
@@ -29,12 +30,12 @@ impl OfPart {
     pub(super) fn new(
         roots: Arc<RootCertStore>,
         provider: Arc<CryptoProvider>,
-        (part, by_host): (Part, bool),
+        (parts, by_host): (&'static [Part], bool),
     ) -> Result<Self, VerifierBuilderError> {
         let ordinary = WebPkiServerVerifier::builder_with_provider(roots, provider).build()?;
         Ok(Self {
             ordinary,
-            part,
+            parts,
             by_host,
         })
     }
@@ -49,11 +50,19 @@ impl ServerCertVerifier for OfPart {
         ocsp: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        let part = ServerName::try_from(self.part.name())
-            .map_err(|_| Error::General("a part's name is a name".into()))?;
-        let verified = self
-            .ordinary
-            .verify_server_cert(certificate, between, &part, ocsp, now)?;
+        let mut verified = Err(Error::General("no part is expected here".into()));
+        // The last part that is tried is the one that an error names.
+        for part in self.parts.iter().rev() {
+            let name = ServerName::try_from(part.name())
+                .map_err(|_| Error::General("a part's name is a name".into()))?;
+            verified = self
+                .ordinary
+                .verify_server_cert(certificate, between, &name, ocsp, now);
+            if verified.is_ok() {
+                break;
+            }
+        }
+        let verified = verified?;
         if self.by_host {
             verify_server_name(&ParsedCertificate::try_from(certificate)?, host)?;
         }

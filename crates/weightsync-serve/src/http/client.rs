@@ -1,5 +1,6 @@
 //! Requests to one peer: no proxies, no redirects, no cookies, and no names to resolve.
 
+use std::error::Error;
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,6 +16,7 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use weightsync_net::tls::{AsyncStream, Peer, Tls, refusal};
 
 use super::Bearer;
 
@@ -44,11 +46,23 @@ pub(crate) enum Fault {
     },
     #[error("{addr} did not answer within {after:.1?}")]
     Silent { addr: SocketAddr, after: Duration },
-    #[error("the connection to {addr} broke: {source}")]
+    #[error("the connection to {addr} broke: {}", cause(source))]
     Broken {
         addr: SocketAddr,
         source: hyper::Error,
     },
+    #[error("no encrypted connection to {addr}: {why}")]
+    Tls {
+        addr: SocketAddr,
+        why: String,
+        /// Whether another attempt gets the same until somebody changes an end.
+        is_final: bool,
+    },
+    #[error(
+        "{addr} is reached over HTTPS alone: give this end a certificate of the same authority \
+         (tls=, or WEIGHTSYNC_TLS_DIR)"
+    )]
+    NeedsTls { addr: SocketAddr },
     #[error(
         "{addr} answered {status}, which is no answer to the request: is another program or a proxy \
          at this address?"
@@ -72,10 +86,50 @@ pub(crate) enum Fault {
     },
 }
 
+/// The first cause of a broken connection: what is above it says less.
+fn cause(error: &hyper::Error) -> &dyn Error {
+    let mut cause: &dyn Error = error;
+    while let Some(source) = cause.source() {
+        cause = source;
+    }
+    cause
+}
+
+/// How connections to a peer are encrypted.
+#[derive(Clone, Debug)]
+pub(crate) struct Encryption {
+    /// Without certificates they are plain.
+    pub(crate) tls: Option<Tls>,
+    pub(crate) to: To,
+}
+
+/// What the peer's certificate must be.
+#[derive(Clone, Debug)]
+pub(crate) enum To {
+    /// That of a trainer with this name, which the user knows.
+    Service(String),
+    /// That of a trainer.
+    Sender,
+    /// That of a worker.
+    Worker,
+}
+
+impl Encryption {
+    async fn encrypt(&self, socket: TcpStream, addr: SocketAddr) -> std::io::Result<AsyncStream> {
+        let peer = match &self.to {
+            To::Service(host) => Peer::Trainer(host),
+            To::Sender => Peer::Sender(addr.ip()),
+            To::Worker => Peer::Worker(addr.ip()),
+        };
+        AsyncStream::dial(socket, self.tls.as_ref(), addr, peer).await
+    }
+}
+
 /// A peer that gets requests.
 #[derive(Debug)]
 pub(crate) struct Client {
     addr: SocketAddr,
+    encryption: Encryption,
     host: HeaderValue,
     bearer: Bearer,
     idle: Mutex<Vec<(SendRequest<Full<Bytes>>, Instant)>>,
@@ -125,11 +179,12 @@ impl Ask {
 }
 
 impl Client {
-    pub(crate) fn new(addr: SocketAddr, bearer: Bearer) -> Arc<Self> {
+    pub(crate) fn new(addr: SocketAddr, bearer: Bearer, encryption: Encryption) -> Arc<Self> {
         let host = HeaderValue::from_str(&addr.to_string())
             .unwrap_or_else(|_| unreachable!("an address is a header's value"));
         Arc::new(Self {
             addr,
+            encryption,
             host,
             bearer,
             idle: Mutex::default(),
@@ -198,12 +253,19 @@ impl Client {
         let request = request
             .body(Full::new(ask.body.clone()))
             .unwrap_or_else(|_| unreachable!("paths are made here"));
-        let broken = |source| Fault::Broken {
-            addr: self.addr,
-            source,
+        // A peer that does not accept this end's certificate says so only now.
+        let broken = |source: hyper::Error| match refusal(&source) {
+            Some(refused) => self.refused(refused),
+            None => Fault::Broken {
+                addr: self.addr,
+                source,
+            },
         };
         connection.ready().await.map_err(broken)?;
         let response = connection.send_request(request).await.map_err(broken)?;
+        if response.status() == StatusCode::UPGRADE_REQUIRED {
+            return Err(Fault::NeedsTls { addr: self.addr });
+        }
         Ok(Reply {
             status: response.status(),
             body: response.into_body(),
@@ -217,16 +279,19 @@ impl Client {
             addr: self.addr,
             source,
         };
-        let stream = match timeout(CONNECT, TcpStream::connect(self.addr)).await {
-            Ok(stream) => stream.map_err(failed)?,
-            Err(_) => {
-                return Err(Fault::Silent {
-                    addr: self.addr,
-                    after: CONNECT,
-                });
-            }
+        let made = async {
+            let stream = TcpStream::connect(self.addr).await.map_err(failed)?;
+            tune(&stream).map_err(failed)?;
+            let encrypted = self.encryption.encrypt(stream, self.addr).await;
+            encrypted.map_err(|source| match refusal(&source) {
+                Some(refused) => self.refused(refused),
+                None => failed(source),
+            })
         };
-        tune(&stream).map_err(failed)?;
+        let stream = timeout(CONNECT, made).await.map_err(|_| Fault::Silent {
+            addr: self.addr,
+            after: CONNECT,
+        })??;
         let made = http1::handshake(TokioIo::new(stream)).await;
         let (sender, connection) = made.map_err(|source| Fault::Broken {
             addr: self.addr,
@@ -237,6 +302,14 @@ impl Client {
             let _ = connection.await;
         });
         Ok(sender)
+    }
+
+    fn refused(&self, (why, is_final): (String, bool)) -> Fault {
+        Fault::Tls {
+            addr: self.addr,
+            why,
+            is_final,
+        }
     }
 
     fn kept(&self) -> Option<SendRequest<Full<Bytes>>> {

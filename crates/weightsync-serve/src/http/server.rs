@@ -1,7 +1,7 @@
 //! The HTTP server: which connections it accepts, and how many at a time.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use hyper::body::Incoming;
-use hyper::header::{CONNECTION, HeaderValue, WWW_AUTHENTICATE};
+use hyper::header::{CONNECTION, HeaderValue, UPGRADE, WWW_AUTHENTICATE};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper::{Request, Response, StatusCode};
@@ -23,6 +23,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
+use weightsync_net::tls::{Asks, AsyncStream, Tls};
 
 use super::client::tune;
 use super::{Bearer, Stopping};
@@ -69,6 +70,8 @@ enum Cause {
     Strangers,
     Connections,
     Accept,
+    Tls,
+    Plain,
 }
 
 /// A server that listens already, and does not serve yet.
@@ -83,6 +86,8 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Admission {
     bearer: Bearer,
+    /// The certificates, and whether those who connect need one. Without it connections are plain.
+    tls: Option<(Tls, Asks)>,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
     complaints: AtomicU32,
 }
@@ -98,13 +103,19 @@ impl Server {
     /// # Errors
     ///
     /// Those of the operating system.
-    pub(crate) fn new(listener: TcpListener, bearer: Bearer, limits: Limits) -> io::Result<Self> {
+    pub(crate) fn new(
+        listener: TcpListener,
+        bearer: Bearer,
+        tls: Option<(Tls, Asks)>,
+        limits: Limits,
+    ) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self {
             listener,
             limits,
             admission: Arc::new(Admission {
                 bearer,
+                tls,
                 strangers: Mutex::default(),
                 complaints: AtomicU32::new(0),
             }),
@@ -127,6 +138,10 @@ impl Server {
                 return;
             }
         };
+        if let Some((tls, _)) = &self.admission.tls {
+            // It ends with the runtime.
+            tokio::spawn(tls.clone().watch());
+        }
         let mut connections = JoinSet::new();
         let mut last = 0;
         loop {
@@ -226,6 +241,10 @@ impl Admission {
                  more: raise the limit (ulimit -n)"
             }
             Cause::Accept => "a connection cannot be accepted",
+            Cause::Tls => "a connection's TLS handshake failed",
+            Cause::Plain => {
+                "a request without TLS is refused: give that end a certificate of the same authority"
+            }
         };
         tracing::warn!(from = %about, "{what}; this is said once");
     }
@@ -263,20 +282,44 @@ async fn connection(
     let peer = stream.peer_addr();
     // A connection that is gone by now ends on its own.
     let _ = tune(&stream);
+    let late = sleep(patience);
+    tokio::pin!(late);
+    let accepted = tokio::select! {
+        accepted = encrypted(stream, &admission) => accepted,
+        () = &mut late => Err(None),
+        () = stranger.out.notified(), if !stranger.is_known.load(Ordering::Relaxed) => Err(None),
+        () = stopping.wait() => Err(None),
+    };
+    let (stream, is_plain) = match accepted {
+        Ok(accepted) => accepted,
+        Err(failed) => {
+            if let (Some(error), Ok(peer)) = (failed, &peer) {
+                admission.complain(Cause::Tls, &format_args!("{peer} ({error})"));
+            }
+            admission.strangers().remove(&number);
+            return;
+        }
+    };
     let service = service_fn(|request: Request<Incoming>| {
-        let is_in = admission.bearer.is_in(request.headers());
+        let is_in = !is_plain && admission.bearer.is_in(request.headers());
         if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
             admission.strangers().remove(&number);
         }
         let router = is_in.then(|| router.clone());
-        let challenge = admission.bearer.challenge();
+        let challenge = (!is_plain).then(|| admission.bearer.challenge());
         if !is_in && let Ok(peer) = &peer {
-            admission.complain(Cause::Bearer, peer);
+            let cause = if is_plain {
+                Cause::Plain
+            } else {
+                Cause::Bearer
+            };
+            admission.complain(cause, peer);
         }
         async move {
-            match router {
-                Some(router) => router.call(request).await,
-                None => Ok(turned_away(challenge)),
+            match (router, challenge) {
+                (Some(router), _) => router.call(request).await,
+                (None, Some(challenge)) => Ok(turned_away(challenge)),
+                (None, None) => Ok(needs_tls()),
             }
         }
     });
@@ -287,8 +330,6 @@ async fn connection(
         .max_buf_size(MAX_HEAD)
         .serve_connection(TokioIo::new(stream), service);
     tokio::pin!(served);
-    let late = sleep(patience);
-    tokio::pin!(late);
     let (mut waits, mut stops) = (true, false);
     loop {
         tokio::select! {
@@ -319,6 +360,31 @@ async fn connection(
     admission.strangers().remove(&number);
 }
 
+/// The connection, encrypted if it is to be, and whether it is plain and must not be. No error: it
+/// has ended without a byte.
+async fn encrypted(
+    stream: TcpStream,
+    admission: &Admission,
+) -> Result<(AsyncStream, bool), Option<io::Error>> {
+    let from = stream.peer_addr().map_err(|_| None)?;
+    let (tls, asks) = match &admission.tls {
+        Some((tls, asks)) => (Some(tls), *asks),
+        None => (None, Asks::Nothing),
+    };
+    let accepted = AsyncStream::accept(stream, tls, from, asks).await;
+    accepted.map_err(|error| (error.kind() != ErrorKind::UnexpectedEof).then_some(error))
+}
+
+/// The answer to a request of another machine without TLS.
+fn needs_tls() -> Response<Body> {
+    let mut response = Response::new(Body::from("this address is reached over HTTPS alone\n"));
+    *response.status_mut() = StatusCode::UPGRADE_REQUIRED;
+    let headers = response.headers_mut();
+    headers.insert(UPGRADE, HeaderValue::from_static("TLS/1.3, HTTP/1.1"));
+    headers.insert(CONNECTION, HeaderValue::from_static("close"));
+    response
+}
+
 /// The answer to a request without the right bearer.
 fn turned_away(challenge: HeaderValue) -> Response<Body> {
     let mut response = Response::new(Body::empty());
@@ -340,6 +406,7 @@ mod tests {
     fn admission() -> Arc<Admission> {
         Arc::new(Admission {
             bearer: Bearer::to_sender(&[7; 16]),
+            tls: None,
             strangers: Mutex::default(),
             complaints: AtomicU32::new(0),
         })

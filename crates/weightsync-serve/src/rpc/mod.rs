@@ -26,7 +26,7 @@ pub(crate) mod wire;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use weightsync_engine::transport::{
@@ -34,7 +34,8 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result};
-use weightsync_net::Access;
+use weightsync_net::tls::Part;
+use weightsync_net::{Access, AccessError};
 
 use self::error::RpcError;
 
@@ -76,6 +77,7 @@ pub struct Rpc {
     initial: FirstWeights,
     listen: String,
     advertise: Option<String>,
+    tls: Option<PathBuf>,
     insecure_plaintext: bool,
     access: Option<Access>,
 }
@@ -90,6 +92,7 @@ impl Default for Rpc {
             initial: FirstWeights::AtFirstSend,
             listen: ANYWHERE.into(),
             advertise: None,
+            tls: None,
             insecure_plaintext: false,
             access: None,
         }
@@ -109,7 +112,7 @@ impl Rpc {
     /// it where there is a run directory.
     ///
     /// An address that is not loopback requires a token ([`Access`]) on every machine, and
-    /// permission to send [plain text](Self::insecure_plaintext). If the sender listens on
+    /// [certificates](Self::tls) or permission to send [plain text](Self::insecure_plaintext). If the sender listens on
     /// every address (`0.0.0.0`), workers get the address that this machine has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
@@ -122,6 +125,16 @@ impl Rpc {
     #[must_use]
     pub fn advertise(mut self, at: &str) -> Self {
         self.advertise = Some(at.into());
+        self
+    }
+
+    /// Sets where the certificates are, instead of the environment's. Workers look for theirs at the
+    /// same path, unless the environment names another.
+    #[must_use]
+    pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        // Workers may run in another folder.
+        self.tls = Some(std::path::absolute(&path).unwrap_or(path));
         self
     }
 
@@ -155,6 +168,14 @@ impl Rpc {
                         _ => scheme.advertise = Some(at.into()),
                     }
                 }
+                ("tls", "") => {
+                    return Err(address::bad(
+                        key,
+                        "a folder or a file of certificates",
+                        value,
+                    ));
+                }
+                ("tls", path) => scheme = scheme.tls(path),
                 ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
                 ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
                 ("insecure-plaintext", _) => {
@@ -162,7 +183,7 @@ impl Rpc {
                 }
                 _ => {
                     let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
-                                 advertise=HOST:PORT, insecure-plaintext";
+                                 advertise=HOST:PORT, tls=DIR, insecure-plaintext";
                     return Err(address::bad(key, known, key));
                 }
             }
@@ -170,11 +191,19 @@ impl Rpc {
         Ok(AnyScheme::new(scheme))
     }
 
+    /// Who may connect to the sender.
     fn allowed(&self) -> Result<Access> {
         let access = match &self.access {
             Some(access) => Ok(access.clone()),
-            None => Access::from_env(),
+            None => {
+                let tls = self.tls.as_deref();
+                Access::from_env().and_then(|access| access.with_tls(Part::Trainer, tls))
+            }
         };
+        self.with_plaintext(access)
+    }
+
+    fn with_plaintext(&self, access: Result<Access, AccessError>) -> Result<Access> {
         let mut access = access.map_err(RpcError::from)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         Ok(access)
@@ -183,12 +212,15 @@ impl Rpc {
     /// The same for a worker. A worker needs no token for a sender on its own machine: a token
     /// in the environment may be for something else.
     fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
-        match self.access {
-            None if sender.ip().to_canonical().is_loopback() => {
-                Ok(Access::with_token(None).map_err(RpcError::from)?)
+        let access = match &self.access {
+            Some(access) => Ok(access.clone()),
+            None if sender.ip().to_canonical().is_loopback() => Access::with_token(None),
+            None => {
+                let tls = self.tls.as_deref();
+                Access::from_env().and_then(|access| access.with_told_tls(Part::Worker, tls))
             }
-            _ => self.allowed(),
-        }
+        };
+        self.with_plaintext(access)
     }
 }
 
@@ -209,6 +241,9 @@ impl Scheme for Rpc {
         }
         if let Some(advertise) = &self.advertise {
             settings.push(("advertise".to_owned(), advertise.clone()));
+        }
+        if let Some(tls) = &self.tls {
+            settings.push(("tls".to_owned(), tls.display().to_string()));
         }
         if self.insecure_plaintext {
             settings.push(("insecure-plaintext".to_owned(), String::new()));

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
+use weightsync_net::tls::Tls;
 
 /// The protocol of both ends. A worker with another protocol is refused.
 pub(crate) const PROTOCOL: u32 = 1;
@@ -289,17 +290,25 @@ pub(crate) fn max_set<'a>(layouts: impl Iterator<Item = &'a Layout>) -> usize {
     parts.fold(MAX_BODY, usize::saturating_add)
 }
 
-/// The base of a URL of an address.
-pub(crate) fn url(addr: SocketAddr) -> String {
-    format!("http://{addr}")
+/// The base of a URL of an address, for an end with these certificates.
+pub(crate) fn url(addr: SocketAddr, tls: Option<&Tls>) -> String {
+    let scheme = match tls.is_some_and(|tls| tls.covers(addr)) {
+        true => "https",
+        false => "http",
+    };
+    format!("{scheme}://{addr}")
 }
 
-/// The address in such a URL.
-pub(crate) fn addr_of(url: &str) -> Option<SocketAddr> {
-    url.strip_prefix("http://")?
-        .trim_end_matches('/')
-        .parse()
-        .ok()
+/// The address in such a URL, and whether connections to it are encrypted.
+pub(crate) fn addr_of(url: &str) -> Option<(SocketAddr, bool)> {
+    let (scheme, rest) = url.split_once("://")?;
+    let is_encrypted = match scheme {
+        "http" => false,
+        "https" => true,
+        _ => return None,
+    };
+    let addr = rest.trim_end_matches('/').parse().ok()?;
+    Some((addr, is_encrypted))
 }
 
 /// As much of a reason as travels.

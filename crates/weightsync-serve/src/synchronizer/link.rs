@@ -12,12 +12,12 @@ use weightsync_core::synchronizer::Party;
 use weightsync_engine::transport::{Deadline, interrupt};
 use weightsync_engine::{Error, Origin, Result};
 use weightsync_net::Access;
-use weightsync_net::address::{resolve, resolve_all};
+use weightsync_net::address::{host_of, resolve, resolve_all};
 
 use super::SyncError;
 use super::service::Input;
 use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
-use crate::http::{Ask, Bearer, Client, Fault, HttpThread};
+use crate::http::{Ask, Bearer, Client, Encryption, Fault, HttpThread, To};
 
 /// The paths of a service.
 pub(super) const PARTIES: &str = "/v1/parties";
@@ -77,7 +77,7 @@ impl Remote {
         access.may_dial(at).map_err(SyncError::from)?;
         Ok(Self {
             name: name.to_owned(),
-            client: Mutex::new(client(at, &access)),
+            client: Mutex::new(client(at, name, &access)),
             access,
             thread,
         })
@@ -111,14 +111,18 @@ impl Remote {
         let mut client = self.client.lock().unwrap_or_else(PoisonError::into_inner);
         // Another party of this program may have found it already.
         if client.addr() == tried && next != tried && self.access.may_dial(next).is_ok() {
-            *client = self::client(next, &self.access);
+            *client = self::client(next, &self.name, &self.access);
         }
     }
 }
 
-fn client(at: SocketAddr, access: &Access) -> Arc<Client> {
+fn client(at: SocketAddr, name: &str, access: &Access) -> Arc<Client> {
     let secret = access.token.as_ref().map(|token| token.secret());
-    Client::new(at, Bearer::to_synchronizer(secret.as_ref()))
+    let encryption = Encryption {
+        tls: access.tls.clone(),
+        to: To::Service(host_of(name).to_owned()),
+    };
+    Client::new(at, Bearer::to_synchronizer(secret.as_ref()), encryption)
 }
 
 /// A party's membership, which ends when this is dropped.
@@ -289,6 +293,11 @@ fn of_problem(problem: Problem) -> Lost {
 
 fn of_fault(fault: Fault) -> Lost {
     match fault {
+        Fault::NeedsTls { .. } | Fault::Tls { is_final: true, .. } => {
+            Lost::Told(Problem::Refused {
+                reason: fault.to_string(),
+            })
+        }
         // It is there, and asking again would get the same.
         Fault::TooLong { .. } | Fault::Json { .. } => Lost::Told(Problem::Refused {
             reason: format!(

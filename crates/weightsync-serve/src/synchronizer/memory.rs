@@ -272,6 +272,28 @@ impl Drop for Bridge {
     }
 }
 
+/// A trainer's scheme, with the certificates of this service in place of those that the trainer names:
+/// they may be on another machine.
+fn with_own_certificates(trainers: &str, own: &str) -> String {
+    let settings = |text: &str| -> Vec<String> {
+        let settings = text.split_once(':').map_or("", |(_, settings)| settings);
+        let settings = settings.split(',').filter(|setting| !setting.is_empty());
+        settings.map(str::to_owned).collect()
+    };
+    let is_tls = |setting: &String| setting.starts_with("tls=");
+    let name = trainers.split(':').next().unwrap_or_default();
+    let Some(tls) = settings(own).into_iter().find(is_tls) else {
+        return trainers.to_owned();
+    };
+    if !matches!(name, "distributed" | "rpc") {
+        return trainers.to_owned();
+    }
+    let mut all = settings(trainers);
+    all.retain(|setting| !is_tls(setting));
+    all.push(tls);
+    format!("{name}:{}", all.join(","))
+}
+
 fn pass_on(
     from: InitInfo,
     held: &Held,
@@ -279,7 +301,9 @@ fn pass_on(
     tell: &mut impl FnMut(FromBridge),
 ) -> Result<()> {
     let is_stopped = || lock(stop).stopped;
-    let setup = ReceiverSetup::new(from, WORKER);
+    let scheme =
+        with_own_certificates(from.scheme(), &held.0.scheme.to_string()).parse::<AnyScheme>()?;
+    let setup = ReceiverSetup::new(from, WORKER).scheme(scheme);
     // Joining has no interrupter yet.
     let mut receiver = interruptible(is_stopped, || setup.connect(Some(JOIN)))?;
     lock(stop).interrupter = Some(receiver.interrupter()?);
@@ -303,4 +327,26 @@ fn pass_on(
 
 fn lock(stop: &Mutex<Stop>) -> MutexGuard<'_, Stop> {
     stop.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::with_own_certificates;
+
+    #[test]
+    fn own_certificates_take_the_place_of_the_trainers() {
+        let own = "distributed:listen=1.2.3.4:0,tls=/own";
+        for (trainers, joined) in [
+            ("distributed", "distributed:tls=/own"),
+            ("rpc", "rpc:tls=/own"),
+            (
+                "distributed:every=4,tls=/theirs",
+                "distributed:every=4,tls=/own",
+            ),
+            ("shared-mem", "shared-mem"),
+        ] {
+            assert_eq!(with_own_certificates(trainers, own), joined);
+            assert_eq!(with_own_certificates(trainers, "distributed"), trainers);
+        }
+    }
 }

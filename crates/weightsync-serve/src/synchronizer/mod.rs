@@ -35,6 +35,7 @@ use std::time::Duration;
 
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result, SharedMem};
 use weightsync_net::address::{local_ip, reached, resolve};
+use weightsync_net::tls::{Asks, Part};
 use weightsync_net::{Access, Distributed, listen_error};
 use weightsync_store::Keep;
 
@@ -188,14 +189,14 @@ impl Synchronizer {
     /// One inside this program that other processes reach over HTTP at `HOST:PORT`; with port 0 at a
     /// port that the system chooses.
     ///
-    /// An address that is not loopback requires a token ([`Access`]) and permission to send plain text.
-    /// On loopback, without a token, every user of this machine may connect.
+    /// An address that is not loopback requires a token ([`Access`]), and certificates or permission to
+    /// send plain text. With certificates other machines use HTTPS. On loopback, without a token, every user of this machine may connect.
     ///
     /// # Errors
     ///
     /// If it may not or cannot listen there, and as [`local`](Self::local).
     pub fn serve(mut options: SynchronizerOptions, listen: &str) -> Result<Self> {
-        let access = allowed(options.access.take())?;
+        let access = allowed(options.access.take(), Part::Trainer)?;
         let at = resolve(listen)?;
         access.may_listen(at).map_err(SyncError::from)?;
         let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
@@ -205,6 +206,9 @@ impl Synchronizer {
         let mut scheme = Distributed::new().listen(SocketAddr::new(at.ip(), 0).to_string());
         if access.insecure_plaintext {
             scheme = scheme.insecure_plaintext();
+        }
+        if let Some(tls) = &access.tls {
+            scheme = scheme.tls(tls.path());
         }
         if let Some(token) = &access.token {
             scheme = scheme.token(token.clone());
@@ -217,7 +221,9 @@ impl Synchronizer {
             source,
         };
         let bearer = Bearer::to_synchronizer(secret.as_ref());
-        let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
+        // A browser has no certificate, so the token alone says who may ask.
+        let tls = access.tls.clone().map(|tls| (tls, Asks::Nothing));
+        let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
         let app = server::App::new(
             service.inputs(),
             service.events(),
@@ -242,7 +248,7 @@ impl Synchronizer {
     ///
     /// If the address cannot be resolved, or may not be connected to.
     pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
-        let access = allowed(access)?;
+        let access = allowed(access, Part::Worker)?;
         let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
             stopping.wait().await;
         });
@@ -315,9 +321,10 @@ pub fn authorization(access: &Access) -> Option<String> {
     header.to_str().ok().map(str::to_owned)
 }
 
-fn allowed(access: Option<Access>) -> Result<Access> {
-    match access {
+fn allowed(access: Option<Access>, part: Part) -> Result<Access> {
+    let access = match access {
         Some(access) => Ok(access),
-        None => Ok(Access::from_env().map_err(SyncError::from)?),
-    }
+        None => Access::from_env().and_then(|access| access.with_tls(part, None)),
+    };
+    Ok(access.map_err(SyncError::from)?)
 }

@@ -114,7 +114,13 @@ fn is_own(headers: &HeaderMap, has_token: bool) -> bool {
     let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
     let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
     let is_known = has_token || is_address || name == "localhost";
-    is_known && text(ORIGIN).is_none_or(|origin| origin == format!("http://{host}"))
+    is_known
+        && text(ORIGIN).is_none_or(|origin| {
+            let own = origin
+                .strip_prefix("http://")
+                .or(origin.strip_prefix("https://"));
+            own == Some(host)
+        })
 }
 
 pub(super) fn refused(status: StatusCode, reason: String) -> Response {

@@ -36,7 +36,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     (sender, receiver)
 }
 
-fn staged() -> SendOptions {
+pub(crate) fn staged() -> SendOptions {
     SendOptions::new().wait(WaitFor::Staged)
 }
 

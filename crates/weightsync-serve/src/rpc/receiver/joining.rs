@@ -13,11 +13,14 @@ use weightsync_engine::transport::{
     Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, random,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
+use weightsync_net::tls::Asks;
 use weightsync_net::{Access, listen_error};
 
 use super::inbox::{End, Inbox};
 use super::{server, wait_for};
-use crate::http::{Ask, Bearer, Client, Fault, HttpThread, Limits, Lines, ProofKey, Server};
+use crate::http::{
+    Ask, Bearer, Client, Encryption, Fault, HttpThread, Limits, Lines, ProofKey, Server, To,
+};
 use crate::rpc::error::RpcError;
 use crate::rpc::wire::{
     Digits, FromSender, MAX_BODY, MAX_SPEC, PROTOCOL, Problem, Question, Register, Welcome,
@@ -132,6 +135,8 @@ impl From<Fault> for NotIn {
             Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
                 Self::Absent(reason)
             }
+            // A new certificate is read without a restart, so the worker tries again.
+            Fault::Tls { .. } | Fault::NeedsTls { .. } => Self::Denied(reason),
             _ => Self::Silent(reason),
         }
     }
@@ -162,7 +167,8 @@ pub(super) fn join(
     let failed = |source| listen_error(own, source);
     let (own, listener) = listener.map_err(failed)?;
     let bearer = Bearer::to_worker(at.secret());
-    let server = Server::new(listener, bearer, Limits::default()).map_err(failed)?;
+    let tls = access.tls.clone().map(|tls| (tls, Asks::Certificate));
+    let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
         let router = server::router(theirs, worker, stopping.clone());
@@ -180,13 +186,17 @@ pub(super) fn join(
             .iter()
             .filter_map(|index| joining.models.get(*index).cloned())
             .collect(),
-        url: url(own),
+        url: url(own, access.tls.as_ref()),
         seen: joining.seen,
         run: None,
         nonce: None,
         announces: true,
     };
-    let client = Client::new(sender, Bearer::to_sender(at.secret()));
+    let encryption = Encryption {
+        tls: access.tls.clone(),
+        to: To::Sender,
+    };
+    let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
     let mut pause = PAUSE;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);

@@ -15,7 +15,9 @@ use weightsync_mem::{Departure, Models};
 use super::caller;
 use super::server::{App, wrong};
 use super::workers::{ConnectionId, Registration, Shared};
-use crate::http::{Ask, Client, Fault, Lines, LinesBody, Reach, Stopping, problem, read};
+use crate::http::{
+    Ask, Client, Encryption, Fault, Lines, LinesBody, Reach, Stopping, To, problem, read,
+};
 use crate::rpc::wire::{
     Digits, FromSender, FromWorker, MAX_BODY, MAX_DEVICE, PROTOCOL, Problem, Register, Welcome,
     addr_of, line, of_worker,
@@ -41,7 +43,11 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     if let Err(taken) = may_come(&app.shared, &registration).await {
         return taken;
     }
-    let client = Client::new(registration.addr, app.shared.bearer.clone());
+    let encryption = Encryption {
+        tls: app.shared.access.tls.clone(),
+        to: To::Worker,
+    };
+    let client = Client::new(registration.addr, app.shared.bearer.clone(), encryption);
     let lines = match call_back(&app.shared, &client, &register).await {
         Ok(lines) => lines,
         Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
@@ -160,10 +166,22 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
             }
         }
     }
-    let Some(addr) = addr_of(&register.url) else {
-        let reason = "the worker's url is http://ADDRESS:PORT".into();
+    let Some((addr, is_encrypted)) = addr_of(&register.url) else {
+        let reason = "the worker's url is http://ADDRESS:PORT or https://ADDRESS:PORT".into();
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     };
+    let tls = shared.access.tls.as_ref();
+    if is_encrypted != tls.is_some_and(|tls| tls.covers(addr)) {
+        let (has, lacks) = match is_encrypted {
+            true => ("worker", "sender"),
+            false => ("sender", "worker"),
+        };
+        let reason = format!(
+            "the {has} has a certificate for links to other machines, and the {lacks} has none: give \
+             both one of the same authority (tls=, or WEIGHTSYNC_TLS_DIR)"
+        );
+        return refuse(StatusCode::FORBIDDEN, reason);
+    }
     if let Err(error) = shared.access.may_dial_with_secret(addr) {
         return refuse(StatusCode::FORBIDDEN, error.to_string());
     }

@@ -13,6 +13,7 @@ use weightsync_engine::transport::{
 };
 use weightsync_engine::{Origin, Result, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::Listener;
+use weightsync_net::tls::Asks;
 use weightsync_net::{Access, listen_error};
 
 use self::workers::Shared;
@@ -39,7 +40,8 @@ impl RpcSender {
         access.may_listen(at.listens).map_err(RpcError::from)?;
         let listener = address::listen(at.listens)?;
         let secret = opening.at.secret();
-        let server = Server::new(listener, Bearer::to_sender(secret), Limits::default());
+        let tls = access.tls.clone().map(|tls| (tls, Asks::Certificate));
+        let server = Server::new(listener, Bearer::to_sender(secret), tls, Limits::default());
         let server = server.map_err(|source| listen_error(at.listens, source))?;
         let mut segment = Segment::open(opening, nobody_comes(opening)?, 0)?;
         // A worker checks each block that it fetches against its checksum.

@@ -201,7 +201,7 @@ impl Shared {
             remote_readers,
             described: models.iter().map(|_| OnceLock::new()).collect(),
             models,
-            url: url(found),
+            url: url(found, access.tls.as_ref()),
             access,
             bearer: Bearer::to_worker(secret),
             proof: ProofKey::new(secret),

@@ -152,7 +152,7 @@ fn messages_match_their_openapi_schemas() {
         pid: 1,
         device: "cpu".into(),
         models: vec![model()],
-        url: url("127.0.0.1:7007".parse().unwrap()),
+        url: url("127.0.0.1:7007".parse().unwrap(), None),
         seen: Epoch(0),
         run: None,
         nonce: None,
@@ -348,12 +348,13 @@ fn checksums_and_urls_are_read_as_they_are_written() {
     }
     for addr in ["127.0.0.1:80", "[::1]:65535"] {
         let addr: SocketAddr = addr.parse().unwrap();
-        assert_eq!(addr_of(&url(addr)), Some(addr));
+        assert_eq!(addr_of(&url(addr, None)), Some((addr, false)));
+        assert_eq!(addr_of(&format!("https://{addr}/")), Some((addr, true)));
     }
     for wrong in [
         "",
         "127.0.0.1:80",
-        "https://127.0.0.1:80",
+        "ftp://127.0.0.1:80",
         "http://name:80",
         "http://1.2.3.4",
     ] {
