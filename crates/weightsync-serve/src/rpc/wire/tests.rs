@@ -118,7 +118,7 @@ fn matches(pattern: &str, text: &str) -> bool {
                 .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     };
     match pattern {
-        "^http://" => text.starts_with("http://"),
+        "^https?://" => text.starts_with("http://") || text.starts_with("https://"),
         "^[0-9a-f]{32}$" => hex(text, 32),
         "^[0-9a-f]{16}$" => hex(text, 16),
         "^[0-9a-f]{64}$" => hex(text, 64),
