@@ -262,7 +262,7 @@ pub struct Access {
     /// network's traffic can then read the weights, and one that can change it can change the
     /// weights.
     pub insecure_plaintext: bool,
-    /// The certificates of encrypted links. With them all links to and from other machines are
+    /// The certificates of encrypted connections. With them all connections to and from other machines are
     /// encrypted, whatever `insecure_plaintext` says.
     pub tls: Option<Tls>,
     /// Why there are none, where another end's settings name them. They may not be needed here.
@@ -510,8 +510,8 @@ pub enum AccessError {
     /// There are no certificates, and the user has not allowed plain connections to other machines.
     #[error(
         "this process does not {to} {addr}, which is not loopback: what travels there is not encrypted, \
-         so others on that network can read and change the weights; give links certificates \
-         ({CERTIFICATES}), or, if you trust that network, allow it with \
+         so others on that network can read and change the weights; give both ends \
+         certificates ({CERTIFICATES}), or, if you trust that network, allow it with \
          {PERMISSION}"
     )]
     Plaintext {

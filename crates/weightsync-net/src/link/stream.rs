@@ -230,6 +230,11 @@ impl AsyncStream {
         }
     }
 
+    /// Whether it is encrypted.
+    pub fn is_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
     /// The socket below, for its settings.
     pub fn socket(&self) -> &tokio::net::TcpStream {
         &self.socket

@@ -1,7 +1,7 @@
 //! The HTTP server: which connections it accepts, and how many at a time.
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,7 +23,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
-use weightsync_net::tls::{Asks, AsyncStream, Tls};
+use weightsync_net::tls::{Asks, AsyncStream, Tls, refusal};
 
 use super::client::tune;
 use super::{Bearer, Stopping};
@@ -285,22 +285,25 @@ async fn connection(
     let late = sleep(patience);
     tokio::pin!(late);
     let accepted = tokio::select! {
+        // What a client has sent by then is read.
+        biased;
         accepted = encrypted(stream, &admission) => accepted,
-        () = &mut late => Err(None),
-        () = stranger.out.notified(), if !stranger.is_known.load(Ordering::Relaxed) => Err(None),
-        () = stopping.wait() => Err(None),
-    };
-    let (stream, is_plain) = match accepted {
-        Ok(accepted) => accepted,
-        Err(failed) => {
-            if let (Some(error), Ok(peer)) = (failed, &peer) {
-                admission.complain(Cause::Tls, &format_args!("{peer} ({error})"));
+        () = &mut late => {
+            if let Ok(peer) = &peer {
+                admission.complain(Cause::Slow, peer);
             }
-            admission.strangers().remove(&number);
-            return;
+            None
         }
+        () = stranger.out.notified(), if !stranger.is_known.load(Ordering::Relaxed) => None,
+        () = stopping.wait() => None,
     };
-    let service = service_fn(|request: Request<Incoming>| {
+    let Some((stream, is_plain)) = accepted else {
+        admission.strangers().remove(&number);
+        return;
+    };
+    let is_encrypted = stream.is_encrypted();
+    let service = service_fn(|mut request: Request<Incoming>| {
+        request.extensions_mut().insert(IsEncrypted(is_encrypted));
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
         if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
             admission.strangers().remove(&number);
@@ -360,19 +363,27 @@ async fn connection(
     admission.strangers().remove(&number);
 }
 
-/// The connection, encrypted if it is to be, and whether it is plain and must not be. No error: it
-/// has ended without a byte.
-async fn encrypted(
-    stream: TcpStream,
-    admission: &Admission,
-) -> Result<(AsyncStream, bool), Option<io::Error>> {
-    let from = stream.peer_addr().map_err(|_| None)?;
+/// An extension of a request: whether it came over HTTPS.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct IsEncrypted(pub(crate) bool);
+
+/// The connection, encrypted if it is to be, and whether it is plain and must not be. None: it has
+/// failed, and the log says why if that is a matter of certificates.
+async fn encrypted(stream: TcpStream, admission: &Admission) -> Option<(AsyncStream, bool)> {
+    let from = stream.peer_addr().ok()?;
     let (tls, asks) = match &admission.tls {
         Some((tls, asks)) => (Some(tls), *asks),
         None => (None, Asks::Nothing),
     };
-    let accepted = AsyncStream::accept(stream, tls, from, asks).await;
-    accepted.map_err(|error| (error.kind() != ErrorKind::UnexpectedEof).then_some(error))
+    match AsyncStream::accept(stream, tls, from, asks).await {
+        Ok(accepted) => Some(accepted),
+        Err(error) => {
+            if let Some((why, _)) = refusal(&error) {
+                admission.complain(Cause::Tls, &format_args!("{from} ({why})"));
+            }
+            None
+        }
+    }
 }
 
 /// The answer to a request of another machine without TLS.

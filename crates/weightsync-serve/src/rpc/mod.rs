@@ -146,8 +146,8 @@ impl Rpc {
         self
     }
 
-    /// Sets who may connect and where the sender may listen. The default comes from the
-    /// environment.
+    /// Sets who may connect and where the sender may listen, with its certificates: those of
+    /// [`tls`](Self::tls) then do not count. The default comes from the environment.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
         self.access = Some(access);

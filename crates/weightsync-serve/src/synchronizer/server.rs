@@ -22,7 +22,7 @@ use super::memory::Held;
 use super::service::Input;
 use super::wire::{Join, MAX_BODY, Problem, Reply};
 use super::{files, watching};
-use crate::http::{LinesBody, Stopping, read};
+use crate::http::{IsEncrypted, LinesBody, Stopping, read};
 use crate::rpc::wire::line;
 
 /// The most readers of events at a time.
@@ -97,7 +97,12 @@ async fn own_pages_only(
     request: Request,
     next: Next,
 ) -> Response {
-    match is_own(request.headers(), serving.app.has_token) {
+    let is_encrypted = request.extensions().get::<IsEncrypted>();
+    let scheme = match is_encrypted.is_some_and(|is_encrypted| is_encrypted.0) {
+        true => "https://",
+        false => "http://",
+    };
+    match is_own(request.headers(), scheme, serving.app.has_token) {
         true => next.run(request).await,
         false => {
             let reason = "a page of another server asks: open the synchronizer by its address, or give \
@@ -108,19 +113,13 @@ async fn own_pages_only(
 }
 
 /// With a token, its header was checked before, and no other page has it.
-fn is_own(headers: &HeaderMap, has_token: bool) -> bool {
+fn is_own(headers: &HeaderMap, scheme: &str, has_token: bool) -> bool {
     let text = |name| headers.get(name).and_then(|text| text.to_str().ok());
     let host = text(HOST).unwrap_or_default();
     let name = host.rsplit_once(':').map_or(host, |(name, _)| name);
     let is_address = name.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
     let is_known = has_token || is_address || name == "localhost";
-    is_known
-        && text(ORIGIN).is_none_or(|origin| {
-            let own = origin
-                .strip_prefix("http://")
-                .or(origin.strip_prefix("https://"));
-            own == Some(host)
-        })
+    is_known && text(ORIGIN).is_none_or(|origin| origin.strip_prefix(scheme) == Some(host))
 }
 
 pub(super) fn refused(status: StatusCode, reason: String) -> Response {

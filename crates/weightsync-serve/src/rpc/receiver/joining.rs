@@ -120,6 +120,9 @@ enum NotIn {
     /// The sender refuses the worker for a reason that waiting does not change. Another sender
     /// may still replace this one.
     Denied(String),
+    /// There is no encrypted connection. New certificates are read without a restart, and the
+    /// handshake may have been cut, so the worker tries again.
+    Untrusted(String),
     /// Another live worker has this worker's number.
     Taken(String),
     /// The sender has shut down while this worker was joining.
@@ -135,8 +138,7 @@ impl From<Fault> for NotIn {
             Fault::Connect { source, .. } if source.kind() == ErrorKind::ConnectionRefused => {
                 Self::Absent(reason)
             }
-            // A new certificate is read without a restart, so the worker tries again.
-            Fault::Tls { .. } | Fault::NeedsTls { .. } => Self::Denied(reason),
+            Fault::Tls { .. } | Fault::NeedsTls { .. } => Self::Untrusted(reason),
             _ => Self::Silent(reason),
         }
     }
@@ -239,7 +241,9 @@ pub(super) fn join(
                     reason: "the init info's secret is not its own".into(),
                 },
                 NotIn::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
-                NotIn::Denied(reason) | NotIn::Taken(reason) => Error::Denied { reason },
+                NotIn::Denied(reason) | NotIn::Untrusted(reason) | NotIn::Taken(reason) => {
+                    Error::Denied { reason }
+                }
                 NotIn::Closed => Error::SenderClosed,
                 NotIn::Fenced(got) => Error::Fenced {
                     seen: joining.seen,
@@ -254,6 +258,7 @@ pub(super) fn join(
             NotIn::Stranger
             | NotIn::Wrong(_)
             | NotIn::Denied(_)
+            | NotIn::Untrusted(_)
             | NotIn::Taken(_)
             | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
         };
@@ -438,7 +443,7 @@ async fn again(session: &Session, register: &Register) -> std::result::Result<Li
                 session.renew(welcome.id);
                 return Ok(lines);
             }
-            Err(NotIn::Silent(why)) => why,
+            Err(NotIn::Silent(why) | NotIn::Untrusted(why)) => why,
             Err(NotIn::Wrong(got)) => {
                 let addr = session.client.addr();
                 tracing::warn!("{}", RpcError::WrongSender { addr, got });
