@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Off loopback the trainer and each relay need `WEIGHTSYNC_TOKEN_FILE`, as others connect
-//! to them, and every process `WEIGHTSYNC_INSECURE_PLAINTEXT=1`, or certificates: `WEIGHTSYNC_TLS_DIR`.
+//! to them. Every process needs certificates (`WEIGHTSYNC_TLS_DIR`), or
+//! `WEIGHTSYNC_INSECURE_PLAINTEXT=1`.
 
 use std::error::Error;
 use std::fs::{self, OpenOptions};

@@ -262,8 +262,8 @@ pub struct Access {
     /// network's traffic can then read the weights, and one that can change it can change the
     /// weights.
     pub insecure_plaintext: bool,
-    /// The certificates of encrypted connections. With them all connections to and from other machines are
-    /// encrypted, whatever `insecure_plaintext` says.
+    /// The certificates of encrypted connections. With them all connections to and from other
+    /// machines are encrypted, whatever `insecure_plaintext` says.
     pub tls: Option<Tls>,
     /// Why there are none, where another end's settings name them. They may not be needed here.
     pub(crate) no_tls: Option<String>,

@@ -13,8 +13,7 @@ use weightsync_engine::{Error, Origin, Result};
 
 use super::{Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
 use crate::access::{Access, Key};
-use crate::address::host_of;
-use crate::address::resolve_all;
+use crate::address::{host_of, resolve_all};
 use crate::error::{NetError, os, transport};
 use crate::link::Credentials;
 use crate::link::stream::Stream;

@@ -112,8 +112,9 @@ impl Rpc {
     /// it where there is a run directory.
     ///
     /// An address that is not loopback requires a token ([`Access`]) on every machine, and
-    /// [certificates](Self::tls) or permission to send [plain text](Self::insecure_plaintext). If the sender listens on
-    /// every address (`0.0.0.0`), workers get the address that this machine has towards others.
+    /// [certificates](Self::tls) or permission to send [plain text](Self::insecure_plaintext). If
+    /// the sender listens on every address (`0.0.0.0`), workers get the address that this machine
+    /// has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
         self.listen = at.into();

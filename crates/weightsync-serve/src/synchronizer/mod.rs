@@ -190,7 +190,8 @@ impl Synchronizer {
     /// port that the system chooses.
     ///
     /// An address that is not loopback requires a token ([`Access`]), and certificates or permission to
-    /// send plain text. With certificates other machines use HTTPS. On loopback, without a token, every user of this machine may connect.
+    /// send plain text. With certificates other machines use HTTPS. On loopback, without a token, every
+    /// user of this machine may connect.
     ///
     /// # Errors
     ///
