@@ -25,8 +25,7 @@ _PASSED = pytest.StashKey()
 
 @pytest.fixture(scope="session", autouse=True)
 def _ready():
-    """What stays for the whole run: helpers of multiprocessing, and torch's threads."""
-    torch.set_num_threads(1)
+    """What stays for the whole run: helpers of multiprocessing."""
     resource_tracker.ensure_running()
     process = STARTS["server"].Process(target=int)
     process.start()
@@ -42,6 +41,8 @@ def _ready():
 @pytest.fixture(autouse=True)
 def nothing_left(request, _ready):
     """No descriptor, thread, process or mapping of shared memory outlives a test."""
+    # TorchRL's collectors set another number, and torch keeps the threads that it starts.
+    torch.set_num_threads(1)
     gc.collect()
     before = _open()
     yield
