@@ -100,6 +100,8 @@ class Distributed(Scheme):
             fetches a copy of its own.
         deltas: whether hosts with an older version get the changes alone: ``"auto"`` if
             that is quicker, ``"always"`` if it takes fewer bytes, ``"never"``.
+        verify: ``"blake3"``: hosts do not trust relays, and compare what relays send with digests
+            that the trainer tells them. ``"checksums"`` finds accidents alone.
         arity: how many hosts fetch from each host, 1 to 64; 1 is a chain.
         connections: the number of connections by which a host fetches, 1 to 8.
     """
@@ -115,6 +117,7 @@ class Distributed(Scheme):
     own_copy: bool = False
     share: Literal["all", "relay", "none"] = "all"
     deltas: Literal["auto", "always", "never"] = "auto"
+    verify: Literal["checksums", "blake3"] = "checksums"
     arity: int = 1
     connections: int = 2
 

@@ -41,4 +41,4 @@ pub mod wire;
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::{NetError, listen_error};
 pub use self::relay::{Relay, RelayEvent, RelayStop};
-pub use self::scheme::{Deltas, Distributed, Share};
+pub use self::scheme::{Deltas, Distributed, Share, Verify};

@@ -39,6 +39,7 @@ use crate::tls::Part;
 /// | `share=all`, `relay`, `none` | whose memory workers read: the trainer's if it is on their host, else their relay's (default); only their relay's; none, each fetches its own copy |
 /// | `arity=N` | how many hosts fetch from each; 1 by default, a chain |
 /// | `connections=N` | how many connections a host fetches over, 1 to 8 |
+/// | `verify=blake3` | hosts do not trust relays: each compares what relays send with BLAKE3 digests that the sender tells it |
 /// | `deltas=auto`, `always`, `never` | when hosts with an older version get only the changes: if that is faster (default), if it takes fewer bytes, never |
 ///
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
@@ -70,6 +71,7 @@ pub struct Distributed {
     pub(crate) arity: usize,
     pub(crate) connections: usize,
     pub(crate) deltas: Deltas,
+    pub(crate) verify: Verify,
     pub(crate) token: Option<Token>,
     pub(crate) tls: Option<PathBuf>,
     /// The listening addresses, by the addresses that init infos name.
@@ -116,13 +118,29 @@ pub enum Deltas {
     Never,
 }
 
+/// What a host compares that it gets of a relay of another host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Verify {
+    /// The checksum that the relay sends along, which finds accidents.
+    #[default]
+    Checksums,
+    /// Also the BLAKE3 digest of each block of 1 MiB, which the sender tells each host over a link
+    /// of its own. A relay that sends anything else is named in the sender's log and in its
+    /// [status](crate::status::Relay::altered_for), and nobody it lied to fetches from it again.
+    /// Hosts that fetch from the sender itself compare nothing.
+    ///
+    /// The relay of a worker's own host is trusted: it runs as the same user.
+    Blake3,
+}
+
 /// The scheme's name.
 const WORD: &str = "distributed";
 
 /// The settings, for errors about a wrong one.
 const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, tls=DIR, insecure-plaintext, every=1 to 32, \
                         pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8, \
-                        deltas=auto, always or never";
+                        deltas=auto, always or never, verify=checksums or blake3";
 
 impl Default for Distributed {
     fn default() -> Self {
@@ -148,6 +166,7 @@ impl Distributed {
             arity: 1,
             connections: 2,
             deltas: Deltas::Auto,
+            verify: Verify::Checksums,
             token: None,
             tls: None,
             allocated: Arc::default(),
@@ -231,6 +250,13 @@ impl Distributed {
         self
     }
 
+    /// Sets whether hosts trust what relays send.
+    #[must_use]
+    pub fn verify(mut self, verify: Verify) -> Self {
+        self.verify = verify;
+        self
+    }
+
     fn parse(settings: &BTreeMap<String, String>) -> Result<Self> {
         let mut scheme = Self::new();
         for (key, value) in settings {
@@ -268,6 +294,13 @@ impl Distributed {
                         "always" => Deltas::Always,
                         "never" => Deltas::Never,
                         _ => return Err(bad(key, "auto, always or never", value)),
+                    }
+                }
+                "verify" => {
+                    scheme.verify = match value.as_str() {
+                        "checksums" => Verify::Checksums,
+                        "blake3" => Verify::Blake3,
+                        _ => return Err(bad(key, "checksums or blake3", value)),
                     }
                 }
                 "arity" => scheme.arity = number(key, value, 1, 64)?,
@@ -389,6 +422,9 @@ impl Scheme for Distributed {
             Deltas::Auto => {}
             Deltas::Always => set("deltas", "always".into()),
             Deltas::Never => set("deltas", "never".into()),
+        }
+        if self.verify == Verify::Blake3 {
+            set("verify", "blake3".into());
         }
         if self.arity != 1 {
             set("arity", self.arity.to_string());

@@ -96,6 +96,10 @@ pub struct Relay {
     pub pid: u32,
     /// Bytes that it has fetched.
     pub received: u64,
+    /// How many agents got other bytes from it than were published, as they say, and do not fetch
+    /// from it any more. Looked for with `verify=blake3`.
+    #[serde(default)]
+    pub altered_for: usize,
     /// The measured speed of its link, in bytes a second.
     pub bytes_per_second: Option<f64>,
     /// The versions that it has, as pairs of a model's index and a version.
@@ -282,6 +286,7 @@ mod tests {
             address: "10.200.200.200".into(),
             pid: 4_000_000_000,
             received: u64::MAX,
+            altered_for: 0,
             bytes_per_second: Some(1e9 / 3.0),
             holds: vec![(0, u64::MAX); 3],
             workers: (0..workers).map(worker).collect(),

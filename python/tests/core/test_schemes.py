@@ -17,7 +17,7 @@ TEXTS = {
     "multi-process:every=4,own-copy": MultiProcess(every=4, own_copy=True),
     "distributed": Distributed(),
     "distributed:listen=127.0.0.1:0,advertise=localhost:0,insecure-plaintext,every=2,own-copy,"
-    "share=relay,deltas=never,arity=2,connections=3": Distributed(
+    "share=relay,deltas=never,verify=blake3,arity=2,connections=3": Distributed(
         listen="127.0.0.1:0",
         advertise="localhost:0",
         insecure_plaintext=True,
@@ -25,6 +25,7 @@ TEXTS = {
         own_copy=True,
         share="relay",
         deltas="never",
+        verify="blake3",
         arity=2,
         connections=3,
     ),

@@ -141,8 +141,8 @@ class DistributedWeightSyncScheme(NativeScheme):
         timeout: accepted for TorchRL's sake; each wait here has its own timeout.
         strategy: "tensordict" or "state_dict".
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
-        listen, advertise, tls, insecure_plaintext, share, arity, connections, deltas, every,
-            own_copy: as of :class:`weightsync.Distributed`.
+        listen, advertise, tls, insecure_plaintext, share, arity, connections, deltas, verify,
+            every, own_copy: as of :class:`weightsync.Distributed`.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
 
     Raises:
@@ -166,6 +166,7 @@ class DistributedWeightSyncScheme(NativeScheme):
         arity: int = 1,
         connections: int = 2,
         deltas: Literal["auto", "always", "never"] = "auto",
+        verify: Literal["checksums", "blake3"] = "checksums",
         every: int | None = None,
         own_copy: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
@@ -182,6 +183,7 @@ class DistributedWeightSyncScheme(NativeScheme):
             own_copy=own_copy,
             share=share,
             deltas=deltas,
+            verify=verify,
             arity=arity,
             connections=connections,
         )

@@ -129,6 +129,10 @@ impl Tree<'_> {
         let speed = relay
             .bytes_per_second
             .map(|speed| format!(", {}/s", bytes(speed as u64)));
+        let altered = match relay.altered_for {
+            0 => String::new(),
+            agents => format!(", ALTERED weights for {}", counted(agents, "host")),
+        };
         let mut held = vec![0; self.newest.len()];
         for (model, version) in &relay.holds {
             if let Some(newest) = held.get_mut(usize::from(*model)) {
@@ -136,7 +140,7 @@ impl Tree<'_> {
             }
         }
         format!(
-            "{} {} on {} ({}, pid {})  {}, {} fetched{}",
+            "{} {} on {} ({}, pid {})  {}, {} fetched{}{altered}",
             if relay.serves { "relay" } else { "agent" },
             relay.agent,
             shown(&relay.name),
@@ -203,6 +207,7 @@ mod tests {
             address: "10.0.0.1".into(),
             pid: 7,
             received: 3 << 20,
+            altered_for: 0,
             bytes_per_second: (agent == 1).then_some(125e6),
             holds: vec![(0, 7), (0, 10 - agent)],
             workers,
@@ -231,6 +236,7 @@ mod tests {
                 Relay {
                     serves: false,
                     holds: Vec::new(),
+                    altered_for: 1,
                     ..relay(3, 0, vec![worker(5, 8)])
                 },
             ],
@@ -247,7 +253,7 @@ sender 10.0.0.9:7070 (pid 42)
 │  ├─ worker 2 (pid 102, cpu)  v7 (2 behind)
 │  └─ relay 2 on host-2?[2J (10.0.0.1, pid 7)  v8 (1 behind), 3.0 MiB fetched
 │     └─ worker 3 (pid 103, cpu)  nothing yet
-└─ agent 3 on host-3?[2J (10.0.0.1, pid 7)  nothing yet, 3.0 MiB fetched
+└─ agent 3 on host-3?[2J (10.0.0.1, pid 7)  nothing yet, 3.0 MiB fetched, ALTERED weights for 1 host
    └─ worker 5 (pid 105, cpu)  v8 (1 behind)
 worker 4 was not reached a moment ago
 ";

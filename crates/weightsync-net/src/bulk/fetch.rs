@@ -1,6 +1,7 @@
 //! The child's end of bulk links: fetches one version over one or more connections.
 
 mod make;
+mod verify;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt;
@@ -8,7 +9,7 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
@@ -28,11 +29,11 @@ use crate::link::{Credentials, blocking};
 use crate::relay::Item;
 use crate::tls::Peer;
 use crate::wire::frame::{
-    self, BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
+    BLOCK, BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
     Header, Kind, SPAN_BLOCKS,
 };
 use crate::wire::hello::Role;
-use crate::wire::message::{BlockRange, MAX_RANGES, Message, ToChild, ToParent};
+use crate::wire::message::{BlockRange, MAX_RANGES, Message, ToChild, ToParent, Wanted};
 
 /// How many bytes are read before their checksum is computed, so that they are still in the cache.
 const GULP: usize = 256 << 10;
@@ -46,6 +47,16 @@ pub(crate) struct Parent {
     pub(crate) address: SocketAddr,
 }
 
+impl Parent {
+    /// What its certificate must be of.
+    fn peer(self) -> Peer<'static> {
+        match self.agent {
+            0 => Peer::Sender(self.address.ip()),
+            _ => Peer::Relay(self.address.ip()),
+        }
+    }
+}
+
 /// How a fetch ended.
 #[derive(Debug)]
 pub(crate) enum FetchEnd {
@@ -57,6 +68,8 @@ pub(crate) enum FetchEnd {
     NotThere,
     /// A connection broke, was silent for too long, or sent an invalid message.
     Broken(io::Error),
+    /// The parent sent a block that is not the published one.
+    Altered { block: usize },
     /// The deltas were made from other bytes than the base here.
     BaseMismatch(io::Error),
     /// The fetch was stopped.
@@ -72,18 +85,26 @@ pub(crate) struct Connections {
     pub(crate) agent: u64,
     /// The most connections of one fetch.
     pub(crate) most: usize,
+    /// Where the sender tells the digests of blocks, if blocks of relays are compared with them.
+    pub(crate) digests: Option<SocketAddr>,
     idle: Mutex<VecDeque<(Parent, Stream)>>,
     /// The throughput of each parent that is in use.
     meters: Mutex<Vec<(Parent, Weak<Throughput>)>>,
 }
 
 impl Connections {
-    pub(crate) fn new(credentials: Credentials, run: Run, agent: u64, most: usize) -> Self {
+    pub(crate) fn new(
+        credentials: Credentials,
+        (run, agent): (Run, u64),
+        most: usize,
+        digests: Option<SocketAddr>,
+    ) -> Self {
         Self {
             credentials,
             run,
             agent,
             most,
+            digests,
             idle: Mutex::default(),
             meters: Mutex::default(),
         }
@@ -146,6 +167,10 @@ struct Shared {
     stopped: AtomicBool,
     /// A delta did not fit the base here.
     base_mismatch: AtomicBool,
+    /// The first block that came and is not the published one.
+    altered: OnceLock<usize>,
+    /// The sender has not the version any more, so nothing can be compared.
+    digests_gone: AtomicBool,
     /// How many connections have not ended.
     left: AtomicUsize,
     first_end: Mutex<Option<FetchEnd>>,
@@ -190,6 +215,8 @@ impl Fetch {
             threads: threads.clone(),
             stopped: AtomicBool::new(false),
             base_mismatch: AtomicBool::new(false),
+            altered: OnceLock::new(),
+            digests_gone: AtomicBool::new(false),
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
@@ -199,6 +226,7 @@ impl Fetch {
             coded: AtomicU64::new(0),
             done: Box::new(done),
         });
+        shared.clone().ask_digests();
         for part in 0..count {
             let turns = missing.iter().copied().enumerate();
             // The blocks of one span go over one connection, because they may come as one delta.
@@ -254,32 +282,24 @@ impl Shared {
                 end => return end,
             }
         }
-        let address = self.parent.address;
-        let socket = TcpStream::connect_timeout(&address, SUSPECT)?;
-        let Some(watched) = self.threads.watch(&socket)? else {
-            return Ok(Some(FetchEnd::Stopped));
+        match self.connect(self.parent)? {
+            Some(socket) => self.fetch_by(socket, waiting),
+            None => Ok(Some(FetchEnd::Stopped)),
+        }
+    }
+
+    /// A new connection; `None` if the fetch was stopped.
+    fn connect(&self, parent: Parent) -> io::Result<Option<Stream>> {
+        let socket = TcpStream::connect_timeout(&parent.address, SUSPECT)?;
+        let Some(_watched) = self.threads.watch(&socket)? else {
+            return Ok(None);
         };
         self.sockets().push(socket.try_clone()?);
         if self.is_stopped() {
-            return Ok(Some(FetchEnd::Stopped));
+            return Ok(None);
         }
-        let socket = blocking::prove(
-            socket,
-            &self.connections.credentials,
-            self.peer(),
-            Role::Bulk,
-            Some(SUSPECT),
-        )?;
-        drop(watched);
-        self.fetch_by(socket, waiting)
-    }
-
-    /// What the parent's certificate must be of.
-    fn peer(&self) -> Peer<'static> {
-        match self.parent.agent {
-            0 => Peer::Sender(self.parent.address.ip()),
-            _ => Peer::Relay(self.parent.address.ip()),
-        }
+        let (credentials, patience) = (&self.connections.credentials, Some(SUSPECT));
+        blocking::prove(socket, credentials, parent.peer(), Role::Bulk, patience).map(Some)
     }
 
     /// Waits while a stopped fetch still holds the missing blocks; it is about to release them.
@@ -301,18 +321,15 @@ impl Shared {
             return Ok(Some(FetchEnd::Stopped));
         }
         for ranges in ranges(indices).chunks(MAX_RANGES) {
-            let fetch = ToParent::Fetch {
+            let fetch = ToParent::Fetch(Wanted {
                 run: self.connections.run,
                 agent: self.connections.agent,
                 model: self.item.model as u8,
                 version: self.item.version,
                 base: self.base.as_ref().map(|base| base.snapshot.version()),
                 ranges: ranges.to_vec(),
-            };
-            let mut bytes = Vec::new();
-            let payload = fetch.encode().map_err(invalid)?;
-            frame::encode(Kind::Bulk, &payload, &mut bytes).map_err(invalid)?;
-            socket.write_all(&bytes)?;
+            });
+            socket.write_all(&fetch.frame().map_err(invalid)?)?;
             let mut requested = Requested {
                 ranges,
                 arrived: BTreeSet::new(),
@@ -369,10 +386,8 @@ impl Shared {
                 taken?;
                 continue;
             }
-            let mut payload = vec![0; header.len];
-            read_exact(socket, &mut payload)?;
-            header.check(&payload).map_err(invalid)?;
-            match ToChild::decode(&payload).map_err(invalid)? {
+            match read_message(socket, &header)? {
+                ToChild::Digests { .. } => return Err(invalid(Unasked)),
                 ToChild::Idle => {}
                 ToChild::End => return Ok(None),
                 ToChild::Gone { .. } => return Ok(Some(FetchEnd::NotThere)),
@@ -411,15 +426,22 @@ impl Shared {
         drop(coming);
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
+        self.verify(index, &piece)?;
         self.held.note_sum(index, crc);
         piece.keep();
         Ok(())
     }
 
     fn end(&self, end: io::Result<Option<FetchEnd>>) {
+        let altered = self
+            .altered
+            .get()
+            .map(|block| FetchEnd::Altered { block: *block });
         let end = match end {
             Ok(end) => end,
+            Err(_) if altered.is_some() => altered,
             Err(_) if self.is_stopped() => Some(FetchEnd::Stopped),
+            Err(_) if self.digests_gone.load(Ordering::Acquire) => Some(FetchEnd::NotThere),
             Err(error) if self.base_mismatch.load(Ordering::Acquire) => {
                 Some(FetchEnd::BaseMismatch(error))
             }
@@ -525,6 +547,18 @@ fn skip(socket: &mut Stream, bytes: u32) -> io::Result<()> {
 #[error("the parent says that it sent everything, but block {index} is missing")]
 struct Unsent {
     index: usize,
+}
+
+/// The parent told digests that were not requested.
+#[derive(Debug, thiserror::Error)]
+#[error("the parent told digests, which nobody asked it for")]
+struct Unasked;
+
+fn read_message(socket: &mut Stream, header: &Header) -> io::Result<ToChild> {
+    let mut payload = vec![0; header.len];
+    read_exact(socket, &mut payload)?;
+    header.check(&payload).map_err(invalid)?;
+    ToChild::decode(&payload).map_err(invalid)
 }
 
 /// Fills the buffer. A timeout is an error that says how long the parent was silent.

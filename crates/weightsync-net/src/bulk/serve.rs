@@ -1,5 +1,6 @@
 //! The parent's end of a bulk link.
 
+mod digests;
 mod transfer;
 
 use std::collections::HashMap;
@@ -24,13 +25,16 @@ use crate::relay::Item;
 use crate::wire::frame::{
     BLOCK, BlockHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS,
 };
-use crate::wire::message::{Message, ToChild, ToParent};
+use crate::wire::message::{Message, ToChild, ToParent, Wanted};
 
 /// A waiting child is given up when its host has not answered for this long.
 const OUT_OF_REACH: Duration = Duration::from_secs(12);
 
 /// How many fetches are served at once; others wait for their turn.
 const AT_ONCE: usize = 64;
+
+/// How many children are told digests at once; others wait for their turn.
+const DIGESTING: usize = 8;
 
 /// How long a turn is while other fetches wait. A block that has begun is sent to its end.
 const TURN: Duration = Duration::from_millis(250);
@@ -79,6 +83,7 @@ pub(crate) struct Serving {
     pub(crate) notify: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
     children: Arc<Semaphore>,
+    digesting: Arc<Semaphore>,
     /// The measured speed of the link to each child, in bytes a second.
     rates: Arc<Mutex<HashMap<u64, u64>>>,
     quiet: Duration,
@@ -99,6 +104,7 @@ impl Serving {
             notify: Arc::new(notify),
             at_once: Arc::new(Semaphore::new(AT_ONCE)),
             children: Arc::new(Semaphore::new(CHILDREN)),
+            digesting: Arc::new(Semaphore::new(DIGESTING)),
             rates: Arc::default(),
             quiet: QUIET,
         }
@@ -115,7 +121,7 @@ impl Serving {
             tracing::debug!("a relay below is served, but its host cannot be watched: {error}");
         }
         loop {
-            match self.fetch(socket).await {
+            match self.request(socket).await {
                 Ok(Some(same)) => socket = same,
                 Ok(None) => return,
                 Err(error) => {
@@ -126,10 +132,37 @@ impl Serving {
         }
     }
 
-    async fn fetch(&self, mut socket: AsyncStream) -> io::Result<Option<AsyncStream>> {
-        let Some(fetch) = read_fetch(&mut socket, self.quiet).await? else {
-            return Ok(None);
-        };
+    async fn request(&self, mut socket: AsyncStream) -> io::Result<Option<AsyncStream>> {
+        match read_request(&mut socket, self.quiet).await? {
+            None => Ok(None),
+            Some(ToParent::Fetch(wanted)) => self.fetch(socket, wanted).await,
+            Some(ToParent::Digests {
+                run,
+                model,
+                version,
+            }) => {
+                let model = model.into();
+                self.digests(socket, run, Item { model, version }).await
+            }
+        }
+    }
+
+    /// Why this process can never have a version.
+    fn has(&self, run: Run, item: Item) -> Result<(), &'static str> {
+        if run != self.run {
+            return Err("the version belongs to another run");
+        }
+        match item.model < self.models {
+            true => Ok(()),
+            false => Err("there is no such model"),
+        }
+    }
+
+    async fn fetch(
+        &self,
+        mut socket: AsyncStream,
+        fetch: Wanted,
+    ) -> io::Result<Option<AsyncStream>> {
         let mut transfer = Transfer::new(self.clone(), fetch);
         loop {
             let Some(permit) = self.turn(&mut socket, &mut transfer).await? else {
@@ -263,7 +296,7 @@ pub(crate) fn keep_alive(socket: &impl AsFd) -> io::Result<()> {
 }
 
 /// The child's next message; `None` once it has hung up or been quiet for too long.
-async fn read_fetch(socket: &mut AsyncStream, quiet: Duration) -> io::Result<Option<ToParent>> {
+async fn read_request(socket: &mut AsyncStream, quiet: Duration) -> io::Result<Option<ToParent>> {
     let mut header = [0; HEADER_BYTES];
     // A child that has sent the first byte must send the rest promptly, so the longer limit is only
     // for that byte.

@@ -16,6 +16,7 @@ use super::PATIENCE;
 use super::delta::Ring;
 use crate::relay::Item;
 use crate::wire::frame::BLOCK;
+use crate::wire::message::DIGEST_BYTES;
 
 // [`Held::whole`] reuses the checksums of the sender's copy pass, so their blocks must have the
 // size of these blocks.
@@ -30,6 +31,8 @@ pub(crate) struct Held {
     source: Source,
     /// The checksum of each block, once it is known.
     sums: Box<[OnceLock<u64>]>,
+    /// The BLAKE3 digest of each block as the sender published it, once it is known.
+    digests: Box<[OnceLock<[u8; DIGEST_BYTES]>]>,
     /// The version is no longer served.
     revoked: AtomicBool,
     /// The connections that send this version now, by number.
@@ -89,6 +92,7 @@ impl Held {
         Self {
             source,
             sums: (0..blocks).map(|_| OnceLock::new()).collect(),
+            digests: (0..blocks).map(|_| OnceLock::new()).collect(),
             revoked: AtomicBool::new(false),
             outgoing: Mutex::default(),
         }
@@ -163,24 +167,46 @@ impl Held {
         }
     }
 
+    /// The digest of a block, if it is known.
+    pub(super) fn digest(&self, index: usize) -> Option<&[u8; DIGEST_BYTES]> {
+        self.digests.get(index)?.get()
+    }
+
+    /// Notes the sender's digest of a block; false if there is no such block.
+    pub(super) fn note_digest(&self, index: usize, digest: [u8; DIGEST_BYTES]) -> bool {
+        let place = self.digests.get(index);
+        place.is_some_and(|place| *place.get_or_init(|| digest) == digest)
+    }
+
+    /// The digest of a block that is here, made now if it is not known.
+    pub(super) fn make_digest(&self, index: usize) -> Option<&[u8; DIGEST_BYTES]> {
+        let bytes = self.bytes(index)?;
+        let place = self.digests.get(index)?;
+        Some(place.get_or_init(|| *blake3::hash(bytes).as_bytes()))
+    }
+
     /// Whether the version is no longer served.
     pub(super) fn is_revoked(&self) -> bool {
         self.revoked.load(Ordering::Acquire)
     }
 
-    fn look(&self, index: usize) -> BlockState<'_> {
-        if self.is_revoked() {
-            return BlockState::Gone;
-        }
-        let bytes = match &self.source {
+    /// A block that is here.
+    fn bytes(&self, index: usize) -> Option<&[u8]> {
+        match &self.source {
             Source::Whole(snapshot) => {
                 let start = index * BLOCK as usize;
                 let end = (start + BLOCK as usize).min(snapshot.bytes().len());
                 snapshot.bytes().get(start..end)
             }
             Source::Arriving(slot) => slot.read(index),
-        };
-        match (bytes, self.sums.get(index)) {
+        }
+    }
+
+    fn look(&self, index: usize) -> BlockState<'_> {
+        if self.is_revoked() {
+            return BlockState::Gone;
+        }
+        match (self.bytes(index), self.sums.get(index)) {
             (Some(bytes), Some(sum)) => {
                 BlockState::Ready(bytes, *sum.get_or_init(|| weightsync_simd::crc64(bytes)))
             }

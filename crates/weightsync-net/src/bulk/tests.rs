@@ -19,6 +19,7 @@ use crate::wire::frame::{BLOCK, BlockHead, HEADER_BYTES, Header, Kind};
 use crate::wire::message::{Message, ToChild};
 
 mod deltas;
+mod verify;
 
 /// More than anything here takes.
 const LONG: Duration = Duration::from_secs(20);
@@ -104,10 +105,16 @@ struct Child {
 }
 
 fn child(name: &str, address: SocketAddr, connections: usize) -> Child {
-    child_of(name, address, connections, ITEM)
+    child_of(name, address, connections, ITEM, None)
 }
 
-fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> Child {
+fn child_of(
+    name: &str,
+    address: SocketAddr,
+    connections: usize,
+    item: Item,
+    digests: Option<SocketAddr>,
+) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
     let bytes = u64::from(BLOCKS) * u64::from(BLOCK);
     let model = ModelSpec {
@@ -119,7 +126,7 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
     let held = Arc::new(Held::coming(slot.clone()));
-    let connections = Connections::new(Credentials::plain(&SECRET), RUN, 1, connections);
+    let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), connections, digests);
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
     let store = Arc::new(Store::of_relay());
@@ -142,17 +149,30 @@ fn child_of(name: &str, address: SocketAddr, connections: usize, item: Item) -> 
     }
 }
 
+/// A process that serves; where it listens.
+async fn listen(serving: Serving) -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
+    let credentials = Credentials::plain(&SECRET);
+    tokio::spawn(accept_all(listener, credentials, || false, |_| {}, take));
+    address
+}
+
 fn block(index: u32) -> Vec<u8> {
-    let bytes = vec![index as u8; BLOCK as usize];
+    block_of(index, &vec![index as u8; BLOCK as usize])
+}
+
+fn block_of(index: u32, bytes: &[u8]) -> Vec<u8> {
     let head = BlockHead {
         model: 0,
         version: ITEM.version,
         index,
         bytes: BLOCK,
-        crc: weightsync_simd::crc64(&bytes),
+        crc: weightsync_simd::crc64(bytes),
         image_bytes: u64::from(BLOCKS) * u64::from(BLOCK),
     };
-    [head.frame().as_ref(), &bytes].concat()
+    [head.frame().as_ref(), bytes].concat()
 }
 
 fn end() -> Vec<u8> {
@@ -280,21 +300,9 @@ fn relay_does_not_search_for_an_unknown_model() {
     };
     let store = Arc::new(Store::of_relay());
     let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), note);
-    let address = runtime.block_on(async {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let take = move |socket, _, _| drop(tokio::spawn(serving.clone().child(socket)));
-        tokio::spawn(accept_all(
-            listener,
-            Credentials::plain(&SECRET),
-            || false,
-            |_| {},
-            take,
-        ));
-        address
-    });
+    let address = runtime.block_on(listen(serving));
     let item = Item { model: 1, ..ITEM };
-    let child = child_of("model", address, 1, item);
+    let child = child_of("model", address, 1, item, None);
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
     assert_eq!(served.try_iter().next(), None);

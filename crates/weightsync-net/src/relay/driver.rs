@@ -169,6 +169,7 @@ impl Driver {
             agent,
             slots,
             pid,
+            verify,
             models,
             bulk,
             ..
@@ -211,7 +212,12 @@ impl Driver {
                 take,
             ));
         }
-        let connections = Connections::new(credentials.clone(), run, agent, options.connections);
+        let connections = Connections::new(
+            credentials.clone(),
+            (run, agent),
+            options.connections,
+            verify.then_some(root),
+        );
         Ok(Self {
             options: options.clone(),
             credentials,

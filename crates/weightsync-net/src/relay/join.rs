@@ -38,6 +38,8 @@ pub(crate) struct Joined {
     pub(crate) slots: u8,
     /// The sender's process.
     pub(crate) pid: u32,
+    /// Whether blocks of relays are compared with the sender's digests.
+    pub(crate) verify: bool,
     pub(crate) models: Vec<ModelSpec>,
     /// The listener for other hosts, if the agent serves any.
     pub(crate) bulk: Option<TcpListener>,
@@ -102,6 +104,7 @@ pub(crate) async fn join(
         address,
         slots,
         pid,
+        verify,
         models,
     } = welcome;
     Ok(Joined {
@@ -112,6 +115,7 @@ pub(crate) async fn join(
         address,
         slots,
         pid,
+        verify,
         models,
         bulk,
     })
@@ -131,6 +135,7 @@ pub(crate) struct Welcome {
     pub(crate) address: String,
     pub(crate) slots: u8,
     pub(crate) pid: u32,
+    pub(crate) verify: bool,
     pub(crate) models: Vec<ModelSpec>,
 }
 
@@ -179,6 +184,7 @@ async fn read_welcome(messages: &mut Messages, patience: Duration) -> Result<Wel
         slots,
         max_slots: _,
         pid,
+        verify,
     } = next(messages, patience).await?
     else {
         return Err(broken("expected a welcome first"));
@@ -221,6 +227,7 @@ async fn read_welcome(messages: &mut Messages, patience: Duration) -> Result<Wel
         address,
         slots,
         pid,
+        verify,
         models,
     })
 }

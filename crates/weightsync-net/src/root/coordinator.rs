@@ -28,7 +28,7 @@ use self::workers::{Asks, Worker};
 use super::membership::{AgentDeparture, LinkLoss, Membership, Process, Waiter};
 use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
-use super::topology::{AgentId, Assigned, Endpoint, Topology};
+use super::topology::{AgentId, Assigned, Endpoint, Topology, Why};
 use crate::bulk::{Store, Threads};
 use crate::link::log_limiter::{self, LogLimiter};
 use crate::link::stream::AsyncStream;
@@ -100,6 +100,8 @@ pub(crate) struct Settings {
     pub(crate) slots: u8,
     pub(crate) max_slots: u8,
     pub(crate) arity: usize,
+    /// Whether agents compare what relays send with the sender's digests.
+    pub(crate) verify: bool,
     /// The models as frames, the same for every agent.
     pub(crate) descriptions: Arc<[u8]>,
     /// Bytes that this process has sent to children.
@@ -142,6 +144,8 @@ struct Agent {
     /// The agent has said goodbye.
     leaves: bool,
     received: u64,
+    /// The agents that got other bytes from this one than were published.
+    altered_for: BTreeSet<AgentId>,
 }
 
 struct Known {
@@ -236,6 +240,7 @@ impl Coordinator {
                     known: None,
                     leaves: false,
                     received: 0,
+                    altered_for: BTreeSet::new(),
                 };
                 self.agents.insert(agent, known);
                 self.count.store(self.agents.len(), Ordering::Relaxed);
@@ -305,6 +310,7 @@ impl Coordinator {
                     slots: self.settings.slots,
                     max_slots: self.settings.max_slots,
                     pid: std::process::id(),
+                    verify: self.settings.verify,
                 };
                 known.link.send(&welcome);
                 known.link.send_frames(self.settings.descriptions.clone());
@@ -392,8 +398,18 @@ impl Coordinator {
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {
-                let assigned = self.topology.lost(agent, parent, self.now());
+                let why = Why::Failed { now: self.now() };
+                let assigned = self.topology.lost(agent, parent, why);
                 self.assign(&assigned);
+            }
+            ToRoot::Altered {
+                parent,
+                model,
+                version,
+                block,
+            } => {
+                let model = model.into();
+                self.altered(agent, parent, Item { model, version }, block);
             }
             // The agent asks the sender itself next.
             ToRoot::Missing { .. } => {}
@@ -411,6 +427,33 @@ impl Coordinator {
                 self.scrubbed(agent, item, digest);
             }
         }
+    }
+
+    /// Names a relay that sent other bytes than were published, and passes it over. The word of
+    /// the agent that got them moves this agent alone: one that lies could take honest relays from
+    /// the others otherwise.
+    fn altered(&mut self, agent: AgentId, parent: AgentId, item: Item, block: u32) {
+        let name = |agent| {
+            let one: Option<&Agent> = self.agents.get(&agent);
+            let name = one.and_then(|one| Some((&one.known.as_ref()?.name, one.from.ip())));
+            name.map_or_else(
+                || format!("agent {agent}"),
+                |(name, at)| format!("{name} ({at}, agent {agent})"),
+            )
+        };
+        tracing::warn!(
+            "the relay {} sent block {block} of {} {} other than it was published, says {}, which \
+             does not fetch from it any more: find out who runs that relay",
+            name(parent),
+            self.settings.models.get(item.model).map_or("", |name| name),
+            item.version,
+            name(agent),
+        );
+        if let Some(parent) = self.agents.get_mut(&parent) {
+            parent.altered_for.insert(agent);
+        }
+        let assigned = self.topology.lost(agent, parent, Why::Altered);
+        self.assign(&assigned);
     }
 
     fn assign(&mut self, assigned: &[Assigned]) {

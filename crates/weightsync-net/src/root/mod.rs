@@ -31,7 +31,7 @@ use crate::link::Credentials;
 use crate::link::listen::accept_all;
 use crate::link::stream::AsyncStream;
 use crate::relay::{Item, runtime};
-use crate::scheme::Distributed;
+use crate::scheme::{Distributed, Verify};
 use crate::status::NOT_YET;
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, Message, Status, model_messages};
@@ -190,6 +190,7 @@ impl Server {
             slots: opening.options.slots,
             max_slots: opening.options.max_slots,
             arity: scheme.arity,
+            verify: scheme.verify == Verify::Blake3,
             descriptions: descriptions(opening.models)?,
             served: Arc::default(),
             store: store.clone(),

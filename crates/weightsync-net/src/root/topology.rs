@@ -99,7 +99,7 @@ struct Agent {
 struct Failed {
     /// Whether the agent may not get this parent now.
     avoided: bool,
-    /// The end of that time, and its length.
+    /// The end of that time, [`Duration::MAX`] for never, and its length.
     until: Duration,
     pause: Duration,
 }
@@ -109,9 +109,22 @@ impl Agent {
         self.failed.get(&parent).is_some_and(|one| one.avoided)
     }
 
-    /// Avoids a parent; returns until when.
-    fn avoid(&mut self, parent: AgentId, now: Duration) -> Duration {
-        let before = self.failed.get(&parent);
+    /// Avoids a parent; returns until when, if not for good.
+    fn avoid(&mut self, parent: AgentId, why: Why) -> Option<Duration> {
+        let before = self.failed.get(&parent).copied();
+        let for_good = before.is_some_and(|one| one.until == Duration::MAX);
+        let now = match why {
+            Why::Failed { now } if !for_good => now,
+            _ => {
+                let failed = Failed {
+                    avoided: true,
+                    until: Duration::MAX,
+                    pause: Duration::ZERO,
+                };
+                self.failed.insert(parent, failed);
+                return None;
+            }
+        };
         // A parent that worked for as long as it was avoided before is trusted again.
         let before = before.filter(|one| now < one.until + one.pause);
         let pause = before.map_or(AVOIDED, |one| (2 * one.pause).min(MOST_AVOIDED));
@@ -121,12 +134,21 @@ impl Agent {
             pause,
         };
         self.failed.insert(parent, failed);
-        failed.until
+        Some(failed.until)
     }
 
     fn is_slow(&self, fastest: f64) -> bool {
         self.speed.is_some_and(|(speed, _)| speed * SLOW < fastest)
     }
+}
+
+/// Why an agent fetches from a parent no more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// A fetch failed. The agent avoids this parent [for a while](Topology::again).
+    Failed { now: Duration },
+    /// The parent sent other bytes than were published. The agent never gets it again.
+    Altered,
 }
 
 /// The new parent of an agent.
@@ -225,10 +247,9 @@ impl Topology {
         self.assign()
     }
 
-    /// Reassigns an agent whose fetch from a live parent failed. The agent avoids this parent [for
-    /// a while](Self::again). If the failed parent was the sender, even in the parent's place, the
-    /// agent waits for the next assignment.
-    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId, now: Duration) -> Vec<Assigned> {
+    /// Reassigns an agent that fetches from a live parent no more. If the parent was the sender,
+    /// even in the parent's place, the agent waits for the next assignment.
+    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId, why: Why) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
             && (one.parent == Some(parent) || parent == 0)
         {
@@ -239,11 +260,13 @@ impl Topology {
             }
             if parent != 0 {
                 let before = one.failed.get(&parent).map(|failed| failed.until);
-                let until = one.avoid(parent, now);
+                let until = one.avoid(parent, why);
                 if let Some(before) = before {
                     self.avoided.remove(&(before, agent, parent));
                 }
-                self.avoided.insert((until, agent, parent));
+                if let Some(until) = until {
+                    self.avoided.insert((until, agent, parent));
+                }
             }
             return self.assign();
         }

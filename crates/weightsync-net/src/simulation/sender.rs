@@ -17,7 +17,7 @@ use crate::root::membership::{
     AgentDeparture, JoinOutcome, LeaveOutcome, LinkLoss, Membership, Process, Waiter,
 };
 use crate::root::recent::Recent;
-use crate::root::topology::{AgentId, Assigned, Endpoint, Topology};
+use crate::root::topology::{AgentId, Assigned, Endpoint, Topology, Why};
 use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
 pub(super) const RUN: Run = Run {
@@ -300,7 +300,10 @@ impl World {
             }
             ToRoot::ParentLost { parent, .. } => {
                 let now = Duration::from_micros(self.clock.now());
-                let assigned = self.sender.topology.lost(agent, parent, now);
+                let assigned = self
+                    .sender
+                    .topology
+                    .lost(agent, parent, Why::Failed { now });
                 self.assign(&assigned);
                 self.give_again_when_due();
             }
@@ -562,6 +565,7 @@ fn welcome(agent: AgentId) -> FromRoot {
         slots: 2,
         max_slots: 8,
         pid: 1,
+        verify: false,
     }
 }
 

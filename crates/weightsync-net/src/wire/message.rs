@@ -29,7 +29,7 @@ use weightsync_core::Remedy;
 
 use self::check::*;
 
-pub use self::bulk::{BlockRange, ToChild, ToParent};
+pub use self::bulk::{BlockRange, ToChild, ToParent, Wanted};
 pub use self::collect::{ToTrainer, ToWorker};
 pub use self::from_root::{FromRoot, RefusalRemedy};
 pub use self::model::{AssembledModel, ModelAssembler, model_messages};
@@ -71,6 +71,12 @@ pub const MAX_SLOTS: u8 = 64;
 
 /// The most ranges of one [`ToParent::Fetch`].
 pub const MAX_RANGES: usize = 4096;
+
+/// The bytes of the BLAKE3 digest of a block.
+pub const DIGEST_BYTES: usize = 32;
+
+/// The most digests of one [`ToChild::Digests`].
+pub const MAX_DIGESTS: usize = 1024;
 
 /// The most bytes of one [`FromRoot::Part`].
 pub const MAX_PART: usize = 512 << 10;

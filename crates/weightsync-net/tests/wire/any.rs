@@ -6,7 +6,7 @@ use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, MAX_PART, RefusalRemedy, Status, ToChild, ToParent,
-    ToRoot, ToTrainer, ToWorker, Want, WorkerProgress,
+    ToRoot, ToTrainer, ToWorker, Want, Wanted, WorkerProgress,
 };
 
 /// Raw values for the fields of a message.
@@ -95,7 +95,7 @@ impl Raw {
 }
 
 pub fn to_root() -> impl Strategy<Value = ToRoot> {
-    (0..14_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
+    (0..15_u8, raw(), vec(raw(), 0..5)).prop_map(|(variant, raw, more)| {
         let (model, version) = (raw.model(), raw.item.version);
         let [instance, question, ..] = raw.n;
         let worker = raw.worker;
@@ -168,6 +168,12 @@ pub fn to_root() -> impl Strategy<Value = ToRoot> {
             10 => ToRoot::Missing { model, version },
             11 => ToRoot::Ping,
             12 => ToRoot::Goodbye,
+            13 => ToRoot::Altered {
+                parent: raw.n[0],
+                model,
+                version,
+                block: raw.pid,
+            },
             _ => ToRoot::Scrubbed {
                 model,
                 version,
@@ -191,6 +197,7 @@ pub fn from_root() -> impl Strategy<Value = FromRoot> {
                 slots: raw.choice % 32 + 1,
                 max_slots: raw.choice % 32 + 33,
                 pid: raw.pid,
+                verify: raw.flag,
             },
             1 => FromRoot::Model {
                 index: model,
@@ -264,7 +271,14 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
             let count = *count;
             BlockRange { first, count }
         });
-        ToParent::Fetch {
+        if raw.flag {
+            return ToParent::Digests {
+                run: raw.run(),
+                model: raw.model(),
+                version: raw.item.version,
+            };
+        }
+        ToParent::Fetch(Wanted {
             run: raw.run(),
             agent: raw.n[0],
             model: raw.model(),
@@ -272,14 +286,17 @@ pub fn to_parent() -> impl Strategy<Value = ToParent> {
             base: Some(Version(raw.n[1]))
                 .filter(|base| !base.is_none() && *base < raw.item.version),
             ranges: ranges.collect(),
-        }
+        })
     })
 }
 
 pub fn to_child() -> impl Strategy<Value = ToChild> {
-    (0..3_u8, raw()).prop_map(|(variant, raw)| match variant {
+    (0..4_u8, raw(), 1..50_usize).prop_map(|(variant, raw, count)| match variant {
         0 => ToChild::Idle,
         1 => ToChild::End,
+        2 => ToChild::Digests {
+            digests: vec![raw.choice; 32 * count],
+        },
         _ => ToChild::Gone { reason: raw.text },
     })
 }

@@ -157,6 +157,7 @@ fn huge_lengths_are_refused_before_allocation() {
         let fetch = huge(&[&[0, 0][..], &host, &[0, 0, 1]].concat());
         assert!(ToParent::decode(&fetch).is_err());
         assert!(ToChild::decode(&huge(&[2])).is_err());
+        assert!(ToChild::decode(&huge(&[3])).is_err());
         assert!(ToTrainer::decode(&huge(&[1])).is_err());
         assert!(ToWorker::decode(&huge(&[1])).is_err());
         assert!(ToWorker::decode(&huge(&[3])).is_err());

@@ -71,7 +71,7 @@ fn join(models: u64, delivery: Delivery) -> ToRoot {
 
 fn fetch(ranges: &[(u32, u32)]) -> ToParent {
     let ranges = ranges.iter();
-    ToParent::Fetch {
+    ToParent::Fetch(Wanted {
         run: RUN,
         agent: 1,
         model: 0,
@@ -80,7 +80,7 @@ fn fetch(ranges: &[(u32, u32)]) -> ToParent {
         ranges: ranges
             .map(|&(first, count)| BlockRange { first, count })
             .collect(),
-    }
+    })
 }
 
 fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> FromRoot {
@@ -92,6 +92,7 @@ fn welcome(agent: u64, address: &str, models: u8, slots: u8, max_slots: u8) -> F
         slots,
         max_slots,
         pid: 1,
+        verify: false,
     }
 }
 

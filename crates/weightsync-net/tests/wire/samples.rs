@@ -9,7 +9,7 @@ use weightsync_net::wire::hello::{Client, Next, Protocols, Role, Server, Verdict
 use weightsync_net::wire::hello::{HELLO_BYTES, ServerHello};
 use weightsync_net::wire::message::{
     BlockRange, Delivery, FromRoot, Item, RefusalRemedy, Status, ToChild, ToParent, ToRoot,
-    ToTrainer, ToWorker, Want, WorkerProgress,
+    ToTrainer, ToWorker, Want, Wanted, WorkerProgress,
 };
 
 pub const RUN: Run = Run {
@@ -234,6 +234,15 @@ pub fn to_root() -> Vec<(&'static str, ToRoot)> {
                 digest: Some(Digest(core::array::from_fn(|at| at as u8))),
             },
         ),
+        (
+            "altered",
+            ToRoot::Altered {
+                parent: 4,
+                model: 1,
+                version: Version(43),
+                block: 7,
+            },
+        ),
     ]
 }
 
@@ -259,6 +268,7 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
                 slots: 3,
                 max_slots: 64,
                 pid: 4700,
+                verify: true,
             },
         ),
         (
@@ -349,21 +359,31 @@ pub fn from_root() -> Vec<(&'static str, FromRoot)> {
 }
 
 pub fn to_parent() -> Vec<(&'static str, ToParent)> {
-    let fetch = |base: Option<u64>, ranges: &[(u32, u32)]| ToParent::Fetch {
-        run: RUN,
-        agent: 3,
-        model: 2,
-        version: Version(42),
-        base: base.map(Version),
-        ranges: ranges
-            .iter()
-            .map(|&(first, count)| BlockRange { first, count })
-            .collect(),
+    let fetch = |base: Option<u64>, ranges: &[(u32, u32)]| {
+        ToParent::Fetch(Wanted {
+            run: RUN,
+            agent: 3,
+            model: 2,
+            version: Version(42),
+            base: base.map(Version),
+            ranges: ranges
+                .iter()
+                .map(|&(first, count)| BlockRange { first, count })
+                .collect(),
+        })
     };
     vec![
         ("fetch", fetch(None, &[(0, 1), (1, 5), (300, 70_000)])),
         ("fetch_changes", fetch(Some(40), &[(0, 8)])),
         ("fetch_nothing", fetch(None, &[])),
+        (
+            "digests",
+            ToParent::Digests {
+                run: RUN,
+                model: 2,
+                version: Version(42),
+            },
+        ),
     ]
 }
 
@@ -375,6 +395,12 @@ pub fn to_child() -> Vec<(&'static str, ToChild)> {
             "gone",
             ToChild::Gone {
                 reason: "superseded by v43".into(),
+            },
+        ),
+        (
+            "digests",
+            ToChild::Digests {
+                digests: (0..64).collect(),
             },
         ),
     ]

@@ -62,15 +62,26 @@ impl Shared {
         let came = (HEADER_BYTES + DELTA_HEAD_BYTES + bytes.len()) as u64;
         self.coded.fetch_add(came, Ordering::Relaxed);
 
-        let index = head.index as usize;
+        let (index, piece_len) = (head.index as usize, piece.len());
         let coded = Coded::new(bytes, head.crc);
-        if base.passes_on || are_few([&coded], piece.len()) {
-            base.recorded.note(index, Span::Coded(coded.clone()));
-            // Wakes relays below now: they need not wait until the delta is applied here.
-            self.store.notify();
+        let record = || {
+            if base.passes_on || are_few([&coded], piece_len) {
+                base.recorded.note(index, Span::Coded(coded.clone()));
+                self.store.notify();
+            }
+        };
+        // Wakes relays below now: they need not wait until the delta is applied here. A delta that
+        // may be a lie is passed on only after its span was compared.
+        let verifies = self.verifies();
+        if !verifies {
+            record();
         }
         let made = self.put(&mut piece, base, index, &coded, scratch);
         let Err(source) = made else {
+            if verifies {
+                self.verify(first, &piece)?;
+                record();
+            }
             if base.passes_on && coded.is_thin() {
                 self.keep_foldable(&piece, base, index, scratch);
             }

@@ -33,14 +33,14 @@ fn child(serving: &Serving, run: Run, version: u64) -> TcpStream {
 }
 
 fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
-    ToParent::Fetch {
+    ToParent::Fetch(Wanted {
         run,
         agent: 1,
         model: 0,
         version: Version(version),
         base: None,
         ranges: vec![BlockRange { first, count }],
-    }
+    })
 }
 
 /// A child of it that has said nothing yet.

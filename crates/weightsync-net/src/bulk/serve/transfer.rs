@@ -5,7 +5,7 @@ use super::*;
 /// A fetch that is served in one turn or several.
 pub(super) struct Transfer {
     serving: Serving,
-    fetch: ToParent,
+    fetch: Wanted,
     /// When its first turn began.
     since: Option<Instant>,
     /// When something was last sent to the child.
@@ -24,7 +24,7 @@ enum End {
 }
 
 impl Transfer {
-    pub(super) fn new(serving: Serving, fetch: ToParent) -> Self {
+    pub(super) fn new(serving: Serving, fetch: Wanted) -> Self {
         Self {
             serving,
             fetch,
@@ -36,7 +36,7 @@ impl Transfer {
     }
 
     fn item(&self) -> Item {
-        let &ToParent::Fetch { model, version, .. } = &self.fetch;
+        let Wanted { model, version, .. } = self.fetch;
         Item {
             model: model.into(),
             version,
@@ -46,13 +46,9 @@ impl Transfer {
     /// Serves one turn. True if the fetch has ended, false if it is another fetch's turn.
     pub(super) fn go_on(&mut self, socket: &mut Stream) -> io::Result<bool> {
         let item = self.item();
-        let &ToParent::Fetch { run, agent, .. } = &self.fetch;
-        if run != self.serving.run {
-            send_gone(socket, "the version belongs to another run")?;
-            return Ok(true);
-        }
-        if item.model >= self.serving.models {
-            send_gone(socket, "there is no such model")?;
+        let Wanted { run, agent, .. } = self.fetch;
+        if let Err(reason) = self.serving.has(run, item) {
+            send_gone(socket, reason)?;
             return Ok(true);
         }
         if self.since.is_none() {
@@ -99,7 +95,7 @@ impl Transfer {
             return Ok(End::Over);
         };
         let (item, serving) = (self.item(), self.serving.clone());
-        let ToParent::Fetch { agent, ranges, .. } = &self.fetch;
+        let Wanted { agent, ranges, .. } = &self.fetch;
         // Ranges ascend and do not overlap. So the end of the last one bounds the work that
         // follows.
         let behind = ranges.last().and_then(|range| range.end());
@@ -213,8 +209,7 @@ impl Transfer {
 
     /// The older version that the child has.
     fn base(&self) -> Option<Version> {
-        let ToParent::Fetch { base, .. } = self.fetch;
-        base
+        self.fetch.base
     }
 
     /// Notes that this many more blocks were sent.

@@ -99,7 +99,7 @@ struct Fetched {
     _relay: Relay,
 }
 
-fn relay(name: &str, slots: u8) -> Relay {
+pub(super) fn relay(name: &str, slots: u8) -> Relay {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
     let model = ModelSpec {
         layout: Layout::new([("w".to_owned(), DTYPE, vec![BYTES as u64])]).unwrap(),
@@ -112,7 +112,7 @@ fn relay(name: &str, slots: u8) -> Relay {
     Relay::create(listener.unwrap(), SECRET, (RUN, 1), &[model], options).unwrap()
 }
 
-fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
+pub(super) fn whole(relay: &Relay, version: Version, image: &[u8]) -> Snapshot {
     let slot = relay.partial_slot(0, version, BYTES).unwrap().unwrap();
     let mut piece = slot.take(0).unwrap();
     piece.copy_from_slice(image);
@@ -132,10 +132,21 @@ fn fetch_around(
     answer: Vec<u8>,
     between: impl FnOnce(),
 ) -> FetchEnd {
+    fetch_verified(slot, base, answer, between, None)
+}
+
+/// The same; what comes is compared with the digests of the sender at this address.
+fn fetch_verified(
+    slot: &Arc<PartialSlot>,
+    base: Option<Base>,
+    answer: Vec<u8>,
+    between: impl FnOnce(),
+    digests: Option<SocketAddr>,
+) -> FetchEnd {
     let runtime = runtime();
     let (address, asked, go) = held_parent(&runtime, answer);
     let held = Arc::new(Held::coming(slot.clone()));
-    let connections = Connections::new(Credentials::plain(&SECRET), RUN, 1, 1);
+    let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), 1, digests);
     let (note, ends) = mpsc::channel();
     let version = slot.version();
     let item = Item { version, ..NEXT };
@@ -165,6 +176,16 @@ fn fetched_around(
     has_base: bool,
     between: impl FnOnce(&Arc<PartialSlot>),
 ) -> Fetched {
+    fetched_verified(name, answer, has_base, between, None)
+}
+
+fn fetched_verified(
+    name: &str,
+    answer: Vec<u8>,
+    has_base: bool,
+    between: impl FnOnce(&Arc<PartialSlot>),
+    digests: Option<SocketAddr>,
+) -> Fetched {
     let relay = relay(name, SegmentOptions::default().slots);
     let snapshot = whole(&relay, ITEM.version, &image(1));
     let slot = relay.partial_slot(0, NEXT.version, BLOCK as usize);
@@ -176,7 +197,8 @@ fn fetched_around(
         passes_on: true,
         earlier: None,
     };
-    let end = fetch_around(&slot, has_base.then_some(base), answer, || between(&slot));
+    let base = has_base.then_some(base);
+    let end = fetch_verified(&slot, base, answer, || between(&slot), digests);
     Fetched {
         end,
         slot,
@@ -457,4 +479,36 @@ fn spoiled_version_is_no_longer_served() {
     assert!(held.is_revoked(), "also to those who get it now");
     assert!(store.get(second).is_none());
     assert!(store.get(first).is_some_and(|held| !held.is_revoked()));
+}
+
+#[test]
+fn altered_delta_is_noticed_and_not_passed_on() {
+    let runtime = runtime();
+    let segment = relay("verify-delta-sender", 2);
+    let published = whole(&segment, NEXT.version, &image(3));
+    let find = move |_| Some(published.clone());
+    let store = Arc::new(Store::of_sender(Box::new(find)));
+    let serving = Serving::new((RUN, 1), store, Arc::default(), |_| ());
+    let digests = runtime.block_on(listen(serving));
+    // The relay sends the changes to another version as those to this one.
+    let lie = changes_of([1, 4], 1);
+    let lie = frame(head(1, &lie), &lie);
+    for (name, second, altered) in [("true", span(1), false), ("lie", lie, true)] {
+        let answer = [span(0), second, end()].concat();
+        let name = format!("verify-delta-{name}");
+        let came = fetched_verified(&name, answer, true, |_| {}, Some(digests));
+        match altered {
+            true => assert!(
+                matches!(came.end, FetchEnd::Altered { block: 4 }),
+                "{:?}",
+                came.end
+            ),
+            false => assert!(matches!(came.end, FetchEnd::Whole), "{:?}", came.end),
+        }
+        assert!(came.recorded.known(0).is_some());
+        assert_eq!(came.recorded.known(1).is_some(), !altered);
+        // The true delta may still come from elsewhere.
+        assert!(!came.recorded.is_spoiled());
+        assert_eq!(came.slot.read(4).is_some(), !altered);
+    }
 }

@@ -75,6 +75,21 @@ impl Driver {
                 self.leave_parent();
                 self.step([Input::Broken { item }, Input::NoParent]);
             }
+            FetchEnd::Altered { block } => {
+                tracing::warn!(
+                    "the relay at {} sent block {block} of {item:?} other than the sender published \
+                     it: nothing of the block was used, and another parent is asked for",
+                    parent.address
+                );
+                self.send(&ToRoot::Altered {
+                    parent: parent.agent,
+                    model: item.model as u8,
+                    version: item.version,
+                    block: block as u32,
+                });
+                self.leave_parent();
+                self.step([Input::Broken { item }, Input::NoParent]);
+            }
             FetchEnd::BaseMismatch(error) => self.start_anew(item.model, &error),
             // The missing blocks are fetched from the same parent.
             FetchEnd::Partly => self.step([Input::Rest { item }]),

@@ -121,9 +121,9 @@ impl Driver {
         self.agent = welcome.agent;
         let connections = Connections::new(
             self.credentials.clone(),
-            self.run,
-            self.agent,
+            (self.run, self.agent),
             self.options.connections,
+            welcome.verify.then_some(root),
         );
         self.connections = Arc::new(connections);
         self.come_back();

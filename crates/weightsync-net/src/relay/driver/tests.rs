@@ -65,6 +65,7 @@ async fn driver(name: &str) -> Around {
         address: address.to_string(),
         slots: 3,
         pid: 1,
+        verify: false,
         models: vec![ModelSpec {
             layout: Layout::new([("w".to_owned(), Dtype::U8, vec![8])]).unwrap(),
             note: Vec::new(),

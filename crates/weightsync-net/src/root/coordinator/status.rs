@@ -48,6 +48,7 @@ impl Coordinator {
                 address: one.from.ip().to_string(),
                 pid: known.process.pid,
                 received: one.received,
+                altered_for: one.altered_for.len(),
                 bytes_per_second: self.topology.speed(agent),
                 holds: known
                     .holds

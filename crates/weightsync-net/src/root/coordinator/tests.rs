@@ -23,7 +23,7 @@ use crate::tls::Peer;
 use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
 use crate::wire::message::{
-    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot,
+    BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, Wanted,
 };
 
 /// Longer than anything here takes.
@@ -486,7 +486,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
     let peer = Peer::Sender(address.ip());
     let dialled = link::dial(address, &credentials, peer, Role::Bulk).await;
     let mut socket = dialled.unwrap();
-    let fetch = ToParent::Fetch {
+    let fetch = ToParent::Fetch(Wanted {
         run,
         agent: 1,
         model: 0,
@@ -496,7 +496,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
             first: 0,
             count: LARGE.div_ceil(BLOCK as usize) as u32,
         }],
-    };
+    });
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();
     let first = timeout(SOON, socket.read_u8()).await;
     first.expect("in time").expect("a block");

@@ -24,6 +24,10 @@ fn parents(topology: &Topology) -> Vec<(AgentId, AgentId)> {
 
 const SECOND: Duration = Duration::from_secs(1);
 
+fn failed(now: Duration) -> Why {
+    Why::Failed { now }
+}
+
 #[test]
 fn agents_stand_in_a_chain_and_close_up() {
     let mut chain = with(1, 1..=4);
@@ -210,7 +214,7 @@ fn host_that_does_not_serve_has_no_children() {
     chain.join(4, address(4));
     assert_eq!(parents(&chain), [(2, 0), (4, 2), (1, 0), (3, 0)]);
     // The agent asks again, or leaves; no other agent moves.
-    let [again] = chain.lost(3, 0, SECOND)[..] else {
+    let [again] = chain.lost(3, 0, failed(SECOND))[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (3, 0));
@@ -308,21 +312,21 @@ fn each_of_many_agents_costs_what_each_of_few_does() {
 #[test]
 fn unreachable_parent_is_not_assigned_again_at_once() {
     let mut chain = with(1, 1..=3);
-    let changed = chain.lost(3, 2, SECOND);
+    let changed = chain.lost(3, 2, failed(SECOND));
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     assert_eq!(changed[0].parent, 0);
     // The sender itself is told again.
-    assert_eq!(chain.lost(3, 0, SECOND).len(), 1);
+    assert_eq!(chain.lost(3, 0, failed(SECOND)).len(), 1);
     // A report about an earlier parent changes nothing.
-    assert_eq!(chain.lost(3, 2, SECOND), []);
+    assert_eq!(chain.lost(3, 2, failed(SECOND)), []);
     // An agent with another parent that lost the sender in its place gets its parent again.
-    let [again] = chain.lost(2, 0, SECOND)[..] else {
+    let [again] = chain.lost(2, 0, failed(SECOND))[..] else {
         panic!("it waits for ever");
     };
     assert_eq!((again.agent, again.parent), (2, 1));
     assert_eq!(again.address, address(1).map(|endpoint| endpoint.address));
     // An agent that has left meanwhile is assigned nothing.
-    assert_eq!(chain.lost(9, 0, SECOND), []);
+    assert_eq!(chain.lost(9, 0, failed(SECOND)), []);
 }
 
 #[test]
@@ -343,7 +347,7 @@ fn unreachable_parent_is_retried_with_backoff() {
     for (avoided, well) in cases {
         assert_eq!(parents(&chain), [(1, 0), (2, 1)]);
         assert_eq!(chain.due(), None);
-        chain.lost(2, 1, now);
+        chain.lost(2, 1, failed(now));
         let due = now + avoided * SECOND;
         assert_eq!(chain.due(), Some(due));
         assert_eq!(chain.again(due - Duration::from_millis(1)), []);
@@ -357,15 +361,34 @@ fn unreachable_parent_is_retried_with_backoff() {
 }
 
 #[test]
+fn parent_that_altered_a_block_is_never_given_again() {
+    let mut chain = with(1, 1..=3);
+    // It was avoided for a while before, and fails again later.
+    chain.lost(3, 2, failed(SECOND));
+    chain.again(100 * SECOND);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 2)]);
+    chain.lost(3, 2, Why::Altered);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
+    assert_eq!(chain.due(), None);
+    assert_eq!(chain.again(Duration::MAX), []);
+    chain.lost(3, 0, failed(SECOND));
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
+    // What one agent says takes the relay from no other.
+    chain.join(4, address(4));
+    chain.leave(3);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (4, 2)]);
+}
+
+#[test]
 fn returned_parent_is_assigned_at_once() {
     let mut chain = with(1, 1..=2);
-    chain.lost(2, 1, SECOND);
+    chain.lost(2, 1, failed(SECOND));
     chain.leave(1);
     chain.join(3, address(3));
     assert_eq!(chain.due(), None);
     assert_eq!(parents(&chain), [(2, 0), (3, 2)]);
     // Were it the other way round, it would be the same: it has another number.
-    chain.lost(3, 2, SECOND);
+    chain.lost(3, 2, failed(SECOND));
     chain.leave(2);
     chain.join(4, address(4));
     assert_eq!(parents(&chain), [(3, 0), (4, 3)]);
@@ -399,7 +422,11 @@ fn there_is_never_a_circle() {
                 3 if !there.is_empty() => {
                     let agent = there[random(there.len() as u64) as usize];
                     let parent = topology.agents[&agent].parent.unwrap();
-                    topology.lost(agent, parent, now);
+                    let why = match random(2) {
+                        0 => Why::Altered,
+                        _ => failed(now),
+                    };
+                    topology.lost(agent, parent, why);
                 }
                 4 => drop(topology.again(now)),
                 _ if !there.is_empty() => {

@@ -9,20 +9,34 @@ use super::*;
 pub enum ToParent {
     /// Requests blocks of a version. The parent sends each as soon as it has it, or a delta in
     /// place of all blocks of a span, then [`ToChild::End`].
-    Fetch {
+    Fetch(Wanted),
+    /// Requests the digests of a version's blocks. Only the sender answers: with
+    /// [`ToChild::Digests`], in the order of the blocks, then [`ToChild::End`].
+    Digests {
         /// The run the version belongs to.
         run: Run,
-        /// The number of the child.
-        agent: u64,
         /// The model's index.
         model: u8,
         /// The version.
         version: Version,
-        /// An older version that the child has, to which deltas can be applied.
-        base: Option<Version>,
-        /// The blocks: ascending, none twice, at most [`MAX_RANGES`] ranges.
-        ranges: Vec<BlockRange>,
     },
+}
+
+/// The blocks that a child wants. The order of fields is part of the format.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wanted {
+    /// The run the version belongs to.
+    pub run: Run,
+    /// The number of the child.
+    pub agent: u64,
+    /// The model's index.
+    pub model: u8,
+    /// The version.
+    pub version: Version,
+    /// An older version that the child has, to which deltas can be applied.
+    pub base: Option<Version>,
+    /// The blocks: ascending, none twice, at most [`MAX_RANGES`] ranges.
+    pub ranges: Vec<BlockRange>,
 }
 
 /// A message from a parent to its child, besides blocks. The order of variants and fields is part
@@ -38,6 +52,12 @@ pub enum ToChild {
         /// The reason; cut to [`MAX_TEXT`].
         #[serde(serialize_with = "fields::text")]
         reason: String,
+    },
+    /// The BLAKE3 digests of the next blocks of the version whose digests were requested.
+    Digests {
+        /// 32 bytes for each block; 1 to [`MAX_DIGESTS`] of them.
+        #[serde(with = "fields::bytes")]
+        digests: Vec<u8>,
     },
 }
 
@@ -67,13 +87,16 @@ impl Message for ToChild {
 
 impl Check for ToParent {
     fn check(&self, _text: CheckText) -> Result<(), MessageError> {
-        let &Self::Fetch {
+        let &Wanted {
             model,
             version,
             base,
             ref ranges,
             ..
-        } = self;
+        } = match self {
+            &Self::Digests { model, version, .. } => return check_item(model, version),
+            Self::Fetch(wanted) => wanted,
+        };
         check_item(model, version)?;
         if base.is_some_and(|base| base.is_none() || base >= version) {
             return Err(MessageError::OutOfRange {
@@ -107,6 +130,17 @@ impl Check for ToChild {
     fn check(&self, text: CheckText) -> Result<(), MessageError> {
         match self {
             Self::Gone { reason } => text(reason, MAX_TEXT),
+            Self::Digests { digests } => {
+                let whole = digests.len() % DIGEST_BYTES == 0 && !digests.is_empty();
+                require(whole, "whole digests of 32 bytes", || {
+                    format!("{} bytes", digests.len())
+                })?;
+                within(
+                    "digests in one message",
+                    digests.len() / DIGEST_BYTES,
+                    MAX_DIGESTS,
+                )
+            }
             Self::Idle | Self::End => Ok(()),
         }
     }

@@ -24,6 +24,9 @@ pub enum FromRoot {
         max_slots: u8,
         /// The sender's process.
         pid: u32,
+        /// Whether a block that comes of a relay is compared with the sender's digest of it
+        /// ([`ToParent::Digests`]).
+        verify: bool,
     },
     /// One model. The [`FromRoot::Part`]s with its layout and note follow: see [`model_messages`]
     /// and [`ModelAssembler`].

@@ -142,6 +142,17 @@ pub enum ToRoot {
         /// The digest of the agent's bytes; `None` if it no longer has the version.
         digest: Option<Digest>,
     },
+    /// A parent sent other bytes than the sender published.
+    Altered {
+        /// The number of the parent.
+        parent: u64,
+        /// The model's index.
+        model: u8,
+        /// The version.
+        version: Version,
+        /// The first block that is not the published one.
+        block: u32,
+    },
 }
 
 /// The progress of one worker. Sequences are those of [`FromRoot::Notify`] and
@@ -241,6 +252,7 @@ impl Check for ToRoot {
             }
             &Self::Received { model, version, .. }
             | &Self::Missing { model, version }
+            | &Self::Altered { model, version, .. }
             | &Self::Scrubbed { model, version, .. } => check_item(model, version),
             Self::Unusable { reason, .. } | Self::ParentLost { reason, .. } => {
                 text(reason, MAX_TEXT)

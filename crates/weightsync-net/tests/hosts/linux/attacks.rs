@@ -12,7 +12,9 @@ use weightsync_net::access::Key;
 use weightsync_net::status::Status;
 use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
-use weightsync_net::wire::message::{BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot};
+use weightsync_net::wire::message::{
+    BlockRange, FromRoot, Message, ToChild, ToParent, ToRoot, Wanted,
+};
 
 use super::roles::token;
 use super::scale::{Dice, PATIENCE};
@@ -175,7 +177,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
     let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
     for _ in 0..50 {
         let status = Status::ask(root, &token().secret(), None, Some(PATIENCE))?;
-        let fetch = ToParent::Fetch {
+        let fetch = ToParent::Fetch(Wanted {
             run,
             agent: 0,
             model: 0,
@@ -186,7 +188,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
                 first: 0,
                 count: u32::MAX,
             }],
-        };
+        });
         socket.write_all(&fetch.frame()?)?;
         let answer = ToChild::decode(&read_frame(&mut socket, Kind::Bulk)?)?;
         if !matches!(answer, ToChild::Gone { .. }) {

@@ -1,0 +1,136 @@
+//! Compares what a relay sent with the sender's digests.
+
+use super::*;
+use crate::bulk::{IDLE, PATIENCE};
+use crate::wire::message::DIGEST_BYTES;
+
+/// A relay sent other bytes than the sender published.
+#[derive(Debug, thiserror::Error)]
+#[error("block {index} is not the one that the sender published: its BLAKE3 digest is another")]
+struct Altered {
+    index: usize,
+}
+
+/// The sender did not tell the digest of a block.
+#[derive(Debug, thiserror::Error)]
+#[error("the sender did not tell the digest of block {index} within {PATIENCE:?}")]
+struct Unknown {
+    index: usize,
+}
+
+impl Shared {
+    /// The sender, if this fetch compares blocks with its digests. What comes from the sender
+    /// needs no digest: it comes by the same kind of link as the digests.
+    fn teller(&self) -> Option<Parent> {
+        let address = self
+            .connections
+            .digests
+            .filter(|_| self.parent.agent != 0)?;
+        Some(Parent { agent: 0, address })
+    }
+
+    pub(super) fn verifies(&self) -> bool {
+        self.teller().is_some()
+    }
+
+    /// Begins to ask the sender for the digests of all blocks, if they are needed and not here.
+    pub(super) fn ask_digests(self: Arc<Self>) {
+        let Some(sender) = self.teller().filter(|_| self.next_unknown().is_some()) else {
+            return;
+        };
+        let (own, threads) = (self.clone(), self.threads.clone());
+        let work = move || {
+            while own.left.load(Ordering::Acquire) > 0 && !own.is_stopped() {
+                match own.read_digests(sender) {
+                    Ok(()) => return,
+                    Err(error) => {
+                        tracing::debug!("the digests of {:?} do not come: {error}", own.item);
+                        own.store.wait_until(|| own.is_stopped(), IDLE);
+                    }
+                }
+            }
+        };
+        if let Err(error) = threads.spawn("weightsync-digests", work) {
+            // The blocks that wait for digests say in the end that none came.
+            tracing::warn!("the digests of {:?} are not asked for: {error}", self.item);
+        }
+    }
+
+    fn next_unknown(&self) -> Option<usize> {
+        (0..self.held.blocks()).find(|index| self.held.digest(*index).is_none())
+    }
+
+    fn read_digests(&self, sender: Parent) -> io::Result<()> {
+        let Some(mut socket) = self.connect(sender)? else {
+            return Ok(());
+        };
+        let Some(_watched) = self.threads.watch(socket.socket())? else {
+            return Ok(());
+        };
+        // Others may be told first. A sender that is gone ends the fetch by the control link.
+        socket.socket().set_read_timeout(Some(PATIENCE))?;
+        let request = ToParent::Digests {
+            run: self.connections.run,
+            model: self.item.model as u8,
+            version: self.item.version,
+        };
+        socket.write_all(&request.frame().map_err(invalid)?)?;
+        let mut next = 0;
+        loop {
+            let mut header = [0; HEADER_BYTES];
+            read_exact(&mut socket, &mut header)?;
+            let header = Header::decode(&header, &[Kind::Bulk]).map_err(invalid)?;
+            match read_message(&mut socket, &header)? {
+                ToChild::Idle => {}
+                ToChild::End => match self.next_unknown() {
+                    Some(index) => return Err(invalid(Unsent { index })),
+                    None => return Ok(()),
+                },
+                ToChild::Gone { .. } => {
+                    self.digests_gone.store(true, Ordering::Release);
+                    self.store.notify();
+                    return Ok(());
+                }
+                ToChild::Digests { digests } => {
+                    let (digests, _) = digests.as_chunks::<DIGEST_BYTES>();
+                    for digest in digests {
+                        if !self.held.note_digest(next, *digest) {
+                            return Err(invalid(Contradicts { index: next }));
+                        }
+                        next += 1;
+                    }
+                    self.store.notify();
+                }
+            }
+        }
+    }
+
+    /// Compares a block, or the blocks of a span from this index on, with the sender's digests.
+    /// Waits for a digest that is still to come.
+    pub(super) fn verify(&self, first: usize, bytes: &[u8]) -> io::Result<()> {
+        if !self.verifies() {
+            return Ok(());
+        }
+        for (at, block) in bytes.chunks(BLOCK as usize).enumerate() {
+            let index = first + at;
+            let known = || self.held.digest(index).is_some();
+            let over = || self.is_stopped() || self.digests_gone.load(Ordering::Acquire);
+            self.store.wait_until(|| known() || over(), PATIENCE);
+            let Some(expected) = self.held.digest(index) else {
+                return Err(invalid(Unknown { index }));
+            };
+            if blake3::hash(block) != *expected {
+                let _ = self.altered.set(index);
+                return Err(invalid(Altered { index }));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The sender told two digests of one block, or one of a block that the version has not.
+#[derive(Debug, thiserror::Error)]
+#[error("the sender told a digest of block {index} that does not fit the version")]
+struct Contradicts {
+    index: usize,
+}

@@ -1,0 +1,137 @@
+//! What comes is compared with the sender's digests.
+
+use weightsync_mem::Snapshot;
+
+use super::deltas::{relay, whole};
+use super::*;
+
+/// A sender that has this image as a version; where it listens.
+fn sender(runtime: &tokio::runtime::Runtime, version: Version, snapshot: Snapshot) -> SocketAddr {
+    let find = move |item: Item| (item.version == version).then(|| snapshot.clone());
+    let store = Arc::new(Store::of_sender(Box::new(find)));
+    let threads = Arc::new(Threads::default());
+    runtime.block_on(listen(Serving::new((RUN, 1), store, threads, |_| ())))
+}
+
+/// The image whose blocks [`block`] makes.
+fn image() -> Vec<u8> {
+    let blocks = (0..BLOCKS).map(|index| vec![index as u8; BLOCK as usize]);
+    blocks.collect::<Vec<_>>().concat()
+}
+
+/// What a relay sends that changes this block, with the checksum of what it sends.
+fn lie(about: u32) -> Vec<u8> {
+    let blocks = (0..BLOCKS).map(|index| {
+        let mut bytes = vec![index as u8; BLOCK as usize];
+        if index == about {
+            bytes[4711] ^= 1;
+        }
+        block_of(index, &bytes)
+    });
+    [blocks.collect::<Vec<_>>().concat(), end()].concat()
+}
+
+fn answer(runtime: &tokio::runtime::Runtime, answer: Vec<u8>) -> SocketAddr {
+    let whole = answer.len();
+    runtime.block_on(parent(answer, whole, Duration::ZERO))
+}
+
+#[test]
+fn published_blocks_are_taken_from_a_relay() {
+    let runtime = runtime();
+    let segment = relay("verify-published", 2);
+    let published = whole(&segment, ITEM.version, &image());
+    let digests = sender(&runtime, ITEM.version, published.clone());
+    for connections in [1, 2] {
+        let store = Arc::new(Store::of_relay());
+        store.put(ITEM, Arc::new(Held::whole(published.clone())));
+        let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), |_| ());
+        let address = runtime.block_on(listen(serving));
+        let name = format!("verify-taken-{connections}");
+        let child = child_of(&name, address, connections, ITEM, Some(digests));
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
+        assert_eq!(child.slot.commit().unwrap().bytes(), image());
+    }
+}
+
+#[test]
+fn altered_block_is_noticed_and_not_kept() {
+    let runtime = runtime();
+    let segment = relay("verify-altered", 2);
+    let published = whole(&segment, ITEM.version, &image());
+    let digests = sender(&runtime, ITEM.version, published);
+    for about in [0, 2, BLOCKS - 1] {
+        let address = answer(&runtime, lie(about));
+        let name = format!("verify-lie-{about}");
+        let child = child_of(&name, address, 1, ITEM, Some(digests));
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        let block = about as usize;
+        assert!(
+            matches!(ended, FetchEnd::Altered { block: found } if found == block),
+            "{ended:?}"
+        );
+        for index in 0..BLOCKS as usize {
+            assert_eq!(child.slot.read(index).is_some(), index < block, "{index}");
+        }
+        // Nobody looks: only the checksum is compared, and the relay made that of its own bytes.
+        let name = format!("verify-trusts-{about}");
+        let child = child_of(&name, address, 1, ITEM, None);
+        let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+        assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
+    }
+}
+
+#[test]
+fn nothing_is_taken_where_the_sender_tells_nothing() {
+    let runtime = runtime();
+    let segment = relay("verify-nothing", 2);
+    let other = whole(&segment, Version(9), &image());
+    let digests = sender(&runtime, Version(9), other);
+    let address = answer(&runtime, lie(BLOCKS));
+    let child = child_of("verify-gone", address, 1, ITEM, Some(digests));
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+    assert!((0..BLOCKS as usize).all(|index| child.slot.read(index).is_none()));
+}
+
+#[test]
+fn block_waits_for_a_digest_that_comes_late() {
+    let runtime = runtime();
+    let of = |index: u32| blake3::hash(&vec![index as u8; BLOCK as usize]);
+    let digests: Vec<u8> = (0..BLOCKS)
+        .flat_map(|index| *of(index).as_bytes())
+        .collect();
+    let told = [
+        ToChild::Digests { digests }.frame().unwrap(),
+        ToChild::End.frame().unwrap(),
+    ];
+    let (sender, asked, go) = held_parent(&runtime, told.concat());
+    let address = answer(&runtime, lie(BLOCKS));
+    let child = child_of("verify-late", address, 1, ITEM, Some(sender));
+    asked.recv_timeout(LONG).unwrap();
+    // The first block is there, and nothing of it counts yet.
+    while child.fetch.take_transferred(1).bytes == 0 {
+        std::thread::yield_now();
+    }
+    assert!(child.slot.read(0).is_none());
+    go.notify_one();
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
+}
+
+#[test]
+fn relay_tells_no_digests() {
+    let runtime = runtime();
+    let segment = relay("verify-relay", 2);
+    let published = whole(&segment, ITEM.version, &image());
+    let store = Arc::new(Store::of_relay());
+    store.put(ITEM, Arc::new(Held::whole(published)));
+    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), |_| ());
+    let relay = runtime.block_on(listen(serving));
+    // A child that asks it in the sender's place gets nothing to compare with.
+    let address = answer(&runtime, lie(BLOCKS));
+    let child = child_of("verify-asks-relay", address, 1, ITEM, Some(relay));
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+}
