@@ -219,7 +219,10 @@ fn run_of(root: &str, dice: &mut Dice) -> Result<Run, Box<dyn std::error::Error>
     }
 }
 
-fn read_frame(socket: &mut TcpStream, kind: Kind) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
+pub(crate) fn read_frame(
+    socket: &mut TcpStream,
+    kind: Kind,
+) -> Result<Vec<u8>, Box<dyn std::error::Error>> {
     let mut header = [0; HEADER_BYTES];
     socket.read_exact(&mut header)?;
     let header = Header::decode(&header, &[kind])?;

@@ -29,6 +29,8 @@ pub(crate) enum Role {
     Crowd(Crowd),
     /// Many workers that are only said to be there.
     Simulated(Simulated),
+    /// A relay of the sender at this address that sends other bytes than it was to pass on.
+    Liar(String),
     /// Against the sender at this address, by these random choices.
     Attacker(String, Attack, u64),
 }
@@ -46,6 +48,8 @@ pub(crate) struct Lead {
     pub(crate) pull: bool,
     /// How many hosts fetch from each.
     pub(crate) arity: usize,
+    /// Whether hosts compare what relays send with its digests.
+    pub(crate) verify: bool,
     /// The word of its first version.
     pub(crate) word: u64,
     /// The content of its versions.

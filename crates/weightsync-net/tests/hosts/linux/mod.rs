@@ -8,6 +8,7 @@ mod damage;
 mod deaths;
 mod encrypted;
 mod hostile;
+mod liar;
 mod links;
 mod logs;
 mod messages;
@@ -60,6 +61,7 @@ fn trials() -> Vec<Trial> {
         schedules::TESTS,
         hostile::TESTS,
         damage::TESTS,
+        liar::TESTS,
         slow::TESTS,
     ]
     .concat();

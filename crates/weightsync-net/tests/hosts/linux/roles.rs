@@ -15,12 +15,12 @@ use weightsync_engine::{
 use weightsync_net::scrub::Scrub;
 use weightsync_net::status::Status;
 use weightsync_net::tls::{Part, Tls};
-use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token};
+use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token, Verify};
 
 use super::logs::Lines;
 use super::messages::{Content, Join, Lead, Notice, Order, Role, Seen, Sent, TOKEN, emit};
 use super::scale::PATIENCE;
-use super::{attacks, crowd};
+use super::{attacks, crowd, liar};
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -43,6 +43,10 @@ pub(crate) fn play(role: Role) -> Outcome {
         Role::Simulated(simulated) => {
             end_with_input();
             crowd::simulate(&simulated)
+        }
+        Role::Liar(root) => {
+            end_with_input();
+            liar::lie(&root)
         }
         Role::Attacker(root, attack, seed) => {
             attacks::attack(&root, attack, seed).map_err(|error| format!("{attack:?}: {error}"))?;
@@ -79,6 +83,9 @@ fn train(lead: &Lead) -> Outcome {
         Some(tls) => scheme.tls(tls),
         None => scheme.insecure_plaintext(),
     };
+    if lead.verify {
+        scheme = scheme.verify(Verify::Blake3);
+    }
     if lead.pull {
         scheme = scheme.pull();
     }

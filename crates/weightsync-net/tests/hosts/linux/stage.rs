@@ -64,6 +64,8 @@ pub(crate) struct Stage {
     pull: bool,
     /// How many hosts fetch from each.
     arity: usize,
+    /// Whether hosts compare what relays send with the trainer's digests.
+    verify: bool,
     content: Content,
     processes: BTreeMap<Actor, Process>,
     lives: u64,
@@ -95,6 +97,7 @@ impl Stage {
             bytes: self.bytes,
             pull: self.pull,
             arity: self.arity,
+            verify: self.verify,
             word: self.word,
             content: self.content,
         };
@@ -178,6 +181,13 @@ impl Stage {
     pub(crate) fn begin_attack(&mut self, host: usize, attack: Attack, seed: u64) {
         let role = Role::Attacker(self.root(), attack, seed);
         self.start(Actor::Attacker(host), host, &role);
+    }
+
+    /// Starts a relay that lies on a host; it has joined on return.
+    pub(crate) fn start_liar(&mut self, host: usize) {
+        let (who, role) = (Actor::Attacker(host), Role::Liar(self.root()));
+        self.start(who, host, &role);
+        self.until("the liar has joined", |stage| stage.is_up(who));
     }
 
     /// How many attacks are still going on.

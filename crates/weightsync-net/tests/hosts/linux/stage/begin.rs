@@ -27,20 +27,25 @@ impl Stage {
 
     /// The same, with links that are encrypted.
     pub(crate) fn encrypted(hosts: usize, bytes: usize) -> Self {
-        Self::made(hosts, bytes, false, 1, Content::Words { every: 1 }, true)
+        let words = Content::Words { every: 1 };
+        Self::made(hosts, bytes, (false, 1), words, (true, false))
+    }
+
+    /// The same, with hosts that do not trust relays.
+    pub(crate) fn verified(hosts: usize, bytes: usize, content: Content) -> Self {
+        Self::made(hosts, bytes, (false, 1), content, (false, true))
     }
 
     fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, content: Content) -> Self {
-        Self::made(hosts, bytes, pull, arity, content, false)
+        Self::made(hosts, bytes, (pull, arity), content, (false, false))
     }
 
     fn made(
         hosts: usize,
         bytes: usize,
-        pull: bool,
-        arity: usize,
+        (pull, arity): (bool, usize),
         content: Content,
-        encrypted: bool,
+        (encrypted, verify): (bool, bool),
     ) -> Self {
         let hosts = Hosts::new(hosts).unwrap_or_else(|error| panic!("{error}"));
         let (report, inbox) = mpsc::channel();
@@ -51,6 +56,7 @@ impl Stage {
             bytes,
             pull,
             arity,
+            verify,
             content,
             processes: BTreeMap::new(),
             lives: 0,
