@@ -31,6 +31,10 @@ pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
 /// The environment variable that allows unencrypted connections to other machines if it is 1.
 pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 
+/// The environment variable that encrypts loopback too if it is 1, where there are certificates: a
+/// tunnel or a proxy of this host brings clients of other machines in as loopback.
+pub const TLS_LOOPBACK_VARIABLE: &str = "WEIGHTSYNC_TLS_LOOPBACK";
+
 /// The ways to allow unencrypted connections, for errors.
 const PERMISSION: &str = "the scheme's setting insecure-plaintext (in Python: \
                           insecure_plaintext=True; of a command: --insecure-plaintext), or \
@@ -274,7 +278,7 @@ impl Access {
     ///
     /// # Errors
     ///
-    /// Those of [`Token::from_env`]; [`AccessError::PlaintextVariable`] if that variable is neither
+    /// Those of [`Token::from_env`]; [`AccessError::Variable`] if that variable is neither
     /// 0 nor 1, nor empty.
     pub fn from_env() -> Result<Self, AccessError> {
         Self::with_token(Token::from_env()?)
@@ -285,11 +289,11 @@ impl Access {
     ///
     /// # Errors
     ///
-    /// [`AccessError::PlaintextVariable`].
+    /// [`AccessError::Variable`].
     pub fn with_token(token: Option<Token>) -> Result<Self, AccessError> {
         Ok(Self {
             token,
-            insecure_plaintext: is_set(std::env::var_os(PLAINTEXT_VARIABLE))?,
+            insecure_plaintext: is_set(PLAINTEXT_VARIABLE, std::env::var_os(PLAINTEXT_VARIABLE))?,
             tls: None,
             no_tls: None,
         })
@@ -308,7 +312,7 @@ impl Access {
         } else if let Some(path) = variable {
             self.tls = Some(Tls::read(path, part).map_err(AccessError::TlsVariable)?);
         }
-        Ok(self)
+        self.with_loopback()
     }
 
     /// Those at [`TLS_VARIABLE`], else at the path that a trainer has told. A worker of its host
@@ -325,7 +329,14 @@ impl Access {
                 Err(error) => access.no_tls = Some(error.to_string()),
             }
         }
-        Ok(access)
+        access.with_loopback()
+    }
+
+    fn with_loopback(mut self) -> Result<Self, AccessError> {
+        if encrypts_loopback()? {
+            self.tls = self.tls.map(Tls::on_loopback);
+        }
+        Ok(self)
     }
 
     /// Checks that this process may listen at an address. Loopback is always allowed. Any other
@@ -380,14 +391,26 @@ impl Access {
     }
 }
 
-fn is_set(variable: Option<OsString>) -> Result<bool, AccessError> {
-    let Some(value) = variable else {
+/// Whether [`TLS_LOOPBACK_VARIABLE`] is 1.
+///
+/// # Errors
+///
+/// [`AccessError::Variable`].
+pub fn encrypts_loopback() -> Result<bool, AccessError> {
+    is_set(
+        TLS_LOOPBACK_VARIABLE,
+        std::env::var_os(TLS_LOOPBACK_VARIABLE),
+    )
+}
+
+fn is_set(variable: &'static str, value: Option<OsString>) -> Result<bool, AccessError> {
+    let Some(value) = value else {
         return Ok(false);
     };
     match value.as_encoded_bytes() {
         b"" | b"0" => Ok(false),
         b"1" => Ok(true),
-        _ => Err(AccessError::PlaintextVariable { value }),
+        _ => Err(AccessError::Variable { variable, value }),
     }
 }
 
@@ -469,9 +492,11 @@ pub enum AccessError {
     /// Both token variables are set, so it is unclear which one counts.
     #[error("both {TOKEN_VARIABLE} and {TOKEN_FILE_VARIABLE} are set; unset one of them")]
     TwoTokens,
-    /// The variable that allows unencrypted connections is neither yes nor no.
-    #[error("{PLAINTEXT_VARIABLE} is {value:?}; set it to 1 or to 0")]
-    PlaintextVariable {
+    /// A variable is neither yes nor no.
+    #[error("{variable} is {value:?}; set it to 1 or to 0")]
+    Variable {
+        /// Its name.
+        variable: &'static str,
         /// The variable's value.
         value: OsString,
     },

@@ -221,7 +221,7 @@ fn plain_links_are_allowed_by_a_clear_word_only() {
         (Some("true"), None),
         (Some("no"), None),
     ] {
-        let got = is_set(value.map(Into::into));
+        let got = is_set(PLAINTEXT_VARIABLE, value.map(Into::into));
         assert_eq!(got.ok(), expected, "{value:?}");
     }
 }

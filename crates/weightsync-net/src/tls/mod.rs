@@ -172,10 +172,15 @@ impl Tls {
         })))
     }
 
-    /// Encrypts links over loopback too. Otherwise they are plain: what they carry does not leave
-    /// the machine.
+    /// Encrypts links over loopback too, as [`TLS_LOOPBACK_VARIABLE`] asks for. Otherwise they are
+    /// plain: what they carry does not leave the machine.
+    ///
+    /// [`TLS_LOOPBACK_VARIABLE`]: crate::access::TLS_LOOPBACK_VARIABLE
     #[must_use]
     pub fn on_loopback(self) -> Self {
+        if self.0.on_loopback {
+            return self;
+        }
         let loaded = self.loaded();
         Self(Arc::new(Shared {
             path: self.0.path.clone(),

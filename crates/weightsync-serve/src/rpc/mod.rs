@@ -34,6 +34,7 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result};
+use weightsync_net::access::encrypts_loopback;
 use weightsync_net::tls::Part;
 use weightsync_net::{Access, AccessError};
 
@@ -215,7 +216,11 @@ impl Rpc {
     fn allowed_to(&self, sender: SocketAddr) -> Result<Access> {
         let access = match &self.access {
             Some(access) => Ok(access.clone()),
-            None if sender.ip().to_canonical().is_loopback() => Access::with_token(None),
+            None if sender.ip().to_canonical().is_loopback()
+                && !encrypts_loopback().map_err(RpcError::from)? =>
+            {
+                Access::with_token(None)
+            }
             None => {
                 let tls = self.tls.as_deref();
                 Access::from_env().and_then(|access| access.with_told_tls(Part::Worker, tls))
