@@ -214,6 +214,13 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
     }
 }
 
+/// `cargo xtask soak`: [`COMMAND`]'s `soak`, with these arguments.
+pub fn soak(places: &Places, args: &[&str]) -> Result<(), Error> {
+    let mut command = places.cargo();
+    command.args(COMMAND.split(' ')).arg("soak").args(args);
+    step::run_last("soak", &mut command)
+}
+
 /// The environment of the peers is made before anything is measured, as that keeps the machine
 /// busy. If it cannot be had, the project's own cases run all the same, and the run fails at its
 /// end with the reason and the fix.

@@ -1,4 +1,4 @@
-//! `cargo xtask test | ci | pytest | wheel | arrows | bench`: what a contributor and the CI run.
+//! `cargo xtask test | ci | pytest | wheel | arrows | soak | bench`: what a contributor and the CI run.
 //!
 //! The module order is the order in which a run uses them: [`places`] says where build output and
 //! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
@@ -39,6 +39,7 @@ usage: cargo xtask <command>
                                   --vllm those of vLLM's engines
   wheel                           the Python package, built
   arrows                          the crate graph, held against the design's table
+  soak [--hours N]                trainer, relay and workers for N hours: nothing they have may grow
   bench GROUP [--json] [--plot]   one group of benchmarks
 
 environment:
@@ -71,6 +72,7 @@ fn run(args: &[&str]) -> Result<(), Error> {
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),
         ["wheel"] => wheel::run(&Places::open()?),
+        ["soak", rest @ ..] => bench::soak(&Places::open()?, rest),
         ["bench", rest @ ..] => bench::run(&Places::open()?, rest),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}\n\nbench groups:\n{}", bench::listing());

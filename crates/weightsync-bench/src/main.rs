@@ -15,6 +15,7 @@ mod overhead;
 mod peer;
 mod peers;
 mod set;
+mod soak;
 mod store;
 mod sync;
 
@@ -46,6 +47,11 @@ enum Group {
     Store(store::Args),
     /// A synchronizer with its parties (`cargo xtask bench sync`)
     Sync(sync::Args),
+    /// A week of training in an hour (`cargo xtask soak --hours N`)
+    Soak(soak::Args),
+    /// A process of the soak
+    #[command(hide = true)]
+    SoakPart(soak::PartArgs),
     /// Frames by the Rust policy, as often as asked for (`cargo xtask bench collect`)
     #[command(hide = true)]
     Collect(collect::Args),
@@ -68,6 +74,8 @@ fn main() -> ExitCode {
         Group::Net(args) => net::run(&args),
         Group::Store(args) => store::run(&args),
         Group::Sync(args) => sync::run(&args),
+        Group::Soak(args) => soak::run(&args),
+        Group::SoakPart(args) => soak::part(&args),
         Group::Collect(args) => collect::run(&args),
         Group::Explorer(args) => sync::explore(&args),
     };

@@ -92,3 +92,22 @@ fn bench(args: &[&str]) -> Command {
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
+
+#[test]
+fn soak_checks_versions_of_every_scheme() {
+    let output = bench(&["soak", "--hours", "0.002"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let stdout = text(&output.stdout);
+    for scheme in [
+        "shared-mem",
+        "share=relay",
+        "share=none",
+        "rpc",
+        "trainer",
+        "Disk",
+    ] {
+        assert!(stdout.contains(scheme), "{scheme} in {stdout}");
+    }
+    assert!(!stdout.contains(" 0 by "), "{stdout}");
+    assert!(stdout.contains("too short to compare"), "{stdout}");
+}
