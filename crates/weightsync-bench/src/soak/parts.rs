@@ -88,8 +88,8 @@ fn train(
     let mut body: Vec<u32> = (0..ELEMENTS).map(|at| element(at, &stamps)).collect();
     let weights = |stamps: &[u32], body: &[u32]| {
         let mut weights = Tensors::new();
-        weights.insert("stamps", [STAMPS], stamps.to_vec())?;
-        weights.insert("body", [ELEMENTS], body.to_vec())?;
+        weights.insert("stamps", [STAMPS], stamps)?;
+        weights.insert("body", [ELEMENTS], body)?;
         Ok::<_, weightsync_engine::Error>(weights)
     };
     let first = weights(&stamps, &body)?;

@@ -78,10 +78,13 @@ impl Samples {
                 numbers.sort_unstable();
                 numbers.get(numbers.len() / 2).copied()
             };
-            let parts = (
-                median(&all[len / 5..len * 2 / 5]),
-                median(&all[len * 4 / 5..]),
-            );
+            let parts = match len {
+                0..5 => (median(all), median(all)),
+                _ => (
+                    median(&all[len / 5..len * 2 / 5]),
+                    median(&all[len * 4 / 5..]),
+                ),
+            };
             let (Some(before), Some(after)) = parts else {
                 continue;
             };
