@@ -70,7 +70,7 @@ struct Sum {
 }
 
 /// A free port. Another process may take it meanwhile; then the server says so.
-fn free_port() -> io::Result<u16> {
+pub fn free_port() -> io::Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     Ok(listener.local_addr()?.port())
 }

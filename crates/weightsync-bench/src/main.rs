@@ -47,6 +47,9 @@ enum Group {
     Store(store::Args),
     /// A synchronizer with its parties (`cargo xtask bench sync`)
     Sync(sync::Args),
+    /// Sends of one process, for the group net
+    #[command(hide = true)]
+    Sends(net::SendsArgs),
     /// A week of training in an hour (`cargo xtask soak --hours N`)
     Soak(soak::Args),
     /// A process of the soak
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
         Group::Net(args) => net::run(&args),
         Group::Store(args) => store::run(&args),
         Group::Sync(args) => sync::run(&args),
+        Group::Sends(args) => net::sends(&args),
         Group::Soak(args) => soak::run(&args),
         Group::SoakPart(args) => soak::part(&args),
         Group::Collect(args) => collect::run(&args),

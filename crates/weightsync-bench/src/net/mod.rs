@@ -5,6 +5,7 @@
 //! started and after it has ended, and our own sends are measured on both sides of a
 //! peer's: some have threads that never rest.
 
+mod encrypted;
 mod ours;
 mod peers;
 
@@ -12,6 +13,7 @@ use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+pub use self::encrypted::{SendsArgs, sends};
 use super::group::{self, Row};
 use super::iperf;
 use super::numbers::{Size, Times, ratio};
@@ -59,6 +61,10 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         if case.name().contains(&args.only) {
             done(case.name(), case.rows(&mut flat))?;
         }
+    }
+    let encrypted = encrypted::name(args.bytes);
+    if encrypted.contains(&args.only) {
+        done(encrypted, encrypted::rows(args.bytes))?;
     }
     if let Some(python) = &args.python {
         let program = Program {

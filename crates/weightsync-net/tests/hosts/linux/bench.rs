@@ -64,8 +64,9 @@ impl Row {
 
 type Case = (&'static str, fn() -> Vec<Row>);
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     ("chain", chain),
+    ("encrypted", encrypted),
     ("deltas", deltas),
     ("unlimited", unlimited),
     ("cost", cost),
@@ -138,6 +139,39 @@ fn chain() -> Vec<Row> {
         }
     }
     rows
+}
+
+/// 256 MiB to a worker of another host by a link of 1 Gbit/s, plain and encrypted in turns.
+fn encrypted() -> Vec<Row> {
+    const BYTES: usize = 256 * MIB;
+    const ROUNDS: usize = 5;
+    /// The share of the line rate, headers included.
+    const OF_LINE: f64 = 0.95;
+    let line = Duration::from_secs_f64(BYTES as f64 * 8.0 / GIGABIT as f64);
+    let mut both = [Stage::new(2, BYTES), Stage::encrypted(2, BYTES)].map(|mut stage| {
+        stage.rate(0..2, GIGABIT);
+        stage.start_relay(1);
+        stage.start_workers(1, &[1]);
+        // Slots are made and faulted in.
+        sends(&mut stage, 2);
+        stage
+    });
+    let turns = (0..ROUNDS).map(|_| both.each_mut().map(|stage| stage.send_everywhere().took));
+    let (plain, encrypted): (Vec<_>, Vec<_>) = turns.map(|[plain, other]| (plain, other)).unzip();
+    let (plain, encrypted) = (median(plain), median(encrypted));
+    vec![
+        Row::beside(
+            "256 MiB at 1 Gbit/s, encrypted, against line rate",
+            (ms(encrypted), "ms"),
+            ms(line),
+        )
+        .at_most(1.0 / OF_LINE),
+        Row::beside(
+            "256 MiB at 1 Gbit/s, encrypted, over plain",
+            (ms(encrypted), "ms"),
+            ms(plain),
+        ),
+    ]
 }
 
 /// One step of 1 GiB to a worker of another host over a link of 1 Gbit/s, from publish to live: the
