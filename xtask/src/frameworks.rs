@@ -4,11 +4,10 @@
 //! They are heavy (SGLang has 11 GB), so the daily run leaves out those that nothing has changed for:
 //! [`PASSED`] has a line for each, which says what was there when its tests last passed.
 
-use std::fs;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 
 use crate::error::Error;
+use crate::marks::{self, Passed};
 use crate::places::Places;
 use crate::pytest;
 use crate::python::{self, Environment};
@@ -19,7 +18,7 @@ use crate::wheel;
 const TESTS: &str = "python/tests/frameworks";
 
 /// What each framework's tests last passed with. A run of them writes it.
-const PASSED: &str = "python/tests/frameworks/passed.txt";
+const PASSED: Passed = Passed("python/tests/frameworks/passed.txt");
 
 /// A framework, its environment, and what its tests depend on in the clone.
 struct Framework {
@@ -85,19 +84,7 @@ impl Framework {
     fn mark(&self, root: &Path) -> Result<String, Error> {
         let sources = self.sources.iter().copied();
         let sources = sources.chain(self.environment.all_requirements());
-        let mut files = Vec::new();
-        for one in sources.map(str::to_owned).chain(self.tests()) {
-            list(&root.join(one), &mut files)?;
-        }
-        files.sort();
-        // Should another toolchain hash differently, the tests run once more.
-        let mut hasher = DefaultHasher::new();
-        for file in files {
-            let content = fs::read(&file).map_err(|source| reading(&file, source))?;
-            let name = file.strip_prefix(root).unwrap_or(&file);
-            (name, content).hash(&mut hasher);
-        }
-        Ok(format!("{:016x}", hasher.finish()))
+        marks::of(root, sources.map(str::to_owned).chain(self.tests()))
     }
 
     /// The Python that sees the package and the framework.
@@ -141,20 +128,16 @@ pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
     let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
     for (one, mark) in marked {
         one.run(places, &wheel)?;
-        note(places.root(), one, &mark)?;
+        PASSED.note(places.root(), one.name, &mark)?;
     }
     Ok(())
 }
 
 /// Runs the tests of the frameworks that something has changed for since they passed.
 pub fn changed(places: &Places, wheel: &Path) -> Result<(), Error> {
-    let passed = read(&places.root().join(PASSED))?;
     for one in FRAMEWORKS {
         let mark = one.mark(places.root())?;
-        if passed
-            .iter()
-            .any(|line| *line == format!("{} {mark}", one.name))
-        {
+        if PASSED.has(places.root(), one.name, &mark)? {
             eprintln!(
                 "── {}: nothing has changed since its tests passed (`cargo xtask test frameworks {}` \
                  runs them)",
@@ -167,53 +150,10 @@ pub fn changed(places: &Places, wheel: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Writes down that a framework's tests have passed.
-fn note(root: &Path, passed: &Framework, mark: &str) -> Result<(), Error> {
-    let path = root.join(PASSED);
-    let prefix = format!("{} ", passed.name);
-    let mut lines = read(&path)?;
-    lines.retain(|line| !line.starts_with(&prefix));
-    lines.push(format!("{prefix}{mark}"));
-    lines.sort();
-    fs::write(&path, lines.join("\n") + "\n").map_err(|source| Error::Io {
-        doing: format!("writing {}", path.display()),
-        source,
-    })
-}
-
-fn read(path: &Path) -> Result<Vec<String>, Error> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(text.lines().map(str::to_owned).collect()),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
-        Err(source) => Err(reading(path, source)),
-    }
-}
-
-/// The files at a path, but for what Python has compiled.
-fn list(path: &Path, files: &mut Vec<PathBuf>) -> Result<(), Error> {
-    if path.is_dir() {
-        let entries = fs::read_dir(path).map_err(|source| reading(path, source))?;
-        for entry in entries {
-            let entry = entry.map_err(|source| reading(path, source))?;
-            if entry.file_name() != "__pycache__" {
-                list(&entry.path(), files)?;
-            }
-        }
-    } else {
-        files.push(path.to_owned());
-    }
-    Ok(())
-}
-
-fn reading(path: &Path, source: std::io::Error) -> Error {
-    Error::Io {
-        doing: format!("reading {}", path.display()),
-        source,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     const TRIED: Framework = Framework {
@@ -251,18 +191,6 @@ mod tests {
             fs::write(tests.join(file), text).expect("a file");
             assert!(!seen.contains(&mark()));
             seen.push(mark());
-        }
-    }
-
-    #[test]
-    fn note_keeps_one_line_for_each() {
-        let root = clone();
-        let path = root.path().join(PASSED);
-        fs::write(&path, "other 1\ntried 2\n").expect("a file");
-        for mark in ["3", "4"] {
-            note(root.path(), &TRIED, mark).expect("written");
-            let text = fs::read_to_string(&path).expect("lines");
-            assert_eq!(text, format!("other 1\ntried {mark}\n"));
         }
     }
 

@@ -4,7 +4,7 @@
 //! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
 //! [`data`] what benchmarks measure, [`step`] runs one command, [`wheel`] builds and installs the
 //! Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`],
-//! [`frameworks`], [`arrows`] and [`bench`].
+//! [`frameworks`], [`platforms`], [`arrows`] and [`bench`].
 
 #![forbid(unsafe_code)]
 
@@ -14,7 +14,9 @@ mod ci;
 mod data;
 mod error;
 mod frameworks;
+mod marks;
 mod places;
+mod platforms;
 mod pytest;
 mod python;
 mod step;
@@ -33,6 +35,7 @@ usage: cargo xtask <command>
   test                            every test, with what the tests need set up first
   test quick                      the tests for daily work, in a minute once they are built
   test frameworks [NAMES]         the adapters with the real frameworks: trl, verl, sglang (some 15 GB)
+  test platforms [NAMES]          what can be shown of other machines here: aarch64
   ci                              every check, then every test
   pytest [--oldest | --vllm] [ARGS]  every test of the Python package, or those that ARGS ask for;
                                   with --oldest those that also run with the oldest torch, with
@@ -68,6 +71,7 @@ fn run(args: &[&str]) -> Result<(), Error> {
         ["test"] => test::run(&Places::open()?),
         ["test", "quick"] => test::quick(&Places::open()?),
         ["test", "frameworks", names @ ..] => frameworks::all(&Places::open()?, names),
+        ["test", "platforms", names @ ..] => platforms::all(&Places::open()?, names),
         ["ci"] => ci::run(&Places::open()?),
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),

@@ -13,6 +13,7 @@ use std::time::Instant;
 
 use crate::error::Error;
 use crate::places::Places;
+use crate::platforms;
 use crate::pytest;
 use crate::python;
 use crate::step;
@@ -32,7 +33,7 @@ const LOOM_PACKAGE: &str = "weightsync-mem";
 
 /// The tests are built with the development profile's assertions and overflow checks, but optimised
 /// a little: the fuzz targets try sixty times as many inputs, and training in tests ends in seconds.
-const OPT_LEVEL: (&str, &str) = ("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
+pub const OPT_LEVEL: (&str, &str) = ("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
 
 /// What a change is tested with while it is being made: unit tests, the tests of the library's
 /// interface, of the shared memory and of the frames, and the conformance suite by shared memory.
@@ -70,6 +71,8 @@ pub fn run(places: &Places) -> Result<(), Error> {
     doc.args("test --workspace --all-features --doc --quiet".split(' '))
         .env(level, value);
     step::run("doc tests", &mut doc)?;
+
+    platforms::changed(places)?;
 
     step::run("loom", &mut loom(places, &nextest))?;
 

@@ -38,6 +38,24 @@ pub const IPERF: Package = Package {
     brings: &["iperf3"],
 };
 
+/// Runs programs of other processors.
+pub const QEMU: Package = Package {
+    name: "qemu-user",
+    brings: &["qemu-aarch64"],
+};
+
+/// Compiles and links for aarch64.
+pub const AARCH64_GCC: Package = Package {
+    name: "gcc-aarch64-linux-gnu",
+    brings: &["aarch64-linux-gnu-gcc"],
+};
+
+/// The C library of aarch64, which is found from where programs are.
+pub const AARCH64_LIBC: Package = Package {
+    name: "libc6-dev-arm64-cross",
+    brings: &["../aarch64-linux-gnu/lib/libc.a"],
+};
+
 /// A browser and the program that drives it: the tests of the synchronizer's page.
 pub const CHROMIUM: Package = Package {
     name: "chromium-driver",
@@ -232,6 +250,31 @@ pub fn component(places: &Places, subcommand: &str, component: &str) -> Result<(
         false => Err(Error::Missing {
             what: format!("`cargo {subcommand}`"),
             fix: format!("rustup component add {component}"),
+        }),
+    }
+}
+
+/// Returns when the toolchain has the standard library of a target.
+pub fn target(places: &Places, target: &str) -> Result<(), Error> {
+    let there = || {
+        let mut rustc = places.command("rustc");
+        let libdir = rustc.args(["--print", "target-libdir", "--target", target]);
+        let libdir = step::output(libdir, "rustc").unwrap_or_default();
+        Path::new(libdir.trim()).is_dir()
+    };
+    if there() {
+        return Ok(());
+    }
+    let mut add = Command::new("rustup");
+    let added = step::run(
+        &format!("add {target}"),
+        add.args(["target", "add", target]),
+    );
+    match added {
+        Ok(_) if there() => Ok(()),
+        _ => Err(Error::Missing {
+            what: format!("the standard library of {target}"),
+            fix: format!("rustup target add {target}"),
         }),
     }
 }

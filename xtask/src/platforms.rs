@@ -1,0 +1,125 @@
+//! `cargo xtask test platforms`: what this machine can show of other ones.
+//!
+//! The daily run leaves out what nothing has changed for: [`PASSED`] has a line for each.
+
+use std::path::Path;
+
+use crate::error::Error;
+use crate::marks::{self, Passed};
+use crate::places::Places;
+use crate::step;
+use crate::test;
+use crate::tools;
+
+/// What each passed with last. A run of them writes it.
+const PASSED: Passed = Passed("xtask/platforms-passed.txt");
+
+/// A machine of another kind.
+struct Platform {
+    name: &'static str,
+    /// Files and folders of the clone that it depends on.
+    sources: &'static [&'static str],
+    run: fn(&Places) -> Result<(), Error>,
+}
+
+const PLATFORMS: &[Platform] = &[Platform {
+    name: "aarch64",
+    sources: &["crates/weightsync-simd", "crates/weightsync-core"],
+    run: aarch64,
+}];
+
+const AARCH64: &str = "aarch64-unknown-linux-gnu";
+
+/// Builds the command for aarch64, and runs the tests of the crates whose code depends on the
+/// processor, in an emulator. There the rest says little: the system is this one.
+fn aarch64(places: &Places) -> Result<(), Error> {
+    tools::target(places, AARCH64)?;
+    tools::QEMU.provide()?;
+    tools::AARCH64_GCC.provide()?;
+    tools::AARCH64_LIBC.provide()?;
+    let cargo = |words: &str| {
+        let (level, value) = test::OPT_LEVEL;
+        let mut cargo = places.cargo();
+        cargo
+            .args(words.split(' '))
+            .args(["--locked", "--quiet", "--target", AARCH64])
+            .env(level, value)
+            .env("CC_aarch64_unknown_linux_gnu", "aarch64-linux-gnu-gcc")
+            .env(
+                "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER",
+                "aarch64-linux-gnu-gcc",
+            )
+            .env(
+                "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER",
+                "qemu-aarch64 -L /usr/aarch64-linux-gnu",
+            );
+        cargo
+    };
+    step::run(
+        "aarch64: the command, built",
+        &mut cargo("build --package weightsync-cli --all-features"),
+    )?;
+    step::run(
+        "aarch64: tests of simd and core, emulated",
+        &mut cargo("test --package weightsync-simd --package weightsync-core --lib --tests"),
+    )?;
+    step::run(
+        "aarch64: the demo, emulated",
+        &mut cargo("run --package weightsync-cli --all-features -- demo"),
+    )
+    .map(drop)
+}
+
+impl Platform {
+    fn mark(&self, root: &Path) -> Result<String, Error> {
+        marks::of(root, self.sources.iter().map(|one| (*one).to_owned()))
+    }
+}
+
+/// Runs all of them, or those with these names, and notes what passed.
+pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
+    let known: Vec<&str> = PLATFORMS.iter().map(|one| one.name).collect();
+    if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
+        return Err(Error::Usage(format!(
+            "there is no platform `{unknown}`: expected some of {}",
+            known.join(", ")
+        )));
+    }
+    for one in PLATFORMS {
+        if names.is_empty() || names.contains(&one.name) {
+            // Before it runs: what is edited from here on was not tested.
+            let mark = one.mark(places.root())?;
+            (one.run)(places)?;
+            PASSED.note(places.root(), one.name, &mark)?;
+        }
+    }
+    Ok(())
+}
+
+/// Runs those that something has changed for since they passed.
+pub fn changed(places: &Places) -> Result<(), Error> {
+    for one in PLATFORMS {
+        if PASSED.has(places.root(), one.name, &one.mark(places.root())?)? {
+            eprintln!(
+                "── {}: nothing has changed since it passed (`cargo xtask test platforms {}` runs it)",
+                one.name, one.name
+            );
+        } else {
+            (one.run)(places)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn platforms_name_what_is_there() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        for one in PLATFORMS {
+            one.mark(&root).expect(one.name);
+        }
+    }
+}
