@@ -24,8 +24,8 @@ use rustls::server::danger::ClientCertVerifier;
 use rustls::{ClientConfig, RootCertStore, ServerConfig};
 
 pub use self::make::{Made, Request, make};
-use self::verify::OfPart;
 pub use self::verify::explain;
+use self::verify::{FromPart, OfPart};
 use crate::access::open_file;
 pub use crate::link::{AsyncStream, refusal};
 use crate::wire::hello::HelloError;
@@ -111,6 +111,8 @@ struct Loaded {
     stamps: Vec<Stamp>,
     /// Of those who connect it asks a certificate.
     server: Arc<ServerConfig>,
+    /// Of those who connect it asks the trainer's.
+    called: Arc<ServerConfig>,
     /// It asks nothing.
     open: Arc<ServerConfig>,
     /// By what a link is dialled to.
@@ -147,6 +149,8 @@ pub enum Peer<'a> {
 pub enum Asks {
     /// A certificate of its own authority.
     Certificate,
+    /// The same, and it must be the trainer's: a worker is called by nobody else.
+    Trainer,
     /// No certificate: a browser has none.
     Nothing,
 }
@@ -231,6 +235,7 @@ impl Tls {
         let loaded = self.current();
         let config = match asks {
             Asks::Certificate => loaded.server,
+            Asks::Trainer => loaded.called,
             Asks::Nothing => loaded.open,
         };
         session::Session::server(config).map_err(session::failed)
@@ -339,6 +344,7 @@ impl Loaded {
         };
         Ok(Self {
             stamps,
+            called: server(Arc::new(FromPart::new(clients.clone(), Part::Trainer)))?,
             server: server(clients)?,
             open: server(WebPkiClientVerifier::no_client_auth())?,
             to: [

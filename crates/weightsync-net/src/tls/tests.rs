@@ -30,6 +30,8 @@ fn read(folder: &tempfile::TempDir, part: Part) -> Tls {
 struct End {
     session: Session,
     incoming: Incoming,
+    /// Its handshake has failed: it hears nothing more.
+    failed: bool,
 }
 
 impl End {
@@ -37,17 +39,23 @@ impl End {
         Self {
             session: session.unwrap(),
             incoming: Incoming::default(),
+            failed: false,
         }
     }
 
     fn hears(&mut self, bytes: &[u8]) {
+        if self.failed || bytes.is_empty() {
+            return;
+        }
         let room = self.incoming.room(bytes.len());
         room[..bytes.len()].copy_from_slice(bytes);
         self.incoming.came(bytes.len());
     }
 
     fn shake(&mut self) -> Result<Handshake, rustls::Error> {
-        self.session.shake(&mut self.incoming)
+        let shaken = self.session.shake(&mut self.incoming);
+        self.failed |= shaken.is_err();
+        shaken
     }
 
     fn says(&mut self) -> Vec<u8> {
@@ -85,10 +93,16 @@ fn shaken(client: &mut End, server: &mut End) -> [Result<(), String>; 2] {
 }
 
 fn between(client: &Tls, peer: Peer<'_>, server: &Tls) -> (End, End, [Result<(), String>; 2]) {
-    let (mut client, mut server) = (
-        End::new(client.dial(peer)),
-        End::new(server.accept(Asks::Certificate)),
-    );
+    between_who(client, peer, server, Asks::Certificate)
+}
+
+fn between_who(
+    client: &Tls,
+    peer: Peer<'_>,
+    server: &Tls,
+    asks: Asks,
+) -> (End, End, [Result<(), String>; 2]) {
+    let (mut client, mut server) = (End::new(client.dial(peer)), End::new(server.accept(asks)));
     let ends = shaken(&mut client, &mut server);
     (client, server, ends)
 }
@@ -117,6 +131,28 @@ fn certificates_of_one_authority_make_a_link() {
         client.session.close();
         server.hears(&client.says());
         assert_eq!(server.reads(10), Some(Vec::new()));
+    }
+}
+
+#[test]
+fn worker_is_called_by_the_trainer_alone() {
+    let folder = pki(&["trainer"], 30);
+    let worker = read(&folder, Part::Worker);
+    let at = Peer::Worker(Ipv4Addr::new(192, 0, 2, 9).into());
+    for part in Part::ALL {
+        let client = read(&folder, part);
+        let (mut client, _, [shaken, server]) = between_who(&client, at, &worker, Asks::Trainer);
+        assert_eq!(shaken, Ok(()));
+        if part == Part::Trainer {
+            assert_eq!(server, Ok(()));
+            continue;
+        }
+        let said = server.unwrap_err();
+        assert!(said.contains("of no trainer"), "{part}: {said}");
+        // The end that connects hears of it with the first answer.
+        let read = client.session.read(&mut [0; 9], &mut client.incoming);
+        let said = explain(&read.unwrap_err());
+        assert!(said.contains("another host or part"), "{part}: {said}");
     }
 }
 
@@ -174,14 +210,14 @@ fn wrong_certificates_are_explained_at_both_ends() {
             "elsewhere",
             &trainer,
             "not for elsewhere, but for",
-            "refused",
+            "another host or part",
         ),
         (
             &worker,
             "trainer",
             &read(&ours, Part::Relay),
             "is of no trainer",
-            "refused",
+            "another host or part",
         ),
     ];
     for (client, host, server, at_client, at_server) in cases {

@@ -7,10 +7,11 @@ use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, Server
 use rustls::client::{WebPkiServerVerifier, verify_server_name};
 use rustls::crypto::CryptoProvider;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
+use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::server::{ParsedCertificate, VerifierBuilderError};
 use rustls::{
-    AlertDescription, CertificateError, DigitallySignedStruct, Error, RootCertStore,
-    SignatureScheme,
+    AlertDescription, CertificateError, DigitallySignedStruct, DistinguishedName, Error,
+    RootCertStore, SignatureScheme,
 };
 
 use super::Part;
@@ -66,6 +67,64 @@ impl ServerCertVerifier for OfPart {
         if self.by_host {
             verify_server_name(&ParsedCertificate::try_from(certificate)?, host)?;
         }
+        Ok(verified)
+    }
+
+    fn verify_tls12_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.ordinary
+            .verify_tls12_signature(message, certificate, signature)
+    }
+
+    fn verify_tls13_signature(
+        &self,
+        message: &[u8],
+        certificate: &CertificateDer<'_>,
+        signature: &DigitallySignedStruct,
+    ) -> Result<HandshakeSignatureValid, Error> {
+        self.ordinary
+            .verify_tls13_signature(message, certificate, signature)
+    }
+
+    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+        self.ordinary.supported_verify_schemes()
+    }
+}
+
+/// Checks of those who connect that they are of the right part.
+#[derive(Debug)]
+pub(super) struct FromPart {
+    ordinary: Arc<dyn ClientCertVerifier>,
+    part: Part,
+}
+
+impl FromPart {
+    pub(super) fn new(ordinary: Arc<dyn ClientCertVerifier>, part: Part) -> Self {
+        Self { ordinary, part }
+    }
+}
+
+impl ClientCertVerifier for FromPart {
+    fn root_hint_subjects(&self) -> &[DistinguishedName] {
+        self.ordinary.root_hint_subjects()
+    }
+
+    fn verify_client_cert(
+        &self,
+        certificate: &CertificateDer<'_>,
+        between: &[CertificateDer<'_>],
+        now: UnixTime,
+    ) -> Result<ClientCertVerified, Error> {
+        let verified = self
+            .ordinary
+            .verify_client_cert(certificate, between, now)?;
+        let name = ServerName::try_from(self.part.name())
+            .map_err(|_| Error::General("a part's name is a name".into()))?;
+        verify_server_name(&ParsedCertificate::try_from(certificate)?, &name)?;
         Ok(verified)
     }
 
@@ -159,6 +218,11 @@ pub fn explain(error: &Error) -> String {
             AlertDescription::UnknownCA => {
                 "the other end says that this end's certificate is of another authority: give both \
                  ends certificates of one `weightsync certs new`"
+                    .into()
+            }
+            AlertDescription::BadCertificate => {
+                "the other end does not take this end's certificate, which is for another host or \
+                 part than it expects here"
                     .into()
             }
             AlertDescription::CertificateRequired => {

@@ -169,7 +169,7 @@ pub(super) fn join(
     let failed = |source| listen_error(own, source);
     let (own, listener) = listener.map_err(failed)?;
     let bearer = Bearer::to_worker(at.secret());
-    let tls = access.tls.clone().map(|tls| (tls, Asks::Certificate));
+    let tls = access.tls.clone().map(|tls| (tls, Asks::Trainer));
     let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
     let (theirs, worker) = (inbox.clone(), joining.worker.0);
     let thread = HttpThread::start("weightsync-rpc-w", move |stopping| {
