@@ -40,5 +40,6 @@ pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::{NetError, listen_error};
+pub use self::link::log_limiter;
 pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share, Verify};

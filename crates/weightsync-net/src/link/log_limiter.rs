@@ -13,7 +13,7 @@ const CAUSES: usize = 64;
 
 /// When each cause was logged last.
 #[derive(Debug, Default)]
-pub(crate) struct LogLimiter {
+pub struct LogLimiter {
     logged: HashMap<String, Logged>,
 }
 
@@ -25,7 +25,7 @@ struct Logged {
 
 impl LogLimiter {
     /// Whether to log a cause now, and how many lines were held back since the last one.
-    pub(crate) fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
+    pub fn logs(&mut self, cause: &str, now: Instant) -> Option<u64> {
         if let Some(logged) = self.logged.get_mut(cause) {
             if now.duration_since(logged.at) < LOG_EVERY {
                 logged.held_back += 1;
@@ -52,7 +52,7 @@ impl LogLimiter {
 }
 
 /// Logs a warning, and how many similar ones were held back.
-pub(crate) fn warn(held_back: u64, text: &str) {
+pub fn warn(held_back: u64, text: &str) {
     match held_back {
         0 => tracing::warn!("{text}"),
         more => tracing::warn!("{text} (and {more} like it before)"),

@@ -8,7 +8,7 @@
 mod admission;
 pub(crate) mod blocking;
 pub(crate) mod listen;
-pub(crate) mod log_limiter;
+pub mod log_limiter;
 mod secure;
 pub(crate) mod stream;
 

@@ -115,6 +115,10 @@ pub(crate) enum To {
 }
 
 impl Encryption {
+    fn covers(&self, addr: SocketAddr) -> bool {
+        self.tls.as_ref().is_some_and(|tls| tls.covers(addr))
+    }
+
     async fn encrypt(&self, socket: TcpStream, addr: SocketAddr) -> std::io::Result<AsyncStream> {
         let peer = match &self.to {
             To::Service(host) => Peer::Trainer(host),
@@ -263,7 +267,8 @@ impl Client {
         };
         connection.ready().await.map_err(broken)?;
         let response = connection.send_request(request).await.map_err(broken)?;
-        if response.status() == StatusCode::UPGRADE_REQUIRED {
+        let is_plain = !self.encryption.covers(self.addr);
+        if is_plain && response.status() == StatusCode::UPGRADE_REQUIRED {
             return Err(Fault::NeedsTls { addr: self.addr });
         }
         Ok(Reply {

@@ -3,9 +3,9 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
@@ -23,6 +23,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
+use weightsync_net::log_limiter::{self, LogLimiter};
 use weightsync_net::tls::{Asks, AsyncStream, Tls, refusal};
 
 use super::client::tune;
@@ -62,8 +63,8 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// How long nothing is accepted once the system has no descriptors left.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Causes of log messages, each logged once.
-#[derive(Clone, Copy)]
+/// Causes of log messages, each logged once a minute.
+#[derive(Clone, Copy, Debug)]
 enum Cause {
     Bearer,
     Slow,
@@ -89,7 +90,7 @@ struct Admission {
     /// The certificates, and whether those who connect need one. Without it connections are plain.
     tls: Option<(Tls, Asks)>,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
-    complaints: AtomicU32,
+    complaints: Mutex<LogLimiter>,
 }
 
 /// A connection that has not authenticated yet.
@@ -117,7 +118,7 @@ impl Server {
                 bearer,
                 tls,
                 strangers: Mutex::default(),
-                complaints: AtomicU32::new(0),
+                complaints: Mutex::default(),
             }),
         })
     }
@@ -225,13 +226,17 @@ impl Admission {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Logs a problem, once for each cause, so that a client cannot fill the log by sending
-    /// nonsense.
+    /// Logs a problem, once a minute for each cause, so that a client cannot fill the log by
+    /// sending nonsense.
     fn complain(&self, cause: Cause, about: &dyn std::fmt::Display) {
-        let bit = 1 << cause as u32;
-        if self.complaints.fetch_or(bit, Ordering::Relaxed) & bit != 0 {
+        let mut complaints = self
+            .complaints
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let Some(held_back) = complaints.logs(&format!("{cause:?}"), Instant::now()) else {
             return;
-        }
+        };
+        drop(complaints);
         let what = match cause {
             Cause::Bearer => "a request without the right bearer is refused",
             Cause::Slow => "a connection that sends no request in time is dropped",
@@ -246,7 +251,7 @@ impl Admission {
                 "a request without TLS is refused: give that end a certificate of the same authority"
             }
         };
-        tracing::warn!(from = %about, "{what}; this is said once");
+        log_limiter::warn(held_back, &format!("{what}: {about}"));
     }
 }
 
@@ -419,7 +424,7 @@ mod tests {
             bearer: Bearer::to_sender(&[7; 16]),
             tls: None,
             strangers: Mutex::default(),
-            complaints: AtomicU32::new(0),
+            complaints: Mutex::default(),
         })
     }
 

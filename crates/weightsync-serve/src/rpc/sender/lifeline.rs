@@ -50,7 +50,10 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
     let client = Client::new(registration.addr, app.shared.bearer.clone(), encryption);
     let lines = match call_back(&app.shared, &client, &register).await {
         Ok(lines) => lines,
-        Err(error) => return wrong(StatusCode::FAILED_DEPENDENCY, error),
+        Err(error) => {
+            app.shared.complain(&error);
+            return wrong(StatusCode::FAILED_DEPENDENCY, error);
+        }
     };
     let shared = app.shared;
     let (id, sequence) = loop {
@@ -167,7 +170,8 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
         }
     }
     let Some((addr, is_encrypted)) = addr_of(&register.url) else {
-        let reason = "the worker's url is http://ADDRESS:PORT or https://ADDRESS:PORT".into();
+        let reason =
+            "a worker's url is expected: http://ADDRESS:PORT or https://ADDRESS:PORT".into();
         return refuse(StatusCode::UNPROCESSABLE_ENTITY, reason);
     };
     let tls = shared.access.tls.as_ref();

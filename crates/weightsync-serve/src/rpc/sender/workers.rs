@@ -16,6 +16,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::sync::watch;
@@ -26,6 +27,7 @@ use weightsync_mem::{
     Snapshot, Want,
 };
 use weightsync_net::Access;
+use weightsync_net::log_limiter::{self, LogLimiter};
 
 pub(super) use self::versions::Serving;
 use crate::http::{Bearer, ProofKey};
@@ -185,9 +187,19 @@ pub(super) struct Shared {
     pub(super) bearer: Bearer,
     /// Proves to workers that this is their sender.
     pub(super) proof: ProofKey,
+    log_limiter: Mutex<LogLimiter>,
 }
 
 impl Shared {
+    /// Logs why workers cannot be called back, once a minute: they try again and again.
+    pub(super) fn complain(&self, why: &str) {
+        let limiter = self.log_limiter.lock();
+        let mut limiter = limiter.unwrap_or_else(PoisonError::into_inner);
+        if let Some(held_back) = limiter.logs("callback", Instant::now()) {
+            log_limiter::warn(held_back, why);
+        }
+    }
+
     pub(super) fn new(
         models: Vec<ModelSpec>,
         remote_readers: RemoteReaders,
@@ -196,6 +208,7 @@ impl Shared {
     ) -> Self {
         Self {
             table: Mutex::default(),
+            log_limiter: Mutex::default(),
             changed: Condvar::new(),
             run: remote_readers.run(),
             remote_readers,
