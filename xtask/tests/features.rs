@@ -85,9 +85,9 @@ fn every_test_the_feature_table_names_exists() {
 }
 
 #[test]
-fn every_test_the_threat_model_names_exists() {
+fn every_test_the_security_page_names_exists() {
     let root = root();
-    let text = fs::read_to_string(root.join("docs/threat-model.md")).expect("docs/threat-model.md");
+    let text = fs::read_to_string(root.join("docs/security.md")).expect("docs/security.md");
     // Its tests are named without their crates.
     let is_name = |code: &&str| {
         let of_test = |letter: char| letter.is_ascii_lowercase() || letter == '_';
@@ -101,7 +101,7 @@ fn every_test_the_threat_model_names_exists() {
     let missing: Vec<&str> = named.into_iter().filter(|name| !exists(name)).collect();
     assert!(
         missing.is_empty(),
-        "docs/threat-model.md names tests that do not exist: {missing:#?}"
+        "docs/security.md names tests that do not exist: {missing:#?}"
     );
 }
 

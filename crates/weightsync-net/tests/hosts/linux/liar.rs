@@ -19,7 +19,10 @@ use super::roles::token;
 use super::scale::PATIENCE;
 use super::stage::{Actor, Stage};
 
-pub(crate) const TESTS: &[(&str, fn())] = &[("lying_relay_is_named_and_passed_over", passed_over)];
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    ("lying_relay_is_named_and_passed_over", passed_over),
+    ("verified_versions_go_down_encrypted_links", verified),
+];
 
 /// A name that no other process has.
 const NAME: &str = "a host that lies";
@@ -78,6 +81,31 @@ fn passed_over() {
             .filter(|one| one.altered_for > 0);
         assert_eq!(served.count(), 1);
     }
+}
+
+/// Honest relays, and certificates: a chain of three hosts compares every block.
+fn verified() {
+    let content = Content::Weights {
+        percent: 1.0,
+        single: false,
+        deltas: true,
+    };
+    let mut stage = Stage::verified_and_encrypted(4, 3 * MIB + 5000, content);
+    for host in 1..4 {
+        stage.start_relay(host);
+        stage.start_workers(host, &[10 * host as u32]);
+    }
+    for _ in 0..4 {
+        stage.send_everywhere();
+    }
+    let status = stage.status();
+    assert!(
+        status.relays.iter().all(|one| one.altered_for == 0),
+        "{status:#?}"
+    );
+    // They do form a chain: two of them fetch from a relay.
+    let behind = status.relays.iter().filter(|one| one.parent != 0);
+    assert_eq!(behind.count(), 2, "{status:#?}");
 }
 
 /// Joins, and lies to those who fetch from it.

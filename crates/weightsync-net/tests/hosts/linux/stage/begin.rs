@@ -36,6 +36,11 @@ impl Stage {
         Self::made(hosts, bytes, (false, 1), content, (false, true))
     }
 
+    /// The same, with links that are encrypted.
+    pub(crate) fn verified_and_encrypted(hosts: usize, bytes: usize, content: Content) -> Self {
+        Self::made(hosts, bytes, (false, 1), content, (true, true))
+    }
+
     fn with(hosts: usize, bytes: usize, pull: bool, arity: usize, content: Content) -> Self {
         Self::made(hosts, bytes, (pull, arity), content, (false, false))
     }
