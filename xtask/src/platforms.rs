@@ -31,7 +31,8 @@ const PLATFORMS: &[Platform] = &[Platform {
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 
 /// Builds the command for aarch64, and runs the tests of the crates whose code depends on the
-/// processor, in an emulator. There the rest says little: the system is this one.
+/// processor, in an emulator. It emulates a process and not a machine: a process of aarch64 that
+/// starts another one, as the demo does, needs a kernel that knows the emulator.
 fn aarch64(places: &Places) -> Result<(), Error> {
     tools::target(places, AARCH64)?;
     tools::QEMU.provide()?;
@@ -63,11 +64,7 @@ fn aarch64(places: &Places) -> Result<(), Error> {
         "aarch64: tests of simd and core, emulated",
         &mut cargo("test --package weightsync-simd --package weightsync-core --lib --tests"),
     )?;
-    step::run(
-        "aarch64: the demo, emulated",
-        &mut cargo("run --package weightsync-cli --all-features -- demo"),
-    )
-    .map(drop)
+    Ok(())
 }
 
 impl Platform {
