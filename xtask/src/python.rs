@@ -43,11 +43,12 @@ pub const VLLM: Environment = Environment {
     on: None,
 };
 
-/// What the tests of stores in S3 run their server in.
+/// What the tests of stores in S3 run their server in, and what the test of deploy/kubernetes checks
+/// its files with.
 pub const OBJECTS: Environment = Environment {
     name: "objects",
     requirements: "python/requirements-objects.txt",
-    imports: "moto.server, moto.s3.responses, werkzeug.serving, flask_cors",
+    imports: "moto.server, moto.s3.responses, werkzeug.serving, flask_cors, kubernetes_validate, yaml",
     with_dependencies: false,
     on: None,
 };
