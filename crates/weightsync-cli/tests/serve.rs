@@ -128,6 +128,10 @@ fn token_admits_requests() {
     assert!(served.get("/v1/status", "").starts_with("HTTP/1.1 401"));
     let wrong = "Authorization: Bearer none\r\n";
     assert!(served.get("/v1/status", wrong).starts_with("HTTP/1.1 401"));
+    // A probe has no token, and learns that the service is there.
+    let health = served.get("/healthz", "");
+    assert!(health.starts_with("HTTP/1.1 200"), "{health}");
+    assert!(health.ends_with("\r\n\r\n"), "{health}");
     let right = format!("Authorization: {value}\r\n");
     assert!(served.get("/v1/status", &right).starts_with("HTTP/1.1 200"));
     // An address of other machines needs a token, and permission for plain text.

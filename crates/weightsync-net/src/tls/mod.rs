@@ -516,7 +516,8 @@ fn stamps(paths: &[PathBuf]) -> Vec<Stamp> {
             path: path.clone(),
             inode: known.as_ref().map_or(0, std::fs::Metadata::ino),
             bytes: known.as_ref().map_or(0, std::fs::Metadata::len),
-            changed: known.map_or((0, 0), |known| (known.mtime(), known.mtime_nsec())),
+            // Also another mode: files that were open to others are read once they are not.
+            changed: known.map_or((0, 0), |known| (known.ctime(), known.ctime_nsec())),
         }
     };
     paths.iter().map(stamp).collect()

@@ -288,6 +288,17 @@ fn new_files_are_used_without_a_restart() {
     // Files that cannot be used change nothing.
     std::fs::write(folder.path().join("pki/trainer.pem"), "half").unwrap();
     assert_eq!(works(), [Ok(()), Ok(())]);
+    // A file that first comes open to others is read once its mode is right.
+    let newer = pki(&["trainer"], 90);
+    let [from, to] = [&newer, &folder].map(|of| of.path().join("pki/trainer.pem"));
+    std::fs::set_permissions(&from, PermissionsExt::from_mode(0o604)).unwrap();
+    std::fs::rename(from, &to).unwrap();
+    let before = trainer.expires();
+    drop(trainer.accept(Asks::Certificate));
+    assert_eq!(trainer.expires(), before);
+    std::fs::set_permissions(&to, PermissionsExt::from_mode(0o600)).unwrap();
+    drop(trainer.accept(Asks::Certificate));
+    assert!(trainer.expires() > before);
 }
 
 #[test]

@@ -13,7 +13,7 @@ use hyper::body::Incoming;
 use hyper::header::{CONNECTION, HeaderValue, UPGRADE, WWW_AUTHENTICATE};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
-use hyper::{Request, Response, StatusCode};
+use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::io::Errno;
@@ -62,6 +62,10 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// How long nothing is accepted once the system has no descriptors left.
 const PAUSE: Duration = Duration::from_millis(50);
+
+/// Answered with an empty 200 to anybody: it says that the process serves, and nothing else. A probe
+/// of Kubernetes cannot take a token from a secret.
+const HEALTH: &str = "/healthz";
 
 /// Causes of log messages, each logged once a minute.
 #[derive(Clone, Copy, Debug)]
@@ -310,12 +314,16 @@ async fn connection(
     let service = service_fn(|mut request: Request<Incoming>| {
         request.extensions_mut().insert(IsEncrypted(is_encrypted));
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
+        let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
         if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
             admission.strangers().remove(&number);
         }
         let router = is_in.then(|| router.clone());
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
-        if !is_in && let Ok(peer) = &peer {
+        if !is_in
+            && !asks_health
+            && let Ok(peer) = &peer
+        {
             let cause = if is_plain {
                 Cause::Plain
             } else {
@@ -325,6 +333,7 @@ async fn connection(
         }
         async move {
             match (router, challenge) {
+                (_, Some(_)) if asks_health => Ok(Response::default()),
                 (Some(router), _) => router.call(request).await,
                 (None, Some(challenge)) => Ok(turned_away(challenge)),
                 (None, None) => Ok(needs_tls()),
