@@ -1,12 +1,16 @@
 """The synchronizer's page, in Chromium."""
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -47,7 +51,7 @@ def get(url, body=None):
 class Browser:
     """A Chromium without a screen, and its driver, which speaks WebDriver."""
 
-    def __init__(self, home):
+    def __init__(self, home, *args):
         assert shutil.which("chromedriver"), (
             "this test needs Chromium and its driver\n"
             "  fix: apt install chromium-driver (that is Debian's name of it)"
@@ -67,7 +71,7 @@ class Browser:
             port = next((found[1] for found in begun if found), None)
             assert port, "chromedriver did not start"
             self._session = f"http://127.0.0.1:{port}/session"
-            options = {"args": ["--headless", "--no-sandbox", "--remote-debugging-pipe"]}
+            options = {"args": ["--headless", "--no-sandbox", "--remote-debugging-pipe", *args]}
             wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
             made = self._ask("", {"capabilities": {"alwaysMatch": wanted}})
             self._session += f"/{made['sessionId']}"
@@ -121,15 +125,22 @@ class Browser:
         return found
 
 
-@pytest.fixture
-def browser():
+@contextlib.contextmanager
+def a_browser(*args):
+    # Its sockets are in there, and a socket's path is short.
     with tempfile.TemporaryDirectory() as home:
-        with contextlib.closing(Browser(home)) as made:
+        with contextlib.closing(Browser(home, *args)) as made:
             yield made
 
 
-def open_page(browser, address):
-    browser.open(f"http://{address}/")
+@pytest.fixture
+def browser():
+    with a_browser() as made:
+        yield made
+
+
+def open_page(browser, address, scheme="http"):
+    browser.open(f"{scheme}://{address}/")
     browser.wait_for("1", "return document.documentElement.dataset.ready")
     browser.wait_for("live", TEXT, "connection")
     browser.run("window.isSame = true")
@@ -199,3 +210,54 @@ def test_page_goes_on_when_its_server_returns(browser):
             browser.wait_for(seen, TITLES, "#marks title")
         assert browser.run("return window.isSame")
         assert [entry for entry in browser.console() if entry["source"] != "network"] == []
+
+
+@pytest.fixture
+def encrypted(tmp_path):
+    """A service whose loopback is encrypted: its address, and the folder of its certificates."""
+    command = Path(sys.executable).with_name("weightsync")
+    pki = tmp_path / "pki"
+    subprocess.run([command, "certs", "new", "--out", pki, "--hosts", "127.0.0.1"], check=True)
+    arguments = [command, "serve", "--address", "127.0.0.1:0", "--tls", pki]
+    environment = os.environ | {"WEIGHTSYNC_TLS_LOOPBACK": "1"}
+    pipes = {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(arguments, env=environment, **pipes) as service:
+        try:
+            found = re.search(r"127\.0\.0\.1:\d+", service.stdout.readline())
+            yield found[0], pki
+        finally:
+            service.terminate()
+
+
+def key_digest(certificate):
+    """The digest of a certificate's key, by which a browser is told to accept it."""
+    key = ["openssl", "x509", "-in", certificate, "-pubkey", "-noout"]
+    key = subprocess.run(key, check=True, capture_output=True).stdout
+    der = ["openssl", "pkey", "-pubin", "-outform", "der"]
+    der = subprocess.run(der, check=True, capture_output=True, input=key).stdout
+    return base64.b64encode(hashlib.sha256(der).digest()).decode()
+
+
+def test_page_is_live_over_https(encrypted):
+    address, pki = encrypted
+    accept = f"--ignore-certificate-errors-spki-list={key_digest(pki / 'trainer.pem')}"
+    with a_browser(accept) as browser:
+        open_page(browser, address, "https")
+        assert browser.run("return window.isSecureContext")
+        assert browser.run(TEXT, "trainer") == "no trainer"
+        # Plain HTTP gets no page there.
+        browser.open(f"http://{address}/")
+        assert "HTTPS" in browser.run("return document.body.innerText")
+
+
+def test_https_client_checks_the_authority(encrypted):
+    address, pki = encrypted
+    trusts = ssl.create_default_context(cafile=pki / "ca.pem")
+    with urllib.request.urlopen(f"https://{address}/v1/status", context=trusts) as answer:
+        assert answer.status == 200
+    # The certificate is for the address alone.
+    port = address.split(":")[1]
+    with pytest.raises(urllib.error.URLError, match="mismatch|doesn't match"):
+        urllib.request.urlopen(f"https://localhost:{port}/v1/status", context=trusts)
+    with pytest.raises(urllib.error.URLError, match="self-signed|self signed|unable to get local"):
+        urllib.request.urlopen(f"https://{address}/v1/status", context=ssl.create_default_context())
