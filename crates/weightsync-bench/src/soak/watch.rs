@@ -29,7 +29,9 @@ impl Kind {
             Self::Threads => 1,
             Self::Descriptors => 2,
             // An allocator does not give all back, and what it keeps differs by the hour.
-            Self::Own | Self::Shared => 2048 + before / 20,
+            Self::Own => 2048 + before / 20,
+            // A sender adds a slot where workers hold all that it has, and keeps it: here 4 MiB.
+            Self::Shared => 2 * 4200,
             Self::Disk => 1024 + before / 10,
         }
     }
