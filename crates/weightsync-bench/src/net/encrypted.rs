@@ -185,7 +185,8 @@ fn openssl() -> Command {
 
 fn said(command: &mut Command) -> Result<String, Box<dyn Error>> {
     let name = command.get_program().display().to_string();
-    let output = command.stderr(Stdio::inherit()).output().map_err(|error| {
+    // OpenSSL tells its progress there.
+    let output = command.stderr(Stdio::null()).output().map_err(|error| {
         format!("starting {name}: {error}\n  fix: apt install {PROGRAM}, if it is missing")
     })?;
     match output.status.success() {
