@@ -431,8 +431,15 @@ impl Coordinator {
 
     /// Names a relay that sent other bytes than were published, and passes it over. The word of
     /// the agent that got them moves this agent alone: one that lies could take honest relays from
-    /// the others otherwise.
+    /// the others otherwise. Of a relay that is not its parent it can say nothing.
     fn altered(&mut self, agent: AgentId, parent: AgentId, item: Item, block: u32) {
+        let assigned = self.topology.lost(agent, parent, Why::Altered);
+        self.assign(&assigned);
+        let is_its_parent = parent != 0 && !assigned.is_empty();
+        let Some(relay) = self.agents.get_mut(&parent).filter(|_| is_its_parent) else {
+            return;
+        };
+        relay.altered_for.insert(agent);
         let name = |agent| {
             let one: Option<&Agent> = self.agents.get(&agent);
             let name = one.and_then(|one| Some((&one.known.as_ref()?.name, one.from.ip())));
@@ -449,11 +456,6 @@ impl Coordinator {
             item.version,
             name(agent),
         );
-        if let Some(parent) = self.agents.get_mut(&parent) {
-            parent.altered_for.insert(agent);
-        }
-        let assigned = self.topology.lost(agent, parent, Why::Altered);
-        self.assign(&assigned);
     }
 
     fn assign(&mut self, assigned: &[Assigned]) {

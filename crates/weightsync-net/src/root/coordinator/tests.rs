@@ -410,6 +410,51 @@ fn a_transfer_counts_for_the_link_that_it_came_by() {
 }
 
 #[test]
+fn agent_accuses_its_own_parent_alone() {
+    let (_sender, info) = sender();
+    run(async {
+        let mut agents = Vec::new();
+        for port in [7001, 7002, 7003] {
+            let mut fake = Fake::dial(&info).await;
+            let mut words = agent(Epoch(0));
+            if let ToRoot::Agent { bulk, .. } = &mut words {
+                *bulk = Some(port);
+            }
+            fake.link.send(&words);
+            // One after the other: their order is that of the chain.
+            let FromRoot::Welcome { agent, .. } = fake.on_message().await.unwrap() else {
+                panic!("it is not welcome")
+            };
+            agents.push((agent, fake));
+        }
+        let [(first, _), (second, _), (third, last)] = &mut agents[..] else {
+            unreachable!()
+        };
+        let (first, second, third) = (*first, *second, *third);
+        let altered = |parent| ToRoot::Altered {
+            parent,
+            model: 0,
+            version: Version(1),
+            block: 0,
+        };
+        // Neither the sender, nor another's parent, nor itself, nor nobody.
+        for parent in [0, first, third, 999, second] {
+            last.link.send(&altered(parent));
+        }
+        let notified = |by| move |word: &FromRoot| matches!(word, FromRoot::Parent { agent, .. } if *agent == by);
+        last.receive_until(notified(0)).await;
+        let named = wait_for(&info, |status| {
+            let relays = status.relays.iter();
+            let all: Vec<_> = relays.map(|one| (one.agent, one.altered_for)).collect();
+            all.iter().any(|(_, count)| *count > 0).then_some(all)
+        });
+        let mut named = named.await;
+        named.sort();
+        assert_eq!(named, [(first, 0), (second, 1), (third, 0)]);
+    });
+}
+
+#[test]
 fn received_bytes_may_be_any_number() {
     let (_sender, info) = sender();
     run(async {
