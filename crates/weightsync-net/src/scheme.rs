@@ -127,7 +127,7 @@ pub enum Verify {
     Checksums,
     /// Also the BLAKE3 digest of each block of 1 MiB, which the sender tells each host over a link
     /// of its own. A relay that sends anything else is named in the sender's log and in its
-    /// [status](crate::status::Relay::altered_for), and nobody it lied to fetches from it again.
+    /// [status](crate::status::Relay::altered_for), and no host that it lied to fetches from it until one of the two connects again.
     /// Hosts that fetch from the sender itself compare nothing.
     ///
     /// The relay of a worker's own host is trusted: it runs as the same user.

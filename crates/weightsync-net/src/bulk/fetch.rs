@@ -461,6 +461,8 @@ impl Shared {
         drop(first);
         let end = match end {
             _ if self.slot.is_whole() => FetchEnd::Whole,
+            // Whatever the parent does to its other connections: it is named.
+            _ if let Some(block) = self.altered.get() => FetchEnd::Altered { block: *block },
             Some(end) => end,
             None => FetchEnd::Partly,
         };

@@ -91,7 +91,10 @@ impl Shared {
         match source {
             // The delta is intact and only does not fit the base here; relays below may still use
             // it.
-            DeltaError::Base { .. } => self.base_mismatch.store(true, Ordering::Release),
+            // Where relays are not trusted the base was compared: it is the delta that is wrong.
+            DeltaError::Base { .. } if !verifies => {
+                self.base_mismatch.store(true, Ordering::Release)
+            }
             // The delta is invalid, whichever end caused that.
             _ => base.recorded.spoil(),
         }

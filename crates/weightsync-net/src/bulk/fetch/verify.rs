@@ -121,6 +121,8 @@ impl Shared {
             };
             if blake3::hash(block) != *expected {
                 let _ = self.altered.set(index);
+                // The other connections to this parent could hold the report up.
+                self.stop();
                 return Err(invalid(Altered { index }));
             }
         }

@@ -4,6 +4,7 @@ use weightsync_mem::Snapshot;
 
 use super::deltas::{relay, whole};
 use super::*;
+use crate::wire::message::ToParent;
 
 /// A sender that has this image as a version; where it listens.
 fn sender(runtime: &tokio::runtime::Runtime, version: Version, snapshot: Snapshot) -> SocketAddr {
@@ -134,4 +135,45 @@ fn relay_tells_no_digests() {
     let child = child_of("verify-asks-relay", address, 1, ITEM, Some(relay));
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+}
+
+/// A relay that alters block 0, and says forever that it is there on every other connection.
+async fn idler() -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let take = move |mut socket: AsyncStream, _, _| {
+        tokio::spawn(async move {
+            let mut header = [0; HEADER_BYTES];
+            socket.read_exact(&mut header).await.unwrap();
+            let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+            let mut payload = vec![0; header.len];
+            socket.read_exact(&mut payload).await.unwrap();
+            let ToParent::Fetch(wanted) = ToParent::decode(&payload).unwrap() else {
+                panic!("{payload:?}");
+            };
+            if wanted.ranges[0].first == 0 {
+                let altered = block_of(0, &vec![9; BLOCK as usize]);
+                let _ = socket.write_all(&altered).await;
+            }
+            let idle = ToChild::Idle.frame().unwrap();
+            while socket.write_all(&idle).await.is_ok() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        });
+    };
+    let credentials = Credentials::plain(&SECRET);
+    tokio::spawn(accept_all(listener, credentials, || false, |_| {}, take));
+    address
+}
+
+#[test]
+fn altered_block_is_told_while_others_idle() {
+    let runtime = runtime();
+    let segment = relay("verify-idle", 2);
+    let published = whole(&segment, ITEM.version, &image());
+    let digests = sender(&runtime, ITEM.version, published);
+    let address = runtime.block_on(idler());
+    let child = child_of("verify-idles", address, 2, ITEM, Some(digests));
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::Altered { block: 0 }), "{ended:?}");
 }
