@@ -75,34 +75,39 @@ pub fn free_port() -> io::Result<u16> {
     Ok(listener.local_addr()?.port())
 }
 
-/// An end of the stream. Dropped, it is killed.
-struct Running {
+/// A program whose output is read, such as an end of the stream. Dropped, it is killed.
+pub struct Running {
+    name: String,
     child: Child,
     output: Lines,
 }
 
 impl Running {
-    fn start(command: &mut Command) -> Result<Self, Box<dyn Error>> {
-        let name = command.get_program().display().to_string();
+    /// Starts it; the package of a program that is missing has the program's name.
+    pub fn start(command: &mut Command) -> Result<Self, Box<dyn Error>> {
+        let program = Path::new(command.get_program());
+        let name = program.file_name().unwrap_or(program.as_os_str());
+        let name = name.display().to_string();
         let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()
             .map_err(|error| match error.kind() {
                 io::ErrorKind::NotFound => {
-                    format!("{name} is not installed\n  fix: apt install {PROGRAM}")
+                    format!("{name} is not installed\n  fix: apt install {name}")
                 }
                 _ => format!("starting {name}: {error}"),
             })?;
         let output = child.stdout.take().ok_or("a program without its pipe")?;
         Ok(Self {
+            name,
             child,
             output: Lines::new(output),
         })
     }
 
     /// Until a line has these words.
-    fn wait_for(&mut self, words: &str, until: Instant) -> Result<(), Box<dyn Error>> {
+    pub fn wait_for(&mut self, words: &str, until: Instant) -> Result<(), Box<dyn Error>> {
         let mut last = String::new();
         while let Some(line) = self.output.next(until)? {
             if line.contains(words) {
@@ -110,11 +115,11 @@ impl Running {
             }
             last = line;
         }
-        Err(format!("{PROGRAM} ended before `{words}`: {last}").into())
+        Err(format!("{} ended before `{words}`: {last}", self.name).into())
     }
 
     /// All it says until its end.
-    fn rest(&mut self, until: Instant) -> Result<String, Box<dyn Error>> {
+    pub fn rest(&mut self, until: Instant) -> Result<String, Box<dyn Error>> {
         let mut text = String::new();
         while let Some(line) = self.output.next(until)? {
             text += &line;

@@ -1,10 +1,10 @@
 //! A week of training in an hour: `cargo xtask soak --hours N`.
 //!
-//! A trainer sends versions: within the host, through a relay,
-//! to workers that fetch for themselves, and over HTTP, all encrypted; and it saves them. Workers
-//! check every element, and every other one is killed again and again. What the processes that stay
-//! have (threads, descriptors, memory) and what lies on the disk is looked at all the time, and must
-//! be no more at the end than it was near the beginning.
+//! A trainer sends versions within the host, through a relay, to workers that fetch for themselves and
+//! over HTTP, encrypted wherever they travel, and saves them. Workers check every element. Of each
+//! scheme one worker stays, and one comes and goes. What the processes that stay have (threads,
+//! descriptors, memory) and what lies on the disk must be no more at the end than it was near the
+//! beginning.
 
 mod parts;
 mod watch;
@@ -25,7 +25,7 @@ use self::watch::{Kind, Samples};
 /// How the soak is run.
 #[derive(clap::Args)]
 pub struct Args {
-    /// How long
+    /// Hours that it lasts
     #[arg(long, default_value_t = 1.0)]
     hours: f64,
     /// Versions a second; at 20 an hour has as many as a week with one every ten seconds
@@ -36,7 +36,7 @@ pub struct Args {
     csv: Option<PathBuf>,
 }
 
-/// How the trainer's versions travel: the scheme, and whether a relay passes them on.
+/// How the trainer's versions travel.
 const SCHEMES: [&str; 4] = [
     "shared-mem",
     "distributed:share=relay",
@@ -102,54 +102,61 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         stay.push(worker(scheme, 0)?);
         leave.push(worker(scheme, 1)?);
     }
+    // The time begins once each has checked a version.
+    for one in &mut stay {
+        one.line()?;
+    }
 
-    let begun = Instant::now();
     let mut samples = Samples::default();
-    let (mut churned, mut looked, mut churns) = (begun, begun, 0);
-    while begun.elapsed() < lasts {
-        std::thread::sleep(Duration::from_millis(200));
-        trainer.is_well("the trainer")?;
-        relay.is_well("the relay")?;
-        for one in stay.iter_mut().chain(&mut leave) {
-            one.is_well("a worker")?;
+    let begun = Instant::now();
+    let mut go_on = || -> Result<usize, Box<dyn Error>> {
+        let (mut churned, mut looked, mut churns) = (begun, begun, 0);
+        while begun.elapsed() < lasts {
+            std::thread::sleep(Duration::from_millis(200));
+            trainer.is_well("the trainer")?;
+            relay.is_well("the relay")?;
+            for one in stay.iter_mut().chain(&mut leave) {
+                one.is_well("a worker")?;
+            }
+            if churned.elapsed() >= CHURN {
+                churned = Instant::now();
+                let scheme = churns % SCHEMES.len();
+                // One is killed, the next one of the scheme ends in order.
+                match churns / SCHEMES.len() % 2 {
+                    0 => leave[scheme].kill()?,
+                    _ => drop(leave[scheme].end()?),
+                };
+                leave[scheme] = worker(scheme, 1)?;
+                churns += 1;
+            }
+            if looked.elapsed() >= LOOK {
+                looked = Instant::now();
+                let at = begun.elapsed();
+                let processes = [("trainer", &trainer), ("relay", &relay)];
+                let workers = SCHEMES.iter().copied().zip(&stay);
+                samples.look(at, processes.into_iter().chain(workers))?;
+                samples.note(at, "disk", Kind::Disk, watch::disk(dir.path())?);
+            }
         }
-        if churned.elapsed() >= CHURN {
-            churned = Instant::now();
-            let scheme = churns % SCHEMES.len();
-            // One is killed, the next one of the scheme ends in order.
-            match churns / SCHEMES.len() % 2 {
-                0 => leave[scheme].kill()?,
-                _ => leave[scheme].end()?,
-            };
-            leave[scheme] = worker(scheme, 1)?;
-            churns += 1;
-        }
-        if looked.elapsed() >= LOOK {
-            looked = Instant::now();
-            let processes = [("trainer", &trainer), ("relay", &relay)];
-            let workers = SCHEMES.iter().zip(&stay);
-            let workers = workers.map(|(scheme, one)| (*scheme, one));
-            samples.look(begun.elapsed(), processes.into_iter().chain(workers))?;
-            samples.note(
-                begun.elapsed(),
-                "disk",
-                Kind::Disk,
-                watch::disk(dir.path())?,
-            );
-        }
-    }
+        Ok(churns)
+    };
+    let outcome = go_on();
     let took = begun.elapsed();
-    leave
-        .into_iter()
-        .try_for_each(|one| one.last_line().map(drop))?;
-    let mut report = String::new();
-    let mut checked = Vec::new();
-    for (scheme, one) in SCHEMES.iter().zip(stay) {
-        let versions: u64 = one.last_line()?.trim().parse()?;
-        checked.push(format!("{versions} by {scheme}"));
+    // Also of a run that failed, which is when it is wanted.
+    if let Some(path) = &args.csv {
+        std::fs::write(path, samples.csv())?;
     }
-    let sent: u64 = trainer.last_line()?.trim().parse()?;
+    let churns = outcome?;
+    for one in &mut leave {
+        one.end()?;
+    }
+    let mut checked = Vec::new();
+    for (scheme, one) in SCHEMES.iter().zip(&mut stay) {
+        checked.push(format!("{} by {scheme}", one.end()?));
+    }
+    let sent = trainer.end()?;
     relay.kill()?;
+    let mut report = String::new();
     writeln!(
         report,
         "{sent} versions in {:.2} h ({:.2} weeks at one every ten seconds), each by {} schemes and \
@@ -159,9 +166,6 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
         SCHEMES.len(),
         checked.join(", "),
     )?;
-    if let Some(path) = &args.csv {
-        std::fs::write(path, samples.csv())?;
-    }
     let grown = samples.compare(&mut report)?;
     print!("{report}");
     match grown.as_slice() {

@@ -1,18 +1,18 @@
 //! Encrypted sends over loopback, compared with plain ones and with OpenSSL, in the same run.
 
 use std::error::Error;
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::net::Ipv4Addr;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use weightsync_net::access::TLS_LOOPBACK_VARIABLE;
 use weightsync_net::tls::{Request, TLS_VARIABLE, make};
 
 use super::ours::{Route, measure};
 use super::{Row, row};
-use crate::iperf::free_port;
+use crate::iperf::{Running, free_port};
 use crate::numbers::{Size, Times};
 
 /// Times that each is measured.
@@ -29,6 +29,9 @@ const FILE: u64 = 64 << 20;
 
 /// Of OpenSSL's rate.
 const SHARE: f64 = 0.8;
+
+/// Longer than one measurement takes.
+const GRACE: Duration = Duration::from_secs(300);
 
 const PROGRAM: &str = "openssl";
 
@@ -106,26 +109,16 @@ fn served(size: Size, dir: &Path, certificate: &Path) -> Result<Duration, Box<dy
     let file = std::fs::File::create(dir.join("file"))?;
     std::io::copy(&mut std::io::repeat(7).take(FILE), &mut &file)?;
     let address = format!("{}:{}", Ipv4Addr::LOCALHOST, free_port()?);
-    let mut server = Server(
+    let mut server = Running::start(
         openssl()
             .current_dir(dir)
             .args(["s_server", "-WWW", "-tls1_3", "-ciphersuites", SUITE])
             .args(["-accept", &address, "-cert"])
             .arg(certificate)
             .arg("-key")
-            .arg(certificate)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .spawn()?,
-    );
-    let output = server.0.stdout.take().ok_or("a server without its pipe")?;
-    let mut lines = BufReader::new(output).lines();
-    lines
-        .by_ref()
-        .find(|line| line.as_ref().is_ok_and(|line| line.contains("ACCEPT")));
-    // What it says of each connection is read and dropped.
-    let drained = std::thread::spawn(move || lines.for_each(drop));
+            .arg(certificate),
+    )?;
+    server.wait_for("ACCEPT", Instant::now() + GRACE)?;
     let seconds = STREAM.to_string();
     let report = said(openssl().args([
         "s_time",
@@ -140,7 +133,6 @@ fn served(size: Size, dir: &Path, certificate: &Path) -> Result<Duration, Box<dy
         &address,
     ]))?;
     drop(server);
-    let _ = drained.join();
     // `39 connections in 5 real seconds, 67108909 bytes read per connection`: the seconds are whole, so
     // those that it was told are taken. What its last connection took longer is to its favour.
     let line = report.lines().find(|line| line.contains("real seconds"));
@@ -180,27 +172,13 @@ fn in_memory(size: Size) -> Result<Duration, Box<dyn Error>> {
 }
 
 fn openssl() -> Command {
-    Command::new(PROGRAM)
+    let mut command = Command::new(PROGRAM);
+    // It tells its progress there.
+    command.stderr(Stdio::null());
+    command
 }
 
+/// What a program says until its end.
 fn said(command: &mut Command) -> Result<String, Box<dyn Error>> {
-    let name = command.get_program().display().to_string();
-    // OpenSSL tells its progress there.
-    let output = command.stderr(Stdio::null()).output().map_err(|error| {
-        format!("starting {name}: {error}\n  fix: apt install {PROGRAM}, if it is missing")
-    })?;
-    match output.status.success() {
-        true => Ok(String::from_utf8(output.stdout)?),
-        false => Err(format!("{name} ended: {}", output.status).into()),
-    }
-}
-
-/// Dropped, it is killed.
-struct Server(Child);
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    Running::start(command)?.rest(Instant::now() + GRACE)
 }

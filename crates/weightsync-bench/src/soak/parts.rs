@@ -1,11 +1,12 @@
 //! The processes of a soak, which are this program: a trainer and workers. Each ends with its
-//! standard input, and says at its end what it has done.
+//! standard input, and says at its end how many versions it sent or checked. A worker also says that it has
+//! checked its first one.
 
 use std::error::Error;
-use std::io::{BufRead, BufReader, Read};
+use std::io::Read;
 use std::num::NonZero;
 use std::path::Path;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,6 +16,8 @@ use weightsync_engine::{
     AnyScheme, InitInfo, ReceiverSetup, SendOptions, SenderSetup, Snapshot, Tensors, WaitFor,
 };
 use weightsync_store::{Keep, SaveOptions, Saver, Store, Writer};
+
+use crate::peer::Lines;
 
 /// Elements of the large tensor: 4 MiB.
 const ELEMENTS: u64 = 1 << 20;
@@ -146,7 +149,12 @@ fn work(info: &str, number: u32, over: impl Fn() -> bool) -> Result<u64, Box<dyn
     let mut checked = 0;
     while !over() {
         match receiver.recv_timeout(Duration::from_millis(500)) {
-            Ok(Some(snapshot)) => check(&snapshot)?,
+            Ok(Some(snapshot)) => {
+                check(&snapshot)?;
+                if checked == 0 {
+                    println!("checks");
+                }
+            }
             Ok(None) => continue,
             Err(error) if error.is_sender_closed() => break,
             Err(error) => return Err(error.into()),
@@ -169,11 +177,11 @@ fn check(snapshot: &Snapshot) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// A process that was started.
+/// A process that was started. Dropped, it is killed.
 pub(super) struct Process {
     process: Child,
     input: Option<ChildStdin>,
-    output: BufReader<ChildStdout>,
+    output: Lines,
 }
 
 impl Process {
@@ -187,9 +195,10 @@ impl Process {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
+        let output = process.stdout.take().ok_or("it has no output")?;
         Ok(Self {
             input: process.stdin.take(),
-            output: BufReader::new(process.stdout.take().ok_or("it has no output")?),
+            output: Lines::new(output),
             process,
         })
     }
@@ -199,12 +208,8 @@ impl Process {
     }
 
     pub(super) fn line(&mut self) -> Result<String, Box<dyn Error>> {
-        let mut line = String::new();
-        self.output.read_line(&mut line)?;
-        match line.is_empty() {
-            true => Err("a process ended as it began".into()),
-            false => Ok(line),
-        }
+        let line = self.output.next(Instant::now() + LONG)?;
+        Ok(line.ok_or("a process ended as it began")?)
     }
 
     /// An error if it has ended.
@@ -221,23 +226,19 @@ impl Process {
         Ok(())
     }
 
-    /// Ends it in order.
-    pub(super) fn end(&mut self) -> Result<(), Box<dyn Error>> {
+    /// Ends it in order; the number that it said last.
+    pub(super) fn end(&mut self) -> Result<u64, Box<dyn Error>> {
         self.input = None;
+        let (until, mut last) = (Instant::now() + LONG, String::new());
+        while let Some(line) = self.output.next(until)? {
+            last = line;
+        }
+        // Its output has ended, so it is about to.
         let status = self.process.wait()?;
         match status.success() {
-            true => Ok(()),
+            true => Ok(last.trim().parse()?),
             false => Err(format!("a process ended: {status}").into()),
         }
-    }
-
-    /// Ends it in order; what it said last.
-    pub(super) fn last_line(mut self) -> Result<String, Box<dyn Error>> {
-        self.input = None;
-        let mut said = String::new();
-        self.output.read_to_string(&mut said)?;
-        self.end()?;
-        Ok(said.lines().last().unwrap_or_default().to_owned())
     }
 }
 

@@ -1,13 +1,13 @@
 //! The child's end of bulk links: fetches one version over one or more connections.
 
 mod make;
+mod requested;
 mod verify;
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use weightsync_mem::{BlockWrite, PartialSlot, Snapshot};
 use weightsync_simd::Crc64;
 
 pub(crate) use self::make::Base;
+use self::requested::{Requested, ranges};
 use super::SUSPECT;
 use super::delta::{Coded, Delta, Span};
 use super::serve::invalid;
@@ -33,7 +34,7 @@ use crate::wire::frame::{
     Header, Kind, SPAN_BLOCKS,
 };
 use crate::wire::hello::Role;
-use crate::wire::message::{BlockRange, MAX_RANGES, Message, ToChild, ToParent, Wanted};
+use crate::wire::message::{MAX_RANGES, Message, ToChild, ToParent, Wanted};
 
 /// How many bytes are read before their checksum is computed, so that they are still in the cache.
 const GULP: usize = 256 << 10;
@@ -176,6 +177,8 @@ struct Shared {
     first_end: Mutex<Option<FetchEnd>>,
     /// The connections in use; stopping the fetch shuts them down.
     sockets: Mutex<Vec<TcpStream>>,
+    /// The connection by which the sender tells digests; the end of the fetch shuts it down.
+    digests: Mutex<Option<TcpStream>>,
     /// The throughput of this link over all fetches, and its value when `take_transferred` was last
     /// called.
     throughput: Arc<Throughput>,
@@ -220,6 +223,7 @@ impl Fetch {
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
+            digests: Mutex::default(),
             before: Mutex::new(throughput.came()),
             throughput,
             bytes: AtomicU64::new(0),
@@ -282,20 +286,21 @@ impl Shared {
                 end => return end,
             }
         }
-        match self.connect(self.parent)? {
+        match self.connect(self.parent, |socket| self.sockets().push(socket))? {
             Some(socket) => self.fetch_by(socket, waiting),
             None => Ok(Some(FetchEnd::Stopped)),
         }
     }
 
-    /// A new connection; `None` if the fetch was stopped.
-    fn connect(&self, parent: Parent) -> io::Result<Option<Stream>> {
+    /// A new connection, whose socket is noted where the end of the fetch finds it; `None` if the fetch
+    /// is over.
+    fn connect(&self, parent: Parent, note: impl FnOnce(TcpStream)) -> io::Result<Option<Stream>> {
         let socket = TcpStream::connect_timeout(&parent.address, SUSPECT)?;
         let Some(_watched) = self.threads.watch(&socket)? else {
             return Ok(None);
         };
-        self.sockets().push(socket.try_clone()?);
-        if self.is_stopped() {
+        note(socket.try_clone()?);
+        if self.is_over() {
             return Ok(None);
         }
         let (credentials, patience) = (&self.connections.credentials, Some(SUSPECT));
@@ -330,10 +335,7 @@ impl Shared {
                 ranges: ranges.to_vec(),
             });
             socket.write_all(&fetch.frame().map_err(invalid)?)?;
-            let mut requested = Requested {
-                ranges,
-                arrived: BTreeSet::new(),
-            };
+            let mut requested = Requested::new(ranges);
             if let Some(end) = self.receive(&mut socket, &mut requested)? {
                 return Ok(Some(end));
             }
@@ -457,6 +459,7 @@ impl Shared {
         if self.left.fetch_sub(1, Ordering::AcqRel) > 1 {
             return;
         }
+        self.end_digests();
         let end = first.take();
         drop(first);
         let end = match end {
@@ -497,6 +500,7 @@ impl Shared {
                 let _ = socket.shutdown(std::net::Shutdown::Both);
             }
         }
+        self.end_digests();
         self.store.notify();
     }
 
@@ -507,28 +511,10 @@ impl Shared {
     fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Acquire) || self.threads.is_stopped()
     }
-}
 
-/// What was requested over a connection, and which blocks of it have arrived.
-struct Requested<'a> {
-    ranges: &'a [BlockRange],
-    arrived: BTreeSet<usize>,
-}
-
-impl Requested<'_> {
-    fn awaits(&self, index: usize) -> bool {
-        has(self.ranges, index) && !self.arrived.contains(&index)
-    }
-
-    /// Notes that blocks arrive; false if the parent may not send them.
-    ///
-    /// A block that may come cannot always be taken: a fetch that was stopped while it had data to
-    /// read may have taken it after the request. That fetch keeps the block or releases it, and it
-    /// is skipped here. The parent did nothing wrong.
-    fn arrive(&mut self, blocks: Range<usize>) -> bool {
-        let may_come = blocks.clone().all(|index| self.awaits(index));
-        self.arrived.extend(blocks);
-        may_come
+    /// Whether nothing waits for blocks any more.
+    fn is_over(&self) -> bool {
+        self.is_stopped() || self.left.load(Ordering::Acquire) == 0
     }
 }
 
@@ -563,9 +549,10 @@ fn read_message(socket: &mut Stream, header: &Header) -> io::Result<ToChild> {
     ToChild::decode(&payload).map_err(invalid)
 }
 
-/// Fills the buffer. A timeout is an error that says how long the parent was silent.
+/// Fills the buffer. A timeout is an error that says how long the other end was silent.
 fn read_exact(socket: &mut Stream, bytes: &mut [u8]) -> io::Result<()> {
-    socket.read_exact(bytes).map_err(|error| {
+    let read = socket.read_exact(bytes);
+    read.map_err(|error| {
         let silent = matches!(
             error.kind(),
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
@@ -573,7 +560,10 @@ fn read_exact(socket: &mut Stream, bytes: &mut [u8]) -> io::Result<()> {
         match silent {
             true => io::Error::new(
                 io::ErrorKind::TimedOut,
-                format!("nothing arrived for {SUSPECT:?}"),
+                match socket.socket().read_timeout() {
+                    Ok(Some(limit)) => format!("nothing arrived for {limit:?}"),
+                    _ => "nothing arrived in time".into(),
+                },
             ),
             false => error,
         }
@@ -587,47 +577,4 @@ fn is_stale(error: &io::Error) -> bool {
         error.kind(),
         BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof
     )
-}
-
-/// Whether ascending ranges contain an index.
-fn has(ranges: &[BlockRange], index: usize) -> bool {
-    let last = |range: &BlockRange| (range.first + (range.count - 1)) as usize;
-    let at = ranges.partition_point(|range| last(range) < index);
-    ranges
-        .get(at)
-        .is_some_and(|range| range.first as usize <= index)
-}
-
-/// Ascending indices as ranges.
-fn ranges(indices: &[usize]) -> Vec<BlockRange> {
-    let mut ranges: Vec<BlockRange> = Vec::new();
-    for &index in indices {
-        match ranges.last_mut() {
-            Some(last) if last.end() == Some(index as u32) => last.count += 1,
-            _ => ranges.push(BlockRange {
-                first: index as u32,
-                count: 1,
-            }),
-        }
-    }
-    ranges
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn indices_become_ranges() {
-        let range = |first, count| BlockRange { first, count };
-        assert_eq!(ranges(&[]), []);
-        assert_eq!(ranges(&[3]), [range(3, 1)]);
-        assert_eq!(
-            ranges(&[0, 1, 2, 5, 7, 8]),
-            [range(0, 3), range(5, 1), range(7, 2)]
-        );
-        let some = ranges(&[0, 1, 2, 5, 7, 8]);
-        let found: Vec<usize> = (0..11).filter(|index| has(&some, *index)).collect();
-        assert_eq!(found, [0, 1, 2, 5, 7, 8]);
-    }
 }

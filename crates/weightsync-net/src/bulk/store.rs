@@ -172,7 +172,8 @@ impl Held {
         self.digests.get(index)?.get()
     }
 
-    /// Notes the sender's digest of a block; false if there is no such block.
+    /// Notes the sender's digest of a block; false if there is no such block, or its digest is known to be
+    /// another.
     pub(super) fn note_digest(&self, index: usize, digest: [u8; DIGEST_BYTES]) -> bool {
         let place = self.digests.get(index);
         place.is_some_and(|place| *place.get_or_init(|| digest) == digest)

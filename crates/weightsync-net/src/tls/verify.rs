@@ -16,6 +16,35 @@ use rustls::{
 
 use super::Part;
 
+/// Both verifiers leave signatures to the ordinary one.
+macro_rules! as_ordinary {
+    () => {
+        fn verify_tls12_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            self.ordinary
+                .verify_tls12_signature(message, certificate, signature)
+        }
+
+        fn verify_tls13_signature(
+            &self,
+            message: &[u8],
+            certificate: &CertificateDer<'_>,
+            signature: &DigitallySignedStruct,
+        ) -> Result<HandshakeSignatureValid, Error> {
+            self.ordinary
+                .verify_tls13_signature(message, certificate, signature)
+        }
+
+        fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
+            self.ordinary.supported_verify_schemes()
+        }
+    };
+}
+
 /// Checks a certificate as browsers do, and that its owner is of the right part.
 #[derive(Debug)]
 pub(super) struct OfPart {
@@ -70,29 +99,7 @@ impl ServerCertVerifier for OfPart {
         Ok(verified)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.ordinary
-            .verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.ordinary
-            .verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.ordinary.supported_verify_schemes()
-    }
+    as_ordinary!();
 }
 
 /// Checks of those who connect that they are of the right part.
@@ -128,29 +135,7 @@ impl ClientCertVerifier for FromPart {
         Ok(verified)
     }
 
-    fn verify_tls12_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.ordinary
-            .verify_tls12_signature(message, certificate, signature)
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &DigitallySignedStruct,
-    ) -> Result<HandshakeSignatureValid, Error> {
-        self.ordinary
-            .verify_tls13_signature(message, certificate, signature)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.ordinary.supported_verify_schemes()
-    }
+    as_ordinary!();
 }
 
 /// Whether it is an authority's own.

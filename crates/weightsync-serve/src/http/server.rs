@@ -63,8 +63,8 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 /// How long nothing is accepted once the system has no descriptors left.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Answered with an empty 200 to anybody: it says that the process serves, and nothing else. A probe
-/// of Kubernetes cannot take a token from a secret.
+/// Answered with an empty 200 also without the bearer: it says that the process serves, and nothing
+/// else. A probe of Kubernetes cannot take a token from a secret.
 const HEALTH: &str = "/healthz";
 
 /// Causes of log messages, each logged once a minute.

@@ -1,7 +1,8 @@
 //! Compares what a relay sent with the sender's digests.
 
 use super::*;
-use crate::bulk::{IDLE, PATIENCE};
+use crate::bulk::PATIENCE;
+use crate::relay::backoff;
 use crate::wire::message::DIGEST_BYTES;
 
 /// A relay sent other bytes than the sender published.
@@ -40,12 +41,16 @@ impl Shared {
         };
         let (own, threads) = (self.clone(), self.threads.clone());
         let work = move || {
-            while own.left.load(Ordering::Acquire) > 0 && !own.is_stopped() {
-                match own.read_digests(sender) {
+            let mut failures = 0;
+            while !own.is_over() {
+                let read = own.read_digests(sender);
+                *own.digests() = None;
+                match read {
                     Ok(()) => return,
                     Err(error) => {
                         tracing::debug!("the digests of {:?} do not come: {error}", own.item);
-                        own.store.wait_until(|| own.is_stopped(), IDLE);
+                        own.store.wait_until(|| own.is_over(), backoff(failures));
+                        failures += 1;
                     }
                 }
             }
@@ -56,12 +61,24 @@ impl Shared {
         }
     }
 
+    /// Ends the reading of digests: nothing waits for one any more.
+    pub(super) fn end_digests(&self) {
+        if let Some(socket) = self.digests().take() {
+            let _ = socket.shutdown(std::net::Shutdown::Both);
+        }
+    }
+
+    fn digests(&self) -> MutexGuard<'_, Option<TcpStream>> {
+        self.digests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn next_unknown(&self) -> Option<usize> {
         (0..self.held.blocks()).find(|index| self.held.digest(*index).is_none())
     }
 
     fn read_digests(&self, sender: Parent) -> io::Result<()> {
-        let Some(mut socket) = self.connect(sender)? else {
+        let note = |socket| *self.digests() = Some(socket);
+        let Some(mut socket) = self.connect(sender, note)? else {
             return Ok(());
         };
         let Some(_watched) = self.threads.watch(socket.socket())? else {

@@ -14,6 +14,14 @@ fn sender(runtime: &tokio::runtime::Runtime, version: Version, snapshot: Snapsho
     runtime.block_on(listen(Serving::new((RUN, 1), store, threads, |_| ())))
 }
 
+/// A relay that has this version; where it listens.
+fn serving(runtime: &tokio::runtime::Runtime, snapshot: Snapshot) -> SocketAddr {
+    let store = Arc::new(Store::of_relay());
+    store.put(ITEM, Arc::new(Held::whole(snapshot)));
+    let threads = Arc::new(Threads::default());
+    runtime.block_on(listen(Serving::new((RUN, 1), store, threads, |_| ())))
+}
+
 /// The image whose blocks [`block`] makes.
 fn image() -> Vec<u8> {
     let blocks = (0..BLOCKS).map(|index| vec![index as u8; BLOCK as usize]);
@@ -44,10 +52,7 @@ fn published_blocks_are_taken_from_a_relay() {
     let published = whole(&segment, ITEM.version, &image());
     let digests = sender(&runtime, ITEM.version, published.clone());
     for connections in [1, 2] {
-        let store = Arc::new(Store::of_relay());
-        store.put(ITEM, Arc::new(Held::whole(published.clone())));
-        let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), |_| ());
-        let address = runtime.block_on(listen(serving));
+        let address = serving(&runtime, published.clone());
         let name = format!("verify-taken-{connections}");
         let child = child_of(&name, address, connections, ITEM, Some(digests));
         let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
@@ -122,14 +127,35 @@ fn block_waits_for_a_digest_that_comes_late() {
 }
 
 #[test]
+fn reading_of_digests_ends_with_its_fetch() {
+    let runtime = runtime();
+    // The sender is asked, and never answers.
+    let (sender, asked, _go) = held_parent(&runtime, Vec::new());
+    let (address, wanted, go) = {
+        let reason = String::new();
+        held_parent(&runtime, ToChild::Gone { reason }.frame().unwrap())
+    };
+    let child = child_of("verify-ends", address, 1, ITEM, Some(sender));
+    asked.recv_timeout(LONG).unwrap();
+    wanted.recv_timeout(LONG).unwrap();
+    go.notify_one();
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+    drop(child.fetch);
+    // The thread held the slot: nothing of the fetch is left.
+    let until = std::time::Instant::now() + LONG;
+    while Arc::strong_count(&child.slot) > 1 {
+        assert!(std::time::Instant::now() < until, "the slot is held");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
 fn relay_tells_no_digests() {
     let runtime = runtime();
     let segment = relay("verify-relay", 2);
     let published = whole(&segment, ITEM.version, &image());
-    let store = Arc::new(Store::of_relay());
-    store.put(ITEM, Arc::new(Held::whole(published)));
-    let serving = Serving::new((RUN, 1), store, Arc::new(Threads::default()), |_| ());
-    let relay = runtime.block_on(listen(serving));
+    let relay = serving(&runtime, published);
     // A child that asks it in the sender's place gets nothing to compare with.
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-asks-relay", address, 1, ITEM, Some(relay));
