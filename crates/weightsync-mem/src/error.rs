@@ -277,6 +277,15 @@ pub enum Error {
         /// What arrived.
         got: String,
     },
+    /// Only Linux has what this needs.
+    #[error(
+        "{what} needs Linux: use a scheme that works over the network, such as Distributed, with \
+         this computer's workers"
+    )]
+    NeedsLinux {
+        /// What was asked for, as a noun phrase.
+        what: &'static str,
+    },
     /// An option out of range.
     #[error("{option}: expected {expected}, got {got}")]
     BadOption {

@@ -3,9 +3,10 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::error::Error;
+use crate::file;
 
 /// The process that made an object. A forked child is another process, even with the same number in
 /// a process namespace of its own.
@@ -96,7 +97,7 @@ fn wiped_on_fork() -> Option<&'static Known> {
         unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), PAGE, prot, MapFlags::PRIVATE) }
             .ok()?;
     // SAFETY: the range is exactly the page mapped above.
-    if unsafe { rustix::mm::madvise(page, PAGE, Advice::LinuxWipeOnFork) }.is_err() {
+    if unsafe { file::wipe_on_fork(page, PAGE) }.is_err() {
         // SAFETY: the page was mapped above and nothing refers to it.
         let _ = unsafe { rustix::mm::munmap(page, PAGE) };
         return None;

@@ -23,6 +23,10 @@
 //! what it held. Nothing stays in any file system: the memory is anonymous, and the socket's
 //! name lives as long as the socket.
 //!
+//! Sharing between processes needs Linux. On other systems, the modules in `portable` take the place
+//! of those that call Linux: writers and readers of one process still share memory, so that a
+//! worker can fetch versions over the network.
+//!
 //! Absent here: policy about when to send, formats of weights, async, serde. This is one of the
 //! two crates with `unsafe` code.
 
@@ -33,11 +37,18 @@ pub mod protocol;
 mod sync;
 
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/bell.rs")]
+mod bell;
+#[cfg(not(loom))]
 mod copy;
 mod error;
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/file.rs")]
+mod file;
+#[cfg(not(loom))]
 mod fork;
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/futex.rs")]
 mod futex;
 #[cfg(not(loom))]
 mod grow;
@@ -54,6 +65,7 @@ mod map;
 #[cfg(not(loom))]
 mod model;
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/pagemap.rs")]
 mod pagemap;
 #[cfg(not(loom))]
 mod partial_slot;
@@ -61,6 +73,7 @@ mod partial_slot;
 mod pins;
 mod plan;
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/populate.rs")]
 mod populate;
 #[cfg(not(loom))]
 mod private;
@@ -85,6 +98,7 @@ mod slot;
 #[cfg(not(loom))]
 mod snapshot;
 #[cfg(not(loom))]
+#[cfg_attr(not(target_os = "linux"), path = "portable/socket.rs")]
 mod socket;
 #[cfg(not(loom))]
 mod spans;
@@ -119,7 +133,7 @@ pub use crate::{
     report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
     shared::Ending,
     snapshot::Snapshot,
-    socket::{Listener, is_served},
+    socket::{Listener, check_sharing, is_served},
     spans::CHECKSUM_BLOCK,
     staging::Staging,
     wait::{Deadline, WaitStyle},

@@ -11,19 +11,13 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::error::{Error, os};
+use crate::file;
 use crate::fork::Origin;
 use crate::populate::{self, HUGE_PAGE};
-
-/// The seals of every shared file: its size is fixed, and after the owner's own mapping nobody can
-/// map it writable or write it.
-const SEALS: SealFlags = SealFlags::SHRINK
-    .union(SealFlags::GROW)
-    .union(SealFlags::FUTURE_WRITE);
 
 /// A memory file that its creator has mapped writable, sealed for everybody
 /// else.
@@ -45,8 +39,7 @@ impl OwnedFile {
     /// As [`new`](Self::new), but stops soon after `stop` is set, with
     /// [`Error::SenderClosed`].
     pub(crate) fn new_unless(name: &str, len: usize, stop: &AtomicBool) -> Result<Self, Error> {
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create(name, flags).map_err(os("creating a memory file"))?;
+        let fd = file::create(name)?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(os("sizing a memory file"))?;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let map = Mapping::map(fd.as_fd(), len, prot, MapFlags::SHARED)?;
@@ -61,8 +54,7 @@ impl OwnedFile {
         if stop.load(Ordering::Relaxed) {
             return Err(Error::SenderClosed);
         }
-        rustix::fs::fcntl_add_seals(&fd, SEALS | SealFlags::SEAL)
-            .map_err(os("sealing a memory file"))?;
+        file::seal(fd.as_fd())?;
         Ok(Self {
             fd,
             map: Arc::new(map),
@@ -105,14 +97,7 @@ impl Mapping {
     /// Maps another process's file read-only, after checking that it is sealed
     /// and large enough.
     pub(crate) fn of_peer(fd: BorrowedFd<'_>, len: usize) -> Result<Self, Error> {
-        let seals =
-            rustix::fs::fcntl_get_seals(fd).map_err(os("reading the seals of a peer's memory"))?;
-        if !seals.contains(SEALS) {
-            return Err(Error::Protocol {
-                expected: "a memory file sealed against resizing and writing",
-                got: format!("seals {seals:?}"),
-            });
-        }
+        file::check_seals(fd)?;
         let size = rustix::fs::fstat(fd)
             .map_err(os("reading the size of a peer's memory"))?
             .st_size;
@@ -144,7 +129,7 @@ impl Mapping {
         let start = self.at(pages);
         // SAFETY: the range is inside this mapping, whose owner says that nobody
         // looks at it; the file's bytes take the place of the copies.
-        unsafe { rustix::mm::madvise(start, pages.len(), Advice::LinuxDontNeed) }
+        unsafe { file::drop_copies(start, pages.len()) }
             .map_err(os("dropping what was written"))?;
         populate::to_read(self, pages);
         Ok(())
@@ -186,14 +171,8 @@ impl Mapping {
             len,
             origin: Origin::here(),
         };
-        // SAFETY: the range is exactly the mapping made above; keeping it out
-        // of forked children changes nothing in this process.
-        unsafe { rustix::mm::madvise(start, len, Advice::LinuxDontFork) }
-            .map_err(os("keeping shared memory out of forked children"))?;
-        // Else a crash would write every slot to a file before its death is seen.
-        // SAFETY: as above.
-        unsafe { rustix::mm::madvise(start, len, Advice::LinuxDontDump) }
-            .map_err(os("keeping shared memory out of core files"))?;
+        // SAFETY: the range is exactly the mapping made above.
+        unsafe { file::keep_here(start, len) }?;
         Ok(mapping)
     }
 
@@ -257,7 +236,7 @@ fn map_aligned(
     if len < HUGE_PAGE {
         // SAFETY: the kernel picks an unused address range, so no existing
         // memory is affected.
-        return unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, prot, flags, fd, 0) };
+        return unsafe { file::map(std::ptr::null_mut(), len, prot, flags, fd, 0) };
     }
     let len = len.next_multiple_of(rustix::param::page_size());
     let room = len + HUGE_PAGE;
@@ -268,7 +247,7 @@ fn map_aligned(
     let before = reserved.addr().next_multiple_of(HUGE_PAGE) - reserved.addr();
     let start = reserved.wrapping_byte_add(before);
     // SAFETY: the range lies in the one reserved above, which nobody else uses.
-    let mapped = unsafe { rustix::mm::mmap(start, len, prot, flags | MapFlags::FIXED, fd, 0) };
+    let mapped = unsafe { file::map(start, len, prot, flags | MapFlags::FIXED, fd, 0) };
     let unused = match mapped {
         Ok(_) => [
             (reserved, before),

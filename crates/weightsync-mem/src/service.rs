@@ -19,7 +19,7 @@ use crate::registry::{Departure, End, MAX_READERS, Reader, Shared, State};
 use crate::relay::Ticket;
 use crate::set::Models;
 use crate::shared::{CONTROL_BYTES, MAILBOX_BYTES};
-use crate::socket::{Listener, Packet, Socket};
+use crate::socket::{HANG_UP, Listener, Packet, Socket};
 use crate::wait::{poll, poll_slice};
 use crate::wire::{Delivery, FromReader, FromSender, Want};
 
@@ -94,8 +94,7 @@ impl Service {
     fn select(&mut self) -> Result<bool, Error> {
         let readers = self.shared.watched();
         let listens = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        // Without flags, poll reports only a hang-up.
-        let ends = |fd| PollFd::from_borrowed_fd(fd, PollFlags::empty());
+        let ends = |fd| PollFd::from_borrowed_fd(fd, HANG_UP);
         let mut polled = vec![
             listens(self.shared.stop.as_fd()),
             listens(self.shared.owes.as_fd()),
@@ -588,7 +587,7 @@ fn take_control(fds: Vec<OwnedFd>) -> Result<Mapping, String> {
 /// Whether the process or the end of a connection is gone.
 pub(crate) fn is_gone(socket: &Socket) -> bool {
     let now = Some(Instant::now());
-    let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
+    let mut end = [PollFd::from_borrowed_fd(socket.as_fd(), HANG_UP)];
     let hung_up = poll_slice(&mut end, now).is_ok() && !end[0].revents().is_empty();
     hung_up || socket.is_peer_dead()
 }

@@ -10,6 +10,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use rustix::event::PollFlags;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
@@ -30,6 +31,18 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// The descriptors of a model: its description, its page and every slot.
 const MAX_FDS: usize = MAX_SLOTS + 2;
+
+/// What a poll asks for that waits for a hang-up alone, which is always reported.
+pub(crate) const HANG_UP: PollFlags = PollFlags::empty();
+
+/// Checks that this system can share memory between processes; it can.
+///
+/// # Errors
+///
+/// [`Error::NeedsLinux`] on other systems.
+pub fn check_sharing() -> Result<(), Error> {
+    Ok(())
+}
 
 /// One end of a connection: non-blocking, closed on exec.
 #[derive(Debug)]
@@ -81,6 +94,16 @@ impl Listener {
     /// As [`at`](Self::at).
     pub fn at_free(name: &str) -> Result<Self, Error> {
         Self::at_within(name, Duration::ZERO)
+    }
+
+    /// As [`at_free`](Self::at_free), for callers that reach other processes in another way too: on
+    /// systems other than Linux, this process alone finds the listener.
+    ///
+    /// # Errors
+    ///
+    /// As [`at`](Self::at).
+    pub fn at_least_here(name: &str) -> Result<Self, Error> {
+        Self::at_free(name)
     }
 
     fn at_within(name: &str, patience: Duration) -> Result<Self, Error> {

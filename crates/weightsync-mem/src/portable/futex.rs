@@ -1,0 +1,53 @@
+//! Sleeping on a word of a mailbox, without futexes.
+//!
+//! Who wakes the sleeper is a thread of this process, so a condition serves all words. A thread
+//! that is woken for another word sleeps again.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::error::Error;
+use crate::interrupt;
+use crate::sync::load_acquire;
+use crate::wait::Deadline;
+
+static ASLEEP: Mutex<()> = Mutex::new(());
+static WOKEN: Condvar = Condvar::new();
+
+/// The value that [`wait`] compares.
+pub(crate) fn value(word: &AtomicU64) -> u32 {
+    load_acquire(word) as u32
+}
+
+/// Sleeps while the low half is `value`, until the word is woken, the deadline comes, or this
+/// thread is interrupted. May wake without a reason.
+pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(), Error> {
+    let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+    // The check runs without the lock.
+    let left = interrupt::at_most(left)?;
+    let lock = asleep();
+    // Under the lock: whoever changes the word takes it before the wake.
+    if self::value(word) != value {
+        return Ok(());
+    }
+    match left {
+        Some(left) => {
+            let waited = WOKEN.wait_timeout(lock, left);
+            drop(waited.unwrap_or_else(PoisonError::into_inner));
+        }
+        None => drop(WOKEN.wait(lock).unwrap_or_else(PoisonError::into_inner)),
+    }
+    Ok(())
+}
+
+/// Wakes all that sleep on the word, which was changed before.
+pub(crate) fn wake(_word: &AtomicU64) {
+    drop(asleep());
+    WOKEN.notify_all();
+}
+
+fn asleep() -> MutexGuard<'static, ()> {
+    // There is no state to be left half changed.
+    ASLEEP.lock().unwrap_or_else(PoisonError::into_inner)
+}
