@@ -2,7 +2,7 @@
 
 use std::io::Read;
 
-use memmap2::{Advice, MmapMut};
+use memmap2::MmapMut;
 use weightsync_core::Layout;
 use weightsync_mem::stream_copy_slice;
 use zerocopy::IntoBytes;
@@ -51,7 +51,8 @@ impl Room {
             && let Ok(pages) = MmapMut::map_anon(bytes)
         {
             // A kernel without huge pages uses small ones.
-            let _ = pages.advise(Advice::HugePage);
+            #[cfg(target_os = "linux")]
+            let _ = pages.advise(memmap2::Advice::HugePage);
             return Self::Pages(pages);
         }
         Self::Words(vec![0; bytes / 8])

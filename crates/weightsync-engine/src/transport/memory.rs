@@ -6,7 +6,7 @@ mod segment;
 use std::path::Path;
 
 use weightsync_core::ModelId;
-use weightsync_mem::{AttachOptions, Deadline, Delivery, Listener, Reader, Resume};
+use weightsync_mem::{AttachOptions, Deadline, Delivery, Listener, Reader, Resume, check_sharing};
 
 pub use self::attached::{Attached, Handoff};
 pub use self::segment::Segment;
@@ -40,6 +40,7 @@ impl Memory {
         (delivery, own_copy): (Delivery, bool),
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
+        check_sharing()?;
         let options = AttachOptions {
             address: match at.lookup() {
                 None => at.address().into(),

@@ -151,6 +151,13 @@ pub enum WorkerError {
         extra: usize,
     },
 
+    /// Only Linux ends a worker whose trainer has died.
+    #[error(
+        "worker processes need Linux, which ends them with their trainer: start the workers as \
+         programs of their own"
+    )]
+    NeedsLinux,
+
     /// The operating system refused something.
     #[error("{doing}: {source}")]
     Os {

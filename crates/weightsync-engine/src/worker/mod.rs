@@ -53,6 +53,8 @@ mod frame;
 mod pipe;
 mod process;
 mod spawn;
+#[cfg_attr(not(target_os = "linux"), path = "portable.rs")]
+mod system;
 mod wait;
 mod watch;
 mod workers;

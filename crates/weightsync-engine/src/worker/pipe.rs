@@ -5,19 +5,19 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketFlags, SocketType, recv,
-    sendmsg, socketpair,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendFlags, SocketType, recv, sendmsg, socketpair,
 };
 
 use super::error::{PipeFault, WorkerError};
 use super::frame::{FrameAssembler, Kind};
+use super::system;
 
 /// Two connected ends; both close on exec.
 pub(super) fn pair() -> Result<(OwnedFd, OwnedFd), WorkerError> {
     socketpair(
         AddressFamily::UNIX,
         SocketType::STREAM,
-        SocketFlags::CLOEXEC,
+        system::CLOSES_ON_EXEC,
         None,
     )
     .map_err(WorkerError::os("making a socket pair"))
@@ -70,8 +70,8 @@ pub(super) fn write(
             IoSlice::new(&first[done.min(first.len())..]),
             IoSlice::new(&second[done.saturating_sub(first.len())..]),
         ];
-        // NOSIGNAL: a closed pipe is an error here, not a SIGPIPE.
-        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        // NO_SIGNAL: a closed pipe is an error here, not a SIGPIPE.
+        let flags = SendFlags::DONTWAIT | system::NO_SIGNAL;
         match sendmsg(&socket, &parts, &mut SendAncillaryBuffer::default(), flags) {
             Ok(written) => done += written,
             Err(Errno::INTR) => {}

@@ -1,9 +1,7 @@
 //! A worker's side: finding the pipe, and ending with it.
 
 use std::collections::VecDeque;
-use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::process;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -13,10 +11,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, fstat};
 use rustix::io::Errno;
-use rustix::process::{
-    Pid, PidfdFlags, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group,
-    pidfd_open, set_parent_process_death_signal,
-};
+use rustix::process::{Pid, Signal, getpgrp, getpid, getppid, kill_process, kill_process_group};
 use serde::de::DeserializeOwned;
 use weightsync_mem::interrupt;
 
@@ -24,7 +19,7 @@ use super::error::{PipeFault, WorkerError};
 use super::frame::{FrameAssembler, Greeting, Kind, header};
 use super::pipe::{self, Read};
 use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
-use super::{MARK, spawn};
+use super::{MARK, spawn, system};
 
 /// The running program, also when its file has been replaced or removed.
 pub(super) const THIS_PROGRAM: &str = "/proc/self/exe";
@@ -211,10 +206,9 @@ impl WorkerProcess {
     fn attach(trainer: u32) -> Result<Self, WorkerError> {
         // The second net. It fires when the trainer's spawning thread dies, which lives as long as
         // the workers do.
-        set_parent_process_death_signal(Some(Signal::KILL))
-            .map_err(WorkerError::os("asking for a death signal"))?;
+        system::die_with_parent().map_err(WorkerError::os("asking for a death signal"))?;
         let socket = take_stdin()?;
-        restore_process_name();
+        system::restore_process_name();
 
         let shared = Arc::new(Shared {
             state: Mutex::default(),
@@ -375,7 +369,7 @@ impl Lifeline {
                 room
             };
             if !room {
-                match self.sleep(PollFlags::RDHUP) {
+                match self.sleep(system::HANG_UP) {
                     Some(End::Disconnected) => disconnected = true,
                     Some(end) => return end,
                     None => {}
@@ -385,7 +379,7 @@ impl Lifeline {
             let (kind, payload) = match pipe::read(&self.shared.socket, &mut assembler) {
                 Ok(Read::Frame(kind, payload)) => (kind, payload),
                 Ok(Read::Disconnected) => return End::Disconnected,
-                Ok(Read::Pending) => match self.sleep(PollFlags::IN | PollFlags::RDHUP) {
+                Ok(Read::Pending) => match self.sleep(PollFlags::IN | system::HANG_UP) {
                     // Frames that the worker sent before it disconnected are still to be read.
                     Some(End::Disconnected) => {
                         disconnected = true;
@@ -449,7 +443,7 @@ impl Lifeline {
         }
         waker.clear();
         ready(0)
-            .intersects(PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR)
+            .intersects(PollFlags::HUP | system::HANG_UP | PollFlags::ERR)
             .then_some(End::Disconnected)
     }
 }
@@ -469,22 +463,9 @@ fn take_stdin() -> Result<OwnedFd, WorkerError> {
 /// pipe tells, or a launcher stands between us, which the death signal then follows.
 fn watch_parent(trainer: u32) -> Option<OwnedFd> {
     let parent = getppid().filter(|pid| pid.as_raw_pid().unsigned_abs() == trainer)?;
-    let pidfd = pidfd_open(parent, PidfdFlags::empty()).ok()?;
+    let pidfd = system::open_process(parent).ok()?;
     // Still our parent after opening: the pidfd is of no later process with the same number.
     (getppid() == Some(parent)).then_some(pidfd)
-}
-
-/// A program run through [`THIS_PROGRAM`] is called "exe" in process lists; gives it its own name.
-fn restore_process_name() {
-    let is_exe = rustix::thread::name().is_ok_and(|name| name.as_bytes() == b"exe");
-    let Some(arg0) = std::env::args_os().next().filter(|_| is_exe) else {
-        return;
-    };
-    let name = std::path::Path::new(&arg0).file_name().unwrap_or(&arg0);
-    if let Ok(name) = CString::new(name.as_bytes()) {
-        // Cosmetic: the kernel cuts it to 15 bytes, and nothing depends on it.
-        let _ = rustix::thread::set_name(&name);
-    }
 }
 
 /// Ends this process at once, with its process group where it leads one. SIGKILL rather than an

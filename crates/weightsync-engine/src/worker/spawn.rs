@@ -10,12 +10,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl, fstat};
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::Pid;
 use serde::Serialize;
 
 use super::error::WorkerError;
 use super::workers::Workers;
-use super::{MARK, pipe, process as worker_process};
+use super::{MARK, pipe, process as worker_process, system};
 
 /// When a worker that ended is started again without being asked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -184,8 +184,10 @@ impl Spawn {
     /// * [`WorkerError::Spawn`] when a process cannot be started;
     /// * [`WorkerError::FrameTooLong`] when init bytes are longer than a frame may be;
     /// * [`WorkerError::NotTaken`] in a worker that never called [`current`](super::current);
-    /// * [`WorkerError::Os`] when the system is out of threads or descriptors.
+    /// * [`WorkerError::Os`] when the system is out of threads or descriptors;
+    /// * [`WorkerError::NeedsLinux`] on other systems.
     pub fn start(mut self) -> Result<Workers, WorkerError> {
+        system::check()?;
         worker_process::refuse_if_not_taken()?;
         let inits: Vec<Arc<[u8]>> = match &mut self.init {
             Init::Same(init) => vec![Arc::clone(init); self.count],
@@ -298,6 +300,6 @@ fn watchable(child: &Child, stderr: Option<&OwnedFd>) -> Result<OwnedFd, WorkerE
         fcntl_setfl(stderr, flags | OFlags::NONBLOCK)
             .map_err(WorkerError::os("making a pipe non-blocking"))?;
     }
-    pidfd_open(Pid::from_child(child), PidfdFlags::empty())
+    system::open_process(Pid::from_child(child))
         .map_err(WorkerError::os("opening a worker's pidfd"))
 }

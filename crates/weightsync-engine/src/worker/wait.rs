@@ -4,10 +4,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use rustix::event::{EventfdFlags, eventfd};
 use weightsync_mem::{Error as MemoryError, Origin, interrupt};
 
 use super::error::WorkerError;
+use super::system;
 pub(super) use crate::transport::deadline;
 
 /// Locks `mutex`. Every critical section leaves its state whole at each step that can panic, so a
@@ -94,7 +94,7 @@ pub(super) struct Waker(OwnedFd);
 
 impl Waker {
     pub(super) fn new() -> Result<Self, WorkerError> {
-        eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        system::counter()
             .map(Self)
             .map_err(WorkerError::os("making an eventfd"))
     }

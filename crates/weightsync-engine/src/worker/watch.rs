@@ -12,7 +12,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
+use rustix::process::{Pid, Signal, kill_process_group};
 
 use super::error::{PipeFault, WorkerError};
 use super::exit::{Exit, StderrTail};
@@ -20,6 +20,7 @@ use super::frame::{FrameAssembler, Greeting, Kind, PIPE_VERSION};
 use super::pipe::{self, Read};
 use super::process::FRAME_COST;
 use super::spawn::{Launched, Restart, Spawn, StderrLine};
+use super::system;
 use super::wait::lock;
 use super::workers::{Link, RestartRequest, Shared};
 
@@ -483,8 +484,7 @@ impl Running {
     /// Kills what a dead worker left of its process group. The group's id cannot have been given
     /// to another group: the worker has not been reaped, which is checked.
     fn kill_group(&self) {
-        let unreaped = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        if let Ok(Some(_)) = waitid(WaitId::PidFd(self.link.pidfd.as_fd()), unreaped) {
+        if system::is_unreaped(&self.link.pidfd) {
             // Fails when no process is left in the group.
             let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
         }

@@ -8,14 +8,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Signal, pidfd_send_signal};
-
 use super::error::WorkerError;
 use super::exit::Exit;
 use super::frame::{Kind, header};
 use super::pipe;
 use super::process::FRAME_COST;
 use super::spawn::{Spawn, check_len};
+use super::system;
 use super::wait::{Ended, Owner, Waker, deadline, lock, wait, wait_or_interrupt};
 use super::watch::Watcher;
 
@@ -475,7 +474,7 @@ pub(super) struct Link {
 impl Link {
     pub(super) fn kill(&self) {
         // Fails when the process has ended already, which is what the caller wants.
-        let _ = pidfd_send_signal(&*self.pidfd, Signal::KILL);
+        let _ = system::kill(&self.pidfd);
     }
 }
 
