@@ -10,7 +10,7 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result, WorkerId};
-use weightsync_mem::Delivery;
+use weightsync_mem::{Delivery, Listener};
 
 use crate::access::{Access, Token};
 use crate::address::{PortFile, bad, host_and_port, reached, resolve};
@@ -510,7 +510,8 @@ impl Scheme for Distributed {
             }
         };
         let names = local::names(opening.at.secret(), address, Owner::Sender);
-        let (local, _) = local::first_free(&names)?;
+        // Elsewhere than on Linux, other processes of this host come over TCP.
+        let (local, _) = local::first_free(&names, Listener::at_least_here)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))
     }
 

@@ -306,6 +306,7 @@ fn host_name() -> String {
 
 /// An id that all processes of this host share, and no other host has: from the machine's boot id
 /// and its network namespace, to which local names belong.
+#[cfg(target_os = "linux")]
 pub(crate) fn host_id() -> [u8; 16] {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -315,6 +316,23 @@ pub(crate) fn host_id() -> [u8; 16] {
     let mut id = [0; 16];
     id.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     id
+}
+
+/// An id of this process alone: on other systems local names belong to a process.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn host_id() -> [u8; 16] {
+    static ID: std::sync::Mutex<Option<(weightsync_mem::Origin, [u8; 16])>> =
+        std::sync::Mutex::new(None);
+    let mut id = ID.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    match *id {
+        Some((owner, id)) if owner.is_here() => id,
+        _ => {
+            // Without random bytes nothing else works: no secret could be made.
+            let fresh = weightsync_engine::transport::random().unwrap_or_default();
+            *id = Some((weightsync_mem::Origin::here(), fresh));
+            fresh
+        }
+    }
 }
 
 #[cfg(test)]

@@ -338,15 +338,18 @@ async fn run(
 
 /// Takes a name for the workers of this host.
 fn listen(options: &AgentOptions, joined: &Joined) -> Result<(Listener, String), StartError> {
-    let names = match &options.address {
-        AgentAddress::Own(name) => vec![name.clone()],
-        AgentAddress::Host => local::names(&options.secret, &joined.address, local::Owner::Host),
+    let (names, listen): (_, local::Listen) = match &options.address {
+        AgentAddress::Own(name) => (vec![name.clone()], Listener::at_least_here),
+        AgentAddress::Host => {
+            let names = local::names(&options.secret, &joined.address, local::Owner::Host);
+            (names, Listener::at_free)
+        }
     };
     let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
     if names.iter().any(is_served) {
         return Err(StartError::Taken);
     }
-    match local::first_free(&names) {
+    match local::first_free(&names, listen) {
         Ok(found) => Ok(found),
         // Another relay may have started just now.
         Err(_) if names.iter().any(is_served) => Err(StartError::Taken),
@@ -391,11 +394,17 @@ pub(crate) mod local {
             .collect()
     }
 
+    /// How a name is taken: for the processes of this host, or at least for this process.
+    pub(crate) type Listen = fn(&str) -> Result<Listener, Error>;
+
     /// The first name that no process uses, including those of other users.
-    pub(crate) fn first_free(names: &[String]) -> Result<(Listener, String), Error> {
+    pub(crate) fn first_free(
+        names: &[String],
+        listen: Listen,
+    ) -> Result<(Listener, String), Error> {
         let mut taken = Vec::new();
         for name in names {
-            match Listener::at_free(name) {
+            match listen(name) {
                 Ok(listener) => return Ok((listener, name.clone())),
                 // Another process serves this name, or a forked child of a dead one keeps it.
                 Err(Error::AddressInUse { address }) => taken.push(address),
