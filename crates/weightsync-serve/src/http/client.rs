@@ -31,6 +31,7 @@ const KEPT: usize = 2;
 /// How long sent bytes may stay unacknowledged before the system gives a connection up. A full
 /// queue on the way may take seconds, so this is long. [`Client::is_reachable`] asks whether a
 /// silent end is there.
+#[cfg(target_os = "linux")]
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 
 /// The longest line that is read, in bytes.

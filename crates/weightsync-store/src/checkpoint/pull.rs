@@ -6,7 +6,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::fs::{AtFlags, CWD, RenameFlags, StatxAttributes, StatxFlags, renameat_with};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Digest, ModelId, Version};
@@ -156,8 +156,7 @@ impl Target {
                 return Err(StoreError::file("opening", self.path.display().to_string())(error));
             }
         }
-        let mount = rustix::fs::statx(CWD, &self.path, AtFlags::empty(), StatxFlags::TYPE);
-        if mount.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)) {
+        if is_mount(&self.path) {
             return Err(occupied("a file system is mounted there".into()));
         }
         let names = find::names(&self.path)?;
@@ -180,6 +179,22 @@ impl Target {
             None => Ok(true),
         }
     }
+}
+
+/// Whether a file system is mounted at a directory.
+#[cfg(target_os = "linux")]
+fn is_mount(path: &Path) -> bool {
+    use rustix::fs::{AtFlags, StatxAttributes, StatxFlags, statx};
+
+    let mount = statx(CWD, path, AtFlags::empty(), StatxFlags::TYPE);
+    mount.is_ok_and(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+}
+
+/// Whether a file system is mounted at a directory: it is another than that of the directory above.
+#[cfg(not(target_os = "linux"))]
+fn is_mount(path: &Path) -> bool {
+    let device = |path: &Path| rustix::fs::stat(path).map(|found| found.st_dev);
+    matches!((device(path), device(&path.join(".."))), (Ok(own), Ok(above)) if own != above)
 }
 
 /// How the name of a directory goes on that is being written.

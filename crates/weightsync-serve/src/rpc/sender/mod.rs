@@ -72,7 +72,9 @@ impl RpcSender {
 /// A listener at which no worker attaches: nobody learns this name.
 fn nobody_comes(opening: &Opening<'_>) -> Result<Listener> {
     let models: Vec<_> = opening.models.iter().map(|spec| spec.id.clone()).collect();
-    Ok(Listener::at(Endpoint::fresh(&models, None)?.address())?)
+    Ok(Listener::at_least_here(
+        Endpoint::fresh(&models, None)?.address(),
+    )?)
 }
 
 impl SenderTransport for RpcSender {
