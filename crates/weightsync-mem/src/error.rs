@@ -279,8 +279,8 @@ pub enum Error {
     },
     /// Only Linux has what this needs.
     #[error(
-        "{what} needs Linux: use a scheme that works over the network, such as Distributed, with \
-         this computer's workers"
+        "{what} needs Linux: on this system, have each worker fetch over the network \
+         (scheme distributed)"
     )]
     NeedsLinux {
         /// What was asked for, as a noun phrase.

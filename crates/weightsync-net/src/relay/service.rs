@@ -230,6 +230,10 @@ impl Relay {
                 let reason = format!("the sender there has {got}, but {seen} was seen before");
                 (kind, reason)
             }
+            // The relay's workers are other processes.
+            StartError::Memory(weightsync_mem::Error::NeedsLinux { .. }) => {
+                return Err(error.into_error(self.address.clone()));
+            }
             StartError::Denied(_)
             | StartError::Broken(_)
             | StartError::Os { .. }
