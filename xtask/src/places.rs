@@ -77,7 +77,8 @@ impl Places {
         for (target, profile) in [
             (self.target.clone(), "dev"),
             (self.target.clone(), "release"),
-            (self.loom_target(), "release"),
+            (self.cfg_target("loom"), "release"),
+            (self.cfg_target("portable"), "dev"),
         ] {
             let mut clean = self.cargo();
             clean
@@ -96,9 +97,21 @@ impl Places {
         &self.target
     }
 
-    /// Where cargo builds what is compiled for loom.
-    pub fn loom_target(&self) -> PathBuf {
-        self.target.join("loom")
+    /// Where cargo builds what is compiled with a `cfg`.
+    fn cfg_target(&self, cfg: &str) -> PathBuf {
+        self.target.join(cfg)
+    }
+
+    /// Has cargo, or a tool that calls it, compile every crate with a `cfg`. It gets a build directory
+    /// of its own: one shared with ordinary builds would be rebuilt at each change between the two.
+    pub fn with_cfg<'a>(&self, command: &'a mut Command, cfg: &str) -> &'a mut Command {
+        let flags = match std::env::var("RUSTFLAGS") {
+            Ok(flags) if !flags.trim().is_empty() => format!("{flags} --cfg {cfg}"),
+            _ => format!("--cfg {cfg}"),
+        };
+        command
+            .env("CARGO_TARGET_DIR", self.cfg_target(cfg))
+            .env("RUSTFLAGS", flags)
     }
 
     /// The compiler in use.

@@ -7,6 +7,7 @@ use std::path::Path;
 use crate::error::Error;
 use crate::marks::{self, Passed};
 use crate::places::Places;
+use crate::python;
 use crate::step;
 use crate::test;
 use crate::tools;
@@ -22,11 +23,26 @@ struct Platform {
     run: fn(&Places) -> Result<(), Error>,
 }
 
-const PLATFORMS: &[Platform] = &[Platform {
-    name: "aarch64",
-    sources: &["crates/weightsync-simd", "crates/weightsync-core"],
-    run: aarch64,
-}];
+const PLATFORMS: &[Platform] = &[
+    Platform {
+        name: "aarch64",
+        sources: &["crates/weightsync-simd", "crates/weightsync-core"],
+        run: aarch64,
+    },
+    Platform {
+        name: "macos",
+        sources: &[
+            "crates/weightsync-mem/Cargo.toml",
+            "crates/weightsync-mem/src",
+            "crates/weightsync-engine/src",
+            "crates/weightsync-net/src",
+            "crates/weightsync-store/src",
+            "crates/weightsync-serve/src",
+            "python/requirements-zig.txt",
+        ],
+        run: macos,
+    },
+];
 
 const AARCH64: &str = "aarch64-unknown-linux-gnu";
 
@@ -65,6 +81,51 @@ fn aarch64(places: &Places) -> Result<(), Error> {
         &mut cargo("test --package weightsync-simd --package weightsync-core --lib --tests"),
     )?;
     Ok(())
+}
+
+const MACOS: &str = "aarch64-apple-darwin";
+
+/// A relay serves other processes, through memory that only Linux shares.
+const WITHOUT_RELAYS: &str = "not test(/^relayed/)";
+
+/// Compiles everything for macOS but the benchmarks, which measure what only Linux has. Nothing of it
+/// runs there. What takes the place of Linux's calls runs on Linux: a sender and its workers, which
+/// fetch over TCP, in every scenario of the conformance suite.
+fn macos(places: &Places) -> Result<(), Error> {
+    tools::target(places, MACOS)?;
+    let nextest = tools::NEXTEST.provide(places)?;
+    let python = python::ZIG.provide(places)?;
+    let programs = python.parent().unwrap_or(places.root());
+    let mut path = programs.as_os_str().to_owned();
+    if let Some(others) = std::env::var_os("PATH") {
+        path.push(":");
+        path.push(others);
+    }
+    let cache = places.target().join("zig");
+    let mut clippy = places.command(programs.join("cargo-zigbuild"));
+    clippy
+        .args("clippy --locked --quiet --workspace --exclude weightsync-bench".split(' '))
+        .args(["--all-features", "--target", MACOS])
+        .args(["--", "--deny", "warnings"])
+        // It finds zig by the Python that is found first.
+        .env("PATH", path)
+        .env("CARGO_ZIGBUILD_CACHE_DIR", &cache)
+        .env("ZIG_GLOBAL_CACHE_DIR", &cache)
+        // The package's library is checked without a Python of macOS.
+        .env("PYO3_NO_PYTHON", "1");
+    step::run("macos: everything, compiled", &mut clippy)?;
+
+    let (level, value) = test::OPT_LEVEL;
+    let mut portable = places.command(nextest);
+    portable
+        .args("nextest run --locked --no-tests=fail --package weightsync-net".split(' '))
+        .args(["--test", "conformance", "--filterset", WITHOUT_RELAYS])
+        .env(level, value);
+    step::run(
+        "macos: the code for it, run on Linux",
+        places.with_cfg(&mut portable, "portable"),
+    )
+    .map(drop)
 }
 
 impl Platform {

@@ -63,6 +63,15 @@ pub const NET: Environment = Environment {
     on: None,
 };
 
+/// What checks the code for macOS, which some crates compile C for.
+pub const ZIG: Environment = Environment {
+    name: "zig",
+    requirements: "python/requirements-zig.txt",
+    imports: "ziglang",
+    with_dependencies: false,
+    on: None,
+};
+
 /// What the tests of `weightsync.trl` run in.
 pub const TRL: Environment = Environment {
     name: "trl",

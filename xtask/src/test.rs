@@ -111,21 +111,14 @@ pub fn quick(places: &Places) -> Result<(), Error> {
 
 /// The models of the shared-memory protocol.
 ///
-/// Every crate is compiled for loom, hence a build directory of its own: one shared with ordinary
-/// builds would be rebuilt at each change between the two. Integration tests use what loom does not
-/// model, hence the library's own tests only. Models that went missing would pass
-/// silently, so nextest is told to fail where it finds none.
+/// Integration tests use what loom does not model, hence the library's own tests only. Models that
+/// went missing would pass silently, so nextest is told to fail where it finds none.
 fn loom(places: &Places, nextest: &Path) -> Command {
-    let flags = match std::env::var("RUSTFLAGS") {
-        Ok(flags) if !flags.trim().is_empty() => format!("{flags} --cfg loom"),
-        _ => "--cfg loom".into(),
-    };
     let mut command = places.command(nextest);
     command
         .args("nextest run --lib --profile loom --cargo-profile release --no-tests=fail".split(' '))
-        .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"])
-        .env("CARGO_TARGET_DIR", places.loom_target())
-        .env("RUSTFLAGS", flags);
+        .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"]);
+    places.with_cfg(&mut command, "loom");
     command
 }
 

@@ -25,7 +25,7 @@
 //!
 //! Sharing between processes needs Linux. On other systems, the modules in `portable` take the place
 //! of those that call Linux: writers and readers of one process still share memory, so that a
-//! worker can fetch versions over the network.
+//! worker can fetch versions over the network. `--cfg portable` has Linux run them too, for tests.
 //!
 //! Absent here: policy about when to send, formats of weights, async, serde. This is one of the
 //! two crates with `unsafe` code.
@@ -37,18 +37,18 @@ pub mod protocol;
 mod sync;
 
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/bell.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/bell.rs")]
 mod bell;
 #[cfg(not(loom))]
 mod copy;
 mod error;
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/file.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/file.rs")]
 mod file;
 #[cfg(not(loom))]
 mod fork;
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/futex.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/futex.rs")]
 mod futex;
 #[cfg(not(loom))]
 mod grow;
@@ -65,7 +65,7 @@ mod map;
 #[cfg(not(loom))]
 mod model;
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/pagemap.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/pagemap.rs")]
 mod pagemap;
 #[cfg(not(loom))]
 mod partial_slot;
@@ -73,7 +73,7 @@ mod partial_slot;
 mod pins;
 mod plan;
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/populate.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/populate.rs")]
 mod populate;
 #[cfg(not(loom))]
 mod private;
@@ -98,7 +98,7 @@ mod slot;
 #[cfg(not(loom))]
 mod snapshot;
 #[cfg(not(loom))]
-#[cfg_attr(not(target_os = "linux"), path = "portable/socket.rs")]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/socket.rs")]
 mod socket;
 #[cfg(not(loom))]
 mod spans;

@@ -1,6 +1,6 @@
 //! Sleeping on a word of a mailbox, without futexes.
 //!
-//! Who wakes the sleeper is a thread of this process, so a condition serves all words. A thread
+//! The sleeper is woken by a thread of this process, so one condition serves all words. A thread
 //! that is woken for another word sleeps again.
 
 use std::sync::atomic::AtomicU64;
@@ -27,7 +27,7 @@ pub(crate) fn wait(word: &AtomicU64, value: u32, deadline: Deadline) -> Result<(
     // The check runs without the lock.
     let left = interrupt::at_most(left)?;
     let lock = asleep();
-    // Under the lock: whoever changes the word takes it before the wake.
+    // Under the lock, which the thread that changes the word takes before it wakes.
     if self::value(word) != value {
         return Ok(());
     }

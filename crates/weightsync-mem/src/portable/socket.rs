@@ -141,6 +141,11 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        if !self.door.origin.is_here() {
+            // A forked child's copy. The name may be another listener's there, and a thread that the
+            // child does not have may hold the lock.
+            return;
+        }
         lock(&DOORS).remove(&self.name);
         // Dropped after the lock is released; it hangs up.
         let refused = lock(&self.door.queue).take();

@@ -306,7 +306,7 @@ fn host_name() -> String {
 
 /// An id that all processes of this host share, and no other host has: from the machine's boot id
 /// and its network namespace, to which local names belong.
-#[cfg(target_os = "linux")]
+#[cfg(all(target_os = "linux", not(portable)))]
 pub(crate) fn host_id() -> [u8; 16] {
     let boot = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let space = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
@@ -319,20 +319,13 @@ pub(crate) fn host_id() -> [u8; 16] {
 }
 
 /// An id of this process alone: on other systems local names belong to a process.
-#[cfg(not(target_os = "linux"))]
+#[cfg(any(not(target_os = "linux"), portable))]
 pub(crate) fn host_id() -> [u8; 16] {
-    static ID: std::sync::Mutex<Option<(weightsync_mem::Origin, [u8; 16])>> =
-        std::sync::Mutex::new(None);
-    let mut id = ID.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    match *id {
-        Some((owner, id)) if owner.is_here() => id,
-        _ => {
-            // Without random bytes nothing else works: no secret could be made.
-            let fresh = weightsync_engine::transport::random().unwrap_or_default();
-            *id = Some((weightsync_mem::Origin::here(), fresh));
-            fresh
-        }
-    }
+    static BASE: std::sync::OnceLock<[u8; 16]> = std::sync::OnceLock::new();
+    // Without random bytes nothing else works: no secret could be made.
+    let base = BASE.get_or_init(|| weightsync_engine::transport::random().unwrap_or_default());
+    // A forked child has its parent's base.
+    (u128::from_le_bytes(*base) ^ u128::from(std::process::id())).to_le_bytes()
 }
 
 #[cfg(test)]
