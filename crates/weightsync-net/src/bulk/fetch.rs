@@ -63,7 +63,8 @@ impl Parent {
 pub(crate) enum FetchEnd {
     /// Every block has arrived.
     Whole,
-    /// The parent did its part. Blocks are missing that a stopped fetch took.
+    /// The parent did its part. Blocks are missing that a stopped fetch took, or whose digests came
+    /// late.
     Partly,
     /// The parent does not have the version.
     NotThere,
@@ -172,6 +173,9 @@ struct Shared {
     altered: OnceLock<usize>,
     /// The sender has not the version any more, so nothing can be compared.
     digests_gone: AtomicBool,
+    /// A block had to wait for its digest. Nothing is read meanwhile, which may have made the parent
+    /// give the connection up.
+    digest_was_late: AtomicBool,
     /// How many connections have not ended.
     left: AtomicUsize,
     first_end: Mutex<Option<FetchEnd>>,
@@ -220,6 +224,7 @@ impl Fetch {
             base_mismatch: AtomicBool::new(false),
             altered: OnceLock::new(),
             digests_gone: AtomicBool::new(false),
+            digest_was_late: AtomicBool::new(false),
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
@@ -446,6 +451,14 @@ impl Shared {
             Err(_) if self.digests_gone.load(Ordering::Acquire) => Some(FetchEnd::NotThere),
             Err(error) if self.base_mismatch.load(Ordering::Acquire) => {
                 Some(FetchEnd::BaseMismatch(error))
+            }
+            // The rest is fetched again. A parent that is gone is found out then.
+            Err(error) if self.digest_was_late.load(Ordering::Acquire) => {
+                tracing::debug!(
+                    "fetching {:?} waited for a digest, and broke: {error}",
+                    self.item
+                );
+                Some(FetchEnd::Partly)
             }
             Err(error) => Some(FetchEnd::Broken(error)),
         };

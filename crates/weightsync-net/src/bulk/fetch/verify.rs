@@ -132,7 +132,10 @@ impl Shared {
             let index = first + at;
             let known = || self.held.digest(index).is_some();
             let over = || self.is_stopped() || self.digests_gone.load(Ordering::Acquire);
-            self.store.wait_until(|| known() || over(), PATIENCE);
+            if !known() {
+                self.digest_was_late.store(true, Ordering::Release);
+                self.store.wait_until(|| known() || over(), PATIENCE);
+            }
             let Some(expected) = self.held.digest(index) else {
                 return Err(invalid(Unknown { index }));
             };

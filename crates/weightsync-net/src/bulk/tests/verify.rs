@@ -40,6 +40,16 @@ fn lie(about: u32) -> Vec<u8> {
     [blocks.collect::<Vec<_>>().concat(), end()].concat()
 }
 
+/// What a sender of [`image`] tells.
+fn told() -> Vec<u8> {
+    let of = |index: u32| blake3::hash(&vec![index as u8; BLOCK as usize]);
+    let digests = (0..BLOCKS).flat_map(|index| *of(index).as_bytes());
+    let digests = ToChild::Digests {
+        digests: digests.collect(),
+    };
+    [digests.frame().unwrap(), ToChild::End.frame().unwrap()].concat()
+}
+
 fn answer(runtime: &tokio::runtime::Runtime, answer: Vec<u8>) -> SocketAddr {
     let whole = answer.len();
     runtime.block_on(parent(answer, whole, Duration::ZERO))
@@ -104,15 +114,7 @@ fn nothing_is_taken_where_the_sender_tells_nothing() {
 #[test]
 fn block_waits_for_a_digest_that_comes_late() {
     let runtime = runtime();
-    let of = |index: u32| blake3::hash(&vec![index as u8; BLOCK as usize]);
-    let digests: Vec<u8> = (0..BLOCKS)
-        .flat_map(|index| *of(index).as_bytes())
-        .collect();
-    let told = [
-        ToChild::Digests { digests }.frame().unwrap(),
-        ToChild::End.frame().unwrap(),
-    ];
-    let (sender, asked, go) = held_parent(&runtime, told.concat());
+    let (sender, asked, go) = held_parent(&runtime, told());
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-late", address, 1, ITEM, Some(sender));
     asked.recv_timeout(LONG).unwrap();
@@ -124,6 +126,24 @@ fn block_waits_for_a_digest_that_comes_late() {
     go.notify_one();
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
+}
+
+#[test]
+fn parent_is_not_blamed_while_a_digest_is_late() {
+    let runtime = runtime();
+    // It gives the child up, as a parent does whose child reads nothing.
+    let (sender, asked, go) = held_parent(&runtime, told());
+    let first = block_of(0, &vec![0; BLOCK as usize]);
+    let address = answer(&runtime, first);
+    let child = child_of("verify-blames", address, 1, ITEM, Some(sender));
+    asked.recv_timeout(LONG).unwrap();
+    while child.fetch.take_transferred(1).bytes == 0 {
+        std::thread::yield_now();
+    }
+    go.notify_one();
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    assert!(matches!(ended, FetchEnd::Partly), "{ended:?}");
+    assert!(child.slot.read(0).is_some());
 }
 
 #[test]
