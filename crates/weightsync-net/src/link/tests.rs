@@ -15,46 +15,45 @@ async fn pair() -> (TcpStream, TcpStream) {
 
 #[test]
 fn peer_that_does_not_read_loses_its_link() {
-    let runtime = runtime("weightsync-test").unwrap();
-    runtime.block_on(async {
+    runtime("weightsync-test").unwrap().block_on(async {
         let (one, other) = pair().await;
-        let (events, mut inbox) = mpsc::channel(8);
-        let link = Link::<FromRoot>::start(
-            AsyncStream::plain(one),
-            &events,
-            |what: Result<ToRoot, _>| what,
-        );
-        let (_reader, mut writer) = other.into_split();
-        // This peer sends signs of life, and reads nothing.
-        let pings = async {
-            loop {
-                writer
-                    .write_all(&ToRoot::Ping.frame().unwrap())
-                    .await
-                    .unwrap();
-                tokio::time::sleep(HEARTBEAT).await;
-            }
-        };
-        let part = FromRoot::Part {
-            bytes: vec![1; 16 << 10],
-        };
-        let part = frames(&[part]).unwrap();
-        let begun = std::time::Instant::now();
-        // Fills the system's buffers and the queue, until no more fits.
-        while link.send_frames(part.clone()) {
-            tokio::task::yield_now().await;
-        }
-        let end = tokio::select! {
-            end = timeout(SOON, inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
-            () = pings => unreachable!("it goes on for ever"),
-        };
-        assert!(
-            matches!(end, LinkEnd::Behind),
-            "{end} {:?}",
-            begun.elapsed()
-        );
-        assert!(!link.send(&FromRoot::Ping));
+        does_not_read(AsyncStream::plain(one), AsyncStream::plain(other)).await;
+        let (_folder, trainer, worker) = certificates();
+        let (ours, theirs) = encrypted(&trainer, &worker).await;
+        does_not_read(ours, theirs).await;
     });
+}
+
+async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
+    let (events, mut inbox) = mpsc::channel(8);
+    let link = Link::<FromRoot>::start(ours, &events, |what: Result<ToRoot, _>| what);
+    // This peer sends signs of life, and reads nothing.
+    let pings = async {
+        loop {
+            let ping = ToRoot::Ping.frame().unwrap();
+            theirs.write_all(&ping).await.unwrap();
+            tokio::time::sleep(HEARTBEAT).await;
+        }
+    };
+    let part = FromRoot::Part {
+        bytes: vec![1; 16 << 10],
+    };
+    let part = frames(&[part]).unwrap();
+    let begun = std::time::Instant::now();
+    // Fills the system's buffers and the queue, until no more fits.
+    while link.send_frames(part.clone()) {
+        tokio::task::yield_now().await;
+    }
+    let end = tokio::select! {
+        end = timeout(SOON, inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
+        () = pings => unreachable!("it goes on for ever"),
+    };
+    assert!(
+        matches!(end, LinkEnd::Behind),
+        "{end} {:?}",
+        begun.elapsed()
+    );
+    assert!(!link.send(&FromRoot::Ping));
 }
 
 /// A relay that stops a fetch, say, while it connects.
@@ -109,23 +108,29 @@ fn honest_process_joins_next_to_failing_strangers() {
 
 #[test]
 fn honest_process_joins_next_to_silent_strangers() {
-    let runtime = runtime("weightsync-test").unwrap();
-    runtime.block_on(async {
-        let own = Credentials::plain(&[1; 16]);
-        let address = listen(&own).await;
-        let peer = Peer::Sender(address.ip());
-        let mut silent = Vec::new();
-        for _ in 0..300 {
-            silent.push(TcpStream::connect(address).await.unwrap());
+    let (_folder, trainer, worker) = certificates();
+    // Some begin a handshake of TLS, with its first byte.
+    let cases = [(None, &[][..]), (Some((&trainer, &worker)), &[22])];
+    runtime("weightsync-test").unwrap().block_on(async {
+        for (tls, first) in cases {
+            let address = listen(&with(tls.map(|(trainer, _)| trainer))).await;
+            let peer = Peer::Sender(address.ip());
+            let mut silent = Vec::new();
+            for _ in 0..300 {
+                let mut socket = TcpStream::connect(address).await.unwrap();
+                socket.write_all(first).await.unwrap();
+                silent.push(socket);
+            }
+            let own = with(tls.map(|(_, worker)| worker));
+            dial(address, &own, peer, Role::Control).await.unwrap();
+            // Most of them have gone for others.
+            let mut gone = 0;
+            for mut socket in silent {
+                let read = timeout(HEARTBEAT / 10, socket.read(&mut [0; 1])).await;
+                gone += u32::from(read.is_ok());
+            }
+            assert!(gone >= 300 - 64, "{gone}");
         }
-        dial(address, &own, peer, Role::Control).await.unwrap();
-        // Most of them have gone for others.
-        let mut gone = 0;
-        for mut socket in silent {
-            let read = timeout(HEARTBEAT / 10, socket.read(&mut [0; 1])).await;
-            gone += u32::from(read.is_ok());
-        }
-        assert!(gone >= 300 - 64, "{gone}");
     });
 }
 
@@ -152,27 +157,32 @@ fn with(tls: Option<&Tls>) -> Credentials {
     }
 }
 
+/// Two ends of an encrypted connection: the trainer's, and its worker's.
+async fn encrypted(trainer: &Tls, worker: &Tls) -> (AsyncStream, AsyncStream) {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let (came, mut accepted) = mpsc::channel(1);
+    let take = move |stream, _, _| came.try_send(stream).unwrap();
+    tokio::spawn(listen::accept_all(
+        listener,
+        with(Some(trainer)),
+        || false,
+        |_| {},
+        take,
+    ));
+    let peer = Peer::Trainer("127.0.0.1");
+    let dialled = dial(address, &with(Some(worker)), peer, Role::Control).await;
+    (accepted.recv().await.unwrap(), dialled.unwrap())
+}
+
 #[test]
 fn encrypted_link_carries_messages_both_ways() {
     let (_folder, trainer, worker) = certificates();
     runtime("weightsync-test").unwrap().block_on(async {
-        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = listener.local_addr().unwrap();
-        let (came, mut accepted) = mpsc::channel(1);
-        let take = move |stream, _, _| came.try_send(stream).unwrap();
-        tokio::spawn(listen::accept_all(
-            listener,
-            with(Some(&trainer)),
-            || false,
-            |_| {},
-            take,
-        ));
-        let peer = Peer::Trainer("127.0.0.1");
-        let dialled = dial(address, &with(Some(&worker)), peer, Role::Control).await;
+        let (accepted, dialled) = encrypted(&trainer, &worker).await;
         let (one, mut ones) = mpsc::channel(64);
         let (other, mut others) = mpsc::channel(64);
-        let worker = Link::<ToRoot>::start::<FromRoot, _>(dialled.unwrap(), &one, |what| what);
-        let accepted = accepted.recv().await.unwrap();
+        let worker = Link::<ToRoot>::start::<FromRoot, _>(dialled, &one, |what| what);
         let root = Link::<FromRoot>::start::<ToRoot, _>(accepted, &other, |what| what);
         // More than the system's buffers take at once.
         let part = || FromRoot::Part {

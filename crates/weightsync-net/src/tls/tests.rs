@@ -157,6 +157,28 @@ fn worker_is_called_by_the_trainer_alone() {
 }
 
 #[test]
+fn address_is_checked_however_it_is_written() {
+    let folder = pki(&["trainer", "10.0.0.7", "2001:db8::7"], 30);
+    let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));
+    let works = |name: &str| {
+        let peer = Peer::Trainer(crate::address::host_of(name));
+        let ends = between(&worker, peer, &trainer).2;
+        ends.iter().all(Result::is_ok)
+    };
+    for name in [
+        "trainer:7070",
+        "10.0.0.7:7070",
+        "[2001:db8::7]:7070",
+        "[2001:DB8:0::7]:1",
+    ] {
+        assert!(works(name), "{name}");
+    }
+    for name in ["10.0.0.8:7070", "[2001:db8::8]:7070", "trainer2:7070"] {
+        assert!(!works(name), "{name}");
+    }
+}
+
+#[test]
 fn told_end_is_trusted_by_its_part_and_not_by_its_address() {
     let folder = pki(&["trainer"], 30);
     let address = Ipv4Addr::new(192, 0, 2, 9).into();
