@@ -369,7 +369,12 @@ class TrainerPort:
     has_token: bool
 
     def __new__(
-        cls, listen: str | None, advertise: str | None, insecure_plaintext: bool, workers: int
+        cls,
+        listen: str | None,
+        advertise: str | None,
+        tls: str | PathLike[str] | None,
+        insecure_plaintext: bool,
+        workers: int,
     ) -> TrainerPort: ...
     def open(self, worker: int, ticket: int | None, settings: bytes) -> WorkerPlace:
         """Opens the place of a worker, in place of the one before. A worker with the ticket may
@@ -413,6 +418,7 @@ class TrainerLink:
         cls,
         address: str,
         secret: str | None,
+        tls: str | PathLike[str] | None,
         insecure_plaintext: bool,
         worker: int | None,
         ticket: int | None,

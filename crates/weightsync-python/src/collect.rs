@@ -1,6 +1,7 @@
 //! Links between collectors and their workers of other hosts, bound to Python.
 
 use std::fs::OpenOptions;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -37,6 +38,7 @@ impl TrainerPort {
         py: Python<'_>,
         listen: Option<String>,
         advertise: Option<String>,
+        tls: Option<PathBuf>,
         insecure_plaintext: bool,
         workers: u32,
     ) -> PyResult<Self> {
@@ -46,6 +48,9 @@ impl TrainerPort {
         }
         if let Some(advertise) = advertise {
             scheme = scheme.advertise(advertise);
+        }
+        if let Some(tls) = tls {
+            scheme = scheme.tls(tls);
         }
         if insecure_plaintext {
             scheme = scheme.insecure_plaintext();
@@ -202,6 +207,7 @@ impl TrainerLink {
         py: Python<'_>,
         address: String,
         secret: Option<&str>,
+        tls: Option<PathBuf>,
         insecure_plaintext: bool,
         worker: Option<u32>,
         ticket: Option<u64>,
@@ -224,7 +230,7 @@ impl TrainerLink {
             address: address.clone(),
             secret,
             insecure_plaintext,
-            tls: None,
+            tls,
             worker,
             ticket,
             patience: timeout_of(Some(patience)).unwrap_or(Duration::from_secs_f64(LONGEST)),

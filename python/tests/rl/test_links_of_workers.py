@@ -66,7 +66,7 @@ ROGUE = """
 import json, sys
 from weightsync._native import TrainerLink
 given = json.loads(sys.stdin.readline())
-names = ("address", "secret", "insecure_plaintext", "worker", "ticket")
+names = ("address", "secret", "tls", "insecure_plaintext", "worker", "ticket")
 link = TrainerLink(*(given[name] for name in names), 20.0)
 link.settings()
 for said in json.loads(sys.argv[1]):

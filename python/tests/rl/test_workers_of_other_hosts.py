@@ -25,6 +25,7 @@ from weightsync import rl
 from weightsync.rl import _crew
 
 COMMAND = [sys.executable, "-m", "weightsync.rl.worker"]
+WEIGHTSYNC = Path(sys.executable).with_name("weightsync")
 
 
 @pytest.fixture(autouse=True)
@@ -383,7 +384,7 @@ def test_worker_gives_up_where_no_trainer_is(token: None) -> None:
 
 
 FAR = """
-import json, os, signal, subprocess, sys
+import json, os, signal, socket, subprocess, sys, threading
 sys.path.insert(0, {tests!r})
 from counting import Constant, Counting
 from weightsync import rl
@@ -402,18 +403,28 @@ ip("link", "set", "near", "up")
 for words in ("addr add 10.93.0.2/24 dev far", "link set far up", "link set lo up"):
     subprocess.run([*inside, "ip", *words.split()], check=True)
 
+# What a program on the cable can read.
+cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+cable.bind(("near", 0))
+read = set()
+
+def listen():
+    while packet := cable.recv(1 << 16):
+        read.update(word for word in (b"observation", b"reward") if word in packet)
+
+threading.Thread(target=listen, daemon=True).start()
+
 policy = Constant(1)
 collector = rl.DistributedSyncDataCollector(
     [Counting] * 2, policy, frames_per_batch=20, restart=True,
     launcher=["nsenter", "-t", "{{host}}", "-n", sys.executable, "-m", "weightsync.rl.worker"],
-    hosts=[str(far.pid)], listen="10.93.0.1:0", insecure_plaintext=True,
+    hosts=[str(far.pid)], listen="10.93.0.1:0", **{setting!r},
 )
 collector.next()
 assert collector.update_policy_weights_(policy.choose(2)).all_applied
 batch = collector.next()
 before = [collector.pid(worker) for worker in range(2)]
 # A worker that stands still, as one whose host has lost its network does for its trainer.
-import os, signal
 os.kill(before[1], signal.SIGSTOP)
 after = collector.next()
 print(json.dumps({{
@@ -422,6 +433,7 @@ print(json.dumps({{
     "reasons": [one.reason for one in after.failures],
     "restarted": [one.restarted for one in after.failures],
     "steps": after["observation"][1, :, 0].tolist(),
+    "read": sorted(word.decode() for word in read),
 }}), flush=True)
 last = [collector.pid(worker) for worker in range(2)]
 print(json.dumps(last), flush=True)
@@ -431,9 +443,18 @@ far.stdin.close()
 """
 
 
-def test_worker_of_another_host_that_is_silent(token: None) -> None:
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_worker_of_another_host_that_is_silent(
+    token: None, encrypted: bool, tmp_path: Path
+) -> None:
     """Real hosts, as the network sees them."""
-    program = FAR.format(tests=str(Path(__file__).parent))
+    setting: dict[str, Any] = {"insecure_plaintext": True}
+    if encrypted:
+        # The permission for plain text changes nothing where there are certificates.
+        setting["tls"] = str(tmp_path / "pki")
+        make = [WEIGHTSYNC, "certs", "new", "--out", setting["tls"], "--hosts", "10.93.0.1"]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    program = FAR.format(tests=str(Path(__file__).parent), setting=setting)
     # Without privileges: a user namespace may do this.
     inside = ["unshare", "-Ur", "-n"] if os.getuid() else ["unshare", "-n"]
     ended = subprocess.run(
@@ -447,6 +468,8 @@ def test_worker_of_another_host_that_is_silent(token: None) -> None:
     assert "nothing arrived for 10s" in said["reasons"][0]
     assert said["steps"] == [0, 1, 2, 3, 4] * 2
     assert all(map(is_gone, last))
+    # The names of columns travel as text.
+    assert said["read"] == ([] if encrypted else ["observation", "reward"])
 
 
 INTERRUPTED = """

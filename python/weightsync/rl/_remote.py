@@ -83,6 +83,8 @@ class Hosts:
         hosts: the hosts, used in turn.
         listen: the address of the port.
         advertise: the address by which workers reach it.
+        tls: where the certificates are, here and on the workers' hosts; None: where the environment
+            says.
         insecure_plaintext: whether unencrypted connections to other machines are allowed.
         workers: how many there are.
     """
@@ -93,6 +95,7 @@ class Hosts:
         hosts: Sequence[str] | None,
         listen: str | None,
         advertise: str | None,
+        tls: str | os.PathLike[str] | None,
         insecure_plaintext: bool,
         workers: int,
     ) -> None:
@@ -100,7 +103,9 @@ class Hosts:
         self._is_local = launcher == "local"
         self._hosts = list(hosts or [])
         self._plaintext = insecure_plaintext
-        self._port = TrainerPort(listen, advertise, insecure_plaintext, workers)
+        # A launcher may have another working directory.
+        self._tls = None if tls is None else os.path.abspath(tls)
+        self._port = TrainerPort(listen, advertise, tls, insecure_plaintext, workers)
         if self._template is None and not self._port.has_token:
             self._port.close()
             raise SettingError(
@@ -125,6 +130,7 @@ class Hosts:
         given = {
             "address": self._port.address,
             "secret": self._port.secret,
+            "tls": self._tls,
             "insecure_plaintext": self._plaintext,
             "worker": start.worker,
             "ticket": ticket,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class _OnHosts(MultiCollector):
         hosts: Sequence[str] | None = None,
         listen: str | None = None,
         advertise: str | None = None,
+        tls: str | os.PathLike[str] | None = None,
         insecure_plaintext: bool = False,
         weight_sync_schemes: Mapping[str, Scheme | str] | None = None,
         **settings: Any,
@@ -38,10 +40,11 @@ class _OnHosts(MultiCollector):
             scheme = Distributed(
                 listen=_any_port(listen),
                 advertise=_any_port(advertise),
+                tls=tls,
                 insecure_plaintext=insecure_plaintext,
             )
             weight_sync_schemes = {"policy": scheme}
-        self._where = (launcher, hosts, listen, advertise, insecure_plaintext)
+        self._where = (launcher, hosts, listen, advertise, tls, insecure_plaintext)
         super().__init__(
             create_env_fn, policy, weight_sync_schemes=weight_sync_schemes, **settings
         )
@@ -97,6 +100,9 @@ class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
             which other hosts cannot reach. Other addresses need a token (``WEIGHTSYNC_TOKEN_FILE``).
             The weights have a port of their own, which the system chooses.
         advertise: the address by which workers reach the trainer, if ``listen`` is not it.
+        tls: the folder or file with the certificates of encrypted connections, as ``weightsync certs
+            new`` makes them. Workers look for theirs at the same path, unless
+            ``WEIGHTSYNC_TLS_DIR`` or ``--tls`` names another.
         insecure_plaintext: allow unencrypted connections to other machines.
         weight_sync_schemes: as for :class:`MultiSyncCollector`; by default a scheme ``Distributed``
             that listens at the same host.
