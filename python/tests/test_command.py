@@ -40,6 +40,27 @@ def test_help_lists_every_subcommand_of_the_package(command):
     assert "--json" in run(command, "doctor", "--help").stdout
 
 
+@BOTH
+def test_log_is_written_while_the_command_runs(command, tmp_path):
+    pki = str(tmp_path / "pki")
+    made = run(command, "certs", "new", "--out", pki, "--hosts", "127.0.0.1", "--days", "6")
+    assert made.returncode == 0, made.stderr
+    serve = [*command, "serve", "--address", "127.0.0.1:0", "--tls", pki]
+    with subprocess.Popen(serve, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert "expires in 143 hours" in running.stderr.readline()
+        finally:
+            running.kill()
+
+
+@BOTH
+def test_wrong_level_of_the_log_is_named(command, monkeypatch):
+    monkeypatch.setenv("WEIGHTSYNC_LOG", "loud")
+    done = run(command, "status")
+    expected = "expected off, error, warn, info, debug or trace, got \"loud\""
+    assert (done.returncode, done.stderr) == (1, f"weightsync: WEIGHTSYNC_LOG: {expected}\n")
+
+
 def test_demo_is_refused_as_an_unknown_command():
     done = run(SCRIPT, "demo")
     assert done.returncode == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 
@@ -19,8 +18,6 @@ def main() -> int:
     # is not looked at while Rust runs.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # The command prints its own messages. The logger could print only after the command's end.
-    logging.getLogger("weightsync").disabled = True
     # A worker of `bench` must import this package, and not another in the current directory.
     isolated = "-I" if sys.flags.isolated else "-P"
     itself = [sys.executable, isolated, "-m", "weightsync"]

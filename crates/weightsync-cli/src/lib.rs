@@ -8,6 +8,7 @@ pub mod bench;
 #[cfg(feature = "demo")]
 mod demo;
 mod diff;
+mod log;
 #[cfg(feature = "net")]
 mod net;
 mod output;
@@ -21,6 +22,8 @@ mod words;
 use std::ffi::OsString;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+
+pub use self::log::logger;
 
 /// The program that runs the command.
 #[derive(Clone, Debug, Default)]
@@ -66,6 +69,8 @@ impl Program {
 /// Moves a model's weights from the trainer to every worker that runs it.
 #[derive(Parser)]
 #[command(name = "weightsync", version, about)]
+#[command(after_help = "Warnings and errors are lines of standard error. WEIGHTSYNC_LOG takes another \
+                        level: off, error, warn, info, debug or trace.")]
 struct Command {
     #[command(subcommand)]
     action: Action,

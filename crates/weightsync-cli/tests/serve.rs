@@ -145,6 +145,34 @@ fn token_admits_requests() {
 }
 
 #[test]
+fn certificate_is_warned_of_a_week_before_its_end() {
+    for (days, warning) in [
+        ("6", Some("expires in 143 hours: make a new one")),
+        ("8", None),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let pki = dir.path().join("pki");
+        let pki = pki.to_str().unwrap();
+        let made = ["--out", pki, "--hosts", "127.0.0.1", "--days", days];
+        let made = run(&[&["certs", "new"][..], &made].concat());
+        assert!(made.status.success(), "{}", text(&made.stderr));
+        let mut command = command(&["serve", "--address", "127.0.0.1:0", "--tls", pki]);
+        command.env("WEIGHTSYNC_TLS_LOOPBACK", "1");
+        let mut served = Served::start(command.stderr(Stdio::piped()));
+        // No HTTPS: it says so, which is after the first look at the certificate.
+        assert!(served.get("/", "").starts_with("HTTP/1.1 426"));
+        kill_process(Pid::from_child(&served.process), Signal::TERM).unwrap();
+        let mut said = String::new();
+        let stderr = served.process.stderr.as_mut().unwrap();
+        stderr.read_to_string(&mut said).unwrap();
+        match warning {
+            Some(warning) => assert!(said.contains(warning), "{said}"),
+            None => assert!(!said.contains("expires"), "{said}"),
+        }
+    }
+}
+
+#[test]
 fn config_checks_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("run.toml");

@@ -5,6 +5,8 @@ use std::ffi::OsString;
 use pyo3::prelude::*;
 use weightsync_cli::Program;
 
+use crate::log;
+
 /// Runs the command with the arguments after its name, and returns its exit status. `itself` starts
 /// the command as a process of its own: a program and its first arguments.
 ///
@@ -12,6 +14,13 @@ use weightsync_cli::Program;
 /// meanwhile.
 #[pyfunction]
 pub fn command(py: Python<'_>, arguments: Vec<OsString>, itself: Vec<OsString>) -> u8 {
+    match weightsync_cli::logger() {
+        Ok(logger) => log::use_logger(logger),
+        Err(error) => {
+            eprintln!("weightsync: {error}");
+            return 1;
+        }
+    }
     let program = Program {
         itself,
         others: &[("doctor", "Say what this machine can do, and what to change")],

@@ -1,5 +1,5 @@
 //! Passes the library's warnings and messages about joins to Python's `logging`, as the logger
-//! `weightsync`.
+//! `weightsync`. While the command runs they are lines of standard error.
 //!
 //! Any thread may log, also a thread that must not wait for the interpreter's lock. So messages are
 //! queued. The main thread logs them as soon as it runs Python, or a thread that waits in a call and
@@ -7,7 +7,7 @@
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
@@ -22,6 +22,15 @@ const MOST: usize = 256;
 /// The queued messages, and the number of messages that found the queue full.
 static QUEUE: Mutex<(VecDeque<(u8, String)>, u64)> = Mutex::new((VecDeque::new(), 0));
 
+/// Where messages go while the command runs. It runs no Python until its end.
+static COMMAND: OnceLock<Box<dyn Subscriber + Send + Sync>> = OnceLock::new();
+
+/// From here on messages go there.
+pub fn use_logger(logger: impl Subscriber + Send + Sync) {
+    let _ = COMMAND.set(Box::new(logger));
+    tracing::callsite::rebuild_interest_cache();
+}
+
 /// Starts listening for messages.
 pub fn begin() {
     // Fails on a second import of the module, which has its listener already.
@@ -32,10 +41,16 @@ struct Listener;
 
 impl Subscriber for Listener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() <= Level::INFO && metadata.target().starts_with("weightsync")
+        match COMMAND.get() {
+            Some(logger) => logger.enabled(metadata),
+            None => *metadata.level() <= Level::INFO && metadata.target().starts_with("weightsync"),
+        }
     }
 
     fn event(&self, event: &Event<'_>) {
+        if let Some(logger) = COMMAND.get() {
+            return logger.event(event);
+        }
         let mut text = Text::default();
         event.record(&mut text);
         let level = match *event.metadata().level() {
