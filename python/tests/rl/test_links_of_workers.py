@@ -164,9 +164,9 @@ def test_launcher_that_is_gone_costs_its_worker_alone(tmp_path: Path) -> None:
 
 
 def test_forked_child_does_not_touch_a_workers_link() -> None:
-    port = TrainerPort(None, None, False, 1)
+    port = TrainerPort(None, None, None, False, 1)
     place = port.open(0, None, b"")
-    link = TrainerLink(port.address, port.secret, False, 0, None, 60.0)
+    link = TrainerLink(port.address, port.secret, None, False, 0, None, 60.0)
     child = os.fork()
     if child == 0:
         code = 1
