@@ -420,11 +420,12 @@ class TrainerLink:
         secret: str | None,
         tls: str | PathLike[str] | None,
         insecure_plaintext: bool,
-        worker: int | None,
-        ticket: int | None,
+        place: tuple[int | None, int | None],
         patience: float,
     ) -> TrainerLink:
-        """Joins. Without a secret it takes that of the environment's token."""
+        """Joins. Without a secret it takes that of the environment's token. The place is the
+        worker's number, and which launch it comes from.
+        """
     def settings(self) -> bytes:
         """What the worker is started with; once."""
     def next(self) -> str | None:

@@ -69,8 +69,10 @@ impl Program {
 /// Moves a model's weights from the trainer to every worker that runs it.
 #[derive(Parser)]
 #[command(name = "weightsync", version, about)]
-#[command(after_help = "Warnings and errors are lines of standard error. WEIGHTSYNC_LOG takes another \
-                        level: off, error, warn, info, debug or trace.")]
+#[command(
+    after_help = "Warnings and errors are lines of standard error. WEIGHTSYNC_LOG takes another \
+                        level: off, error, warn, info, debug or trace."
+)]
 struct Command {
     #[command(subcommand)]
     action: Action,

@@ -209,10 +209,10 @@ impl TrainerLink {
         secret: Option<&str>,
         tls: Option<PathBuf>,
         insecure_plaintext: bool,
-        worker: Option<u32>,
-        ticket: Option<u64>,
+        place: (Option<u32>, Option<u64>),
         patience: Seconds,
     ) -> PyResult<Self> {
+        let (worker, ticket) = place;
         let secret = match secret {
             Some(secret) => from_hex(secret)
                 .ok_or_else(|| SettingError::new_err("the secret is 32 hexadecimal digits"))?,

@@ -66,8 +66,9 @@ ROGUE = """
 import json, sys
 from weightsync._native import TrainerLink
 given = json.loads(sys.stdin.readline())
-names = ("address", "secret", "tls", "insecure_plaintext", "worker", "ticket")
-link = TrainerLink(*(given[name] for name in names), 20.0)
+names = ("address", "secret", "tls", "insecure_plaintext")
+place = (given["worker"], given["ticket"])
+link = TrainerLink(*(given[name] for name in names), place, 20.0)
 link.settings()
 for said in json.loads(sys.argv[1]):
     link.say(json.dumps(said))
@@ -166,7 +167,7 @@ def test_launcher_that_is_gone_costs_its_worker_alone(tmp_path: Path) -> None:
 def test_forked_child_does_not_touch_a_workers_link() -> None:
     port = TrainerPort(None, None, None, False, 1)
     place = port.open(0, None, b"")
-    link = TrainerLink(port.address, port.secret, None, False, 0, None, 60.0)
+    link = TrainerLink(port.address, port.secret, None, False, (0, None), 60.0)
     child = os.fork()
     if child == 0:
         code = 1

@@ -115,7 +115,7 @@ def _work(
     patience: float,
 ) -> int:
     faulthandler.enable()
-    native = TrainerLink(address, secret, tls, insecure_plaintext, worker, ticket, patience)
+    native = TrainerLink(address, secret, tls, insecure_plaintext, (worker, ticket), patience)
     link = NetworkLink(native)
     settings = io.BytesIO(native.settings())
     theirs, ours = json.loads(settings.readline()), same_program()
