@@ -31,13 +31,16 @@ const PLATFORMS: &[Platform] = &[
     },
     Platform {
         name: "macos",
+        // What calls the system. A change elsewhere that macOS cannot compile is found by the next run.
         sources: &[
-            "crates/weightsync-mem/Cargo.toml",
-            "crates/weightsync-mem/src",
+            "Cargo.lock",
+            "crates/weightsync-cli/src",
             "crates/weightsync-engine/src",
+            "crates/weightsync-mem/src",
             "crates/weightsync-net/src",
-            "crates/weightsync-store/src",
+            "crates/weightsync-rl/src",
             "crates/weightsync-serve/src",
+            "crates/weightsync-store/src",
             "python/requirements-zig.txt",
         ],
         run: macos,

@@ -118,14 +118,18 @@ impl Running {
         Err(format!("{} ended before `{words}`: {last}", self.name).into())
     }
 
-    /// All it says until its end.
+    /// All it says until its end, which must be a success.
     pub fn rest(&mut self, until: Instant) -> Result<String, Box<dyn Error>> {
         let mut text = String::new();
         while let Some(line) = self.output.next(until)? {
             text += &line;
             text.push('\n');
         }
-        Ok(text)
+        let status = self.child.wait()?;
+        match status.success() {
+            true => Ok(text),
+            false => Err(format!("{} ended: {status}\n{text}", self.name).into()),
+        }
     }
 }
 

@@ -121,7 +121,7 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
             if churned.elapsed() >= CHURN {
                 churned = Instant::now();
                 let scheme = churns % SCHEMES.len();
-                // One is killed, the next one of the scheme ends in order.
+                // By turns: it is killed, or ends in order.
                 match churns / SCHEMES.len() % 2 {
                     0 => leave[scheme].kill()?,
                     _ => drop(leave[scheme].end()?),
@@ -143,10 +143,12 @@ pub fn run(args: &Args) -> Result<(), Box<dyn Error>> {
     let outcome = go_on();
     let took = begun.elapsed();
     // Also of a run that failed, which is when it is wanted.
-    if let Some(path) = &args.csv {
-        std::fs::write(path, samples.csv())?;
-    }
+    let written = args
+        .csv
+        .as_ref()
+        .map_or(Ok(()), |path| std::fs::write(path, samples.csv()));
     let churns = outcome?;
+    written?;
     for one in &mut leave {
         one.end()?;
     }

@@ -1,7 +1,8 @@
 //! What the library logs while a command runs: lines of standard error.
 
 use tracing::Subscriber;
-use tracing_subscriber::filter::LevelFilter;
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::layer::SubscriberExt;
 
 /// The environment variable that says what is logged.
 const VARIABLE: &str = "WEIGHTSYNC_LOG";
@@ -25,6 +26,10 @@ pub fn logger() -> Result<impl Subscriber + Send + Sync, String> {
             })?
         }
     };
-    let lines = tracing_subscriber::fmt().with_max_level(level);
-    Ok(lines.with_writer(std::io::stderr).finish())
+    // A standard error that nobody reads any more, or a full disk, must not end what logs.
+    let lines = tracing_subscriber::fmt::layer().with_writer(std::io::stderr);
+    let lines = lines.log_internal_errors(false);
+    // Libraries below log what may be secret, such as the headers of requests.
+    let own = Targets::new().with_target("weightsync", level);
+    Ok(tracing_subscriber::registry().with(lines).with(own))
 }

@@ -173,6 +173,33 @@ fn certificate_is_warned_of_a_week_before_its_end() {
 }
 
 #[test]
+fn serve_goes_on_where_nobody_reads_its_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let pki = dir.path().join("pki");
+    let pki = pki.to_str().unwrap();
+    let made = [
+        "certs",
+        "new",
+        "--out",
+        pki,
+        "--hosts",
+        "127.0.0.1",
+        "--days",
+        "1",
+    ];
+    assert!(run(&made).status.success());
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut command = command(&["serve", "--address", "127.0.0.1:0", "--tls", pki]);
+    let mut served = Served::start(command.stderr(writer));
+    // It has tried to warn of the certificate by then.
+    for _ in 0..3 {
+        assert!(served.get("/healthz", "").starts_with("HTTP/1.1 200"));
+    }
+    assert!(served.process.try_wait().unwrap().is_none());
+}
+
+#[test]
 fn config_checks_a_file() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("run.toml");

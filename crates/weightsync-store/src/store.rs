@@ -443,14 +443,13 @@ impl Store {
                         true => catalog = now,
                         false => {
                             let file = self.storage.name(&place.manifest());
-                            damage.push(Damage::new(file, "it is missing"));
+                            finding::passed_over(Damage::new(file, "it is missing"), &mut damage);
                             catalog.places.pop();
                         }
                     }
                 }
                 Err(StoreError::Damaged(found)) => {
-                    tracing::warn!("{found}; an older version is loaded");
-                    damage.push(found);
+                    finding::passed_over(found, &mut damage);
                     catalog.places.pop();
                 }
                 // The model came with a version that is damaged, or its name is mistyped.

@@ -383,6 +383,31 @@ def test_worker_gives_up_where_no_trainer_is(token: None) -> None:
     assert joining.returncode == 1
 
 
+def test_worker_by_hand_has_certificates_of_its_own(
+    token: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pki = tmp_path / "pki"
+    make = [WEIGHTSYNC, "certs", "new", "--out", pki, "--hosts", "127.0.0.1"]
+    subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    monkeypatch.setenv("WEIGHTSYNC_TLS_LOOPBACK", "1")
+    address = f"127.0.0.1:{free_port()}"
+    # A variable for another end of this host does not count.
+    monkeypatch.setenv("WEIGHTSYNC_TLS_DIR", str(tmp_path / "nothing"))
+    worker = by_hand(address, "--tls", str(pki / "worker.pem"))
+    with rl.DistributedSyncDataCollector(
+        [Counting],
+        Constant(1),
+        frames_per_batch=10,
+        launcher=None,
+        listen=address,
+        tls=pki / "trainer.pem",
+    ) as collector:
+        collector.next()
+        assert collector.update_policy_weights_(Constant(2)).all_applied
+        assert collector.next()["action"].tolist() == [[2] * 10]
+    assert worker.wait() == 0
+
+
 FAR = """
 import json, os, signal, socket, subprocess, sys, threading
 sys.path.insert(0, {tests!r})

@@ -101,8 +101,8 @@ class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
             The weights have a port of their own, which the system chooses.
         advertise: the address by which workers reach the trainer, if ``listen`` is not it.
         tls: the folder or file with the certificates of encrypted connections, as ``weightsync certs
-            new`` makes them. Workers look for theirs at the same path, unless
-            ``WEIGHTSYNC_TLS_DIR`` or ``--tls`` names another.
+            new`` makes them. Workers that a launcher starts look for theirs at the same path, unless
+            ``WEIGHTSYNC_TLS_DIR`` or ``--tls`` names another; others need one of these.
         insecure_plaintext: allow unencrypted connections to other machines.
         weight_sync_schemes: as for :class:`MultiSyncCollector`; by default a scheme ``Distributed``
             that listens at the same host.

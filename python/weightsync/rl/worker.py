@@ -185,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tls",
         metavar="DIR",
         help="the certificates of encrypted connections, as weightsync certs new makes them "
-        "(default: WEIGHTSYNC_TLS_DIR)",
+        "(default: WEIGHTSYNC_TLS_DIR, else the path that the trainer has told)",
     )
     parser.add_argument(
         "--insecure-plaintext",
@@ -200,6 +200,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how long to wait for the trainer (default: %(default)g)",
     )
     given = parser.parse_args(arguments)
+    if given.tls is not None:
+        # The link for frames and that for weights look there.
+        os.environ["WEIGHTSYNC_TLS_DIR"] = os.path.abspath(given.tls)
     try:
         if given.join is None:
             if sys.stdin.isatty():
@@ -211,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ctrl-C ends it: no interpreter has to be free for that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return _work(
-            given.join, None, given.tls, given.insecure_plaintext, given.worker, None, given.patience
+            given.join, None, None, given.insecure_plaintext, given.worker, None, given.patience
         )
     except WeightsyncError as error:
         print(f"weightsync: {error}", file=sys.stderr)

@@ -173,9 +173,6 @@ struct Shared {
     altered: OnceLock<usize>,
     /// The sender has not the version any more, so nothing can be compared.
     digests_gone: AtomicBool,
-    /// A block had to wait for its digest. Nothing is read meanwhile, which may have made the parent
-    /// give the connection up.
-    digest_was_late: AtomicBool,
     /// How many connections have not ended.
     left: AtomicUsize,
     first_end: Mutex<Option<FetchEnd>>,
@@ -224,7 +221,6 @@ impl Fetch {
             base_mismatch: AtomicBool::new(false),
             altered: OnceLock::new(),
             digests_gone: AtomicBool::new(false),
-            digest_was_late: AtomicBool::new(false),
             left: AtomicUsize::new(count),
             first_end: Mutex::default(),
             sockets: Mutex::default(),
@@ -341,8 +337,15 @@ impl Shared {
             });
             socket.write_all(&fetch.frame().map_err(invalid)?)?;
             let mut requested = Requested::new(ranges);
-            if let Some(end) = self.receive(&mut socket, &mut requested)? {
-                return Ok(Some(end));
+            match self.receive(&mut socket, &mut requested) {
+                Ok(None) => {}
+                Ok(end) => return Ok(end),
+                // Nothing was read meanwhile, so the parent may have given the connection up. The rest
+                // is fetched again; a parent that is gone is found out then.
+                Err(error) if requested.digest_was_late && is_stale(&error) => {
+                    return Ok(Some(FetchEnd::Partly));
+                }
+                Err(error) => return Err(error),
             }
             // The parent has said that it has sent everything.
             let mut missing = self.slot.missing();
@@ -433,7 +436,7 @@ impl Shared {
         drop(coming);
         let crc = crc.value();
         head.check_crc(crc).map_err(invalid)?;
-        self.verify(index, &piece)?;
+        self.verify(index, &piece, requested)?;
         self.held.note_sum(index, crc);
         piece.keep();
         Ok(())
@@ -451,14 +454,6 @@ impl Shared {
             Err(_) if self.digests_gone.load(Ordering::Acquire) => Some(FetchEnd::NotThere),
             Err(error) if self.base_mismatch.load(Ordering::Acquire) => {
                 Some(FetchEnd::BaseMismatch(error))
-            }
-            // The rest is fetched again. A parent that is gone is found out then.
-            Err(error) if self.digest_was_late.load(Ordering::Acquire) => {
-                tracing::debug!(
-                    "fetching {:?} waited for a digest, and broke: {error}",
-                    self.item
-                );
-                Some(FetchEnd::Partly)
             }
             Err(error) => Some(FetchEnd::Broken(error)),
         };

@@ -108,9 +108,6 @@ impl Checkpoint {
         let store = Store::open(text)?;
         let (loaded, files) = store.load_with_files(&Which::Newest, None)?;
         let snapshot = loaded.snapshot;
-        for damage in loaded.damage {
-            tracing::warn!("{damage}; an older version is read");
-        }
         Ok(Self {
             source: path.into(),
             path: path.into(),

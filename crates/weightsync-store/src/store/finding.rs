@@ -3,6 +3,7 @@
 use weightsync_core::Version;
 
 use super::{ModelVersion, Store};
+use crate::Damage;
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
 use crate::format::{Manifest, Place};
@@ -99,4 +100,10 @@ impl Store {
             known,
         })
     }
+}
+
+/// Logs and notes a damaged version, in whose place an older one is loaded.
+pub(super) fn passed_over(found: Damage, damage: &mut Vec<Damage>) {
+    tracing::warn!("{found}; an older version is loaded");
+    damage.push(found);
 }

@@ -79,7 +79,7 @@ impl Shared {
         let made = self.put(&mut piece, base, index, &coded, scratch);
         let Err(source) = made else {
             if verifies {
-                self.verify(first, &piece)?;
+                self.verify(first, &piece, requested)?;
                 record();
             }
             if base.passes_on && coded.is_thin() {

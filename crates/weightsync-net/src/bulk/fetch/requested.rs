@@ -9,12 +9,17 @@ use crate::wire::message::BlockRange;
 pub(super) struct Requested<'a> {
     ranges: &'a [BlockRange],
     arrived: BTreeSet<usize>,
+    /// A block that came had to wait for its digest.
+    pub(super) digest_was_late: bool,
 }
 
 impl<'a> Requested<'a> {
     pub(super) fn new(ranges: &'a [BlockRange]) -> Self {
-        let arrived = BTreeSet::new();
-        Self { ranges, arrived }
+        Self {
+            ranges,
+            arrived: BTreeSet::new(),
+            digest_was_late: false,
+        }
     }
 
     pub(super) fn awaits(&self, index: usize) -> bool {

@@ -124,7 +124,12 @@ impl Shared {
 
     /// Compares a block, or the blocks of a span from this index on, with the sender's digests.
     /// Waits for a digest that is still to come.
-    pub(super) fn verify(&self, first: usize, bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn verify(
+        &self,
+        first: usize,
+        bytes: &[u8],
+        requested: &mut Requested<'_>,
+    ) -> io::Result<()> {
         if !self.verifies() {
             return Ok(());
         }
@@ -133,7 +138,7 @@ impl Shared {
             let known = || self.held.digest(index).is_some();
             let over = || self.is_stopped() || self.digests_gone.load(Ordering::Acquire);
             if !known() {
-                self.digest_was_late.store(true, Ordering::Release);
+                requested.digest_was_late = true;
                 self.store.wait_until(|| known() || over(), PATIENCE);
             }
             let Some(expected) = self.held.digest(index) else {
