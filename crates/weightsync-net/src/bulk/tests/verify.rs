@@ -131,10 +131,8 @@ fn block_waits_for_a_digest_that_comes_late() {
 #[test]
 fn parent_is_not_blamed_while_a_digest_is_late() {
     let runtime = runtime();
-    // It gives the child up, as a parent does whose child reads nothing.
     let (sender, asked, go) = held_parent(&runtime, told());
-    let first = block_of(0, &vec![0; BLOCK as usize]);
-    let address = answer(&runtime, first);
+    let address = runtime.block_on(quitter());
     let child = child_of("verify-blames", address, 1, ITEM, Some(sender));
     asked.recv_timeout(LONG).unwrap();
     while child.fetch.take_transferred(1).bytes == 0 {
@@ -181,6 +179,25 @@ fn relay_tells_no_digests() {
     let child = child_of("verify-asks-relay", address, 1, ITEM, Some(relay));
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
+}
+
+/// A relay that sends block 0 and closes the connection, as one does whose child reads nothing.
+async fn quitter() -> SocketAddr {
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let take = |mut socket: AsyncStream, _, _| {
+        tokio::spawn(async move {
+            let mut header = [0; HEADER_BYTES];
+            socket.read_exact(&mut header).await.unwrap();
+            let header = Header::decode(&header, &[Kind::Bulk]).unwrap();
+            socket.read_exact(&mut vec![0; header.len]).await.unwrap();
+            let block = block_of(0, &vec![0; BLOCK as usize]);
+            socket.write_all(&block).await.unwrap();
+        });
+    };
+    let credentials = Credentials::plain(&SECRET);
+    tokio::spawn(accept_all(listener, credentials, || false, |_| {}, take));
+    address
 }
 
 /// A relay that alters block 0, and says forever that it is there on every other connection.
