@@ -127,7 +127,7 @@ class Hosts:
             return Remote(self._port.open(start.worker, None, settings), None, "")
         ticket = secrets.randbits(63)
         place = self._port.open(start.worker, ticket, settings)
-        given = {
+        given: dict[str, Any] = {
             "address": self._port.address,
             "secret": self._port.secret,
             "tls": self._tls,

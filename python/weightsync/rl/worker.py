@@ -135,7 +135,7 @@ def _listed(versions: dict[str, str]) -> str:
 
 def _given(line: bytes) -> dict[str, Any]:
     """What a launcher's line says. It has a secret, so no error repeats it."""
-    kinds = {
+    kinds: dict[str, type | tuple[type, ...]] = {
         "address": str,
         "secret": str,
         "tls": (str, type(None)),
