@@ -56,7 +56,7 @@ def test_log_is_written_while_the_command_runs(command, tmp_path):
 @BOTH
 def test_wrong_level_of_the_log_is_named(command, monkeypatch):
     monkeypatch.setenv("WEIGHTSYNC_LOG", "loud")
-    done = run(command, "status")
+    done = run(command, "status", "127.0.0.1:1")
     expected = "expected off, error, warn, info, debug or trace, got \"loud\""
     assert (done.returncode, done.stderr) == (1, f"weightsync: WEIGHTSYNC_LOG: {expected}\n")
 

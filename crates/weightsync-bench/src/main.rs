@@ -14,6 +14,7 @@ mod net;
 mod overhead;
 mod peer;
 mod peers;
+mod running;
 mod set;
 mod soak;
 mod store;

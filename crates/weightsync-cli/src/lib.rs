@@ -23,7 +23,7 @@ use std::ffi::OsString;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
-pub use self::log::logger;
+pub use self::log::Logger;
 
 /// The program that runs the command.
 #[derive(Clone, Debug, Default)]
@@ -34,6 +34,8 @@ pub struct Program {
     /// Subcommands that the program runs without this library, which help lists as well: their
     /// names, and what each does.
     pub others: &'static [(&'static str, &'static str)],
+    /// Takes what the library's messages go to. If there is none, it becomes the process's.
+    pub log: Option<fn(Logger)>,
 }
 
 /// Runs the command with the arguments after its name, and returns the exit code.
@@ -49,7 +51,20 @@ pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> 
         .try_get_matches_from(words)
         .and_then(|matches| Command::from_arg_matches(&matches));
     match parsed {
-        Ok(command) => command.action.run(program),
+        Ok(command) => match log::logger(command.action.prints_damage()) {
+            Ok(logger) => {
+                match program.log {
+                    Some(log) => log(logger),
+                    // A process that has one keeps it.
+                    None => drop(tracing::subscriber::set_global_default(logger)),
+                }
+                command.action.run(program)
+            }
+            Err(error) => {
+                eprintln!("weightsync: {error}");
+                FAILURE
+            }
+        },
         // Help and the version are of this kind, too.
         Err(said) => {
             let _ = said.print();
@@ -174,6 +189,11 @@ enum Action {
 }
 
 impl Action {
+    /// Whether it prints what of a store is damaged.
+    fn prints_damage(&self) -> bool {
+        matches!(self, Self::Push(_) | Self::Pull(_) | Self::Watch(_))
+    }
+
     fn run(self, program: &Program) -> u8 {
         let failure = match self {
             Action::Diff(_) => diff::TROUBLE,

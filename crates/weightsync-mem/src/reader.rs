@@ -26,12 +26,12 @@ use crate::shared::{
 };
 use crate::slot::Slot;
 use crate::snapshot::Snapshot;
-use crate::socket::{Packet, Socket};
+use crate::socket::Socket;
 use crate::spans::SlotShape;
 use crate::sync::load_acquire;
 use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
 use crate::watch::{End, Interrupter, Mapped, Watch};
-use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE};
+use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
 
 /// How long a sender that listens may take to answer: far more than it needs on a busy machine, but
 /// little for a worker whose sender is stopped.

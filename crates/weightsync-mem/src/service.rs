@@ -19,9 +19,9 @@ use crate::registry::{Departure, End, MAX_READERS, Reader, Shared, State};
 use crate::relay::Ticket;
 use crate::set::Models;
 use crate::shared::{CONTROL_BYTES, MAILBOX_BYTES};
-use crate::socket::{HANG_UP, Listener, Packet, Socket};
+use crate::socket::{HANG_UP, Listener, Socket};
 use crate::wait::{poll, poll_slice};
-use crate::wire::{Delivery, FromReader, FromSender, Want};
+use crate::wire::{Delivery, FromReader, FromSender, Packet, Want};
 
 /// The most connections without a hello, and how long one may last.
 const MAX_STRANGERS: usize = 64;

@@ -24,7 +24,7 @@ use crate::interrupt;
 use crate::limits;
 use crate::protocol::MAX_SLOTS;
 use crate::wait::poll;
-use crate::wire::MAX_PACKET;
+use crate::wire::{MAX_PACKET, Packet};
 
 /// How long a connect or a bind is retried while the queue is full or the name is taken.
 const GRACE: Duration = Duration::from_secs(1);
@@ -51,17 +51,6 @@ pub(crate) struct Socket {
     /// Readable once the peer's process is gone, if the kernel supports that.
     peer: Option<OwnedFd>,
     peer_pid: u32,
-}
-
-/// The result of a read.
-#[derive(Debug)]
-pub(crate) enum Packet {
-    /// One packet.
-    Data(Vec<u8>, Vec<OwnedFd>),
-    /// No packet yet.
-    Empty,
-    /// The peer hung up.
-    HungUp,
 }
 
 /// A listener at a name. Processes with the init info can queue there.

@@ -20,9 +20,9 @@ use crate::pins::{Pin, PinBook};
 use crate::private::{Sweeps, SweepsOf};
 use crate::protocol::{MAX_SLOTS, order};
 use crate::slot::Slot;
-use crate::socket::{Packet, Socket};
+use crate::socket::Socket;
 use crate::wait::{Deadline, Doorbell, passed, poll};
-use crate::wire::FromSender;
+use crate::wire::{FromSender, Packet};
 
 /// How often a reader that waits for a slot checks whether it is interrupted.
 const SLOT_PAUSE: Duration = Duration::from_millis(10);

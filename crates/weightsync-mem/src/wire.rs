@@ -4,12 +4,26 @@
 //! descriptors travel with the packet.
 
 use std::ops::RangeInclusive;
+#[cfg(not(loom))]
+use std::os::fd::OwnedFd;
 
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, unexpected};
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_SLOTS};
 pub use crate::set::Models;
+
+/// What a read of the socket gives.
+#[cfg(not(loom))]
+#[derive(Debug)]
+pub(crate) enum Packet {
+    /// One packet.
+    Data(Vec<u8>, Vec<OwnedFd>),
+    /// No packet yet.
+    Empty,
+    /// The peer hung up.
+    HungUp,
+}
 
 /// The longest packet, in bytes.
 pub const MAX_PACKET: usize = 1024;

@@ -14,16 +14,10 @@ use crate::log;
 /// meanwhile.
 #[pyfunction]
 pub fn command(py: Python<'_>, arguments: Vec<OsString>, itself: Vec<OsString>) -> u8 {
-    match weightsync_cli::logger() {
-        Ok(logger) => log::use_logger(logger),
-        Err(error) => {
-            eprintln!("weightsync: {error}");
-            return 1;
-        }
-    }
     let program = Program {
         itself,
         others: &[("doctor", "Say what this machine can do, and what to change")],
+        log: Some(log::use_logger),
     };
     py.detach(|| weightsync_cli::run(&program, arguments))
 }

@@ -13,6 +13,7 @@ use pyo3::prelude::*;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber};
+use weightsync_cli::Logger;
 
 use crate::raw;
 
@@ -23,11 +24,11 @@ const MOST: usize = 256;
 static QUEUE: Mutex<(VecDeque<(u8, String)>, u64)> = Mutex::new((VecDeque::new(), 0));
 
 /// Where messages go while the command runs. It runs no Python until its end.
-static COMMAND: OnceLock<Box<dyn Subscriber + Send + Sync>> = OnceLock::new();
+static COMMAND: OnceLock<Logger> = OnceLock::new();
 
 /// From here on messages go there.
-pub fn use_logger(logger: impl Subscriber + Send + Sync) {
-    let _ = COMMAND.set(Box::new(logger));
+pub fn use_logger(logger: Logger) {
+    let _ = COMMAND.set(logger);
     tracing::callsite::rebuild_interest_cache();
 }
 

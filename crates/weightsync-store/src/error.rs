@@ -222,6 +222,9 @@ pub enum StoreError {
     Engine(#[from] Box<Error>),
 }
 
+/// The `tracing` target of messages about damage that a result has too.
+pub const DAMAGE_TARGET: &str = "weightsync_store::damage";
+
 /// A file that is not what was written there.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{file} is damaged: {what}")]

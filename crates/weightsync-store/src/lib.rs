@@ -39,7 +39,7 @@ mod writer;
 
 pub use self::address::Address;
 pub use self::checkpoint::{Checkpoint, PULL_MARK, Pulled, PushOptions, Pushed};
-pub use self::error::{Damage, Result, StoreError};
+pub use self::error::{DAMAGE_TARGET, Damage, Result, StoreError};
 pub use self::progress::Work;
 pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};

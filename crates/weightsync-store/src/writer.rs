@@ -12,7 +12,7 @@ use weightsync_engine::transport::random;
 use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 
 use crate::catalog::{self, Catalog};
-use crate::error::{Damage, Result, StoreError};
+use crate::error::{DAMAGE_TARGET, Damage, Result, StoreError};
 use crate::format::{By, HEAD, Head, Manifest, Place, Stored, is_file_name, seal};
 use crate::retention::Keep;
 use crate::store::{Store, now};
@@ -170,7 +170,7 @@ impl Writer {
             }
         };
         for damage in &catalog.damage {
-            tracing::warn!("{damage}");
+            tracing::warn!(target: DAMAGE_TARGET, "{damage}");
         }
         // An earlier writer may have died before it had synced the directories it made.
         let settled = storage.settle(HEAD);

@@ -21,7 +21,10 @@ TUNSETIFF, TUN, WITHOUT_HEADER = 0x400454CA, 0x0001, 0x1000
 
 def tun(name: str) -> int:
     """A network device whose packets this process reads and writes."""
-    fd = os.open("/dev/net/tun", os.O_RDWR)
+    try:
+        fd = os.open("/dev/net/tun", os.O_RDWR)
+    except OSError as error:
+        sys.exit(f"{error}: this test needs the kernel's TUN devices\n  fix: modprobe tun, as root")
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), TUN | WITHOUT_HEADER))
     return fd
 

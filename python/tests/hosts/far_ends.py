@@ -43,4 +43,7 @@ def work(info: str, number: int) -> None:
 
 
 if __name__ == "__main__":
-    train(sys.argv[2]) if sys.argv[1] == "train" else work(sys.argv[2], int(sys.argv[3]))
+    if sys.argv[1] == "train":
+        train(sys.argv[2])
+    else:
+        work(sys.argv[2], int(sys.argv[3]))

@@ -66,9 +66,8 @@ ROGUE = """
 import json, sys
 from weightsync._native import TrainerLink
 given = json.loads(sys.stdin.readline())
-names = ("address", "secret", "tls", "insecure_plaintext")
 place = (given["worker"], given["ticket"])
-link = TrainerLink(*(given[name] for name in names), place, 20.0)
+link = TrainerLink(given["address"], given["secret"], None, given["insecure_plaintext"], place, 20.0)
 link.settings()
 for said in json.loads(sys.argv[1]):
     link.say(json.dumps(said))

@@ -103,8 +103,8 @@ class Hosts:
         self._is_local = launcher == "local"
         self._hosts = list(hosts or [])
         self._plaintext = insecure_plaintext
-        # A launcher may have another working directory.
-        self._tls = None if tls is None else os.path.abspath(tls)
+        # A launcher may have another working directory. Empty: where the environment says.
+        self._tls = "" if tls is None else os.path.abspath(tls)
         self._port = TrainerPort(listen, advertise, tls, insecure_plaintext, workers)
         if self._template is None and not self._port.has_token:
             self._port.close()
@@ -127,7 +127,7 @@ class Hosts:
             return Remote(self._port.open(start.worker, None, settings), None, "")
         ticket = secrets.randbits(63)
         place = self._port.open(start.worker, ticket, settings)
-        given: dict[str, Any] = {
+        given = {
             "address": self._port.address,
             "secret": self._port.secret,
             "tls": self._tls,

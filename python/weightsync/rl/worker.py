@@ -108,14 +108,14 @@ def launched(given: dict[str, Any]) -> int:
 def _work(
     address: str,
     secret: str | None,
-    tls: str | None,
+    tls: str,
     insecure_plaintext: bool,
     worker: int | None,
     ticket: int | None,
     patience: float,
 ) -> int:
     faulthandler.enable()
-    native = TrainerLink(address, secret, tls, insecure_plaintext, (worker, ticket), patience)
+    native = TrainerLink(address, secret, tls or None, insecure_plaintext, (worker, ticket), patience)
     link = NetworkLink(native)
     settings = io.BytesIO(native.settings())
     theirs, ours = json.loads(settings.readline()), same_program()
@@ -135,10 +135,10 @@ def _listed(versions: dict[str, str]) -> str:
 
 def _given(line: bytes) -> dict[str, Any]:
     """What a launcher's line says. It has a secret, so no error repeats it."""
-    kinds: dict[str, type | tuple[type, ...]] = {
+    kinds = {
         "address": str,
         "secret": str,
-        "tls": (str, type(None)),
+        "tls": str,
         "insecure_plaintext": bool,
         "worker": int,
         "ticket": int,
@@ -150,7 +150,7 @@ def _given(line: bytes) -> dict[str, Any]:
     if (
         not isinstance(given, dict)
         or given.keys() != kinds.keys()
-        or not all(_is_of(given[name], kind) for name, kind in kinds.items())
+        or not all(type(given[name]) is kind for name, kind in kinds.items())
     ):
         raise SettingError(
             "standard input: expected the trainer's line, which is JSON with "
@@ -158,11 +158,6 @@ def _given(line: bytes) -> dict[str, Any]:
             "its standard input on, or join with --join HOST:PORT"
         )
     return given
-
-
-def _is_of(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a kind; unlike ``isinstance``, a bool is no int."""
-    return type(value) in (kind if isinstance(kind, tuple) else (kind,))
 
 
 def _number(text: str) -> int:
@@ -214,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ctrl-C ends it: no interpreter has to be free for that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return _work(
-            given.join, None, None, given.insecure_plaintext, given.worker, None, given.patience
+            given.join, None, "", given.insecure_plaintext, given.worker, None, given.patience
         )
     except WeightsyncError as error:
         print(f"weightsync: {error}", file=sys.stderr)

@@ -12,8 +12,9 @@ use weightsync_net::tls::{Request, TLS_VARIABLE, make};
 
 use super::ours::{Route, measure};
 use super::{Row, row};
-use crate::iperf::{Running, free_port};
+use crate::iperf::free_port;
 use crate::numbers::{Size, Times};
+use crate::running::Running;
 
 /// Times that each is measured.
 const ROUNDS: usize = 3;

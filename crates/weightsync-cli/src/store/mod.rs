@@ -12,10 +12,10 @@ use std::sync::Mutex;
 use indicatif::{ProgressBar, ProgressStyle};
 use weightsync_core::ModelId;
 use weightsync_engine::interruptible;
-use weightsync_store::{Store, Work};
+use weightsync_store::{Damage, Store, Work};
 
 use crate::signals::Signals;
-use crate::words::percent;
+use crate::words::{percent, shown};
 
 pub use self::log::{Args as LogArgs, run as log};
 pub use self::pull::{Args as PullArgs, run as pull};
@@ -93,4 +93,11 @@ fn model(text: &str) -> Result<ModelId, String> {
 fn share(share: f64) -> String {
     const ALL: u64 = 1 << 40;
     percent((share * ALL as f64) as u64, ALL)
+}
+
+/// Says what is damaged, where errors go.
+fn warn(damage: &[Damage]) {
+    for damage in damage {
+        eprintln!("weightsync: {}", shown(&damage.to_string()));
+    }
 }

@@ -51,6 +51,7 @@ fn pull(args: &Args) -> Result<u8, Box<dyn Error>> {
     };
     let store = super::open(&args.store)?;
     let pulled = store.pull(&which, args.model.as_ref(), &args.out)?;
+    super::warn(&pulled.damage);
     let path = pulled.path.display().to_string();
     print(&match args.json {
         true => {

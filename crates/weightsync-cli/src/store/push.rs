@@ -53,6 +53,7 @@ fn push(args: &Args) -> Result<u8, Box<dyn Error>> {
     options.keep = args.keep;
     options.whole = args.full;
     let pushed = store.push(checkpoint, &options)?;
+    super::warn(&pushed.damage);
     print(&match args.json {
         true => json(&pushed, args.name.as_deref())?,
         false => text(&pushed, args.name.as_deref()),

@@ -104,6 +104,10 @@ fn watch_passes_over_damage_and_names_it() {
         "{said}"
     );
     assert_eq!(watch.line(), "ran 1");
+    // Named once, and not by the log as well.
+    let pulled = dir.run(&["pull", "store", "--out", "out"]);
+    let said = String::from_utf8(pulled.stderr).unwrap();
+    assert_eq!(said.matches("is damaged").count(), 1, "{said}");
     writer.save_whole_next();
     writer.save_weights("policy", &numbered(3.0)).unwrap();
     assert_eq!(watch.line(), "ran 3");

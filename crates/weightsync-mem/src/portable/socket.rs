@@ -17,6 +17,7 @@ use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType};
 use crate::error::{Error, bad, os};
 use crate::fork::Origin;
 use crate::wait::Doorbell;
+use crate::wire::Packet;
 
 /// What a poll asks for that waits for a hang-up alone: macOS reports none that is not asked for.
 pub(crate) const HANG_UP: PollFlags = PollFlags::HUP;
@@ -45,17 +46,6 @@ pub(crate) struct Socket {
 }
 
 type Queue = Mutex<VecDeque<(Vec<u8>, Vec<OwnedFd>)>>;
-
-/// The result of a read.
-#[derive(Debug)]
-pub(crate) enum Packet {
-    /// One packet.
-    Data(Vec<u8>, Vec<OwnedFd>),
-    /// No packet yet.
-    Empty,
-    /// The peer hung up.
-    HungUp,
-}
 
 /// A listener at a name that this process alone knows. Dropping it refuses queued connections.
 #[derive(Debug)]

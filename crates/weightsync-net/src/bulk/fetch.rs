@@ -509,7 +509,6 @@ impl Shared {
             }
         }
         self.end_digests();
-        self.store.notify();
     }
 
     fn sockets(&self) -> MutexGuard<'_, Vec<TcpStream>> {

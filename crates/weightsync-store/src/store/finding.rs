@@ -3,10 +3,10 @@
 use weightsync_core::Version;
 
 use super::{ModelVersion, Store};
-use crate::Damage;
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
 use crate::format::{Manifest, Place};
+use crate::{DAMAGE_TARGET, Damage};
 
 impl Store {
     /// The newest version of the store in which the model has the version asked for. Versions of a
@@ -104,6 +104,6 @@ impl Store {
 
 /// Logs and notes a damaged version, in whose place an older one is loaded.
 pub(super) fn passed_over(found: Damage, damage: &mut Vec<Damage>) {
-    tracing::warn!("{found}; an older version is loaded");
+    tracing::warn!(target: DAMAGE_TARGET, "{found}; an older version is loaded");
     damage.push(found);
 }

@@ -98,6 +98,7 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
             Err(error) => return Err(error.into()),
         };
         watched.pause = PAUSES[0];
+        super::warn(&pulled.damage);
         let name = format!("{} {}", shown(pulled.model.as_str()), pulled.version);
         let Some(status) = command::run(&args.exec, &pulled, signals)? else {
             // A signal ended it.

@@ -66,6 +66,7 @@ impl Shared {
         if let Some(socket) = self.digests().take() {
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
+        self.store.notify();
     }
 
     fn digests(&self) -> MutexGuard<'_, Option<TcpStream>> {
