@@ -223,8 +223,7 @@ class Incoming:
     def __init__(self, place: Place, timeout: float = TIMEOUT) -> None:
         self._place, address = place, place["address"]
         if address is not None and _is_in_cluster():
-            remedy = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in rank 0 of the trainer"
-            check_reach("rank 0 of the trainer", address, place["is_open"], remedy)
+            check_reach("rank 0 of the trainer", address, place["is_open"])
         # The actor, which ends with the last reference of the worker that made it.
         self._relay: Any = None
         self.info = place["info"]

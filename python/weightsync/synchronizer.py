@@ -254,8 +254,11 @@ class Synchronizer(_ends.AsyncWith):
         if not self._remote:
             return "shared-mem"
         route = self._native.route()
-        # This process may use plain text with other machines: the synchronizer was reached so.
-        return Distributed() if route is None else Distributed(listen=route, insecure_plaintext=True)
+        if route is None:
+            return Distributed()
+        # Without certificates the synchronizer was reached in plain text, so that is allowed.
+        is_plain = not os.environ.get("WEIGHTSYNC_TLS_DIR")
+        return Distributed(listen=route, insecure_plaintext=is_plain)
 
     def _resume(
         self,

@@ -308,6 +308,10 @@ impl Access {
     pub fn with_tls(mut self, part: Part, path: Option<&Path>) -> Result<Self, AccessError> {
         let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
         if let Some(path) = path {
+            if path.as_os_str().as_encoded_bytes().contains(&b',') {
+                let path = path.to_owned();
+                return Err(TlsError::Comma { path }.into());
+            }
             self.tls = Some(Tls::read(path, part)?);
         } else if let Some(path) = variable {
             self.tls = Some(Tls::read(path, part).map_err(AccessError::TlsVariable)?);

@@ -28,8 +28,20 @@ def ray(host, *arguments):
     )
 
 
+@pytest.fixture(params=["plaintext", "certificates", "nothing"])
+def allowed(request, monkeypatch, tmp_path):
+    """What lets weights travel between hosts."""
+    if request.param != "plaintext":
+        monkeypatch.delenv("WEIGHTSYNC_INSECURE_PLAINTEXT")
+    if request.param == "certificates":
+        make = [sys.executable, "-m", "weightsync", "certs", "new", "--hosts", NEAR]
+        subprocess.run([*make, "--out", tmp_path / "pki"], check=True, stdout=subprocess.DEVNULL)
+        monkeypatch.setenv("WEIGHTSYNC_TLS_DIR", str(tmp_path / "pki"))
+    return request.param
+
+
 @pytest.fixture
-def address(alone, hosts, monkeypatch):  # noqa: F811
+def address(alone, hosts, allowed, monkeypatch):  # noqa: F811
     """A cluster of both hosts."""
     near, far = hosts
     folder = tempfile.mkdtemp(prefix="r-", dir="/tmp")
@@ -54,15 +66,13 @@ def address(alone, hosts, monkeypatch):  # noqa: F811
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("allowed", [True, False], ids=["plaintext", "nothing"])
-def test_far_actors_share_the_relay_of_their_host(hosts, address, monkeypatch, allowed):  # noqa: F811
-    if not allowed:
-        monkeypatch.delenv("WEIGHTSYNC_INSECURE_PLAINTEXT")
+def test_far_actors_share_the_relay_of_their_host(hosts, address, allowed):  # noqa: F811
     command = [*hosts[0].inside(), sys.executable, HERE / "far_driver.py", address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    if not allowed:
+    if allowed == "nothing":
+        assert "WEIGHTSYNC_TLS_DIR" in said["refused"]
         assert "insecure_plaintext=True" in said["refused"]
         return
     assert said["values"] == [[2, 2.0]] * 3

@@ -45,8 +45,8 @@ class Sender(_Sender):
     Args:
         model: as of :class:`weightsync.Sender`, as all other arguments are.
         scheme: settings of the transport, such as ``Distributed(deltas="never")``.
-        insecure_plaintext: whether weights may travel between hosts without encryption: there is no
-            other way between hosts yet. None: if ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1.
+        insecure_plaintext: whether weights may travel between hosts without encryption, where
+            there are no certificates. None: if ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1.
         version: the first version's number, such as the step that training goes on from.
 
     Raises:

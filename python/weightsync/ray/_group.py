@@ -208,11 +208,17 @@ _TRIES = 20
 _counts: dict[str, itertools.count[int]] = {}
 
 
-def check_reach(sender: str, address: str, is_open: bool, remedy: str) -> None:
+def check_reach(
+    sender: str,
+    address: str,
+    is_open: bool,
+    plain: str = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 there",
+) -> None:
     """Checks that this host can reach a sender.
 
     Args:
         is_open: whether the sender listens for other hosts.
+        plain: how to allow plain text.
 
     Raises:
         PeerError: if it does not, and is on another host.
@@ -220,8 +226,9 @@ def check_reach(sender: str, address: str, is_open: bool, remedy: str) -> None:
     here = _cluster.address()
     if not is_open and address != here:
         raise PeerError(
-            f"{sender} is on {address} and listens for that host alone, and this is {here}: "
-            f"{remedy}, which has weights travel between hosts without encryption"
+            f"{sender} is on {address} and listens for that host alone, and this is {here}: give "
+            "that process and every host certificates (WEIGHTSYNC_TLS_DIR), or have weights travel "
+            f"between hosts without encryption ({plain})"
         )
 
 
@@ -329,8 +336,8 @@ class Group:
         Raises:
             PeerError: if this host cannot reach the sender.
         """
-        remedy = f"make {self._made} with insecure_plaintext=True"
-        check_reach(f"the sender of {self._shown}", offer.address, offer.is_open, remedy)
+        plain = f"make {self._made} with insecure_plaintext=True"
+        check_reach(f"the sender of {self._shown}", offer.address, offer.is_open, plain)
         self.relay()
 
     def relay(self) -> None:

@@ -148,8 +148,9 @@ class Inlet:
                 raise
             raise PeerError(
                 f"the weights are on {place.host}, and this is {socket.gethostname()}: give every "
-                "process WEIGHTSYNC_INSECURE_PLAINTEXT=1 and a token (WEIGHTSYNC_TOKEN_FILE), which "
-                f"have weights travel between hosts without encryption ({error})"
+                "process a token (WEIGHTSYNC_TOKEN_FILE) and certificates (WEIGHTSYNC_TLS_DIR), or in "
+                "place of these WEIGHTSYNC_INSECURE_PLAINTEXT=1, which has weights travel between "
+                f"hosts without encryption ({error})"
             ) from error
         return receiver
 

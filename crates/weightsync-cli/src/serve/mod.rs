@@ -32,16 +32,16 @@ pub fn run(args: Args) -> Result<u8, Box<dyn Error>> {
         Some(file) => args.settings.over(settings::read(file)?),
         None => args.settings,
     };
-    let access = settings.access()?;
-    let tls = access.tls.clone();
     if args.print_authorization {
-        let value = synchronizer::authorization(&access);
+        let value = synchronizer::authorization(&settings.access_without_tls()?);
         let value = value.ok_or(
             "no token is set, so requests need no header: it is for addresses of other machines",
         )?;
         print(&format!("{value}\n"))?;
         return Ok(SUCCESS);
     }
+    let access = settings.access()?;
+    let tls = access.tls.clone();
     // A thread that panics would leave parties without answers. Whatever started this process starts it
     // again, and parties join again.
     let hook = panic::take_hook();

@@ -137,14 +137,19 @@ impl Settings {
         self.address.as_deref().unwrap_or(ADDRESS)
     }
 
-    /// Who may connect.
+    /// Who may connect, and with what certificates.
     pub fn access(&self) -> Result<Access, Box<dyn Error>> {
-        let mut access = match &self.token_file {
-            Some(file) => Access::with_token(Some(Token::from_file(file)?))?,
-            None => Access::from_env()?,
-        };
+        let mut access = self.access_without_tls()?;
         access.insecure_plaintext |= self.insecure_plaintext.unwrap_or(false);
         Ok(access.with_tls(Part::Trainer, self.tls.as_deref())?)
+    }
+
+    /// The same by the token alone.
+    pub fn access_without_tls(&self) -> Result<Access, Box<dyn Error>> {
+        Ok(match &self.token_file {
+            Some(file) => Access::with_token(Some(Token::from_file(file)?))?,
+            None => Access::from_env()?,
+        })
     }
 
     /// What a synchronizer is made with.

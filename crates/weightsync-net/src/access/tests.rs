@@ -212,6 +212,15 @@ fn errors_say_how_to_go_on() {
 }
 
 #[test]
+fn paths_of_certificates_have_no_comma() {
+    // A worker would read what follows as another setting.
+    let folder = tempfile::tempdir().unwrap();
+    let trainer = Distributed::new().tls(folder.path().join("a,b"));
+    let words = trainer.access().unwrap_err().to_string();
+    assert!(words.contains("a,b has a comma"), "{words}");
+}
+
+#[test]
 fn plain_links_are_allowed_by_a_clear_word_only() {
     for (value, expected) in [
         (None, Some(false)),

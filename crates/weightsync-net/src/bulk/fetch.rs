@@ -19,12 +19,12 @@ use weightsync_simd::Crc64;
 
 pub(crate) use self::make::Base;
 use self::requested::{Requested, ranges};
-use super::SUSPECT;
 use super::delta::{Coded, Delta, Span};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
 use super::throughput::{Throughput, Transferred};
+use super::{SUSPECT, WITHHELD};
 use crate::link::stream::Stream;
 use crate::link::{Credentials, blocking};
 use crate::relay::Item;
@@ -89,6 +89,8 @@ pub(crate) struct Connections {
     pub(crate) most: usize,
     /// Where the sender tells the digests of blocks, if blocks of relays are compared with them.
     pub(crate) digests: Option<SocketAddr>,
+    /// How long a parent may say that it has nothing yet.
+    pub(super) withheld: Duration,
     idle: Mutex<VecDeque<(Parent, Stream)>>,
     /// The throughput of each parent that is in use.
     meters: Mutex<Vec<(Parent, Weak<Throughput>)>>,
@@ -107,6 +109,7 @@ impl Connections {
             agent,
             most,
             digests,
+            withheld: WITHHELD,
             idle: Mutex::default(),
             meters: Mutex::default(),
         }
@@ -367,7 +370,7 @@ impl Shared {
             Some(_) => &[Kind::Bulk, Kind::Block, Kind::Delta][..],
             None => &[Kind::Bulk, Kind::Block],
         };
-        let mut scratch = Scratch::new();
+        let (mut scratch, mut last) = (Scratch::new(), Instant::now());
         loop {
             if self.is_stopped() {
                 return Ok(Some(FetchEnd::Stopped));
@@ -383,6 +386,7 @@ impl Shared {
                 let made = self.make(socket, &head, requested, &mut scratch);
                 self.store.notify();
                 made?;
+                last = Instant::now();
                 continue;
             }
             if header.kind == Kind::Block {
@@ -394,11 +398,13 @@ impl Shared {
                 // The block is here, or another fetch may take it now.
                 self.store.notify();
                 taken?;
+                last = Instant::now();
                 continue;
             }
             match read_message(socket, &header)? {
                 ToChild::Digests { .. } => return Err(invalid(Unasked)),
-                ToChild::Idle => {}
+                ToChild::Idle if last.elapsed() < self.connections.withheld => {}
+                ToChild::Idle => return Err(io::Error::other(Withheld(last.elapsed()))),
                 ToChild::End => return Ok(None),
                 ToChild::Gone { .. } => return Ok(Some(FetchEnd::NotThere)),
             }
@@ -543,6 +549,11 @@ fn skip(socket: &mut Stream, bytes: u32) -> io::Result<()> {
 struct Unsent {
     index: usize,
 }
+
+/// The parent only said that it has nothing yet.
+#[derive(Debug, thiserror::Error)]
+#[error("the parent sent nothing for {0:.0?} but that it has nothing yet")]
+struct Withheld(Duration);
 
 /// The parent told digests that were not requested.
 #[derive(Debug, thiserror::Error)]

@@ -115,6 +115,11 @@ fn child_of(
     item: Item,
     digests: Option<SocketAddr>,
 ) -> Child {
+    let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), connections, digests);
+    child_by(name, address, connections, item)
+}
+
+fn child_by(name: &str, address: SocketAddr, connections: Connections, item: Item) -> Child {
     let listener = Listener::at(&format!("weightsync/test/{name}/{}", std::process::id()));
     let bytes = u64::from(BLOCKS) * u64::from(BLOCK);
     let model = ModelSpec {
@@ -126,7 +131,6 @@ fn child_of(
     let slot = relay.partial_slot(ITEM.model, ITEM.version, BLOCK as usize);
     let slot = slot.unwrap().unwrap();
     let held = Arc::new(Held::coming(slot.clone()));
-    let connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), connections, digests);
     let parent = Parent { agent: 2, address };
     let (note, ends) = mpsc::channel();
     let store = Arc::new(Store::of_relay());
@@ -194,6 +198,21 @@ fn parent_that_ends_early_is_blamed() {
         let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
         assert!(matches!(ended, FetchEnd::Broken(_)), "{name}: {ended:?}");
     }
+}
+
+#[test]
+fn parent_that_only_says_it_has_nothing_is_blamed() {
+    let runtime = runtime();
+    let idle = ToChild::Idle.frame().unwrap();
+    let address = runtime.block_on(parent(idle, 1 << 10, Duration::ZERO));
+    let mut connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), 1, None);
+    connections.withheld = Duration::ZERO;
+    let child = child_by("withheld", address, connections, ITEM);
+    let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
+    let FetchEnd::Broken(error) = ended else {
+        panic!("{ended:?}");
+    };
+    assert!(error.to_string().contains("nothing yet"), "{error}");
 }
 
 #[test]

@@ -547,6 +547,15 @@ pub enum TlsError {
         /// The system's error.
         source: io::Error,
     },
+    /// A setting's path with a comma, which separates settings where a scheme is written as text.
+    #[error(
+        "the path of certificates {} has a comma, which separates settings: use a path without one",
+        path.display()
+    )]
+    Comma {
+        /// The folder or file.
+        path: PathBuf,
+    },
     /// Other users can read the key, or change it.
     #[error(
         "{path} has a private key and mode {mode:03o}, so other users can use it; run `chmod 600 \

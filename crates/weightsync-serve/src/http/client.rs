@@ -15,6 +15,7 @@ use hyper::{Method, Request, StatusCode};
 use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::TcpStream;
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use weightsync_net::tls::{AsyncStream, Peer, Tls, refusal};
 
@@ -137,7 +138,15 @@ pub(crate) struct Client {
     encryption: Encryption,
     host: HeaderValue,
     bearer: Bearer,
-    idle: Mutex<Vec<(SendRequest<Full<Bytes>>, Instant)>>,
+    idle: Mutex<Vec<(Connection, Instant)>>,
+}
+
+/// A connection to the peer.
+#[derive(Debug)]
+struct Connection {
+    requests: SendRequest<Full<Bytes>>,
+    /// How the connection ends: it may end before a request, which then says only that it is closed.
+    end: JoinHandle<hyper::Result<()>>,
 }
 
 /// Whether a peer can be reached.
@@ -241,7 +250,7 @@ impl Client {
 
     async fn ask_by(
         self: &Arc<Self>,
-        mut connection: SendRequest<Full<Bytes>>,
+        mut connection: Connection,
         ask: &Ask,
     ) -> Result<Reply, Fault> {
         let mut request = Request::builder()
@@ -258,16 +267,15 @@ impl Client {
         let request = request
             .body(Full::new(ask.body.clone()))
             .unwrap_or_else(|_| unreachable!("paths are made here"));
-        // A peer that does not accept this end's certificate says so only now.
-        let broken = |source: hyper::Error| match refusal(&source) {
-            Some(refused) => self.refused(refused),
-            None => Fault::Broken {
-                addr: self.addr,
-                source,
-            },
+        let requests = &mut connection.requests;
+        let response = match requests.ready().await {
+            Ok(()) => requests.send_request(request).await,
+            Err(error) => Err(error),
         };
-        connection.ready().await.map_err(broken)?;
-        let response = connection.send_request(request).await.map_err(broken)?;
+        let response = match response {
+            Ok(response) => response,
+            Err(source) => return Err(self.broken(source, connection.end).await),
+        };
         let is_plain = !self.encryption.covers(self.addr);
         if is_plain && response.status() == StatusCode::UPGRADE_REQUIRED {
             return Err(Fault::NeedsTls { addr: self.addr });
@@ -280,7 +288,7 @@ impl Client {
         })
     }
 
-    async fn connect(&self) -> Result<SendRequest<Full<Bytes>>, Fault> {
+    async fn connect(&self) -> Result<Connection, Fault> {
         let failed = |source| Fault::Connect {
             addr: self.addr,
             source,
@@ -303,11 +311,30 @@ impl Client {
             addr: self.addr,
             source,
         })?;
-        // The task ends with the request's handle, and the waiting caller gets an error.
-        tokio::spawn(async move {
-            let _ = connection.await;
-        });
-        Ok(sender)
+        Ok(Connection {
+            requests: sender,
+            // The task ends with the request's handle, and the waiting caller gets an error.
+            end: tokio::spawn(connection),
+        })
+    }
+
+    /// Why a request was not answered. A peer that does not accept this end's certificate says so after
+    /// the handshake: while a request is sent, or before it.
+    async fn broken(&self, source: hyper::Error, end: JoinHandle<hyper::Result<()>>) -> Fault {
+        let mut refused = refusal(&source);
+        if refused.is_none()
+            && (source.is_canceled() || source.is_closed())
+            && let Ok(Err(end)) = end.await
+        {
+            refused = refusal(&end);
+        }
+        match refused {
+            Some(refused) => self.refused(refused),
+            None => Fault::Broken {
+                addr: self.addr,
+                source,
+            },
+        }
     }
 
     fn refused(&self, (why, is_final): (String, bool)) -> Fault {
@@ -318,19 +345,19 @@ impl Client {
         }
     }
 
-    fn kept(&self) -> Option<SendRequest<Full<Bytes>>> {
+    fn kept(&self) -> Option<Connection> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some((connection, since)) = idle.pop() {
-            if !connection.is_closed() && since.elapsed() < KEEP {
+            if !connection.requests.is_closed() && since.elapsed() < KEEP {
                 return Some(connection);
             }
         }
         None
     }
 
-    fn keep(&self, connection: SendRequest<Full<Bytes>>) {
+    fn keep(&self, connection: Connection) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        idle.retain(|(kept, since)| !kept.is_closed() && since.elapsed() < KEEP);
+        idle.retain(|(kept, since)| !kept.requests.is_closed() && since.elapsed() < KEEP);
         if idle.len() < KEPT {
             idle.push((connection, Instant::now()));
         }
@@ -351,7 +378,7 @@ pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
 pub(crate) struct Reply {
     pub(crate) status: StatusCode,
     body: Incoming,
-    connection: SendRequest<Full<Bytes>>,
+    connection: Connection,
     client: Arc<Client>,
 }
 
@@ -445,5 +472,64 @@ impl Lines {
                 None => return Ok(None),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use weightsync_net::tls::{Asks, Part, Request, make};
+
+    use super::*;
+    use crate::http::HttpThread;
+
+    fn pki(folder: &tempfile::TempDir, name: &str) -> std::path::PathBuf {
+        let request = Request {
+            out: folder.path().join(name),
+            hosts: vec!["127.0.0.1".into()],
+            days: 2,
+        };
+        make(&request).unwrap();
+        request.out
+    }
+
+    fn read(path: &std::path::Path, part: Part) -> Tls {
+        Tls::read(path, part).unwrap().on_loopback()
+    }
+
+    #[test]
+    fn refused_certificate_is_named_before_a_request() {
+        let folder = tempfile::tempdir().unwrap();
+        let (ours, theirs) = (pki(&folder, "ours"), pki(&folder, "theirs"));
+        // The client trusts the server, which does not trust the client.
+        let authority = std::fs::read_to_string(ours.join("ca.pem")).unwrap();
+        let file = theirs.join("worker.pem");
+        let trusts = std::fs::read_to_string(&file).unwrap() + &authority;
+        std::fs::write(&file, trusts).unwrap();
+        let (server, client) = (read(&ours, Part::Trainer), read(&theirs, Part::Worker));
+        let (said, heard) = std::sync::mpsc::channel();
+        let thread = HttpThread::start("test", move |_| async move {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let addr = listener.local_addr().unwrap();
+            tokio::spawn(async move {
+                let (stream, from) = listener.accept().await.unwrap();
+                let refused = AsyncStream::accept(stream, Some(&server), from, Asks::Certificate);
+                drop(refused.await);
+            });
+            let encryption = Encryption {
+                tls: Some(client),
+                to: To::Sender,
+            };
+            let client = Client::new(addr, Bearer::to_sender(&[7; 16]), encryption);
+            let connection = client.connect().await.unwrap();
+            // The refusal is here before the request is made.
+            while !connection.requests.is_closed() {
+                tokio::task::yield_now().await;
+            }
+            let asked = client.ask_by(connection, &Ask::get("/")).await;
+            let _ = said.send(asked.map(|reply| reply.status));
+        });
+        let asked = heard.recv_timeout(Duration::from_secs(30)).unwrap();
+        assert!(matches!(asked, Err(Fault::Tls { .. })), "{asked:?}");
+        drop(thread);
     }
 }

@@ -320,8 +320,7 @@ async fn connection(
         }
         let router = is_in.then(|| router.clone());
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
-        if !is_in
-            && !asks_health
+        if (is_plain || !(is_in || asks_health))
             && let Ok(peer) = &peer
         {
             let cause = if is_plain {

@@ -159,6 +159,9 @@ pub(super) enum Lost {
     /// The service does not answer, or does not know the party: it joins again.
     #[error("{0}")]
     Away(String),
+    /// There is no encrypted connection until somebody changes an end's certificates.
+    #[error("{0}")]
+    Untrusted(String),
     #[error(transparent)]
     Told(Problem),
     #[error(transparent)]
@@ -166,9 +169,15 @@ pub(super) enum Lost {
 }
 
 impl Link {
-    /// Joins the service, and tries until the deadline if it is away.
-    pub(super) fn join(&self, join: &Join, until: Deadline) -> Result<Connection, Lost> {
-        let mut pause = PAUSE;
+    /// Joins the service, and tries until the deadline if it is away. To a party that joins `again`
+    /// one without a common certificate is away, too: hosts get new ones one after another.
+    pub(super) fn join(
+        &self,
+        join: &Join,
+        again: bool,
+        until: Deadline,
+    ) -> Result<Connection, Lost> {
+        let (mut pause, mut is_said) = (PAUSE, false);
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
             let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));
@@ -178,6 +187,12 @@ impl Link {
             };
             let why = match self.try_join(join, patience) {
                 Err(Lost::Away(why)) => why,
+                Err(Lost::Untrusted(why)) if again => {
+                    if !std::mem::replace(&mut is_said, true) {
+                        tracing::warn!(name = join.name, "the synchronizer is away: {why}");
+                    }
+                    why
+                }
                 joined => return joined,
             };
             if let (Self::Remote(remote), Some(tried)) = (self, tried) {
@@ -294,9 +309,7 @@ fn of_problem(problem: Problem) -> Lost {
 fn of_fault(fault: Fault) -> Lost {
     match fault {
         Fault::NeedsTls { .. } | Fault::Tls { is_final: true, .. } => {
-            Lost::Told(Problem::Refused {
-                reason: fault.to_string(),
-            })
+            Lost::Untrusted(fault.to_string())
         }
         // It is there, and asking again would get the same.
         Fault::TooLong { .. } | Fault::Json { .. } => Lost::Told(Problem::Refused {

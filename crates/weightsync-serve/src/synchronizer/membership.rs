@@ -34,7 +34,7 @@ pub(super) struct Membership {
 
 impl Membership {
     pub(super) fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
-        let connection = match link.join(&join, until) {
+        let connection = match link.join(&join, false, until) {
             Ok(connection) => connection,
             Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
             Err(lost) => return Err(lost.into()),
@@ -86,11 +86,13 @@ impl Membership {
         let Some(connection) = &self.connection else {
             return Err(Lost::Away("it is not connected".into()));
         };
-        let asked = connection.ask(request, waits);
-        if let Err(Lost::Away(_)) = &asked {
-            self.connection = None;
+        match connection.ask(request, waits) {
+            Err(Lost::Away(why) | Lost::Untrusted(why)) => {
+                self.connection = None;
+                Err(Lost::Away(why))
+            }
+            asked => asked,
         }
-        asked
     }
 
     /// Says something that an interruption of the caller must not keep back.
@@ -103,7 +105,7 @@ impl Membership {
 
     fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
         self.connection = None;
-        let connection = self.link.join(&self.join, until)?;
+        let connection = self.link.join(&self.join, true, until)?;
         tracing::info!(name = self.join.name, "joined the synchronizer again");
         self.joined = connection.joined.clone();
         self.connection = Some(connection);

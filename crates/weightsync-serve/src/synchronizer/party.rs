@@ -330,6 +330,7 @@ impl From<Lost> for Error {
     fn from(lost: Lost) -> Self {
         match lost {
             Lost::Away(why) => SyncError::Away { why }.into(),
+            Lost::Untrusted(reason) => SyncError::Refused { reason }.into(),
             Lost::Told(Problem::Replaced { reason }) => SyncError::Replaced { reason }.into(),
             Lost::Told(problem) => SyncError::Refused {
                 reason: problem.to_string(),

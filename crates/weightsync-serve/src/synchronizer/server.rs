@@ -236,3 +236,22 @@ async fn ask(
         Err(_) => Err(problem(Problem::Unknown {})),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use hyper::header::HeaderValue;
+
+    use super::*;
+
+    #[test]
+    fn origin_of_another_scheme_is_another_server() {
+        let mut headers = HeaderMap::new();
+        headers.insert(HOST, HeaderValue::from_static("trainer:7100"));
+        headers.insert(ORIGIN, HeaderValue::from_static("https://trainer:7100"));
+        assert!(is_own(&headers, "https://", true));
+        assert!(!is_own(&headers, "http://", true));
+        headers.insert(ORIGIN, HeaderValue::from_static("http://trainer:7100"));
+        assert!(is_own(&headers, "http://", true));
+        assert!(!is_own(&headers, "https://", true));
+    }
+}

@@ -1,6 +1,7 @@
 //! A synchronizer with certificates.
 
 use std::path::Path;
+use std::time::Duration;
 
 use weightsync_net::tls::{Part, Request, Tls, make};
 use weightsync_net::{Access, Token};
@@ -55,6 +56,28 @@ fn parties_meet_over_https() {
     let plain = get(at, "/", "");
     assert_eq!(plain.status, 426);
     assert!(plain.text().contains("HTTPS"), "{}", plain.text());
+}
+
+/// The synchronizer's host has got them, and the party's has not.
+#[test]
+fn a_party_waits_for_new_certificates() {
+    let (old, new) = (pki("127.0.0.1"), pki("127.0.0.1"));
+    let mut served = served(old.path());
+    let at = served.address().unwrap().to_string();
+    let sync = Synchronizer::connect(&at, Some(access(old.path(), Part::Worker))).unwrap();
+    let mut explorer = sync.explorer(PartyOptions::new("explorer"), LONG).unwrap();
+    drop(served);
+    let options = SynchronizerOptions::new().style(style("fully_async", 1));
+    let options = options.access(access(new.path(), Part::Trainer));
+    served = Synchronizer::serve(options, &at).unwrap();
+    let soon = Some(Duration::from_secs(1));
+    let answer = explorer.wait_need_sync(None, soon).unwrap();
+    assert!(!answer.connected, "{answer:?}");
+    for file in ["worker.pem", "ca.pem"] {
+        std::fs::copy(new.path().join(file), old.path().join(file)).unwrap();
+    }
+    while !explorer.wait_need_sync(None, soon).unwrap().connected {}
+    drop(served);
 }
 
 #[test]

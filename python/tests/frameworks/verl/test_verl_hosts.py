@@ -70,4 +70,4 @@ def test_far_rollouts_share_a_relay(hosts, address, allowed):  # noqa: F811
         assert said == {"differ": [[[], []]] * 2, "relays": [2]}
     else:
         assert f"listens for that host alone, and this is {FAR}" in said["refused"]
-        assert "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in rank 0" in said["refused"]
+        assert "WEIGHTSYNC_TLS_DIR), or have weights travel" in said["refused"]

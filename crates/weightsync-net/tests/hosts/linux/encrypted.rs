@@ -5,6 +5,7 @@ use super::stage::{Actor, Stage, TRAINERS};
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("versions_go_down_a_chain_of_encrypted_links", chain),
     ("new_certificates_are_used_by_the_next_link", renewed),
+    ("relay_with_a_workers_certificate_is_passed_over", posing),
 ];
 
 const MIB: usize = 1 << 20;
@@ -39,4 +40,19 @@ fn renewed() {
     stage.start_relay(2);
     stage.start_workers(2, &[20]);
     stage.send_everywhere();
+}
+
+/// The trainer takes it for an agent, and names it as a parent. Both ends of that link say why there
+/// is none.
+fn posing() {
+    let mut stage = Stage::encrypted(3, MIB);
+    stage.start_posing_relay(1);
+    stage.start_relay(2);
+    stage.start_workers(2, &[20]);
+    for _ in 0..2 {
+        stage.send_everywhere();
+    }
+    let says = |who, what| stage.warnings(who).any(|line| line.contains(what));
+    assert!(says(Actor::Relay(2), "relay"));
+    assert!(says(Actor::Relay(1), "certificate"));
 }

@@ -99,4 +99,14 @@ impl Stage {
         make(&request).expect("certificates");
         self.tls = Some(out);
     }
+
+    /// Starts a relay that has the certificate of a worker.
+    pub(crate) fn start_posing_relay(&mut self, host: usize) {
+        let posing = self.run_dir.path().join("posing");
+        let pki = self.tls.replace(posing.clone()).expect("certificates");
+        std::fs::create_dir(&posing).expect("a folder");
+        std::fs::copy(pki.join("worker.pem"), posing.join("relay.pem")).expect("a copy");
+        self.start_relay(host);
+        self.tls = Some(pki);
+    }
 }
