@@ -2,10 +2,12 @@
 
 import os
 import signal
+import threading
 
 import pytest
 from actors import Raised
 from test_process_group import raised, send, start
+from weightsync.process_group._group import _Sends
 
 CLOSED = "the group is closed"
 
@@ -17,7 +19,7 @@ def test_death_of_a_receiver_is_named_before_a_send(ranks):
     for one in (made[1], made[3]):
         one.order("receive")
     kind, said = raised(lambda: made[0].ask("send"))
-    assert kind == "PeerError" and f"pid {made[2].pid}) died" in said and "Distributed" in said
+    assert kind == "PeerError" and f"pid {made[2].pid}) died" in said and "Distributed" in said, said
     # The others keep their weights, and are told why.
     for one in (made[1], made[3]):
         kind, why = raised(one.answer)
@@ -27,6 +29,30 @@ def test_death_of_a_receiver_is_named_before_a_send(ranks):
     kind, said = raised(lambda: made[0].ask("send"))
     assert kind == "PeerError" and CLOSED in said and f"pid {made[2].pid}" in said
     assert CLOSED in raised(lambda: made[1].ask("receive"))[1]
+
+
+def test_message_that_gloo_forgets_ends_with_its_link():
+    # gloo forgets one in some hundred, where the member dies just then.
+    sends, sent, forgotten = _Sends(), threading.Event(), threading.Event()
+
+    def send():
+        sent.set()
+        forgotten.wait()
+
+    def end():
+        sent.wait()
+        sends.end(1)
+
+    sends.send(2, lambda: None)
+    ender = threading.Thread(target=end)
+    ender.start()
+    with pytest.raises(RuntimeError, match="has ended"):
+        sends.send(1, send)
+    ender.join()
+    with pytest.raises(RuntimeError, match="has ended"):
+        sends.send(1, lambda: None)
+    sends.send(2, lambda: None)
+    forgotten.set()
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])

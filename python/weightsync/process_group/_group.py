@@ -160,6 +160,56 @@ def rank_in(group: Any) -> int:
     return _outer(group)[1]
 
 
+class _Sends:
+    """Messages on their way to members. A link that ends ends those to its member.
+
+    gloo can forget a message that is sent just as it learns that the link has ended. The wait for it
+    then lasts to its limit, and nothing that torch has for Python ends it. So another thread has that wait.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[int] = set()
+        self._waiting: set[tuple[int, queue.SimpleQueue[BaseException | None]]] = set()
+
+    def send(self, member: int, send: Callable[[], None]) -> None:
+        """Sends a message.
+
+        Raises:
+            RuntimeError: from gloo, or if the link has ended.
+        """
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        one = (member, done)
+
+        def run() -> None:
+            try:
+                send()
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
+
+        self._waiting.add(one)
+        try:
+            # Looked up after `end` can find this message.
+            if member in self._ended:
+                raise RuntimeError("the link has ended")
+            try:
+                threading.Thread(target=run, daemon=True, name="weightsync-tell").start()
+            except RuntimeError:
+                run()  # Python starts no thread as it ends
+            error = done.get()
+        finally:
+            self._waiting.discard(one)
+        if error is not None:
+            raise error
+
+    def end(self, member: int) -> None:
+        """The link to a member has ended."""
+        self._ended.add(member)
+        for to, done in tuple(self._waiting):
+            if to == member:
+                done.put(RuntimeError("the link has ended"))
+
+
 class Group(Links):
     """The links of one end. Threads listen to the others; all that comes is in one queue."""
 
@@ -170,6 +220,7 @@ class Group(Links):
         self._over, self._store = members.over, members.store
         self._pid = os.getpid()
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._sends = _Sends()
         self._threads: list[threading.Thread] = []
         self._ended: WeightsyncError | None = None
         #: At the sender: the members whose links have ended, and why.
@@ -194,7 +245,7 @@ class Group(Links):
         others = range(1, self.size) if at == 0 else [0]
         tags = (_ANSWER, _REASON) if at == 0 else (_HEAD, _TEXT)
         for other in others:
-            arguments = (self._control, other, tags, self._messages)
+            arguments = (self._control, other, tags, self._messages, self._sends)
             thread = threading.Thread(
                 target=_listen, args=arguments, daemon=True, name=f"weightsync-rank-{other}"
             )
@@ -241,16 +292,20 @@ class Group(Links):
         """Sends a message to a member, which takes it within so many seconds.
 
         Raises:
-            RuntimeError: from gloo, if the link has ended.
+            RuntimeError: if the link has ended, or the member takes nothing in time.
         """
         control, limit = self._control, timedelta(seconds=max(0.001, within))
         if control is None:
             return
         head, body = (_HEAD, _TEXT) if self._rank == 0 else (_ANSWER, _REASON)
-        control.send([torch.tensor([kind, number, size, len(text)])], member, head).wait(limit)
-        if text:
-            data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            control.send([data], member, body).wait(limit)
+
+        def send() -> None:
+            control.send([torch.tensor([kind, number, size, len(text)])], member, head).wait(limit)
+            if text:
+                data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                control.send([data], member, body).wait(limit)
+
+        self._sends.send(member, send)
 
     def next(self, timeout: float | None) -> Message | None:
         """What comes next; None at the timeout."""
@@ -382,7 +437,11 @@ def _device() -> Any:
 
 
 def _listen(
-    control: Any, member: int, tags: tuple[int, int], messages: queue.SimpleQueue[Message]
+    control: Any,
+    member: int,
+    tags: tuple[int, int],
+    messages: queue.SimpleQueue[Message],
+    sends: _Sends,
 ) -> None:
     """Puts the messages of a member into the queue until its link ends."""
     head = torch.zeros(4, dtype=torch.int64)
@@ -402,6 +461,7 @@ def _listen(
                 return
     except BaseException as error:
         messages.put(Message(member, None, text=str(error).encode()))
+        sends.end(member)
 
 
 def _finish(links: tuple[Any, Any], running: set[int]) -> None:

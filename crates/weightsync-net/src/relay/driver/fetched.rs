@@ -1,6 +1,7 @@
 //! The outcomes of an agent's fetches.
 
 use super::*;
+use crate::link::{log_limiter, refusal};
 
 impl Driver {
     /// Handles the end of a fetch.
@@ -63,10 +64,16 @@ impl Driver {
                     pause
                 };
                 self.failures += 1;
-                tracing::info!(
-                    "fetching {item:?} from {} broke off: {error}",
-                    parent.address
-                );
+                let at = parent.address;
+                // Somebody has to change a certificate. All else ends without that.
+                if let Some((why, true)) = refusal(&error) {
+                    let cause = format!("no fetch from {at}");
+                    if let Some(more) = self.log_limiter.logs(&cause, Instant::now().into_std()) {
+                        log_limiter::warn(more, &format!("{cause}: {why}"));
+                    }
+                } else {
+                    tracing::info!("fetching {item:?} from {at} broke off: {error}");
+                }
                 // The loss of the parent is worth reporting more than a failure of the sender,
                 // which the sender knows of.
                 if !instead || self.complain.is_none() {
