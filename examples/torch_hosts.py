@@ -5,10 +5,10 @@
     python examples/torch_hosts.py worker --number 1 join.json
 
 On one host that is all. Between hosts the trainer listens at an address of its own
-(`--scheme distributed:listen=0.0.0.0:7070,insecure-plaintext`, or
-`rpc:initial=connect,listen=0.0.0.0:7070,insecure-plaintext`), every host has the same
-WEIGHTSYNC_TOKEN_FILE, and join.json is copied to the others. It holds what lets a worker
-in: keep it as you keep the token.
+(`--scheme distributed:listen=0.0.0.0:7070`, or `rpc:initial=connect,listen=0.0.0.0:7070`),
+every host has the same WEIGHTSYNC_TOKEN_FILE and its certificate (WEIGHTSYNC_TLS_DIR), and
+join.json is copied to the others. It holds what lets a worker in: keep it as you keep the
+token.
 """
 
 import argparse

@@ -308,7 +308,9 @@ impl Access {
     pub fn with_tls(mut self, part: Part, path: Option<&Path>) -> Result<Self, AccessError> {
         let variable = std::env::var_os(TLS_VARIABLE).filter(|value| !value.is_empty());
         if let Some(path) = path {
-            if path.as_os_str().as_encoded_bytes().contains(&b',') {
+            // The path of a trainer goes into the text of its scheme.
+            let has_comma = path.as_os_str().as_encoded_bytes().contains(&b',');
+            if part == Part::Trainer && has_comma {
                 let path = path.to_owned();
                 return Err(TlsError::Comma { path }.into());
             }

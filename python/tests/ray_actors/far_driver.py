@@ -1,4 +1,7 @@
-"""The driver of a cluster of two hosts: it prints what its actors have, and the sender's status."""
+"""The driver of a cluster of two hosts: it prints what its actors have, and the sender's status.
+
+Its arguments: the cluster's address, and where the sender listens if that is not left to it.
+"""
 
 import json
 import subprocess
@@ -31,7 +34,8 @@ def status(info):
     return json.loads(done.stdout)
 
 
-with weightsync.ray.Sender(net(1.0)) as sender:
+scheme = weightsync.Distributed(listen=sys.argv[2]) if len(sys.argv) > 2 else None
+with weightsync.ray.Sender(net(1.0), scheme=scheme) as sender:
     workers = [actor(resources={"far": 1}) for _ in range(2)]
     try:
         ray.get([one.state.remote() for one in workers])

@@ -28,9 +28,9 @@ def ray(host, *arguments):
     )
 
 
-@pytest.fixture(params=["plaintext", "certificates", "nothing"])
+@pytest.fixture(params=["plaintext", "driver", "certificates", "nothing"])
 def allowed(request, monkeypatch, tmp_path):
-    """What lets weights travel between hosts."""
+    """What lets weights travel between hosts: in all processes, or in the driver's alone."""
     if request.param != "plaintext":
         monkeypatch.delenv("WEIGHTSYNC_INSECURE_PLAINTEXT")
     if request.param == "certificates":
@@ -68,6 +68,8 @@ def address(alone, hosts, allowed, monkeypatch):  # noqa: F811
 
 def test_far_actors_share_the_relay_of_their_host(hosts, address, allowed):  # noqa: F811
     command = [*hosts[0].inside(), sys.executable, HERE / "far_driver.py", address]
+    if allowed == "driver":
+        command = ["env", "WEIGHTSYNC_INSECURE_PLAINTEXT=1", *command, f"{NEAR}:0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])

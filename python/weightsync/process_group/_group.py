@@ -168,6 +168,7 @@ class _Sends:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._ended: set[int] = set()
         self._waiting: set[tuple[int, queue.SimpleQueue[BaseException | None]]] = set()
 
@@ -187,27 +188,29 @@ class _Sends:
             except BaseException as error:
                 done.put(error)
 
-        self._waiting.add(one)
-        try:
-            # Looked up after `end` can find this message.
+        with self._lock:
             if member in self._ended:
                 raise RuntimeError("the link has ended")
+            self._waiting.add(one)
+        try:
             try:
                 threading.Thread(target=run, daemon=True, name="weightsync-tell").start()
             except RuntimeError:
                 run()  # Python starts no thread as it ends
             error = done.get()
         finally:
-            self._waiting.discard(one)
+            with self._lock:
+                self._waiting.discard(one)
         if error is not None:
             raise error
 
     def end(self, member: int) -> None:
         """The link to a member has ended."""
-        self._ended.add(member)
-        for to, done in tuple(self._waiting):
-            if to == member:
-                done.put(RuntimeError("the link has ended"))
+        with self._lock:
+            self._ended.add(member)
+            for to, done in self._waiting:
+                if to == member:
+                    done.put(RuntimeError("the link has ended"))
 
 
 class Group(Links):
@@ -461,6 +464,7 @@ def _listen(
                 return
     except BaseException as error:
         messages.put(Message(member, None, text=str(error).encode()))
+    finally:
         sends.end(member)
 
 

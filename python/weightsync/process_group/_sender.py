@@ -294,7 +294,10 @@ class _Send:
                 if time.monotonic() >= self._deadline:
                     # It stands still: gloo sends to a member that takes it.
                     raise self._group._failure({}, {member}, self._what, AGAIN) from error
-                self._failed[member] = str(error)
+                # What the member has said last tells more.
+                while (message := self._group.next(0)) is not None:
+                    self._take(message)
+                self._failed.setdefault(member, str(error))
         if self._failed:
             self._fail()
 

@@ -45,22 +45,23 @@ def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Di
     With certificates (``tls``, or ``WEIGHTSYNC_TLS_DIR``) it is.
 
     Args:
-        scheme: its own address, if it has one, is kept.
+        scheme: its own address, if it has one, is kept. The permission for plain text is added, as
+            relays and workers take it from the init info.
         insecure_plaintext: whether weights may travel between hosts without encryption; None: if
             ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1.
     """
     if insecure_plaintext is None:
         insecure_plaintext = os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
     is_encrypted = bool(scheme.tls or os.environ.get("WEIGHTSYNC_TLS_DIR"))
-    is_plain = insecure_plaintext or scheme.insecure_plaintext
-    if scheme.listen is not None or not (is_encrypted or is_plain):
+    is_plain = not is_encrypted and (insecure_plaintext or scheme.insecure_plaintext)
+    if not (is_encrypted or is_plain):
         return scheme
     if token() is None:
         # The engine reads it there. Ray carries the init info, which has the secret.
         os.environ["WEIGHTSYNC_TOKEN"] = secrets.token_urlsafe(32)
     here = address()
     host = f"[{here}]" if ":" in here else here
-    return replace(scheme, listen=f"{host}:0", insecure_plaintext=not is_encrypted)
+    return replace(scheme, listen=scheme.listen or f"{host}:0", insecure_plaintext=is_plain)
 
 
 def token() -> str | None:

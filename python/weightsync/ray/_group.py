@@ -212,7 +212,7 @@ def check_reach(
     sender: str,
     address: str,
     is_open: bool,
-    plain: str = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 there",
+    plain: str = "set WEIGHTSYNC_INSECURE_PLAINTEXT=1 in that process",
 ) -> None:
     """Checks that this host can reach a sender.
 

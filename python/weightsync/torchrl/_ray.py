@@ -30,9 +30,9 @@ class RayWeightSyncScheme(NativeScheme):
         backend: "gloo", for TorchRL's sake: weights go by weightsync.
         sync: whether ``send`` returns once every actor has applied the version, or as soon as it
             is live.
-        insecure_plaintext: whether weights may travel between hosts without encryption; None: if
-            ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1. Without it all actors have to be on the trainer's
-            host.
+        insecure_plaintext: whether weights may travel between hosts without encryption, where
+            there are no certificates. None: if ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1. Without
+            either all actors have to be on the trainer's host.
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
 
     Raises:

@@ -148,9 +148,9 @@ class Inlet:
                 raise
             raise PeerError(
                 f"the weights are on {place.host}, and this is {socket.gethostname()}: give every "
-                "process a token (WEIGHTSYNC_TOKEN_FILE) and certificates (WEIGHTSYNC_TLS_DIR), or in "
-                "place of these WEIGHTSYNC_INSECURE_PLAINTEXT=1, which has weights travel between "
-                f"hosts without encryption ({error})"
+                "process a token (WEIGHTSYNC_TOKEN_FILE). Also give it certificates "
+                "(WEIGHTSYNC_TLS_DIR), or have weights travel between hosts without encryption "
+                f"(WEIGHTSYNC_INSECURE_PLAINTEXT=1) ({error})"
             ) from error
         return receiver
 

@@ -144,7 +144,7 @@ impl Settings {
         Ok(access.with_tls(Part::Trainer, self.tls.as_deref())?)
     }
 
-    /// The same by the token alone.
+    /// Who may connect, without certificates: enough to print the header of requests.
     pub fn access_without_tls(&self) -> Result<Access, Box<dyn Error>> {
         Ok(match &self.token_file {
             Some(file) => Access::with_token(Some(Token::from_file(file)?))?,

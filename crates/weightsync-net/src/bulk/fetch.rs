@@ -89,7 +89,7 @@ pub(crate) struct Connections {
     pub(crate) most: usize,
     /// Where the sender tells the digests of blocks, if blocks of relays are compared with them.
     pub(crate) digests: Option<SocketAddr>,
-    /// How long a parent may say that it has nothing yet.
+    /// How long a relay may say that it has nothing yet.
     pub(super) withheld: Duration,
     idle: Mutex<VecDeque<(Parent, Stream)>>,
     /// The throughput of each parent that is in use.
@@ -403,8 +403,9 @@ impl Shared {
             }
             match read_message(socket, &header)? {
                 ToChild::Digests { .. } => return Err(invalid(Unasked)),
+                ToChild::Idle if self.parent.agent == 0 => {}
                 ToChild::Idle if last.elapsed() < self.connections.withheld => {}
-                ToChild::Idle => return Err(io::Error::other(Withheld(last.elapsed()))),
+                ToChild::Idle => return Err(io::Error::other(Withheld)),
                 ToChild::End => return Ok(None),
                 ToChild::Gone { .. } => return Ok(Some(FetchEnd::NotThere)),
             }
@@ -550,10 +551,9 @@ struct Unsent {
     index: usize,
 }
 
-/// The parent only said that it has nothing yet.
 #[derive(Debug, thiserror::Error)]
-#[error("the parent sent nothing for {0:.0?} but that it has nothing yet")]
-struct Withheld(Duration);
+#[error("the relay said for {WITHHELD:?} that it has nothing yet, and sent nothing else")]
+struct Withheld;
 
 /// The parent told digests that were not requested.
 #[derive(Debug, thiserror::Error)]

@@ -31,8 +31,8 @@ const IDLE: Duration = Duration::from_millis(200);
 /// a second or more to send lost bytes again.
 pub(crate) const SUSPECT: Duration = Duration::from_millis(2500);
 
-/// A parent that says for this long that it has nothing yet is given up: it may withhold what it has.
-/// An honest one can take minutes, where a narrow link or thousands of children share it.
+/// A relay that says for this long that it has nothing yet is given up: it may withhold what it has.
+/// An honest one can take minutes, where many children share a narrow link.
 const WITHHELD: Duration = Duration::from_secs(300);
 
 /// How long a relay waits for a version that it does not have itself.

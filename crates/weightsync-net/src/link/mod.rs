@@ -386,7 +386,7 @@ pub(crate) fn hello_of(error: &io::Error) -> Option<&HelloError> {
     error.get_ref()?.downcast_ref()
 }
 
-/// What ended a handshake of TLS, if that is the cause of this error; and whether another attempt gets
+/// What ended a handshake, if that is the cause of this error; and whether another attempt gets
 /// the same until somebody changes an end.
 pub fn refusal(error: &(dyn std::error::Error + 'static)) -> Option<(String, bool)> {
     let mut next = Some(error);

@@ -169,15 +169,15 @@ pub(super) enum Lost {
 }
 
 impl Link {
-    /// Joins the service, and tries until the deadline if it is away. To a party that joins `again`
-    /// one without a common certificate is away, too: hosts get new ones one after another.
+    /// Joins the service, and tries until the deadline if it is away. A party that was in also waits
+    /// while certificates do not match: hosts get new ones one after another. It has `said` why.
     pub(super) fn join(
         &self,
         join: &Join,
-        again: bool,
+        mut said: Option<&mut String>,
         until: Deadline,
     ) -> Result<Connection, Lost> {
-        let (mut pause, mut is_said) = (PAUSE, false);
+        let mut pause = PAUSE;
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
             let patience = left().map_or(PATIENCE, |left| left.clamp(SHORTEST, PATIENCE));
@@ -187,9 +187,10 @@ impl Link {
             };
             let why = match self.try_join(join, patience) {
                 Err(Lost::Away(why)) => why,
-                Err(Lost::Untrusted(why)) if again => {
-                    if !std::mem::replace(&mut is_said, true) {
+                Err(Lost::Untrusted(why)) if let Some(said) = &mut said => {
+                    if **said != why {
                         tracing::warn!(name = join.name, "the synchronizer is away: {why}");
+                        said.clone_from(&why);
                     }
                     why
                 }
@@ -308,9 +309,10 @@ fn of_problem(problem: Problem) -> Lost {
 
 fn of_fault(fault: Fault) -> Lost {
     match fault {
-        Fault::NeedsTls { .. } | Fault::Tls { is_final: true, .. } => {
-            Lost::Untrusted(fault.to_string())
-        }
+        Fault::Tls { is_final: true, .. } => Lost::Untrusted(fault.to_string()),
+        Fault::NeedsTls { .. } => Lost::Told(Problem::Refused {
+            reason: fault.to_string(),
+        }),
         // It is there, and asking again would get the same.
         Fault::TooLong { .. } | Fault::Json { .. } => Lost::Told(Problem::Refused {
             reason: format!(

@@ -29,12 +29,14 @@ pub(super) struct Membership {
     pub(super) joined: Joined,
     /// When a question that waits for nothing has found the service away.
     away: Option<Instant>,
+    /// Why certificates have kept the party out, as the log has it.
+    said: String,
     owner: Origin,
 }
 
 impl Membership {
     pub(super) fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
-        let connection = match link.join(&join, false, until) {
+        let connection = match link.join(&join, None, until) {
             Ok(connection) => connection,
             Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
             Err(lost) => return Err(lost.into()),
@@ -46,6 +48,7 @@ impl Membership {
             connection: Some(connection),
             joined,
             away: None,
+            said: String::new(),
             owner: Origin::here(),
         };
         membership.note_joined();
@@ -105,7 +108,8 @@ impl Membership {
 
     fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
         self.connection = None;
-        let connection = self.link.join(&self.join, true, until)?;
+        let connection = self.link.join(&self.join, Some(&mut self.said), until)?;
+        self.said.clear();
         tracing::info!(name = self.join.name, "joined the synchronizer again");
         self.joined = connection.joined.clone();
         self.connection = Some(connection);

@@ -65,9 +65,9 @@ impl Driver {
                 };
                 self.failures += 1;
                 let at = parent.address;
-                // Somebody has to change a certificate. All else ends without that.
+                // Until somebody changes an end, each attempt fails so.
                 if let Some((why, true)) = refusal(&error) {
-                    let cause = format!("no fetch from {at}");
+                    let cause = format!("nothing can be fetched from {at}");
                     if let Some(more) = self.log_limiter.logs(&cause, Instant::now().into_std()) {
                         log_limiter::warn(more, &format!("{cause}: {why}"));
                     }
