@@ -72,7 +72,7 @@ def test_far_reader_hears_what_to_set(monkeypatch):
     _direct = pytest.importorskip("weightsync.ray._direct")
     monkeypatch.setattr(_direct._cluster, "address", lambda: "here")
     made = _direct.Published([], "cpu", "info", "there")
-    with pytest.raises(weightsync.PeerError, match="on there.*this is here: set WEIGHTSYNC_INSECURE"):
+    with pytest.raises(weightsync.PeerError, match="on there.*this is here: give that process"):
         _direct.Transport().recv_multiple_tensors("object", made, None)
 
 

@@ -242,7 +242,7 @@ def test_worker_of_another_host_is_refused_by_name(monkeypatch):
     place = engine(is_master=True).prepare()["place"]
     monkeypatch.setattr(_stream, "_is_in_cluster", lambda: True)
     monkeypatch.setattr(_stream._cluster, "address", lambda: "10.0.0.9")
-    with pytest.raises(PeerError, match="on 10.0.0.8 .* and this is 10.0.0.9: set WEIGHTSYNC_INS"):
+    with pytest.raises(PeerError, match="on 10.0.0.8 .* and this is 10.0.0.9: give that process"):
         engine().init_process_group({**place, "address": "10.0.0.8"})
 
 
