@@ -1,8 +1,11 @@
 """Ranks that die, stand still, or never come: who is named, and what is left."""
 
+import gc
 import os
 import signal
 import threading
+import time
+import weakref
 
 import pytest
 from actors import Raised
@@ -53,6 +56,26 @@ def test_message_that_gloo_forgets_ends_with_its_link():
         sends.send(1, lambda: None)
     sends.send(2, lambda: None)
     forgotten.set()
+
+
+def test_failed_message_keeps_nothing():
+    class Held:
+        def fail(self):
+            raise RuntimeError("cut")
+
+    held = Held()
+    gone = weakref.ref(held)
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="cut"):
+            _Sends().send(1, held.fail)
+        del held
+        # The thread that had it ends a moment later.
+        while threading.active_count() > 1 and gone() is not None:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("victim", [1, 2, 3])

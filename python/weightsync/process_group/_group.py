@@ -168,7 +168,8 @@ class _Sends:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # A signal's handler, or a finalizer, may come back to this in the same thread.
+        self._lock = threading.RLock()
         self._ended: set[int] = set()
         self._waiting: set[tuple[int, queue.SimpleQueue[BaseException | None]]] = set()
 
@@ -201,14 +202,19 @@ class _Sends:
         finally:
             with self._lock:
                 self._waiting.discard(one)
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            # Its traceback has this frame, which would keep the process group until a collection. In
+            # a forked child that would wait for threads that are not there.
+            del error
 
     def end(self, member: int) -> None:
         """The link to a member has ended."""
         with self._lock:
             self._ended.add(member)
-            for to, done in self._waiting:
+            for to, done in list(self._waiting):
                 if to == member:
                     done.put(RuntimeError("the link has ended"))
 

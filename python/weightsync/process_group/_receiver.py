@@ -161,7 +161,9 @@ class Receiver:
                 self._target.fit(layout)
             except _REFUSALS as error:
                 refusal = error
-            group.tell(0, ENTERED, number, within=self._timeout)
+            # If the link has ended, what came over it last says why.
+            with contextlib.suppress(RuntimeError):
+                group.tell(0, ENTERED, number, within=self._timeout)
             arrival = _Arrival(group, layout, self._memory, refusal is None, self._timeout)
             arrival.run()
             try:
@@ -174,9 +176,10 @@ class Receiver:
             except _REFUSALS as error:
                 if not self._target.is_torn:
                     text = str(error).encode()
-                    group.tell(0, KEPT, number, text, within=self._timeout)
+                    with contextlib.suppress(RuntimeError):
+                        group.tell(0, KEPT, number, text, within=self._timeout)
                 raise
-            # The model has the version. If the link has ended, the next call says so.
+            # If the link has ended, the next call says so.
             with contextlib.suppress(RuntimeError):
                 group.tell(0, APPLIED, number, within=self._timeout)
             return number

@@ -13,6 +13,7 @@ use weightsync_engine::transport::{Deadline, interrupt};
 use weightsync_engine::{Error, Origin, Result};
 use weightsync_net::Access;
 use weightsync_net::address::{host_of, resolve, resolve_all};
+use weightsync_net::log_limiter::{self, LogLimiter};
 
 use super::SyncError;
 use super::service::Input;
@@ -170,11 +171,11 @@ pub(super) enum Lost {
 
 impl Link {
     /// Joins the service, and tries until the deadline if it is away. A party that was in also waits
-    /// while certificates do not match: hosts get new ones one after another. It has `said` why.
+    /// while certificates do not match: hosts get new ones one after another.
     pub(super) fn join(
         &self,
         join: &Join,
-        mut said: Option<&mut String>,
+        mut warnings: Option<&mut LogLimiter>,
         until: Deadline,
     ) -> Result<Connection, Lost> {
         let mut pause = PAUSE;
@@ -187,10 +188,10 @@ impl Link {
             };
             let why = match self.try_join(join, patience) {
                 Err(Lost::Away(why)) => why,
-                Err(Lost::Untrusted(why)) if let Some(said) = &mut said => {
-                    if **said != why {
-                        tracing::warn!(name = join.name, "the synchronizer is away: {why}");
-                        said.clone_from(&why);
+                Err(Lost::Untrusted(why)) if let Some(warnings) = &mut warnings => {
+                    if let Some(more) = warnings.logs("certificates", Instant::now()) {
+                        let text = format!("{}: the synchronizer is away: {why}", join.name);
+                        log_limiter::warn(more, &text);
                     }
                     why
                 }

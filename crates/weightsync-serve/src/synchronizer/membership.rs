@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use weightsync_core::synchronizer::Need;
 use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{Error, Origin, Result, interruptible};
+use weightsync_net::log_limiter::LogLimiter;
 
 use super::SyncError;
 use super::link::{Connection, Link, Lost};
@@ -29,8 +30,7 @@ pub(super) struct Membership {
     pub(super) joined: Joined,
     /// When a question that waits for nothing has found the service away.
     away: Option<Instant>,
-    /// Why certificates have kept the party out, as the log has it.
-    said: String,
+    warnings: LogLimiter,
     owner: Origin,
 }
 
@@ -48,7 +48,7 @@ impl Membership {
             connection: Some(connection),
             joined,
             away: None,
-            said: String::new(),
+            warnings: LogLimiter::default(),
             owner: Origin::here(),
         };
         membership.note_joined();
@@ -108,8 +108,9 @@ impl Membership {
 
     fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
         self.connection = None;
-        let connection = self.link.join(&self.join, Some(&mut self.said), until)?;
-        self.said.clear();
+        let connection = self
+            .link
+            .join(&self.join, Some(&mut self.warnings), until)?;
         tracing::info!(name = self.join.name, "joined the synchronizer again");
         self.joined = connection.joined.clone();
         self.connection = Some(connection);
