@@ -240,6 +240,7 @@ def test_every_error_is_one_of_ours():
 ALLOWED = {
     ("_probe.py", "OSError"): "an attempt of `doctor` fails; the report has the text, nobody the exception",
     ("rl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
+    ("process_group/_group.py", "RuntimeError"): "as gloo raises it; its callers say what has ended",
     ("torchrl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("engines/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
     ("engines/_http.py", "TimeoutError"): "the call was given up, so nobody has the exception",

@@ -107,7 +107,7 @@ def test_ray_scheme_is_named_where_it_fails(cluster):
     group = scheme._joined()
     with pytest.raises(
         weightsync.PeerError,
-        match="RayWeightSyncScheme of 'policy' is on elsewhere.* make RayWeightSyncScheme with insecure_p",
+        match="RayWeightSyncScheme of 'policy' is on elsewhere.*make RayWeightSyncScheme with insecure_p",
     ):
         group.reach(Offer("", "elsewhere", False, None))
     with pytest.raises(weightsync.DeadlineError, match="RayWeightSyncScheme of 'policy' did not get"):
