@@ -318,8 +318,9 @@ impl<M: Send + Sync + 'static> Background<M> {
     ///
     /// # Errors
     ///
-    /// [`Error::GuardHeld`] if this thread holds a guard, and the loader's; then
-    /// the models have what they had, and the sender knows.
+    /// [`Error::GuardHeld`] if this thread holds a guard, and the loader's: then the models have
+    /// what they had, and the sender knows. After an error of the transport they have the version,
+    /// and the sender may not know.
     pub fn safe_point(&self) -> Result<Option<Vec<(ModelId, Version)>>> {
         let handoff = self.follower.handoff()?;
         let me = std::thread::current().id();

@@ -135,7 +135,8 @@ impl Cascade {
             let Some(set) = self.receiver.next(left)? else {
                 return Ok(None);
             };
-            let forwarded = self.passing.pass_on(&mut self.receiver, set)?;
+            let (forwarded, complaint) = self.passing.pass_on(&mut self.receiver, &set)?;
+            answer(&mut self.receiver, &set, complaint.as_deref())?;
             if forwarded.is_some() {
                 return Ok(forwarded);
             }
@@ -335,19 +336,22 @@ impl Task for PassOn {
         let Some(passing) = &mut lent.passing else {
             return Ok(());
         };
-        let passed = passing.pass_on(receiver, set);
+        let passed = passing.pass_on(receiver, &set);
         drop(lent);
-        handoff.update(|inner| {
-            inner.status.reflect(receiver);
-            inner.status.failure = match &passed {
-                Ok(Some(forwarded)) => complaint(&forwarded.report),
-                Ok(None) => None,
-                Err(error) => Some(error.to_string()),
-            };
-            if let Ok(Some(forwarded)) = passed {
-                inner.shared.last = Some(forwarded);
-            }
+        let answered = passed.and_then(|(forwarded, complaint)| {
+            // Before the trainer is told: a thread that has its report finds the version here.
+            handoff.update(|inner| {
+                inner.status.reflect(receiver);
+                inner.status.failure.clone_from(&complaint);
+                if forwarded.is_some() {
+                    inner.shared.last = forwarded;
+                }
+            });
+            answer(receiver, &set, complaint.as_deref())
         });
+        if let Err(error) = answered {
+            handoff.update(|inner| inner.status.failure = Some(error.to_string()));
+        }
         Ok(())
     }
 }
@@ -399,32 +403,35 @@ impl Lift {
 }
 
 impl Passing {
-    /// Passes a set on, and reports the outcome to the trainer. `None` if the sub-workers had it.
-    fn pass_on(&mut self, receiver: &mut Receiver, set: SetSnapshot) -> Result<Option<Forwarded>> {
-        let report = match self.send(&set) {
-            Ok(Some(report)) => report,
-            Ok(None) => {
-                receiver.report_applied(&set)?;
-                return Ok(None);
+    /// Passes a set on, unless the sub-workers have it. Returns what the trainer gets as an
+    /// answer, and tells it of an error.
+    fn pass_on(
+        &mut self,
+        receiver: &mut Receiver,
+        set: &SetSnapshot,
+    ) -> Result<(Option<Forwarded>, Option<String>)> {
+        match self.send(set) {
+            Ok(report) => {
+                let complaint = report.as_ref().and_then(complaint);
+                if complaint.is_none() {
+                    receiver.note_applied(set);
+                }
+                let forwarded = report.map(|report| Forwarded {
+                    versions: set.versions(),
+                    report,
+                });
+                Ok((forwarded, complaint))
             }
             Err(Error::Interrupted) => {
                 // The next call continues with this set.
-                receiver.put_back(set);
-                return Err(Error::Interrupted);
+                receiver.put_back(set.clone());
+                Err(Error::Interrupted)
             }
             Err(error) => {
-                receiver.refuse(Some(&set), &format!("it could not pass it on: {error}"))?;
-                return Err(error);
+                receiver.refuse(Some(set), &format!("it could not pass it on: {error}"))?;
+                Err(error)
             }
-        };
-        match complaint(&report) {
-            None => receiver.report_applied(&set)?,
-            Some(complaint) => receiver.refuse(Some(&set), &complaint)?,
         }
-        Ok(Some(Forwarded {
-            versions: set.versions(),
-            report,
-        }))
     }
 
     fn send(&mut self, set: &SetSnapshot) -> Result<Option<Report>> {
@@ -465,6 +472,14 @@ fn set_of(set: &SetSnapshot, wanted: impl Fn(&ModelId) -> bool) -> Set<'_> {
         .fold(Set::new(), |set, snapshot| {
             set.with(snapshot.model().as_str(), snapshot as &dyn WeightExtractor)
         })
+}
+
+/// Tells the trainer that the sub-workers have a set, or why they do not have it.
+fn answer(receiver: &mut Receiver, set: &SetSnapshot, complaint: Option<&str>) -> Result<()> {
+    match complaint {
+        None => receiver.tell_applied(set),
+        Some(complaint) => receiver.refuse(Some(set), complaint),
+    }
 }
 
 /// The reason that the trainer gets for sub-workers that are not up to date.

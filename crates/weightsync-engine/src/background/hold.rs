@@ -43,7 +43,7 @@ impl<M> Hold<M> {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        let done = self.load(receiver, set);
+        let done = self.load(receiver, &set);
         // Before the handoff is locked: the text of a loader's error may need a lock of the
         // loader's, which a thread that waits for the handoff may have.
         let failure = done.as_ref().err().map(ToString::to_string);
@@ -52,7 +52,13 @@ impl<M> Hold<M> {
             inner.status.failure = failure;
             inner.status.reflect(receiver);
         });
-        done
+        done?;
+        // Last: a thread that has the sender's report finds the version in the status.
+        let told = receiver.tell_applied(&set);
+        if let Err(error) = &told {
+            handoff.update(|inner| inner.status.failure = Some(error.to_string()));
+        }
+        told
     }
 
     /// Marks the models as changed in part.
@@ -70,12 +76,13 @@ impl<M> Hold<M> {
         let Some(set) = receiver.held() else {
             return Ok(());
         };
-        let done = self.load(receiver, set);
+        let done = self.load(receiver, &set);
         handoff.update(|inner| inner.status.reflect(receiver));
-        done
+        done?;
+        receiver.tell_applied(&set)
     }
 
-    fn load(&self, receiver: &mut Receiver, set: SetSnapshot) -> Result<()> {
+    fn load(&self, receiver: &mut Receiver, set: &SetSnapshot) -> Result<()> {
         let mut held = self.held.write().unwrap_or_else(|poisoned| {
             self.held.clear_poison();
             let mut held = poisoned.into_inner();
@@ -90,7 +97,7 @@ impl<M> Hold<M> {
         let loaded = catch_unwind(AssertUnwindSafe(|| {
             let mut models = (self.loaders)(&mut held.models);
             let has = receiver.held();
-            receiver.load_and_report(set.clone(), &mut models, has.as_ref())
+            receiver.load(set, &mut models, has.as_ref())
         }));
         let loaded = loaded.unwrap_or_else(|panic| {
             let error = Error::Panicked {
@@ -100,11 +107,11 @@ impl<M> Hold<M> {
             let reason = error.to_string();
             let back = catch_unwind(AssertUnwindSafe(|| {
                 let mut models = (self.loaders)(&mut held.models);
-                receiver.go_back(&set, &mut models, &reason)
+                receiver.go_back(set, &mut models, &reason)
             }));
             back.unwrap_or_else(|_| {
                 receiver.lose_whole();
-                receiver.refuse_half_loaded(&set, &reason)
+                receiver.refuse_half_loaded(set, &reason)
             })?;
             Err(error)
         });

@@ -108,10 +108,14 @@ impl Task for Newest {
         receiver: &mut Receiver,
         set: SetSnapshot,
     ) -> Result<()> {
-        // Before the sender is told, so that a thread that has its report finds it here.
-        let before = handoff.update(|inner| inner.shared.replace(set.clone()));
+        receiver.note_applied(&set);
+        // Before the sender is told: a thread that has its report finds the version here.
+        let before = handoff.update(|inner| {
+            inner.status.reflect(receiver);
+            inner.shared.replace(set.clone())
+        });
         // Released outside the lock.
         drop(before);
-        receiver.report_applied(&set)
+        receiver.tell_applied(&set)
     }
 }

@@ -94,7 +94,7 @@ impl Receiver {
         }
     }
 
-    /// Whether this worker has reported to the sender that it runs this set.
+    /// Whether this worker runs this set.
     fn runs(&self, set: &SetSnapshot) -> bool {
         run_of(set) == Some(self.run) && set.versions() == self.applied
     }
@@ -183,19 +183,30 @@ impl Receiver {
         models: &mut SetLoader<'_>,
         held: Option<&SetSnapshot>,
     ) -> Result<()> {
+        self.load(&set, models, held)?;
+        self.tell_applied(&set)
+    }
+
+    /// The same, but the caller tells the sender of a set that is loaded.
+    pub(crate) fn load(
+        &mut self,
+        set: &SetSnapshot,
+        models: &mut SetLoader<'_>,
+        held: Option<&SetSnapshot>,
+    ) -> Result<()> {
         // If the loader panics, the models stay marked as half loaded.
         let was_whole = std::mem::replace(&mut self.whole, false);
-        let Err(failure) = models.load(&set, held) else {
+        let Err(failure) = models.load(set, held) else {
             self.whole = true;
-            self.report_applied(&set)?;
-            self.current = Some(set);
+            self.note_applied(set);
+            self.current = Some(set.clone());
             return Ok(());
         };
         if failure.touched {
-            self.go_back(&set, models, &failure.error.to_string())?;
+            self.go_back(set, models, &failure.error.to_string())?;
         } else {
             self.whole = was_whole;
-            self.refuse_half_loaded(&set, &failure.error.to_string())?;
+            self.refuse_half_loaded(set, &failure.error.to_string())?;
         }
         Err(failure.error)
     }
@@ -248,16 +259,25 @@ impl Receiver {
         }
     }
 
-    /// Notes that this worker runs a set, and tells the sender if the sender published it. The
-    /// version numbers of an earlier sender mean nothing to this one.
-    pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
-        let senders = self.transport.run();
-        let run = run_of(set).unwrap_or(senders);
-        if run == senders {
-            self.transport.applied(set)?;
-        }
+    /// Notes that this worker runs a set.
+    pub(crate) fn note_applied(&mut self, set: &SetSnapshot) {
         self.applied = set.versions();
-        self.run = run;
+        self.run = run_of(set).unwrap_or(self.transport.run());
+    }
+
+    /// Tells the sender that this worker runs a set, if the sender published it. The version
+    /// numbers of an earlier sender mean nothing to this one.
+    pub(crate) fn tell_applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        match run_of(set).is_none_or(|run| run == self.transport.run()) {
+            true => self.transport.applied(set),
+            false => Ok(()),
+        }
+    }
+
+    /// Tells the sender, and notes it.
+    pub(crate) fn report_applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        self.tell_applied(set)?;
+        self.note_applied(set);
         Ok(())
     }
 }

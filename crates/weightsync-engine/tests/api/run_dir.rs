@@ -476,16 +476,16 @@ fn held_lock_ends_the_wait_at_its_deadline() {
     put(&epoch, "");
     let held = fs::File::open(&epoch).unwrap();
     held.lock().unwrap();
-    let connect = || {
+    let connect = |timeout| {
         let setup = setup.clone();
-        setup.connect(&weights(), Expect::Count(0), Some(BRIEF))
+        setup.connect(&weights(), Expect::Count(0), Some(timeout))
     };
-    let error = connect().unwrap_err();
+    let error = connect(BRIEF).unwrap_err();
     assert!(
         matches!(&error, Error::FileLocked { path, waited } if *path == epoch && *waited >= BRIEF),
         "{error}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);
     drop(held);
-    connect().unwrap();
+    connect(SOON).unwrap();
 }

@@ -1,6 +1,8 @@
 //! What comes after a thread, a sender, or an end that has failed.
 
+use std::fmt;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use weightsync_engine::transport::{
     Deadline, Endpoint, Interrupter, Joining, ModelSpec, Opening, ReceiverTransport, Scheme,
@@ -208,17 +210,29 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
     );
 }
 
-/// A scheme whose worker's end breaks when it is told to.
+/// A scheme whose worker's end breaks when it is told to, and calls back before each report.
 #[derive(Debug)]
 struct Fragile {
     inner: AnyScheme,
     breaks: Arc<AtomicBool>,
+    reports: Reports,
 }
 
 #[derive(Debug)]
 struct FragileEnd {
     inner: Box<dyn ReceiverTransport>,
     breaks: Arc<AtomicBool>,
+    reports: Reports,
+}
+
+/// Is called before the sender is told that a version was applied.
+#[derive(Clone, Default)]
+struct Reports(Arc<OnceLock<Box<dyn Fn() + Send + Sync>>>);
+
+impl fmt::Debug for Reports {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Reports")
+    }
 }
 
 impl Scheme for Fragile {
@@ -247,6 +261,7 @@ impl Scheme for Fragile {
         Ok(Box::new(FragileEnd {
             inner: self.inner.scheme().join(at, joining, deadline)?,
             breaks: self.breaks.clone(),
+            reports: self.reports.clone(),
         }))
     }
 }
@@ -289,6 +304,9 @@ impl ReceiverTransport for FragileEnd {
     }
 
     fn applied(&mut self, set: &SetSnapshot) -> Result<()> {
+        if let Some(call) = self.reports.0.get() {
+            call();
+        }
         self.inner.applied(set)
     }
 
@@ -304,6 +322,7 @@ fn failed_receiver_reports_it_when_returned() {
     let fragile = AnyScheme::new(Fragile {
         inner: AnyScheme::default(),
         breaks: breaks.clone(),
+        reports: Reports::default(),
     });
     let mut sender = setup()
         .connect(&number(1.0), Expect::Count(0), Some(SOON))
@@ -344,4 +363,77 @@ fn failed_receiver_reports_it_when_returned() {
         let withdrawn = matches!(&error, Error::Withdrawn { reason } if reason == "it broke");
         assert!(withdrawn && error.remedy() == Remedy::Reconnect, "{error}");
     }
+}
+
+/// A thread that has the sender's report looks at the worker next.
+#[test]
+fn status_has_a_version_before_its_report() {
+    let mut sender = setup()
+        .connect(&number(1.0), Expect::Count(0), Some(SOON))
+        .unwrap();
+    let info = sender.init_info();
+    let join = |worker| {
+        let reports = Reports::default();
+        let scheme = AnyScheme::new(Fragile {
+            inner: AnyScheme::default(),
+            breaks: Arc::default(),
+            reports: reports.clone(),
+        });
+        let setup = ReceiverSetup::new(info.clone(), worker).scheme(scheme);
+        (setup, reports)
+    };
+    let (say, said) = mpsc::channel();
+
+    let (worker, reports) = join(0);
+    let moody = Moody {
+        tensors: number(0.0),
+        fails_at: vec![2.0],
+        ..Moody::default()
+    };
+    let receiver = worker.connect(Some(SOON)).unwrap();
+    let background = receiver.in_background(moody, SafePoints::Implied).unwrap();
+    let background = Arc::new(background);
+    let (weak, tell) = (Arc::downgrade(&background), say.clone());
+    let look = move || {
+        let status = weak.upgrade().unwrap().status().unwrap();
+        tell.send((status, Version(3))).unwrap();
+    };
+    let _ = reports.0.set(Box::new(look));
+
+    let (worker, reports) = join(1);
+    let receiver = worker.connect(Some(SOON)).unwrap();
+    let snapshots = Arc::new(receiver.snapshots_in_background().unwrap());
+    let (weak, tell) = (Arc::downgrade(&snapshots), say.clone());
+    let look = move || {
+        let snapshots = weak.upgrade().unwrap();
+        let newest = snapshots.newest().unwrap().unwrap().versions()[0].1;
+        tell.send((snapshots.status().unwrap(), newest)).unwrap();
+    };
+    let _ = reports.0.set(Box::new(look));
+
+    let (worker, reports) = join(2);
+    let cascade = Cascade::join(worker, Some(SOON)).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), Some(SOON)).unwrap();
+    let cascade = Arc::new(cascade.in_background().unwrap());
+    let (weak, tell) = (Arc::downgrade(&cascade), say);
+    let look = move || {
+        let cascade = weak.upgrade().unwrap();
+        let last = cascade.last().unwrap().unwrap().versions[0].1;
+        tell.send((cascade.status().unwrap(), last)).unwrap();
+    };
+    let _ = reports.0.set(Box::new(look));
+
+    let applied = until(WaitFor::Applied);
+    let report = sender.send_with(&number(2.0), &applied).unwrap();
+    assert_eq!(report.failed().count(), 1, "{report}");
+    sees(&background, |status| status.failure.is_some());
+    let report = sender.send_with(&number(3.0), &applied).unwrap();
+    assert!(report.all_applied(), "{report}");
+    let mut seen = [0; 2];
+    for (status, at_hand) in said.try_iter() {
+        let version = status.version().unwrap();
+        assert_eq!((version, status.failure), (at_hand, None));
+        seen[usize::from(version == Version(3))] += 1;
+    }
+    assert_eq!(seen, [2, 3]);
 }
