@@ -16,8 +16,8 @@ use weightsync_core::{Dtype, Epoch, LayoutMismatch, ModelId, Remedy, Run, Versio
 use weightsync_mem::Holder;
 
 use self::text::{
-    expected_among, gone_text, list, missing_text, names, pid_text, refusals_text, sent_text,
-    some_names, versions_text,
+    expected_among, gone_text, last_text, list, missing_text, names, pid_text, refusals_text,
+    sent_text, some_names, versions_text,
 };
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
@@ -111,14 +111,17 @@ pub enum Error {
     SenderClosed,
     /// No sender answered at the address before the deadline.
     #[error(
-        "no sender answered at {address} within {waited:.1?}: is the trainer running, \
-         has it called connect, and does the init info belong to this run?"
+        "no sender answered at {address} within {waited:.1?}{}: is the trainer running, \
+         has it called connect, and does the init info belong to this run?",
+        last_text(.last)
     )]
     NoSender {
         /// The address tried.
         address: String,
         /// How long it was tried.
         waited: Duration,
+        /// How the last attempt ended, if that is known.
+        last: Option<String>,
     },
     /// The sender turned this worker away.
     #[error("the sender refused this worker: {reason}")]

@@ -18,7 +18,11 @@ impl From<Memory> for Error {
             },
             Memory::SenderClosed => Self::SenderClosed,
             Memory::Interrupted => Self::Interrupted,
-            Memory::NoSender { address, waited } => Self::NoSender { address, waited },
+            Memory::NoSender { address, waited } => Self::NoSender {
+                address,
+                waited,
+                last: None,
+            },
             Memory::Denied { reason } => Self::Denied { reason },
             Memory::Fenced { seen, got } => Self::Fenced { seen, got },
             Memory::AddressInUse { address } => Self::AddressInUse { address },

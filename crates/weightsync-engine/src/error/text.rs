@@ -68,6 +68,13 @@ pub(super) fn pid_text(pid: &Option<u32>) -> String {
     pid.map_or(String::new(), |pid| format!(" (pid {pid})"))
 }
 
+pub(super) fn last_text(last: &Option<String>) -> String {
+    let text = last
+        .as_ref()
+        .map(|last| format!(" (the last attempt: {last})"));
+    text.unwrap_or_default()
+}
+
 pub(super) fn versions_text(known: &[Version]) -> String {
     match known {
         [] => "none is".into(),

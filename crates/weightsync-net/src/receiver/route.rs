@@ -102,7 +102,8 @@ impl Found {
 /// The result of one search.
 enum SearchResult {
     Found(Box<Found>),
-    Nothing(Reach),
+    /// Also why the sender's address could not be reached, if it was tried.
+    Nothing(Reach, Option<String>),
 }
 
 impl Route {
@@ -127,14 +128,16 @@ impl Route {
         let mut looks = 0;
         loop {
             let goes_on = || interrupt::at_most(None).is_ok();
-            if let SearchResult::Found(found) = self.look(handoff, deadline, goes_on)? {
-                return Ok(*found);
-            }
+            let last = match self.look(handoff, deadline, goes_on)? {
+                SearchResult::Found(found) => return Ok(*found),
+                SearchResult::Nothing(_, last) => last,
+            };
             interrupt::at_most(None)?;
             if deadline.is_some_and(|at| Instant::now() >= at) {
                 return Err(Error::NoSender {
                     address: self.at.address().into(),
                     waited: since.elapsed(),
+                    last,
                 });
             }
             let pause = pause(looks);
@@ -161,7 +164,7 @@ impl Route {
         while goes_on() {
             let reach = match self.look(handoff, None, goes_on) {
                 Ok(SearchResult::Found(found)) => return Ok(Some(*found)),
-                Ok(SearchResult::Nothing(reach)) => {
+                Ok(SearchResult::Nothing(reach, _)) => {
                     denied = None;
                     reach
                 }
@@ -290,7 +293,7 @@ impl Route {
             let is_trainer = silent.iter().any(|(owner, _)| *owner == Owner::Sender);
             let is_over = until.is_some_and(|at| Instant::now() >= at) || !goes_on();
             if is_over && is_trainer {
-                return Ok(SearchResult::Nothing(Reach::Unknown));
+                return Ok(SearchResult::Nothing(Reach::Unknown, None));
             }
             if silent.is_empty() || is_over || !is_trainer && Instant::now() >= settles {
                 // A worker that joins meanwhile through another name is noticed before this one
@@ -313,7 +316,7 @@ impl Route {
             Some(agent) => agent,
             None => match self.become_agent(nearer, patience, goes_on)? {
                 Ok(agent) => agent,
-                Err(reach) => return Ok(SearchResult::Nothing(reach)),
+                Err((reach, last)) => return Ok(SearchResult::Nothing(reach, last)),
             },
         };
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
@@ -322,7 +325,7 @@ impl Route {
             // The sender ended in between, or its answer takes long.
             Err(Error::NoSender { .. }) => {
                 self.keep(agent);
-                Ok(SearchResult::Nothing(Reach::Unknown))
+                Ok(SearchResult::Nothing(Reach::Unknown, None))
             }
             Err(error) => Err(error),
         }
@@ -371,7 +374,7 @@ impl Route {
         nearer: Vec<String>,
         patience: Patience,
         goes_on: impl FnMut() -> bool,
-    ) -> Result<std::result::Result<Agent, Reach>> {
+    ) -> Result<std::result::Result<Agent, (Reach, Option<String>)>> {
         let [high, low] = [random()?, random()?];
         let address = || self.at.address().to_owned();
         let access = self.scheme.access_to_dial()?;
@@ -389,9 +392,9 @@ impl Route {
         };
         match Agent::start(options, patience, goes_on) {
             Ok(agent) => Ok(Ok(agent)),
-            Err(StartError::Unreachable(reach, _)) => Ok(Err(reach)),
+            Err(StartError::Unreachable(reach, reason)) => Ok(Err((reach, Some(reason)))),
             // The segment on this host appeared after this worker had looked.
-            Err(StartError::Nearer) => Ok(Err(Reach::Unknown)),
+            Err(StartError::Nearer) => Ok(Err((Reach::Unknown, None))),
             Err(error) => Err(error.into_error(address())),
         }
     }

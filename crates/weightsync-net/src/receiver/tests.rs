@@ -386,6 +386,21 @@ fn worker_waits_for_a_local_trainer_without_dialling() {
     assert!(seen.try_recv().is_err(), "it dials");
 }
 
+/// A trainer without certificates, say, which ends what begins with a handshake of TLS.
+#[test]
+fn worker_says_how_its_last_attempt_ended() {
+    let (_other, info) = trainer();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    std::thread::spawn(move || listener.incoming().for_each(drop));
+    let at = Endpoint::new(address.clone(), [6; 16], false).unwrap();
+    let route = Route::new(&Distributed::new(), &at, &joining(&info)).unwrap();
+    let error = route.find(&Handoff::default(), Some(Instant::now()));
+    let error = error.unwrap_err().to_string();
+    let last = format!("(the last attempt: {address}: the other end");
+    assert!(error.contains(&last), "{error}");
+}
+
 /// Whatever is at another of its names: a process that a dead one has forked, say.
 #[test]
 fn worker_finds_its_trainer_by_each_name() {

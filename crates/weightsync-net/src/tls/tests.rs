@@ -231,7 +231,7 @@ fn wrong_certificates_are_explained_at_both_ends() {
             &worker,
             "elsewhere",
             &trainer,
-            "not for elsewhere, but for",
+            "not for elsewhere, but for weightsync-trainer, trainer:",
             "another host or part",
         ),
         (

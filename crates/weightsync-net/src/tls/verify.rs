@@ -175,7 +175,8 @@ pub fn explain(error: &Error) -> String {
             presented,
         }) => {
             let expected = expected.to_str();
-            let names = presented.join(", ");
+            let names: Vec<_> = presented.iter().map(|name| bare(name)).collect();
+            let names = names.join(", ");
             match Part::ALL.iter().find(|part| part.name() == expected) {
                 Some(part) => format!(
                     "the other end's certificate is of no {part}, which was expected there: it is \
@@ -221,4 +222,12 @@ pub fn explain(error: &Error) -> String {
         }
         other => format!("the TLS handshake failed: {other}"),
     }
+}
+
+/// A name of a certificate, which rustls gives as `DnsName("trainer")`.
+fn bare(name: &str) -> &str {
+    let inner = name
+        .split_once('(')
+        .and_then(|(_, inner)| inner.strip_suffix(')'));
+    inner.map_or(name, |inner| inner.trim_matches('"'))
 }

@@ -84,6 +84,7 @@ impl StoreReceiver {
                 return Err(Error::NoSender {
                     address: at.address().into(),
                     waited: since.elapsed(),
+                    last: None,
                 });
             }
         }

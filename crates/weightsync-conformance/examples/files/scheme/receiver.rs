@@ -74,6 +74,7 @@ impl FileReceiver {
                 return Err(Error::NoSender {
                     address: at.address().into(),
                     waited: since.elapsed(),
+                    last: None,
                 });
             }
             interrupt::sleep(PAUSE)?;

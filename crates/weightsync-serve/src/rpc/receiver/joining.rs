@@ -230,13 +230,11 @@ pub(super) fn join(
         };
         if is_final || passed(deadline) {
             return Err(match not_in {
-                NotIn::Absent(why) | NotIn::Silent(why) => {
-                    tracing::debug!(%sender, %why, "no sender");
-                    Error::NoSender {
-                        address: at.address().into(),
-                        waited: since.elapsed(),
-                    }
-                }
+                NotIn::Absent(why) | NotIn::Silent(why) => Error::NoSender {
+                    address: at.address().into(),
+                    waited: since.elapsed(),
+                    last: Some(why),
+                },
                 NotIn::Stranger => Error::Denied {
                     reason: "the init info's secret is not its own".into(),
                 },
