@@ -145,9 +145,9 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
                 Entry::Nothing => false,
                 Entry::Taken => true,
                 Entry::Applying(set) => {
-                    // The failure is in the status, and the sender knows it.
+                    // The failure is in the status. The sender knows it, if it can be reached.
                     if let Err(error) = self.hold.apply(handoff, me, receiver, set) {
-                        tracing::warn!(worker = %receiver.worker(), %error, "not applied");
+                        tracing::warn!(worker = %receiver.worker(), %error, "not applied, or not reported");
                     }
                     false
                 }

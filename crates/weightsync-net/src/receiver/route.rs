@@ -102,7 +102,7 @@ impl Found {
 /// The result of one search.
 enum SearchResult {
     Found(Box<Found>),
-    /// Also why the sender's address could not be reached, if it was tried.
+    /// With the reason why the sender could not be reached, if this look dialled it.
     Nothing(Reach, Option<String>),
 }
 
@@ -126,12 +126,14 @@ impl Route {
     pub(super) fn find(&self, handoff: &Handoff, deadline: Deadline) -> Result<Found> {
         let since = Instant::now();
         let mut looks = 0;
+        let mut last = None;
         loop {
             let goes_on = || interrupt::at_most(None).is_ok();
-            let last = match self.look(handoff, deadline, goes_on)? {
+            match self.look(handoff, deadline, goes_on)? {
                 SearchResult::Found(found) => return Ok(*found),
-                SearchResult::Nothing(_, last) => last,
-            };
+                // A look that did not dial keeps the reason of the one before.
+                SearchResult::Nothing(_, reason) => last = reason.or(last),
+            }
             interrupt::at_most(None)?;
             if deadline.is_some_and(|at| Instant::now() >= at) {
                 return Err(Error::NoSender {
