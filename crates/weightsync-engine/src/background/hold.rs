@@ -53,12 +53,7 @@ impl<M> Hold<M> {
             inner.status.reflect(receiver);
         });
         done?;
-        // Last: a thread that has the sender's report finds the version in the status.
-        let told = receiver.tell_applied(&set);
-        if let Err(error) = &told {
-            handoff.update(|inner| inner.status.failure = Some(error.to_string()));
-        }
-        told
+        tell_applied(handoff, receiver, &set)
     }
 
     /// Marks the models as changed in part.
@@ -79,7 +74,7 @@ impl<M> Hold<M> {
         let done = self.load(receiver, &set);
         handoff.update(|inner| inner.status.reflect(receiver));
         done?;
-        receiver.tell_applied(&set)
+        tell_applied(handoff, receiver, &set)
     }
 
     fn load(&self, receiver: &mut Receiver, set: &SetSnapshot) -> Result<()> {
@@ -173,6 +168,20 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
         drop(replaced);
         Ok(())
     }
+}
+
+/// Tells the sender what was applied. Last: a thread that has the sender's report finds the version
+/// in the status.
+fn tell_applied(
+    handoff: &ReceiverHandoff<ModelLock>,
+    receiver: &mut Receiver,
+    set: &SetSnapshot,
+) -> Result<()> {
+    let told = receiver.tell_applied(set);
+    if let Err(error) = &told {
+        handoff.update(|inner| inner.status.failure = Some(error.to_string()));
+    }
+    told
 }
 
 /// How a thread that wants to apply what is staged finds the models.

@@ -207,8 +207,8 @@ enum Turn {
     Again,
     /// Nothing, until there are news.
     Rest,
-    /// Look for the sender again, after a while; and why the one that answered
-    /// cannot be followed.
+    /// Look for the sender again, after a while; and why this attempt found none to follow, if that
+    /// is known.
     Search(Option<String>),
     /// Nothing any more.
     End,
@@ -298,7 +298,7 @@ fn turn<T: Task>(
             Ok(Turn::Again)
         }
         Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(Turn::Again),
-        Followed::NoSender(Error::NoSender { .. }) => Ok(Turn::Search(None)),
+        Followed::NoSender(Error::NoSender { last, .. }) => Ok(Turn::Search(last)),
         Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
     }
 }

@@ -214,6 +214,21 @@ fn two_authorities_are_trusted_while_one_replaces_the_other() {
 }
 
 #[test]
+fn certificate_without_hosts_is_explained() {
+    let expected = ServerName::try_from("trainer").unwrap().to_owned();
+    let presented = vec![r#"DnsName("weightsync-trainer")"#.into()];
+    let error = rustls::CertificateError::NotValidForNameContext {
+        expected,
+        presented,
+    };
+    let said = explain(&rustls::Error::InvalidCertificate(error));
+    assert!(
+        said.contains("for no host") && said.contains("--hosts trainer"),
+        "{said}"
+    );
+}
+
+#[test]
 fn wrong_certificates_are_explained_at_both_ends() {
     let (ours, theirs) = (pki(&["trainer"], 30), pki(&["trainer"], 30));
     let old = made_before(2, &["trainer"], 1);
@@ -231,7 +246,7 @@ fn wrong_certificates_are_explained_at_both_ends() {
             &worker,
             "elsewhere",
             &trainer,
-            "not for elsewhere, but for weightsync-trainer, trainer:",
+            "not for elsewhere, but for trainer:",
             "another host or part",
         ),
         (

@@ -176,15 +176,24 @@ pub fn explain(error: &Error) -> String {
         }) => {
             let expected = expected.to_str();
             let names: Vec<_> = presented.iter().map(|name| bare(name)).collect();
-            let names = names.join(", ");
-            match Part::ALL.iter().find(|part| part.name() == expected) {
-                Some(part) => format!(
+            let part_of = |name: &str| Part::ALL.into_iter().find(|part| part.name() == name);
+            if let Some(part) = part_of(&expected) {
+                let names = names.join(", ");
+                return format!(
                     "the other end's certificate is of no {part}, which was expected there: it is \
                      for {names}"
+                );
+            }
+            let hosts: Vec<_> = names.into_iter().filter(|name| part_of(name).is_none()).collect();
+            match hosts.is_empty() {
+                true => format!(
+                    "the other end's certificate is for no host: make it a certificate with --hosts \
+                     {expected}"
                 ),
-                None => format!(
-                    "the other end's certificate is not for {expected}, but for {names}: connect to \
-                     one of these names, or make it a certificate with --hosts {expected}"
+                false => format!(
+                    "the other end's certificate is not for {expected}, but for {}: connect to one of \
+                     these names, or make it a certificate with --hosts {expected}",
+                    hosts.join(", ")
                 ),
             }
         }
