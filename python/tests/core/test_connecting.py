@@ -4,8 +4,12 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import re
+import socket
 import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 import weightsync
@@ -77,6 +81,40 @@ def test_connect_says_who_joins_at_info(caplog):
     assert any("policy waits for 2 workers" in text for text in said), said
     assert any("has joined: 2 of 2 workers" in text for text in said), said
     assert any("connected" in text for text in said), said
+
+
+def test_certificate_is_warned_of_once_by_a_process(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WEIGHTSYNC_TLS_LOOPBACK", "1")
+    pki = tmp_path / "pki"
+    command = [Path(sys.executable).with_name("weightsync"), "certs", "new", "--out", pki]
+    subprocess.run([*command, "--hosts", "127.0.0.1", "--days", "6"], check=True, timeout=LONG)
+    scheme = f"distributed:listen=127.0.0.1:0,share=none,tls={pki}"
+    with all_ended(weightsync.Sender(Net(), scheme=scheme)) as (sender,):
+        info = sender.init_info
+    port = int(re.search(r"127\.0\.0\.1:([1-9]\d*)", info.to_json())[1])
+    accepted = 0
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def hang_up():
+            nonlocal accepted
+            with contextlib.suppress(OSError):
+                while True:
+                    server.accept()[0].close()
+                    accepted += 1
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        receiver = weightsync.ModelReceiver(info, 0, model=Net())
+        try:
+            with all_ended(receiver):
+                while accepted < 3:
+                    with pytest.raises(weightsync.DeadlineError, match="TLS handshake"):
+                        receiver.connect(timeout=0.2)
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    said = [one.getMessage() for one in caplog.records]
+    assert sum("worker.pem expires in 143 hours" in text for text in said) == 1, said
 
 
 def test_a_run_directory_is_not_made_with_its_parents(tmp_path):

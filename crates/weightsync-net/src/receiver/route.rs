@@ -129,13 +129,19 @@ impl Route {
         let mut last = None;
         loop {
             let goes_on = || interrupt::at_most(None).is_ok();
-            match self.look(handoff, deadline, goes_on)? {
+            let reason = match self.look(handoff, deadline, goes_on)? {
                 SearchResult::Found(found) => return Ok(*found),
-                // A look that did not dial keeps the reason of the one before.
-                SearchResult::Nothing(_, reason) => last = reason.or(last),
-            }
+                SearchResult::Nothing(_, reason) => reason,
+            };
             interrupt::at_most(None)?;
-            if deadline.is_some_and(|at| Instant::now() >= at) {
+            let is_over = deadline.is_some_and(|at| Instant::now() >= at);
+            // The deadline may have cut the last look short, and another may not have dialled: the
+            // reason of the one before says more.
+            last = match is_over {
+                true => last.or(reason),
+                false => reason.or(last),
+            };
+            if is_over {
                 return Err(Error::NoSender {
                     address: self.at.address().into(),
                     waited: since.elapsed(),

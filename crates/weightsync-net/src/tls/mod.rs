@@ -4,6 +4,7 @@
 //! token stays as a second factor: the handshake of the link runs inside. A certificate also names
 //! what its owner is ([`Part`]), so that a worker cannot pose as the trainer.
 
+mod expiry;
 mod make;
 pub(crate) mod session;
 mod verify;
@@ -32,12 +33,6 @@ use crate::wire::hello::HelloError;
 
 /// The environment variable that names the folder of the certificates, or a file with one.
 pub const TLS_VARIABLE: &str = "WEIGHTSYNC_TLS_DIR";
-
-/// A certificate that expires sooner is warned of.
-const SOON: Duration = Duration::from_secs(7 * 24 * 3600);
-
-/// How often that is said.
-const A_DAY: Duration = Duration::from_secs(24 * 3600);
 
 /// How often an end looks whether its certificate expires, while it makes no new link.
 const LOOK: Duration = Duration::from_secs(3600);
@@ -118,8 +113,6 @@ struct Loaded {
     /// By what a link is dialled to.
     to: [Arc<ClientConfig>; 4],
     expires: SystemTime,
-    /// When it was last said that it expires.
-    warned: Option<SystemTime>,
 }
 
 /// What tells whether a file has changed.
@@ -275,7 +268,7 @@ impl Tls {
                 }
             }
         }
-        loaded.warn(&self.0.path);
+        expiry::warn(&loaded.stamps[0].path, loaded.expires);
         loaded.clone()
     }
 }
@@ -308,7 +301,7 @@ impl Loaded {
             path: paths[0].clone(),
             what,
         };
-        let expires = verify::expires(&chain[0]).map_err(invalid)?;
+        let expires = expiry::expires(&chain[0]).map_err(invalid)?;
         let mut roots = RootCertStore::empty();
         for one in authority {
             roots.add(one).map_err(|error| invalid(error.to_string()))?;
@@ -354,31 +347,11 @@ impl Loaded {
                 client(Part::Worker.files(), false)?,
             ],
             expires,
-            warned: None,
         })
     }
 
     fn paths(&self) -> Vec<PathBuf> {
         self.stamps.iter().map(|one| one.path.clone()).collect()
-    }
-
-    fn warn(&mut self, path: &Path) {
-        let now = SystemTime::now();
-        let lately = |at: SystemTime| now.duration_since(at).is_ok_and(|since| since < A_DAY);
-        if self.warned.is_some_and(lately) || now + SOON < self.expires {
-            return;
-        }
-        self.warned = Some(now);
-        let path = path.display();
-        match self.expires.duration_since(now) {
-            Ok(left) => tracing::warn!(
-                "the certificate in {path} expires in {} hours: make a new one",
-                left.as_secs() / 3600
-            ),
-            Err(_) => tracing::error!(
-                "the certificate in {path} has expired, and no link is made with it: make a new one"
-            ),
-        }
     }
 }
 

@@ -1,7 +1,6 @@
 //! Whom an end that connects trusts, and what it says of the others.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::client::{WebPkiServerVerifier, verify_server_name};
@@ -142,14 +141,6 @@ impl ClientCertVerifier for FromPart {
 pub(super) fn is_self_signed(certificate: &CertificateDer<'_>) -> bool {
     let parsed = x509_parser::parse_x509_certificate(certificate);
     parsed.is_ok_and(|(_, parsed)| parsed.subject() == parsed.issuer())
-}
-
-/// When a certificate expires.
-pub(super) fn expires(certificate: &CertificateDer<'_>) -> Result<SystemTime, String> {
-    let (_, parsed) =
-        x509_parser::parse_x509_certificate(certificate).map_err(|error| error.to_string())?;
-    let seconds = parsed.validity().not_after.timestamp();
-    Ok(SystemTime::UNIX_EPOCH + Duration::from_secs(seconds.max(0) as u64))
 }
 
 /// What went wrong in a handshake of TLS, and what to do.

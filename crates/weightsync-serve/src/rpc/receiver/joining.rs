@@ -200,6 +200,7 @@ pub(super) fn join(
     };
     let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
     let mut pause = PAUSE;
+    let mut last = None;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
         let soon = deadline.and(ends);
@@ -221,7 +222,8 @@ pub(super) fn join(
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
-            None => NotIn::Silent("it did not answer in time".into()),
+            // The deadline has cut this attempt short: the reason of the one before says more.
+            None => NotIn::Silent(last.unwrap_or_else(|| "it did not answer in time".into())),
         };
         let is_final = match not_in {
             NotIn::Taken(_) => true,
@@ -251,8 +253,13 @@ pub(super) fn join(
         }
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
+        last = None;
         let longest = match not_in {
-            NotIn::Absent(_) | NotIn::Silent(_) | NotIn::Closed => LONGEST_PAUSE,
+            NotIn::Absent(why) | NotIn::Silent(why) => {
+                last = Some(why);
+                LONGEST_PAUSE
+            }
+            NotIn::Closed => LONGEST_PAUSE,
             NotIn::Stranger
             | NotIn::Wrong(_)
             | NotIn::Denied(_)
