@@ -124,10 +124,7 @@ class Background:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the newest version could not be applied, or None.
-
-        While the receiver searches: why the last attempt found no sender, if that is known.
-        """
+        """The reason why the newest version could not be applied, or None."""
         failure: str | None = self._ask("state")[2]
         return failure
 

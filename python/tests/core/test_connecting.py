@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,61 @@ def test_connect_says_who_joins_at_info(caplog):
     assert any("connected" in text for text in said), said
 
 
+@contextlib.contextmanager
+def hanging_up(info):
+    """A process at a sender's address that accepts connections, which it lists, and hangs up."""
+    port = int(re.search(r"127\.0\.0\.1:([1-9]\d*)", info.to_json())[1])
+    accepted = []
+    with socket.create_server(("127.0.0.1", port)) as server:
+
+        def hang_up():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, peer = server.accept()
+                    connection.close()
+                    accepted.append(peer)
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            yield accepted
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_background_logs_why_no_sender_is_reached(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="weightsync")
+    scheme = "distributed:listen=127.0.0.1:0,share=none"
+    sender = weightsync.Sender(Net(), scheme=scheme, run_dir=tmp_path / "run")
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, model=Net())
+
+    def said(words):
+        lines = [one for one in caplog.records if "no sender is reached" in one.getMessage()]
+        return [one.levelno for one in lines if words in one.getMessage()]
+
+    def until(words):
+        ends = time.monotonic() + LONG
+        while not said(words):
+            assert time.monotonic() < ends, caplog.text
+            time.sleep(0.01)
+
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        with all_ended(receiver.start_background()) as (background,):
+            info = sender.init_info
+            sender.shutdown()
+            until("refused")
+            with hanging_up(info) as accepted:
+                until("the other end")
+                while len(accepted) < 5:
+                    time.sleep(0.01)
+            # One line for each reason, and no warning: the sender has shut down.
+            assert set(said("")) == {logging.INFO}
+            assert len(said("the other end")) == 1, caplog.text
+            assert (background.state, background.failure) == ("closed", None)
+
+
 def test_certificate_is_warned_of_once_by_a_process(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("WEIGHTSYNC_TLS_LOOPBACK", "1")
     pki = tmp_path / "pki"
@@ -91,28 +147,12 @@ def test_certificate_is_warned_of_once_by_a_process(tmp_path, monkeypatch, caplo
     scheme = f"distributed:listen=127.0.0.1:0,share=none,tls={pki}"
     with all_ended(weightsync.Sender(Net(), scheme=scheme)) as (sender,):
         info = sender.init_info
-    port = int(re.search(r"127\.0\.0\.1:([1-9]\d*)", info.to_json())[1])
-    accepted = 0
-    with socket.create_server(("127.0.0.1", port)) as server:
-
-        def hang_up():
-            nonlocal accepted
-            with contextlib.suppress(OSError):
-                while True:
-                    server.accept()[0].close()
-                    accepted += 1
-
-        thread = threading.Thread(target=hang_up)
-        thread.start()
+    with hanging_up(info) as accepted:
         receiver = weightsync.ModelReceiver(info, 0, model=Net())
-        try:
-            with all_ended(receiver):
-                while accepted < 3:
-                    with pytest.raises(weightsync.DeadlineError, match="TLS handshake"):
-                        receiver.connect(timeout=0.2)
-        finally:
-            server.shutdown(socket.SHUT_RDWR)
-            thread.join()
+        with all_ended(receiver):
+            while len(accepted) < 3:
+                with pytest.raises(weightsync.DeadlineError, match="TLS handshake"):
+                    receiver.connect(timeout=0.2)
     said = [one.getMessage() for one in caplog.records]
     assert sum("worker.pem expires in 143 hours" in text for text in said) == 1, said
 

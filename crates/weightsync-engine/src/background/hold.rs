@@ -170,8 +170,8 @@ impl<M: Send + Sync + 'static> Task for Keep<M> {
     }
 }
 
-/// Tells the sender what was applied. Last: a thread that has the sender's report finds the version
-/// in the status.
+/// Tells the sender what was applied. It is called last: a thread that has the sender's report then
+/// finds the version in the status.
 fn tell_applied(
     handoff: &ReceiverHandoff<ModelLock>,
     receiver: &mut Receiver,

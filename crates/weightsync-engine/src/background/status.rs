@@ -14,8 +14,9 @@ use crate::report::only_version;
 pub enum BackgroundState {
     /// The receiver waits for weights, or applies them.
     Following,
-    /// The sender has died, and its successor is looked for. The models serve on. If the reason is
-    /// known why none is found, the [failure](BackgroundStatus::failure) has it.
+    /// The sender has died, and its successor is looked for. The models serve on. If a sender answers
+    /// that cannot be followed, the [failure](BackgroundStatus::failure) says why. The log says why
+    /// none is reached, if that is known.
     Searching,
     /// The sender has shut down. The models serve on. The successor of a sender with a run directory
     /// is looked for, and followed once it is there.
@@ -58,8 +59,7 @@ pub struct BackgroundStatus {
     pub run: Run,
     /// The set that waits for a safe point; empty if there is none.
     pub staged: Vec<(ModelId, Version)>,
-    /// Why the newest version could not be applied; while a sender is looked for, why the last attempt
-    /// found none to follow.
+    /// Why the newest version could not be applied, or why a sender that answers cannot be followed.
     pub failure: Option<String>,
 }
 

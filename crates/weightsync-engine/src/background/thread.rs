@@ -1,6 +1,7 @@
 //! The thread that receives: what it does next, and how it ends.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -17,6 +18,9 @@ use crate::set::SetSnapshot;
 /// How often a sender that is gone is looked for: soon at first, then less often.
 const SEARCH_FIRST: Duration = Duration::from_millis(2);
 const SEARCH_LAST: Duration = Duration::from_millis(50);
+
+/// How many reasons why no sender is reached are logged for one search.
+const MOST_REASONS: usize = 16;
 
 /// What is done with what arrives.
 pub(crate) trait Task: Send + 'static {
@@ -207,8 +211,8 @@ enum Turn {
     Again,
     /// Nothing, until there are news.
     Rest,
-    /// Look for the sender again, after a while; and why this attempt found none to follow, if that
-    /// is known.
+    /// Look for the sender again, after a while; and why the one that answered
+    /// cannot be followed.
     Search(Option<String>),
     /// Nothing any more.
     End,
@@ -219,9 +223,11 @@ fn run<T: Task>(handoff: &ReceiverHandoff<T::Shared>, mut task: T) {
     let mut pause = SEARCH_FIRST;
     // Whether the failure in the status is of the search.
     let mut hindered = false;
+    // Why no sender is reached: each reason is logged once.
+    let mut logged = BTreeSet::new();
     while let Some((mut receiver, seen)) = handoff.check_out() {
         let done = catch_unwind(AssertUnwindSafe(|| {
-            turn(handoff, &mut task, &mut receiver, over)
+            turn(handoff, &mut task, &mut receiver, &mut logged, over)
         }));
         let done = done.unwrap_or_else(|panic| {
             Err(Error::Panicked {
@@ -274,6 +280,7 @@ fn turn<T: Task>(
     handoff: &ReceiverHandoff<T::Shared>,
     task: &mut T,
     receiver: &mut Receiver,
+    logged: &mut BTreeSet<String>,
     over: bool,
 ) -> Result<Turn> {
     let work = task.work(handoff, receiver)?;
@@ -287,7 +294,10 @@ fn turn<T: Task>(
         return Ok(Turn::Rest);
     }
     let followed = match receiver.has_lost_sender() {
-        false => receiver.follow(),
+        false => {
+            logged.clear();
+            receiver.follow()
+        }
         // Who ends this thread, or wants the receiver, does not wait for a sender that
         // says much slowly.
         true => interrupt::with(|| handoff.is_wanted(), || receiver.follow()),
@@ -298,8 +308,25 @@ fn turn<T: Task>(
             Ok(Turn::Again)
         }
         Followed::Interrupted | Followed::NoSender(Error::Interrupted) => Ok(Turn::Again),
-        Followed::NoSender(Error::NoSender { last, .. }) => Ok(Turn::Search(last)),
+        Followed::NoSender(Error::NoSender { address, last, .. }) => {
+            if let Some(reason) = last
+                && logged.len() < MOST_REASONS
+                && logged.insert(reason.clone())
+            {
+                log_unreached(receiver, &address, &reason);
+            }
+            Ok(Turn::Search(None))
+        }
         Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
+    }
+}
+
+/// Logs why no sender is reached. A sender that shut down may have no successor: that is no warning.
+fn log_unreached(receiver: &Receiver, address: &str, reason: &str) {
+    let worker = receiver.worker();
+    match receiver.has_closed_sender() {
+        true => tracing::info!(%worker, %address, "no sender is reached: {reason}"),
+        false => tracing::warn!(%worker, %address, "no sender is reached: {reason}"),
     }
 }
 

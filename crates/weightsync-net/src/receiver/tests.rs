@@ -410,28 +410,6 @@ fn worker_says_how_its_last_attempt_ended() {
     }
 }
 
-#[test]
-fn background_says_why_it_finds_no_sender() {
-    let dir = tempfile::tempdir().unwrap();
-    let (info, background) = searching(dir.path());
-    let says = |words: &str| {
-        let address = info.endpoint().address();
-        let until = Instant::now() + LONG;
-        loop {
-            let failure = background.status().unwrap().failure.unwrap_or_default();
-            if failure.contains(words) && failure.contains(address) {
-                return;
-            }
-            assert!(Instant::now() < until, "{words}: {failure}");
-            thread::yield_now();
-        }
-    };
-    says("refused");
-    let listener = std::net::TcpListener::bind(info.endpoint().address()).unwrap();
-    std::thread::spawn(move || listener.incoming().for_each(drop));
-    says("the other end");
-}
-
 /// Whatever is at another of its names: a process that a dead one has forked, say.
 #[test]
 fn worker_finds_its_trainer_by_each_name() {

@@ -176,17 +176,18 @@ pub fn explain(error: &Error) -> String {
                 );
             }
             let hosts: Vec<_> = names.into_iter().filter(|name| part_of(name).is_none()).collect();
-            match hosts.is_empty() {
-                true => format!(
-                    "the other end's certificate is for no host: make it a certificate with --hosts \
-                     {expected}"
-                ),
-                false => format!(
-                    "the other end's certificate is not for {expected}, but for {}: connect to one of \
-                     these names, or make it a certificate with --hosts {expected}",
-                    hosts.join(", ")
-                ),
+            if hosts.is_empty() {
+                return format!(
+                    "the other end's certificate is for no host: give that end one for {expected} \
+                     (`weightsync certs new --hosts {expected}`)"
+                );
             }
+            format!(
+                "the other end's certificate is not for {expected}, but for {}: connect to one of \
+                 these names, or give that end a certificate for {expected} (`weightsync certs new \
+                 --hosts {expected}`)",
+                hosts.join(", ")
+            )
         }
         Error::InvalidCertificate(NotValidForName) => {
             "the other end's certificate is for another name".into()
