@@ -129,15 +129,16 @@ impl Route {
         let mut last = None;
         loop {
             let goes_on = || interrupt::at_most(None).is_ok();
+            let is_cut = deadline.is_some_and(|at| at < Instant::now() + ATTEMPT);
             let reason = match self.look(handoff, deadline, goes_on)? {
                 SearchResult::Found(found) => return Ok(*found),
                 SearchResult::Nothing(_, reason) => reason,
             };
             interrupt::at_most(None)?;
             let is_over = deadline.is_some_and(|at| Instant::now() >= at);
-            // The deadline may have cut the last look short, and another may not have dialled: the
-            // reason of the one before says more.
-            last = match is_over {
+            // The reason of the look before says more if this one had no time for an attempt, or
+            // did not dial.
+            last = match is_over && is_cut {
                 true => last.or(reason),
                 false => reason.or(last),
             };

@@ -397,7 +397,12 @@ fn worker_says_how_its_last_attempt_ended() {
         let address = listener.local_addr().unwrap().to_string();
         std::thread::spawn(move || {
             let mut incoming = listener.incoming();
-            incoming.by_ref().take(hung_up).for_each(drop);
+            for stream in incoming.by_ref().take(hung_up) {
+                let mut stream = stream.unwrap();
+                stream.shutdown(std::net::Shutdown::Write).unwrap();
+                // To close with bytes unread would reset the connection.
+                let _ = std::io::copy(&mut stream, &mut std::io::sink());
+            }
             incoming.collect::<Vec<_>>()
         });
         let at = Endpoint::new(address.clone(), [6; 16], false).unwrap();

@@ -203,6 +203,7 @@ pub(super) fn join(
     let mut last = None;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
+        let is_cut = ends > deadline;
         let soon = deadline.and(ends);
         // A caller that waits for the sender's answer gives each step its own time, and can cancel.
         let until = soon.filter(|_| !joining.single_attempt);
@@ -222,8 +223,11 @@ pub(super) fn join(
                 return Ok((thread, session));
             }
             Some(Err(not_in)) => not_in,
-            // The deadline has cut this attempt short: the reason of the one before says more.
-            None => NotIn::Silent(last.unwrap_or_else(|| "it did not answer in time".into())),
+            // The reason of the attempt before says more if this one began at the deadline.
+            None => {
+                let last = last.filter(|_| is_cut);
+                NotIn::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
+            }
         };
         let is_final = match not_in {
             NotIn::Taken(_) => true,
