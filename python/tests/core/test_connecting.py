@@ -86,7 +86,7 @@ def test_connect_says_who_joins_at_info(caplog):
 
 @contextlib.contextmanager
 def hanging_up(info):
-    """A process at a sender's address that accepts connections, which it lists, and hangs up."""
+    """Accepts connections at a sender's address, lists them, and hangs up."""
     port = int(re.search(r"127\.0\.0\.1:([1-9]\d*)", info.to_json())[1])
     accepted = []
     with socket.create_server(("127.0.0.1", port)) as server:
@@ -99,6 +99,7 @@ def hanging_up(info):
                     return
                 # To close with bytes unread would reset the connection.
                 with connection, contextlib.suppress(OSError):
+                    connection.settimeout(LONG)
                     connection.shutdown(socket.SHUT_WR)
                     while connection.recv(4096):
                         pass
@@ -153,8 +154,10 @@ def test_certificate_is_warned_of_once_by_a_process(tmp_path, monkeypatch, caplo
         info = sender.init_info
     with hanging_up(info) as accepted:
         receiver = weightsync.ModelReceiver(info, 0, model=Net())
+        ends = time.monotonic() + LONG
         with all_ended(receiver):
             while len(accepted) < 3:
+                assert time.monotonic() < ends, caplog.text
                 with pytest.raises(weightsync.DeadlineError, match="no sender answered"):
                     receiver.connect(timeout=0.5)
     said = [one.getMessage() for one in caplog.records]
