@@ -1,5 +1,8 @@
 //! One wait for the readers of a publication.
 
+#[cfg(test)]
+mod tests;
+
 use super::*;
 
 /// What a wait for readers knows so far.

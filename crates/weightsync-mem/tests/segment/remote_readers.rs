@@ -1,9 +1,7 @@
 //! Readers of other hosts, for whom somebody in the sender's process acts.
 
 use std::thread;
-use std::time::Duration;
 
-use rustix::time::{ClockId, clock_gettime};
 use weightsync_core::{Epoch, WorkerId};
 use weightsync_mem::{
     Delivery, Departure, Level, Models, Outcome, RemoteReader, RemoteReaderOptions, RemoteReaders,
@@ -31,48 +29,6 @@ pub fn load(remote_reader: &RemoteReader) {
     let versions = last.members.iter().map(|one| (one.model(), one.version()));
     remote_reader.progress(last.sequence, 0);
     remote_reader.applied(last.sequence, versions);
-}
-
-fn cpu() -> Duration {
-    let spent = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
-}
-
-/// The sender's cost of this many readers that join and get one version each, next to a reader that
-/// never has room.
-fn cost_of(count: u32) -> Duration {
-    let mut writer = small(&address(), 1, slots(8, 8));
-    let full = join(&writer, count, Delivery::Every { bound: 1 });
-    send(&mut writer, &[0], &Targets::All);
-    let begun = cpu();
-    let remote_readers = (0..count).map(|worker| join(&writer, worker, Delivery::Newest));
-    let remote_readers: Vec<_> = remote_readers.collect();
-    let publication = send(&mut writer, &[0], &Targets::All);
-    let waiter = writer.waiter();
-    let waits = thread::spawn(move || {
-        let begun = cpu();
-        let lines = waiter.settle(&publication, Level::Applied, within(60));
-        (lines.unwrap(), cpu() - begun)
-    });
-    remote_readers.iter().for_each(load);
-    let spent = cpu() - begun;
-    // A waiting set is notified once there is room, and loaded.
-    load(&full);
-    load(&full);
-    let (lines, waited) = waits.join().unwrap();
-    assert_eq!(lines.len(), count as usize + 1);
-    let applied = |line: &weightsync_mem::ReaderOutcome| line.outcome == Outcome::Applied;
-    assert!(lines.iter().all(applied));
-    spent + waited
-}
-
-#[test]
-fn each_of_many_guests_costs_what_each_of_few_does() {
-    let [few, many] = [400, 8000].map(|count| (0..2).map(|_| cost_of(count)).min().unwrap());
-    assert!(
-        many < 80 * few,
-        "{many:?} for twenty times as many as {few:?}"
-    );
 }
 
 #[test]

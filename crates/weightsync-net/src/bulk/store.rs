@@ -244,6 +244,9 @@ pub(crate) struct Store {
     find: Option<Find>,
     /// What changed between versions.
     deltas: Ring,
+    /// How many calls of [`wait_until`](Self::wait_until) have begun.
+    #[cfg(test)]
+    pub(super) waits: std::sync::atomic::AtomicUsize,
 }
 
 /// Finds a version, and pins it.
@@ -286,6 +289,8 @@ impl Store {
             changed: Condvar::new(),
             find,
             deltas: Ring::default(),
+            #[cfg(test)]
+            waits: Default::default(),
         }
     }
 
@@ -445,6 +450,8 @@ impl Store {
     /// Waits until `is_so` holds, the store is closed, or `patience` is over. `is_so` is checked
     /// after each [`notify`](Self::notify).
     pub(crate) fn wait_until(&self, is_so: impl Fn() -> bool, patience: Duration) {
+        #[cfg(test)]
+        self.waits.fetch_add(1, Ordering::Release);
         let waits = |state: &mut StoreState| !state.closed && !is_so();
         let waited = self
             .changed

@@ -1,5 +1,8 @@
 //! What comes is compared with the sender's digests.
 
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
 use weightsync_mem::Snapshot;
 
 use super::deltas::{relay, whole};
@@ -111,6 +114,16 @@ fn nothing_is_taken_where_the_sender_tells_nothing() {
     assert!((0..BLOCKS as usize).all(|index| child.slot.read(index).is_none()));
 }
 
+/// Returns once the first block is there and waits for its digest.
+fn wait_for_the_digest(child: &Child) {
+    let until = Instant::now() + LONG;
+    while child.store.waits.load(Ordering::Acquire) == 0 {
+        assert!(Instant::now() < until, "no block waits for its digest");
+        std::thread::yield_now();
+    }
+    assert!(child.slot.read(0).is_none(), "the block counts already");
+}
+
 #[test]
 fn block_waits_for_a_digest_that_comes_late() {
     let runtime = runtime();
@@ -118,11 +131,7 @@ fn block_waits_for_a_digest_that_comes_late() {
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-late", address, 1, ITEM, Some(sender));
     asked.recv_timeout(LONG).unwrap();
-    // The first block is there, and nothing of it counts yet.
-    while child.fetch.take_transferred(1).bytes == 0 {
-        std::thread::yield_now();
-    }
-    assert!(child.slot.read(0).is_none());
+    wait_for_the_digest(&child);
     go.notify_one();
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
@@ -135,9 +144,7 @@ fn parent_is_not_blamed_while_a_digest_is_late() {
     let address = runtime.block_on(quitter());
     let child = child_of("verify-blames", address, 1, ITEM, Some(sender));
     asked.recv_timeout(LONG).unwrap();
-    while child.fetch.take_transferred(1).bytes == 0 {
-        std::thread::yield_now();
-    }
+    wait_for_the_digest(&child);
     go.notify_one();
     let (ended, _) = child.ends.recv_timeout(LONG).unwrap();
     assert!(matches!(ended, FetchEnd::Partly), "{ended:?}");
@@ -161,9 +168,9 @@ fn reading_of_digests_ends_with_its_fetch() {
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
     drop(child.fetch);
     // The thread held the slot: nothing of the fetch is left.
-    let until = std::time::Instant::now() + LONG;
+    let until = Instant::now() + LONG;
     while Arc::strong_count(&child.slot) > 1 {
-        assert!(std::time::Instant::now() < until, "the slot is held");
+        assert!(Instant::now() < until, "the slot is held");
         std::thread::yield_now();
     }
 }
