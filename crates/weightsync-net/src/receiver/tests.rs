@@ -88,8 +88,8 @@ fn interrupt_ends_a_wait_while_the_segment_changes() {
         found.attached.take_over(handoff).unwrap();
         Shared::take_in(&receiver.shared, found);
         let begun = Instant::now();
-        let next = receiver.next(deadline()).unwrap();
-        assert!(next.is_none());
+        // The new segment may have the version for it before this wait begins.
+        while receiver.next(deadline()).unwrap().is_some() {}
         assert!(begun.elapsed() < LONG / 2, "{has_segment}: not interrupted");
         // And no other.
         assert!(!receiver.shared.interrupted.load(Ordering::SeqCst));
