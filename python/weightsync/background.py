@@ -124,7 +124,9 @@ class Background:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the newest version could not be applied, or None."""
+        """Why the newest version could not be applied, or why a sender that answers cannot be
+        followed; None if there is no such reason.
+        """
         failure: str | None = self._ask("state")[2]
         return failure
 

@@ -74,8 +74,8 @@ impl Background {
         })?
     }
 
-    /// The state (`following`, `searching`, `closed`, `died` or `failed`), its description, and why
-    /// the newest version could not be applied.
+    /// The state (`following`, `searching`, `closed`, `died` or `failed`), its description, and the
+    /// failure of the status.
     fn state(&self, py: Python<'_>) -> PyResult<(&'static str, String, Option<String>)> {
         let status = self.status(py)?;
         Ok((

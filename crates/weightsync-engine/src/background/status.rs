@@ -19,7 +19,7 @@ pub enum BackgroundState {
     /// none is reached, if that is known.
     Searching,
     /// The sender has shut down. The models serve on. The successor of a sender with a run directory
-    /// is looked for, and followed once it is there.
+    /// is looked for as [after a death](Self::Searching), and followed once it is there.
     Closed,
     /// The sender has died, and will not come back. The models serve on.
     Died {

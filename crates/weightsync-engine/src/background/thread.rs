@@ -311,7 +311,7 @@ fn turn<T: Task>(
         Followed::NoSender(Error::NoSender { address, last, .. }) => {
             if let Some(reason) = last
                 && logged.len() < MOST_REASONS
-                && logged.insert(reason.clone())
+                && logged.insert(without_numbers(&reason))
             {
                 log_unreached(receiver, &address, &reason);
             }
@@ -319,6 +319,11 @@ fn turn<T: Task>(
         }
         Followed::NoSender(error) => Ok(Turn::Search(Some(error.to_string()))),
     }
+}
+
+/// The reason without its ports and times: they differ at each attempt.
+fn without_numbers(reason: &str) -> String {
+    reason.chars().filter(|one| !one.is_ascii_digit()).collect()
 }
 
 /// Logs why no sender is reached. A sender that shut down may have no successor: that is no warning.

@@ -136,8 +136,8 @@ impl Route {
             };
             interrupt::at_most(None)?;
             let is_over = deadline.is_some_and(|at| Instant::now() >= at);
-            // The reason of the look before says more if this one had no time for an attempt, or
-            // did not dial.
+            // The reason of the look before says more if this one had less than an attempt's time,
+            // or did not dial.
             last = match is_over && is_cut {
                 true => last.or(reason),
                 false => reason.or(last),

@@ -1,4 +1,4 @@
-//! Many remote readers cost each no more than few: no step looks at all of them.
+//! Each of many remote readers costs no more than each of few does: no step looks at all of them.
 
 use weightsync_core::{Dtype, Epoch, Layout, Run};
 

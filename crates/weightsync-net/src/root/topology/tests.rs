@@ -266,7 +266,7 @@ fn loopback_address_serves_only_its_own_host() {
 }
 
 #[test]
-fn event_that_moves_nobody_looks_at_no_other_agent() {
+fn event_that_moves_nobody_assigns_nobody() {
     let mut chain = Topology::new(1);
     chain.order = (1..=6).collect();
     for agent in 1..=6 {
@@ -274,7 +274,7 @@ fn event_that_moves_nobody_looks_at_no_other_agent() {
         one.join(agent, address(agent));
         chain.agents.extend(one.agents);
     }
-    // The order gives 2 to 6 other parents than they were told. A look at all agents would move them.
+    // The order gives 2 to 6 other parents than they were told. To assign them again would move them.
     for agent in 7..=12 {
         let told = chain.join(agent, None);
         let told = told.iter().map(|one| (one.agent, one.parent));

@@ -203,7 +203,7 @@ pub(super) fn join(
     let mut last = None;
     loop {
         let ends = Instant::now().checked_add(ATTEMPT).max(deadline);
-        let is_cut = ends > deadline;
+        let begins_late = ends > deadline;
         let soon = deadline.and(ends);
         // A caller that waits for the sender's answer gives each step its own time, and can cancel.
         let until = soon.filter(|_| !joining.single_attempt);
@@ -225,7 +225,7 @@ pub(super) fn join(
             Some(Err(not_in)) => not_in,
             // The reason of the attempt before says more if this one began at the deadline.
             None => {
-                let last = last.filter(|_| is_cut);
+                let last = last.filter(|_| begins_late);
                 NotIn::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
             }
         };
