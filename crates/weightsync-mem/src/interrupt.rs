@@ -8,7 +8,7 @@
 //! those that belong to the ends in use. A thread without a check sleeps without slices.
 //!
 //! The result of a wait comes before the check: a call that does not have to wait never asks.
-//! The yields before a sleep take microseconds and ask nothing.
+//! The yields before a sleep take microseconds and ask nothing; they end once the check is due.
 //!
 //! # Where threads of a caller wait
 //!

@@ -11,11 +11,16 @@ use crate::publish;
 use crate::send_source::{Members, Resolved, resolve};
 use crate::setup::{AsyncSendLimit, SenderSetup};
 use crate::snapshot::Snapshot;
-use crate::transport::{Deadline, Outstanding, SenderTransport, Source, Staging, Targets};
+use crate::transport::{
+    Deadline, Outstanding, SenderTransport, Source, Staging, Targets, interrupt,
+};
 
 /// How long one of several asynchronous sends is waited for before the others are
 /// looked at.
 const LOOK_AGAIN: Duration = Duration::from_millis(5);
+
+/// How long the sender sleeps after such a wait.
+const PAUSE: Duration = Duration::from_millis(1);
 
 /// What a send carried.
 #[derive(Default)]
@@ -48,12 +53,17 @@ impl Sender {
                 let versions = oldest.versions().to_vec();
                 return Err(Error::SendPending { versions, allowed });
             }
+            if self.in_flight.len() == 1 {
+                oldest.wait(left)?;
+                continue;
+            }
             // Any of them makes way, and one at a time can be waited for.
-            let slice = match self.in_flight.len() {
-                1 => left,
-                _ => Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))),
-            };
-            oldest.wait(slice)?;
+            oldest.wait(Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))))?;
+            if !oldest.is_settled()? {
+                // On a busy machine so short a wait only yields, and never asks whether the caller
+                // interrupts it.
+                interrupt::sleep(left.map_or(PAUSE, |left| left.min(PAUSE)))?;
+            }
         }
     }
 
