@@ -205,3 +205,26 @@ impl Drop for Lead<'_> {
         self.watchers.changed.notify_all();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn yields_end_once_the_check_is_due() {
+        let looks = |wait: fn()| {
+            let mut looks = 0;
+            wait();
+            let found = WaitStyle::YieldThenSleep.brief(None, || {
+                looks += 1;
+                None::<()>
+            });
+            assert_eq!(found, None);
+            looks
+        };
+        assert_eq!(looks(|| ()), YIELDS + 1);
+        let due = || std::thread::sleep(interrupt::SLICE);
+        assert_eq!(looks(due), YIELDS + 1, "nothing is asked here");
+        assert_eq!(interrupt::with(|| false, || looks(due)), 2);
+    }
+}

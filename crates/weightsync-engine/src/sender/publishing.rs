@@ -40,6 +40,7 @@ impl Sender {
             AsyncSendLimit::Refuse => (1, false),
             AsyncSendLimit::Queue(bound) => (usize::from(bound.max(1)), true),
         };
+        let mut was_short = false;
         loop {
             self.forget_settled()?;
             let Some(oldest) = self.in_flight.first() else {
@@ -53,17 +54,20 @@ impl Sender {
                 let versions = oldest.versions().to_vec();
                 return Err(Error::SendPending { versions, allowed });
             }
-            if self.in_flight.len() == 1 {
-                oldest.wait(left)?;
-                continue;
-            }
-            // Any of them makes way, and one at a time can be waited for.
-            oldest.wait(Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))))?;
-            if !oldest.is_settled()? {
+            if was_short {
                 // On a busy machine so short a wait only yields, and never asks whether the caller
                 // interrupts it.
                 interrupt::sleep(left.map_or(PAUSE, |left| left.min(PAUSE)))?;
+                was_short = false;
+                continue;
             }
+            // Any of them makes way, and one at a time can be waited for.
+            was_short = self.in_flight.len() > 1;
+            let slice = match was_short {
+                true => Some(left.map_or(LOOK_AGAIN, |left| left.min(LOOK_AGAIN))),
+                false => left,
+            };
+            oldest.wait(slice)?;
         }
     }
 
