@@ -105,6 +105,9 @@ mod spans;
 #[cfg(not(loom))]
 mod staging;
 #[cfg(not(loom))]
+#[cfg_attr(any(not(target_os = "linux"), portable), path = "portable/tcp.rs")]
+mod tcp;
+#[cfg(not(loom))]
 mod wait;
 #[cfg(not(loom))]
 mod watch;
@@ -136,6 +139,7 @@ pub use crate::{
     socket::{Listener, check_sharing, is_served},
     spans::CHECKSUM_BLOCK,
     staging::Staging,
+    tcp::{HostAnswers, host_answers},
     wait::{Deadline, WaitStyle},
     watch::{End, Interrupter},
     wire::{Delivery, Models, Want},

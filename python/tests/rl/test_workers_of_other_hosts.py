@@ -409,7 +409,7 @@ def test_worker_by_hand_has_certificates_of_its_own(
 
 
 FAR = """
-import json, os, signal, socket, subprocess, sys, threading
+import json, socket, subprocess, sys, threading
 sys.path.insert(0, {tests!r})
 from counting import Constant, Counting
 from weightsync import rl
@@ -417,20 +417,23 @@ from weightsync import rl
 def ip(*words):
     subprocess.run(["ip", *words], check=True)
 
-# Another host: a network namespace, at the other end of a cable.
-far = subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-far.stdout.readline()
-inside = ["nsenter", "-t", str(far.pid), "-n"]
 ip("link", "set", "lo", "up")
-ip("link", "add", "near", "type", "veth", "peer", "name", "far", "netns", str(far.pid))
-ip("addr", "add", "10.93.0.1/24", "dev", "near")
-ip("link", "set", "near", "up")
-for words in ("addr add 10.93.0.2/24 dev far", "link set far up", "link set lo up"):
-    subprocess.run([*inside, "ip", *words.split()], check=True)
+fars = []
+for number in range(2):
+    # Another host: a network namespace, at the other end of a cable.
+    far = subprocess.Popen(["unshare", "-n", "sh", "-c", "echo; read _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    far.stdout.readline()
+    near = f"near{{number}}"
+    ip("link", "add", near, "type", "veth", "peer", "name", "far", "netns", str(far.pid))
+    ip("addr", "add", f"10.93.{{number}}.1/24", "dev", near)
+    ip("link", "set", near, "up")
+    for words in (f"addr add 10.93.{{number}}.2/16 dev far", "link set far up", "link set lo up"):
+        subprocess.run(["nsenter", "-t", str(far.pid), "-n", "ip", *words.split()], check=True)
+    fars.append(far)
 
 # What a program on the cable can read.
 cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
-cable.bind(("near", 0))
+cable.bind(("near0", 0))
 read = set()
 
 def listen():
@@ -442,17 +445,22 @@ threading.Thread(target=listen, daemon=True).start()
 policy = Constant(1)
 collector = rl.DistributedSyncDataCollector(
     [Counting] * 2, policy, frames_per_batch=20, restart=True,
-    launcher=["nsenter", "-t", "{{host}}", "-n", sys.executable, "-m", "weightsync.rl.worker"],
-    hosts=[str(far.pid)], listen="10.93.0.1:0", **{setting!r},
+    # The cable of a host is whole again when a worker is started there.
+    launcher=[
+        "sh", "-c", 'nsenter -t $0 -n ip link set far up; exec nsenter -t $0 -n "$1" -m weightsync.rl.worker',
+        "{{host}}", sys.executable,
+    ],
+    hosts=[str(far.pid) for far in fars], listen="10.93.0.1:0", **{setting!r},
 )
 collector.next()
 assert collector.update_policy_weights_(policy.choose(2)).all_applied
 batch = collector.next()
 before = [collector.pid(worker) for worker in range(2)]
-# A worker that stands still, as one whose host has lost its network does for its trainer.
-os.kill(before[1], signal.SIGSTOP)
+# The host of a worker is cut off.
+subprocess.run(["nsenter", "-t", str(fars[1].pid), "-n", "ip", "link", "set", "far", "down"], check=True)
 after = collector.next()
 print(json.dumps({{
+    "cut_off": before[1],
     "actions": batch["action"].tolist(),
     "versions": batch["collector", "policy_version"].tolist(),
     "reasons": [one.reason for one in after.failures],
@@ -464,7 +472,8 @@ last = [collector.pid(worker) for worker in range(2)]
 print(json.dumps(last), flush=True)
 sys.stdin.readline()
 collector.shutdown()
-far.stdin.close()
+for far in fars:
+    far.stdin.close()
 """
 
 
@@ -490,11 +499,67 @@ def test_worker_of_another_host_that_is_silent(
     assert said["actions"] == [[2] * 10] * 2
     assert said["versions"] == [[2] * 10] * 2
     assert said["restarted"] == [True]
-    assert "nothing arrived for 10s" in said["reasons"][0]
+    assert "its host answered nothing for 10s" in said["reasons"][0]
     assert said["steps"] == [0, 1, 2, 3, 4] * 2
-    assert all(map(is_gone, last))
+    # The worker that was cut off has found its trainer's host gone, too.
+    wait_until_gone([said["cut_off"], *last])
     # The names of columns travel as text.
     assert said["read"] == ([] if encrypted else ["observation", "reward"])
+
+
+def standstill() -> float:
+    """Seconds that a process is stopped: in the soak longer than a host may be silent."""
+    soak = os.environ.get("WEIGHTSYNC_SOAK") or "1"
+    return 15.0 if soak == "full" or float(soak) > 1 else 1.0
+
+
+def test_worker_that_does_not_get_to_run_is_kept() -> None:
+    with rl.DistributedSyncDataCollector([Counting] * 2, zeros, frames_per_batch=20) as collector:
+        collector.next()
+        pids = [collector.pid(worker) for worker in range(2)]
+        assert pids[1] is not None
+        os.kill(pids[1], signal.SIGSTOP)
+        goes_on = threading.Timer(standstill(), os.kill, (pids[1], signal.SIGCONT))
+        goes_on.start()
+        # A link that ends is an error here.
+        batch = collector.next()
+        goes_on.join()
+        assert batch["observation"][1, :, 0].tolist() == [0, 1, 2, 3, 4] * 2
+        assert [collector.pid(worker) for worker in range(2)] == pids
+
+
+STOPPED = """
+import sys
+sys.path.insert(0, {tests!r})
+from counting import Counting, zeros
+from weightsync import rl
+
+collector = rl.DistributedSyncDataCollector([Counting] * 2, zeros, frames_per_batch=20)
+collector.next()
+print(flush=True)
+sys.stdin.readline()
+print(collector.next()["observation"][1, :, 0].tolist() == [0, 1, 2, 3, 4] * 2)
+collector.shutdown()
+"""
+
+
+def test_trainer_that_does_not_get_to_run_keeps_its_workers() -> None:
+    program = STOPPED.format(tests=str(Path(__file__).parent))
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    trainer.stdout.readline()
+    trainer.send_signal(signal.SIGSTOP)
+    goes_on = threading.Timer(standstill(), trainer.send_signal, (signal.SIGCONT,))
+    goes_on.start()
+    said, errors = trainer.communicate("\n")
+    goes_on.join()
+    assert (said, trainer.returncode) == ("True\n", 0), errors
 
 
 INTERRUPTED = """

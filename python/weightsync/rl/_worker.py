@@ -40,6 +40,10 @@ from weightsync.rl._rollout import Rollout, Rules
 #: The longest message. Longer last words are cut.
 LONGEST = 1 << 16
 
+#: Seconds that a worker waits for its trainer's weights: as long as its trainer waits for it. It ends
+#: with its trainer.
+_JOIN = 600.0
+
 
 @dataclass
 class Start:
@@ -133,7 +137,7 @@ class Worker:
         models = {path: _paths.resolve(context, path) for path in self._start.models}
         receiver = ModelReceiver(info, self._start.worker, models=models)
         self._guard.follow(receiver)
-        receiver.connect()
+        receiver.connect(timeout=_JOIN)
         self._background = receiver.start_background()
 
     def _policy_version(self) -> int:

@@ -28,8 +28,9 @@ from weightsync.errors import SettingError, WeightsyncError
 from weightsync.rl._columns import Key, Layout
 from weightsync.rl._worker import Start, Worker, same_program, say_last_words, work
 
-#: Seconds that a launched worker tries to connect. Its trainer listens already.
-_LAUNCHED = 20.0
+#: Seconds that a launched worker tries to join: as long as its trainer waits for it. Where nothing
+#: listens any more it ends at once.
+_LAUNCHED = 600.0
 
 #: Seconds that a worker that joins on its own waits for its trainer.
 _PATIENCE = 600.0

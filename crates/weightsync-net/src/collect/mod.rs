@@ -1,9 +1,11 @@
 //! Links between a collector's trainer and workers of other hosts: orders go down, frames come up.
 //!
 //! **Guarantee.** A part is handed on once all its bytes have come and each piece's checksum holds:
-//! never half of it. The trainer writes only where its own order said, whatever a worker sends. Each
-//! end sends something at least every second, from a thread of its own; an end that has sent nothing
-//! for 10 s counts as gone. Every connection has proved that it has the secret.
+//! never half of it. The trainer writes only where its own order said, whatever a worker sends. An
+//! end is gone when its connection is closed, or its host has answered no packet for 10 s; one that
+//! is starved or stopped is waited for (`silence`). Each end sends something at least every second,
+//! from a thread of its own, so that there is something to answer. Every connection has proved that
+//! it has the secret.
 //!
 //! The trainer has two threads for each worker. One reads, checks each piece while it is in the
 //! cache, and writes it into the collector's memory file. The other sends orders and signs of life.
@@ -12,6 +14,7 @@
 
 mod incoming;
 mod place;
+mod silence;
 #[cfg(test)]
 mod tests;
 mod trainer;
@@ -27,6 +30,8 @@ pub use self::trainer::Trainer;
 pub use self::worker::{Joined, Joining, Worker};
 
 use self::incoming::PartError;
+use self::silence::{HOST_SILENT, LOOK, Silence};
+use crate::bulk::serve::keep_alive;
 use crate::link::stream::Stream;
 use crate::wire::frame::{FrameError, HEADER_BYTES, Header, Kind, MAX_PIECE, header};
 use crate::wire::message::{Message, MessageError};
@@ -34,8 +39,9 @@ use crate::wire::message::{Message, MessageError};
 /// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// An end from which nothing arrives for this long is gone.
-const SILENT: Duration = Duration::from_secs(10);
+/// How long a worker may take to say what it wants once it has proved that it has the secret. One
+/// whose link ends then asks again.
+const ASKS: Duration = Duration::from_secs(10);
 
 /// How long a worker may take to leave once its trainer has ended in order.
 const LEAVE: Duration = Duration::from_secs(5);
@@ -48,8 +54,10 @@ const KINDS: &[Kind] = &[Kind::Control, Kind::Piece];
 pub(crate) enum Gone {
     #[error("the connection was closed at the other end")]
     Closed,
-    #[error("nothing arrived for {SILENT:?}")]
-    Silent,
+    #[error("its host answered nothing for {HOST_SILENT:?}")]
+    HostSilent,
+    #[error("nothing arrived for {0:?}")]
+    Silent(Duration),
     #[error("the connection failed: {0}")]
     Failed(io::Error),
     #[error(transparent)]
@@ -64,21 +72,41 @@ pub(crate) enum Gone {
 
 impl From<io::Error> for Gone {
     fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::UnexpectedEof => Self::Closed,
-            // A read or a write that took longer than the socket's timeout.
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => Self::Silent,
-            _ => Self::Failed(error),
+        match error.downcast::<Self>() {
+            Ok(gone) => gone,
+            Err(error) => match error.kind() {
+                io::ErrorKind::UnexpectedEof => Self::Closed,
+                // The system has sent its packets again and again.
+                io::ErrorKind::TimedOut => Self::HostSilent,
+                _ => Self::Failed(error),
+            },
         }
     }
 }
 
-/// A connection that one thread reads from and others write to.
-struct Shared(Arc<Stream>);
+/// A connection that one thread reads from and others write to. A read ends when the other end is
+/// gone.
+struct Shared {
+    stream: Arc<Stream>,
+    silence: Silence,
+}
 
 impl Read for Shared {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        (&*self.0).read(buffer)
+        loop {
+            match (&*self.stream).read(buffer) {
+                // Nothing came within the socket's timeout.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let answers = weightsync_mem::host_answers(self.stream.socket());
+                    self.silence.goes_on(answers).map_err(io::Error::other)?;
+                }
+                Err(error) => return Err(error),
+                Ok(count) => {
+                    self.silence.ends();
+                    return Ok(count);
+                }
+            }
+        }
     }
 }
 
@@ -89,12 +117,19 @@ struct Frames {
 }
 
 impl Frames {
-    fn new(socket: Arc<Stream>) -> Self {
+    /// Those of an end that may send nothing for this long while its host answers.
+    fn new(stream: Arc<Stream>, silent: Duration) -> Self {
+        let silence = Silence::new(silent);
         Self {
             // For headers and messages. A piece passes it by.
-            socket: BufReader::with_capacity(4 << 10, Shared(socket)),
+            socket: BufReader::with_capacity(4 << 10, Shared { stream, silence }),
             payload: Vec::new(),
         }
+    }
+
+    /// Sets how long the other end may send nothing from now on.
+    fn wait_for(&mut self, silent: Duration) {
+        self.socket.get_mut().silence = Silence::new(silent);
     }
 
     /// The next frame, whole and undamaged.
@@ -137,10 +172,13 @@ fn write_pieces(socket: &Stream, bytes: &[u8]) -> io::Result<()> {
     pieces.try_for_each(|piece| write_frame(socket, Kind::Piece, piece))
 }
 
-/// Has reads and writes fail after a time.
+/// Has reads look at the other host from time to time. A write waits until the thread that reads
+/// finds the other end gone, and shuts the connection down: a worker that does not get to run may
+/// read nothing for long.
 fn prepare(stream: &Stream) -> io::Result<()> {
     let socket = stream.socket();
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(SILENT))?;
-    socket.set_write_timeout(Some(SILENT))
+    keep_alive(socket)?;
+    socket.set_read_timeout(Some(LOOK))?;
+    socket.set_write_timeout(None)
 }

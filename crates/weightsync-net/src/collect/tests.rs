@@ -102,7 +102,8 @@ fn asking(trainer: &Trainer, worker: Option<u32>) -> (Arc<Stream>, Frames, ToWor
     let socket = Arc::new(socket.unwrap());
     let ticket = None;
     write_message(&socket, &ToTrainer::Join { worker, ticket }).unwrap();
-    let mut frames = Frames::new(socket.clone());
+    prepare(&socket).unwrap();
+    let mut frames = Frames::new(socket.clone(), LONG);
     let (_, payload) = frames.next().unwrap();
     let answer = ToWorker::decode(payload).unwrap();
     (socket, frames, answer)
@@ -276,7 +277,7 @@ fn place_that_was_cut_is_written_no_more() {
     let place = trainer.open(0, None, Vec::new()).unwrap();
     let (socket, _frames) = rogue(&trainer, None);
     hear_joined(&place);
-    let bytes = 1 << 30;
+    let (bytes, link) = (1 << 30, socket.clone());
     let file = memory(0);
     let row = Rows {
         offset: 0,
@@ -297,6 +298,8 @@ fn place_that_was_cut_is_written_no_more() {
     }
     place.cut();
     let len = file.metadata().unwrap().len();
+    // A worker's thread that reads sees the end, and does this.
+    let _ = link.shutdown(Shutdown::Both);
     sending.join().unwrap();
     assert_eq!(file.metadata().unwrap().len(), len);
     assert!(len < bytes);
@@ -440,7 +443,7 @@ fn stranger_without_the_secret_gets_nowhere() {
     let credentials = Credentials::plain(&trainer.secret());
     let peer = Peer::Sender(address.ip());
     let other = blocking::dial(address, &credentials, peer, Role::Control, Some(LONG)).unwrap();
-    assert!(Frames::new(Arc::new(other)).next().is_err());
+    assert!(Frames::new(Arc::new(other), LONG).next().is_err());
     assert_eq!(place.hear(), None);
 }
 
@@ -478,12 +481,54 @@ fn worker_that_does_not_leave_is_ended() {
 }
 
 #[test]
-fn silent_worker_counts_as_gone() {
+fn silent_end_is_gone_at_its_limit() {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let silent = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let silent = Arc::new(Stream::plain(silent));
+    prepare(&silent).unwrap();
+    let gone = Frames::new(silent, LOOK).next().map(drop).unwrap_err();
+    assert_eq!(gone.to_string(), "nothing arrived for 1s");
+}
+
+#[test]
+fn worker_in_the_middle_of_a_part_ends_with_its_trainer() {
     let trainer = trainer();
     let place = trainer.open(0, None, Vec::new()).unwrap();
+    let (joined, ends) = join(&trainer, None);
+    hear_joined(&place);
+    let bytes = vec![1; 64 << 20];
+    let file = memory(0);
+    let row = Rows {
+        offset: 0,
+        bytes: bytes.len() as u64,
+        count: 1,
+        stride: 0,
+    };
+    place
+        .expect(1, file.try_clone().unwrap(), vec![row])
+        .unwrap();
+    std::thread::scope(|scope| {
+        let sending = scope.spawn(|| while joined.link.send_part(1, &[&bytes]).is_ok() {});
+        while file.metadata().unwrap().len() == 0 {
+            std::thread::yield_now();
+        }
+        // The trainer reads nothing any more, and the worker may wait for room.
+        place.cut();
+        ends.recv_timeout(LONG).unwrap();
+        sending.join().unwrap();
+    });
+}
+
+#[test]
+fn link_ends_though_the_worker_reads_nothing() {
+    let trainer = trainer();
+    // More than the system takes for a worker that reads nothing.
+    let settings = vec![7; 64 << 20];
+    let place = trainer.open(0, None, settings).unwrap();
     let (_socket, _frames) = rogue(&trainer, None);
     hear_joined(&place);
-    assert!(reason(&place).contains("nothing arrived for 10s"));
+    place.cut();
+    assert!(reason(&place).contains("has ended"));
 }
 
 /// What a worker may send, in any order.

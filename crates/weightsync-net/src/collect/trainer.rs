@@ -12,7 +12,8 @@ use weightsync_engine::{Origin, Result};
 
 use super::incoming::PartError;
 use super::place::{Link, Place, Seat, Stage, What};
-use super::{Frames, Gone, prepare, write_message};
+use super::silence::SILENT;
+use super::{ASKS, Frames, Gone, prepare, write_message};
 use crate::access::Key;
 use crate::error::os;
 use crate::link::Credentials;
@@ -23,7 +24,8 @@ use crate::wire::frame::{FrameError, Kind};
 use crate::wire::hello::Role;
 use crate::wire::message::{Message, ToTrainer, ToWorker};
 
-/// A worker that has sent nothing for longer than this may have gone without a word.
+/// A worker that has sent nothing for longer than this may have gone without a word: another that
+/// wants its place is to ask again.
 const QUIET: Duration = Duration::from_secs(3);
 
 /// The most connections in addition to one for each place: of workers that are refused.
@@ -180,8 +182,9 @@ impl Places {
 
     /// Serves a connection until it ends; an error is one of a worker without a place.
     fn serve(&self, socket: &Arc<Stream>, from: SocketAddr) -> Result<(), Gone> {
-        let mut frames = Frames::new(socket.clone());
+        let mut frames = Frames::new(socket.clone(), ASKS);
         let (worker, ticket) = joining(&mut frames)?;
+        frames.wait_for(SILENT);
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
             Ok(seat) => seat,
             Err(answer) => {

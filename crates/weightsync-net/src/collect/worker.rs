@@ -4,14 +4,15 @@ use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::Shutdown;
 use std::path::PathBuf;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use weightsync_core::Remedy;
 use weightsync_engine::{Error, Origin, Result};
 
-use super::{Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
+use super::silence::SILENT;
+use super::{ASKS, Frames, Gone, HEARTBEAT, LEAVE, prepare, write_message, write_pieces};
 use crate::access::{Access, Key};
 use crate::address::{host_of, resolve_all};
 use crate::error::{NetError, os, transport};
@@ -28,6 +29,9 @@ const REFUSED: Duration = Duration::from_secs(2);
 
 /// How long a worker waits before it tries again to connect.
 const AGAIN: Duration = Duration::from_millis(200);
+
+/// How long a worker that leaves waits before it looks again whether a thread still sends.
+const TURN: Duration = Duration::from_millis(5);
 
 /// The most orders that may wait. A trainer orders two parts ahead.
 const MOST_ORDERS: usize = 1024;
@@ -68,8 +72,8 @@ pub struct Joined {
 
 /// A worker's end of its link.
 ///
-/// **Guarantee.** If the trainer goes without ending in order, or is silent, `gone` is called from a
-/// thread of the link, whatever the worker does meanwhile: it is meant to end the process. It is
+/// **Guarantee.** If the trainer goes without ending in order, or its host does, `gone` is called from
+/// a thread of the link, whatever the worker does meanwhile: it is meant to end the process. It is
 /// also called if the worker does not leave within 5 s after the trainer has ended. It is not called
 /// once the worker has left: by [`leave`](Self::leave), or by being dropped.
 #[derive(Debug)]
@@ -81,7 +85,9 @@ pub struct Worker {
 
 #[derive(Debug)]
 struct Shared {
-    /// The socket, which one thread at a time sends on.
+    /// For its end.
+    socket: Arc<Stream>,
+    /// The same, which one thread at a time sends on.
     sends: Mutex<Arc<Stream>>,
     state: Mutex<State>,
     changed: Condvar,
@@ -125,9 +131,9 @@ impl Worker {
                     return Err(ended(joining, Gone::Closed));
                 }
                 // The trainer may be ending, or have too many connections.
-                Err(gone @ (Gone::Closed | Gone::Silent | Gone::Failed(_))) if !over => {
-                    gone.to_string()
-                }
+                Err(
+                    gone @ (Gone::Closed | Gone::HostSilent | Gone::Silent(_) | Gone::Failed(_)),
+                ) if !over => gone.to_string(),
                 Err(gone) => return Err(ended(joining, gone)),
             };
             if why != waiting {
@@ -137,6 +143,7 @@ impl Worker {
             drop((link, frames));
             std::thread::sleep(AGAIN);
         };
+        frames.wait_for(SILENT);
         let settings = read_settings(&mut frames, bytes).map_err(|gone| ended(joining, gone))?;
         let shared = link.shared.clone();
         shared.lock().listens = true;
@@ -157,8 +164,12 @@ impl Worker {
 
     fn connect(joining: &Joining, until: Instant) -> Result<(Self, Frames)> {
         let socket = Arc::new(connect(joining, until)?);
-        let frames = Frames::new(socket.clone());
+        // A trainer that does not get to run lets in a worker that it has heard, also if that has closed
+        // its connection meanwhile. So this one waits for its answer as long as it may.
+        let left = until.saturating_duration_since(Instant::now());
+        let frames = Frames::new(socket.clone(), left.max(ASKS));
         let shared = Arc::new(Shared {
+            socket: socket.clone(),
             sends: Mutex::new(socket.clone()),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -261,22 +272,35 @@ impl Shared {
     }
 
     fn leave(&self) {
+        let until = Instant::now() + LEAVE;
         let mut state = self.lock();
         if !std::mem::replace(&mut state.has_left, true) {
             drop(state);
             self.changed.notify_all();
-            let socket = self.sends();
             // The trainer closes its end once it has read everything, which ends the reading thread.
-            let _ = socket.shutdown(Shutdown::Write);
-            let _ = socket.socket().set_read_timeout(Some(HANDSHAKE));
-            drop(socket);
+            self.end_sending(until);
             state = self.lock();
         }
-        let until = Instant::now() + LEAVE;
         while state.listens && Instant::now() < until {
             let left = until.saturating_duration_since(Instant::now());
             let waited = self.changed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(state);
+        // Ends what a thread still reads or sends.
+        let _ = self.socket.shutdown(Shutdown::Both);
+    }
+
+    /// Ends the sending side, once a thread that sends is done, or at this time.
+    fn end_sending(&self, until: Instant) {
+        while Instant::now() < until {
+            match self.sends.try_lock() {
+                Err(TryLockError::WouldBlock) => std::thread::sleep(TURN),
+                Err(TryLockError::Poisoned(_)) | Ok(_) => {
+                    let _ = self.socket.shutdown(Shutdown::Write);
+                    return;
+                }
+            }
         }
     }
 
@@ -318,6 +342,8 @@ impl Shared {
                 Err(gone) => break gone,
             }
         };
+        // A thread that sends would wait for a host that is gone.
+        let _ = self.socket.shutdown(Shutdown::Both);
         match self.lock().has_left {
             true => None,
             false => Some(why.to_string()),
