@@ -111,6 +111,8 @@ pub(crate) struct Driver {
     joining: BTreeMap<u64, Joining>,
     /// Workers announced again to a sender that may know them, by ticket.
     rejoining: BTreeMap<u64, WorkerInstance>,
+    /// The link on which the sender was silent, until the sender knows the workers on the new one.
+    before: Option<(u64, Link<ToRoot>)>,
     tickets: u64,
     store: Arc<Store>,
     threads: Arc<Threads>,
@@ -244,6 +246,7 @@ impl Driver {
             workers: BTreeMap::new(),
             joining: BTreeMap::new(),
             rejoining: BTreeMap::new(),
+            before: None,
             tickets: 0,
             store,
             threads,
@@ -299,7 +302,10 @@ impl Driver {
                     match what {
                         Ok(message) => self.on_message(message),
                         Err(end) => {
-                            self.link = None;
+                            let before = self.link.take();
+                            // A sender that gets to run again would take a closed link for the
+                            // death of this process.
+                            self.before = before.filter(|_| matches!(end, LinkEnd::Silent));
                             if let Some(ending) = self.reconnect(&end, &mut inbox).await {
                                 break ending;
                             }
@@ -348,7 +354,7 @@ impl Driver {
         }
         let last = self.relay.last_events();
         self.near(last);
-        if let Some((_, link)) = self.link.take() {
+        if let Some((_, link)) = self.link.take().or(self.before.take()) {
             link.send(&ToRoot::Goodbye);
             link.finish().await;
         }

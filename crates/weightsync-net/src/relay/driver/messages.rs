@@ -17,6 +17,7 @@ impl Driver {
                     self.relay.deny(joining.ticket, &reason);
                 } else if let Some(who) = self.rejoining.remove(&ticket) {
                     self.relay.turn_away(who, &reason);
+                    self.end_link_before();
                 }
             }
             FromRoot::Notify {
@@ -116,6 +117,7 @@ impl Driver {
     fn admit(&mut self, ticket: u64) {
         if let Some(who) = self.rejoining.remove(&ticket) {
             self.ask_again(who);
+            self.end_link_before();
         }
         let Some(joining) = self.joining.remove(&ticket) else {
             return;

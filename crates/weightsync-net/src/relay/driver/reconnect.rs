@@ -152,6 +152,14 @@ impl Driver {
         }
         // The sender also needs to know how far each of them is.
         self.relay.report_again();
+        self.end_link_before();
+    }
+
+    /// Ends the link before, once the sender knows the workers on this one.
+    pub(super) fn end_link_before(&mut self) {
+        if self.rejoining.is_empty() {
+            self.before = None;
+        }
     }
 }
 

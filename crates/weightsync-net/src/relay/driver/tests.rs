@@ -1,6 +1,7 @@
 //! A driver, between a sender and a parent that are sockets.
 
 use tokio::net::{TcpListener, TcpStream};
+use tokio::time::timeout;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::ModelSpec;
 
@@ -87,6 +88,34 @@ async fn driver(name: &str) -> Around {
 }
 
 #[test]
+fn silent_senders_link_stays_open_until_it_answers() {
+    runtime("weightsync-test").unwrap().block_on(async {
+        let Around {
+            driver,
+            events,
+            inbox,
+            listener,
+            _sender: (_link, mut said),
+            ..
+        } = driver("silent").await;
+        let runs = tokio::spawn(driver.run(inbox));
+        // The sender does not get to run for a while, and the agent looks for it.
+        let silent = |number| Event::Root {
+            number,
+            what: Err(LinkEnd::Silent),
+        };
+        events.send(silent(0)).await.unwrap();
+        let (again, _) = timeout(SOON, listener.accept()).await.unwrap().unwrap();
+        // A closed link would come before that: the sender would take it for a death.
+        let end = timeout(Duration::from_millis(200), said.recv()).await;
+        assert!(end.is_err(), "{end:?}");
+        // Nobody listens any more: the sender is dead, and the agent ends.
+        drop((again, listener));
+        assert_eq!(timeout(SOON, runs).await.unwrap().unwrap(), Ending::Died);
+    });
+}
+
+#[test]
 fn driver_checks_for_room_under_constant_messages() {
     runtime("weightsync-test").unwrap().block_on(async {
         let Around {
@@ -111,7 +140,7 @@ fn driver_checks_for_room_under_constant_messages() {
             move || while events.blocking_send(event()).is_ok() {}
         });
         // There is room, so it fetches.
-        let fetches = tokio::time::timeout(SOON, listener.accept()).await;
+        let fetches = timeout(SOON, listener.accept()).await;
         fetches.expect("in time").unwrap();
         assert!(events.send(Event::Stop).await.is_ok());
         runs.await.unwrap();
