@@ -32,7 +32,6 @@ const KEPT: usize = 2;
 /// How long sent bytes may stay unacknowledged before the system gives a connection up. A full
 /// queue on the way may take seconds, so this is long. [`Client::is_reachable`] asks whether a
 /// silent end is there.
-#[cfg(target_os = "linux")]
 const UNACKNOWLEDGED: Duration = Duration::from_secs(10);
 
 /// The longest line that is read, in bytes.
@@ -364,12 +363,18 @@ impl Client {
     }
 }
 
-/// Options for the connections of both ends: small messages go at once, and a peer that is off
-/// is noticed.
+/// Options for the connections of both ends: small messages go at once, and a peer whose host is off
+/// is noticed, also by an end that sends nothing. A peer that does not get to run is not: its system
+/// answers.
 pub(super) fn tune(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
+    let socket = socket2::SockRef::from(stream);
+    let asks = socket2::TcpKeepalive::new()
+        .with_time(UNACKNOWLEDGED / 2)
+        .with_interval(UNACKNOWLEDGED / 5);
+    socket.set_tcp_keepalive(&asks)?;
     #[cfg(target_os = "linux")]
-    socket2::SockRef::from(stream).set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
+    socket.set_tcp_user_timeout(Some(UNACKNOWLEDGED))?;
     Ok(())
 }
 

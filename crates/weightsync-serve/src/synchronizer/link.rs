@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::sync::watch;
 use weightsync_core::synchronizer::Party;
-use weightsync_engine::transport::{Deadline, interrupt};
+use weightsync_engine::transport::{Deadline, SILENT_SENDER, interrupt};
 use weightsync_engine::{Error, Origin, Result};
 use weightsync_net::Access;
 use weightsync_net::address::{host_of, resolve, resolve_all};
@@ -18,15 +18,19 @@ use weightsync_net::log_limiter::{self, LogLimiter};
 use super::SyncError;
 use super::service::Input;
 use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
-use crate::http::{Ask, Bearer, Client, Encryption, Fault, HttpThread, To};
+use crate::http::{Ask, Bearer, Client, Encryption, Fault, HttpThread, Lines, To};
 
 /// The paths of a service.
 pub(super) const PARTIES: &str = "/v1/parties";
 pub(super) const PARTY: &str = "/v1/parties/{party}";
 
-/// How often a service sends a sign of life, and how long its parties wait for one.
+/// How often a service sends a sign of life.
 pub(super) const BEAT: Duration = Duration::from_secs(4);
-const SILENCE: Duration = Duration::from_secs(12);
+
+/// How many of them may be missing while the connection is there. A service that does not get to run
+/// is waited for: if it ends, or its host does, the connection ends. But the host that answers may be
+/// a proxy's.
+const MISSING: u32 = (SILENT_SENDER.as_secs() / BEAT.as_secs()) as u32;
 
 /// How long an answer may take that waits for nothing.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -275,9 +279,21 @@ async fn follow(
     match lines.await {
         Ok((joined, mut lines)) => {
             answer(Ok(joined));
-            while let Ok(Some(_)) = lines.next::<serde::de::IgnoredAny>(SILENCE).await {}
+            read_signs(&mut lines, BEAT, MISSING).await;
         }
         Err(lost) => answer(Err(lost)),
+    }
+}
+
+/// Reads signs of life until the connection ends, or so many in a row are missing.
+async fn read_signs(lines: &mut Lines, every: Duration, most: u32) {
+    let mut missing = 0;
+    while missing < most {
+        missing = match lines.next::<serde::de::IgnoredAny>(every).await {
+            Ok(Some(_)) => 0,
+            Err(Fault::Silent { .. }) => missing + 1,
+            Ok(None) | Err(_) => return,
+        };
     }
 }
 
@@ -426,5 +442,51 @@ fn wait<T>(answer: &mpsc::Receiver<T>) -> Result<T, Lost> {
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return Err(over()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn party_waits_for_signs_while_the_connection_is_open() {
+        const LONG: Duration = Duration::from_secs(3600);
+        const BRIEF: Duration = Duration::from_millis(10);
+        let (said, heard) = mpsc::channel();
+        let thread = HttpThread::start("test", move |_| async move {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let addr = listener.local_addr().unwrap();
+            let service = tokio::spawn(async move {
+                let (mut socket, _) = listener.accept().await.unwrap();
+                let asked = socket.read(&mut [0; 4096]).await.unwrap();
+                assert!(asked > 0, "nothing was asked");
+                let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+                socket.write_all(head).await.unwrap();
+                socket.write_all(b"2\r\n0\n\r\n").await.unwrap();
+                socket
+            });
+            let encryption = Encryption {
+                tls: None,
+                to: To::Sender,
+            };
+            let client = Client::new(addr, Bearer::to_synchronizer(None), encryption);
+            let reply = client.ask(Ask::get("/"), LONG).await.unwrap();
+            let (mut lines, socket) = (reply.lines(), service.await.unwrap());
+            // One sign came. A service that does not get to run sends no more for a while.
+            let begun = Instant::now();
+            read_signs(&mut lines, BRIEF, 7).await;
+            let waited = begun.elapsed();
+            // Its end is the end of the connection.
+            drop(socket);
+            read_signs(&mut lines, LONG, 1).await;
+            let _ = said.send(waited);
+        });
+        let waited = heard.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(waited >= 7 * BRIEF, "{waited:?}");
+        drop(thread);
     }
 }
