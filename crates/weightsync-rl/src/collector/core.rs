@@ -13,7 +13,6 @@ use super::{
     Abandoned, Restarted, Task,
     crew::{Crew, Ending, Heard},
     schedule::{AHEAD, Effect, Event, Goal, Rules, Schedule},
-    serve::JOIN,
     wire::{Collect, Start},
 };
 use crate::{
@@ -22,6 +21,9 @@ use crate::{
     frames::{Frames, Trajectories},
     rollout::RolloutOptions,
 };
+
+/// What a worker in the place of another has at least for its first part: it starts in that time.
+const FIRST_PART: Duration = Duration::from_secs(30);
 
 /// Workers, what is known of them, and what came from them.
 #[derive(Debug)]
@@ -211,7 +213,7 @@ impl Core {
     fn limit_of(&self, worker: &Worker) -> Option<Instant> {
         let timeout = self.plan.timeout?;
         let timeout = if worker.is_new {
-            timeout.max(JOIN)
+            timeout.max(FIRST_PART)
         } else {
             timeout
         };

@@ -7,15 +7,12 @@ use std::{
 };
 
 use weightsync_engine::{
-    BackgroundState, ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground,
+    BackgroundState, ReceiverSetup, SetSnapshot, Snapshot, SnapshotsInBackground, interruptible,
     worker::{WorkerError, WorkerProcess},
 };
 
 use super::wire::{self, Collect, Collected, Start};
 use crate::{Error, frames::Frames};
-
-/// How long a worker waits for the trainer to take it in.
-pub(super) const JOIN: Duration = Duration::from_secs(30);
 
 /// The worker's end of a collector: collects what the trainer asks for until
 /// the trainer closes the pipe.
@@ -130,8 +127,9 @@ impl Port for WorkerProcess {
 /// Collects what is asked for through `port` until nothing more is.
 pub(super) fn work(port: &impl Port, start: Start, live: &Live) -> Result<(), Error> {
     let setup = ReceiverSetup::new(start.weights, port.index() as u32);
-    let receiver = setup.connect(Some(JOIN))?.snapshots_in_background()?;
-    *live.lock() = Some(receiver);
+    // A trainer that does not get to run is waited for. A process ends with its trainer.
+    let receiver = interruptible(|| live.is_given_up(), || setup.connect(None))?;
+    *live.lock() = Some(receiver.snapshots_in_background()?);
     let envs = start.envs as usize;
     let mut rollout = start.task.rollout(envs, start.seed, start.options)?;
     while let Some(request) = port.request()? {

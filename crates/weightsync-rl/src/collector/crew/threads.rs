@@ -316,6 +316,22 @@ mod tests {
     }
 
     #[test]
+    fn a_thread_that_joins_ends_once_it_is_given_up() {
+        let mut weights = Tensors::new();
+        weights.insert("w", [1], vec![0.0_f32]).unwrap();
+        // Nobody lets it in: the sender is not open.
+        let setup = SenderSetup::new("policy", &weights).unwrap();
+        let start = Start {
+            weights: setup.init_info(),
+            ..start(&sender(), Task::CartPole)
+        };
+        let mut threads = Threads::start(vec![start]).unwrap();
+        threads.kill(0).unwrap();
+        threads.shutdown();
+        assert!(threads.left_alone.is_empty());
+    }
+
+    #[test]
     fn the_words_of_a_panic_are_kept() {
         assert_eq!(words(&"no way out"), "it panicked: no way out");
         assert_eq!(words(&"formatted".to_owned()), "it panicked: formatted");
