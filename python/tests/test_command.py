@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import weightsync
+from patience import patience
 
 #: Where pip puts the commands of this environment's packages.
 SCRIPT = [str(Path(sys.executable).with_name("weightsync"))]
 MODULE = [sys.executable, "-P", "-m", "weightsync"]
 BOTH = pytest.mark.parametrize("command", [SCRIPT, MODULE], ids=["script", "module"])
 
-LONG = 60.0
+LONG = patience(30)
 
 
 def run(command, *arguments, **options):

@@ -200,7 +200,8 @@ pub fn run(places: &Places) -> Result<std::time::Duration, Error> {
         return Err(Error::Arrows(violations));
     }
     let took = begun.elapsed();
-    step::end(&format!("arrows: {} crates", graph.members.len()), took);
+    let crates = graph.members.len();
+    eprintln!("── arrows: {crates} crates: ok, {}", step::seconds(took));
     Ok(took)
 }
 

@@ -5,7 +5,7 @@
 //! prints tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
 //! `target`, `met`); with `--plot` it also draws.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use crate::data;
@@ -16,6 +16,7 @@ use crate::pytest;
 use crate::python;
 use crate::step;
 use crate::tools::{self, Package};
+use crate::wheel::Profile;
 
 /// How every part of a group is run.
 const COMMAND: &str = "run --release --package weightsync-bench --";
@@ -77,7 +78,7 @@ const GROUPS: &[Group] = &[
                 trainers, compared with full_tensor()",
         measured: Measured::WithEngine {
             program: "bench/engines",
-            provide: pytest::installed_for_vllm,
+            framework: "vllm",
         },
     },
     Group {
@@ -85,7 +86,7 @@ const GROUPS: &[Group] = &[
         about: "updates of a server of SGLang (11 GB), compared with its own from disk and over gloo",
         measured: Measured::WithEngine {
             program: "bench/engines/sglang_peers.py",
-            provide: frameworks::installed_for_sglang,
+            framework: "sglang",
         },
     },
     Group {
@@ -143,8 +144,8 @@ enum Measured {
     WithEngine {
         /// What Python runs. It takes `--json`.
         program: &'static str,
-        /// Makes the engine's environment, with the package installed.
-        provide: fn(&Places) -> Result<PathBuf, Error>,
+        /// The framework that has the engine, whose environment it runs in.
+        framework: &'static str,
     },
     OverNetwork {
         /// The subcommand with the cases over loopback. It takes `--json`, and the Python of the
@@ -187,9 +188,11 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
             peers.iter().try_for_each(Package::provide)?;
             in_python(places, group.name, program, binary, &flags)
         }
-        Measured::WithEngine { program, provide } => {
+        Measured::WithEngine { program, framework } => {
             no_picture(group.name, &flags)?;
-            let mut command = program_of(places, &provide(places)?, program, &flags);
+            let framework = frameworks::named(framework)?;
+            let python = pytest::installed_for(places, framework, Profile::Release)?;
+            let mut command = program_of(places, &python, program, &flags);
             step::run_last(&format!("bench {}", group.name), &mut command)
         }
         Measured::OverNetwork { own, hosts } => {
@@ -249,7 +252,7 @@ fn in_python(
     flags: &[&str],
 ) -> Result<(), Error> {
     no_picture(name, flags)?;
-    let python = pytest::installed(places)?;
+    let python = pytest::installed(places, Profile::Release)?;
     let mut build = places.cargo();
     build.args(["build", "--release", "--package", binary.package]);
     build.args(["--bin", binary.name]);

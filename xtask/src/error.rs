@@ -44,6 +44,11 @@ pub enum Error {
         /// Whether the step ended with a summary that must stay the last thing printed.
         reported: bool,
     },
+    /// Some steps of a run failed, and its last lines named them.
+    Steps {
+        /// Their number.
+        failed: usize,
+    },
     /// The crate graph has edges the design does not allow.
     Arrows(Vec<Violation>),
 }
@@ -51,7 +56,10 @@ pub enum Error {
 impl Error {
     /// Whether the failure has been printed already, by the program that found it.
     pub fn is_reported(&self) -> bool {
-        matches!(self, Error::Failed { reported: true, .. })
+        matches!(
+            self,
+            Error::Failed { reported: true, .. } | Error::Steps { .. }
+        )
     }
 
     /// The exit status to pass on: the failed step's own, 2 for a wrong command line, else 1.
@@ -89,6 +97,7 @@ impl fmt::Display for Error {
             } => {
                 write!(f, "step `{step}` was ended by a signal")
             }
+            Error::Steps { failed } => write!(f, "{failed} steps failed"),
             Error::Arrows(violations) => {
                 writeln!(f, "{} edge(s) the design does not allow:", violations.len())?;
                 for violation in violations {

@@ -1,8 +1,8 @@
-//! `cargo xtask test frameworks`: the adapters for other frameworks, each with the real framework in
+//! `cargo xtask test frameworks`: the package with other frameworks, each with the real framework in
 //! an environment of its own.
 //!
-//! They are heavy (SGLang has 11 GB), so the daily run leaves out those that nothing has changed for:
-//! [`PASSED`] has a line for each, which says what was there when its tests last passed.
+//! They are heavy (SGLang has 11 GB), so CI leaves out those that nothing has changed for: [`PASSED`]
+//! has a line for each, which says what was there when its tests last passed.
 
 use std::path::{Path, PathBuf};
 
@@ -11,31 +11,81 @@ use crate::marks::{self, Passed};
 use crate::places::Places;
 use crate::pytest;
 use crate::python::{self, Environment};
-use crate::step;
-use crate::wheel;
-
-/// Where the tests are.
-const TESTS: &str = "python/tests/frameworks";
+use crate::report::{Report, Runner};
+use crate::wheel::{self, Profile};
 
 /// What each framework's tests last passed with. A run of them writes it.
 const PASSED: Passed = Passed("python/tests/frameworks/passed.txt");
 
 /// A framework, its environment, and what its tests depend on in the clone.
-struct Framework {
-    name: &'static str,
+#[derive(Debug)]
+pub struct Framework {
+    /// What the command calls it.
+    pub name: &'static str,
     environment: &'static Environment,
-    /// Folders of [`TESTS`].
+    /// Files and folders of tests.
     tests: &'static [&'static str],
+    /// How pytest runs them.
+    options: &'static [&'static str],
     /// Files and folders. The requirements and the tests are among them anyway.
     sources: &'static [&'static str],
 }
 
-const FRAMEWORKS: &[Framework] = &[TRL, VERL, SGLANG];
+const FRAMEWORKS: &[Framework] = &[OLDEST_TORCH, VLLM, TRL, VERL, SGLANG];
+
+/// The oldest torch that the package supports: sending from and loading into modules, tensors of
+/// every dtype, threads that share a module, and the guard, without torch's own compiler of code.
+const OLDEST_TORCH: Framework = Framework {
+    name: "oldest-torch",
+    environment: &python::OLDEST,
+    tests: &[
+        "python/tests/core/test_background.py",
+        "python/tests/core/test_compile.py",
+        "python/tests/core/test_dtypes.py",
+        "python/tests/core/test_modules.py",
+        "python/tests/core/test_readers.py",
+    ],
+    options: &["-k", "not inductor"],
+    sources: &[
+        "python/tests/core/actors.py",
+        "python/tests/core/ends.py",
+        "python/weightsync/_checks.py",
+        "python/weightsync/_dtypes.py",
+        "python/weightsync/_ends.py",
+        "python/weightsync/_extra.py",
+        "python/weightsync/_guard.py",
+        "python/weightsync/_receiving.py",
+        "python/weightsync/_source.py",
+        "python/weightsync/_targets",
+        "python/weightsync/_view.py",
+        "python/weightsync/background.py",
+        "python/weightsync/model_receiver.py",
+        "python/weightsync/receiver.py",
+        "python/weightsync/sender.py",
+        "python/weightsync/snapshot.py",
+    ],
+};
+
+const VLLM: Framework = Framework {
+    name: "vllm",
+    environment: &python::VLLM,
+    tests: &["python/tests/vllm_engines"],
+    // An engine takes a core and some gigabytes of memory.
+    options: &["--numprocesses=2", "--dist=loadscope"],
+    sources: &[
+        "python/weightsync/_tested.py",
+        "python/weightsync/engines",
+        "python/weightsync/lora",
+        "python/weightsync/staleness.py",
+        "python/weightsync/vllm",
+    ],
+};
 
 const TRL: Framework = Framework {
     name: "trl",
     environment: &python::TRL,
-    tests: &["trl"],
+    tests: &["python/tests/frameworks/trl"],
+    options: &[],
     sources: &[
         "python/weightsync/trl.py",
         "python/weightsync/_tested.py",
@@ -49,7 +99,11 @@ const TRL: Framework = Framework {
 const VERL: Framework = Framework {
     name: "verl",
     environment: &python::VERL,
-    tests: &["verl", "nemo_rl"],
+    tests: &[
+        "python/tests/frameworks/verl",
+        "python/tests/frameworks/nemo_rl",
+    ],
+    options: &[],
     sources: &[
         "python/weightsync/verl.py",
         "python/weightsync/nemo_rl.py",
@@ -63,7 +117,8 @@ const VERL: Framework = Framework {
 const SGLANG: Framework = Framework {
     name: "sglang",
     environment: &python::SGLANG,
-    tests: &["sglang"],
+    tests: &["python/tests/frameworks/sglang"],
+    options: &[],
     sources: &[
         "python/weightsync/sglang",
         "python/weightsync/staleness.py",
@@ -75,76 +130,117 @@ const SGLANG: Framework = Framework {
 };
 
 impl Framework {
-    fn tests(&self) -> impl Iterator<Item = String> {
-        self.tests.iter().map(|folder| format!("{TESTS}/{folder}"))
+    /// What pytest is told, so that it runs the tests.
+    pub fn arguments(&self) -> Vec<String> {
+        let all = self.options.iter().chain(self.tests);
+        all.map(|one| (*one).to_owned()).collect()
+    }
+
+    /// The Python that sees the package and the framework.
+    pub fn installed(&self, places: &Places, wheel: &Path) -> Result<PathBuf, Error> {
+        let environment = self.environment.provide(places)?;
+        wheel::install_over(places, &environment, self.name, wheel)
     }
 
     /// Stands for everything that its tests depend on in the clone but the engine itself, which has
     /// tests of its own.
     fn mark(&self, root: &Path) -> Result<String, Error> {
-        let sources = self.sources.iter().copied();
+        let sources = self.sources.iter().chain(self.tests).copied();
         let sources = sources.chain(self.environment.all_requirements());
-        marks::of(root, sources.map(str::to_owned).chain(self.tests()))
+        marks::of(root, sources.map(str::to_owned))
     }
 
-    /// The Python that sees the package and the framework.
-    fn installed(&self, places: &Places, wheel: &Path) -> Result<PathBuf, Error> {
-        let environment = self.environment.provide(places)?;
-        wheel::install_over(places, &environment, self.name, wheel)
-    }
-
-    fn run(&self, places: &Places, wheel: &Path) -> Result<(), Error> {
-        let own = self.installed(places, wheel)?;
-        let mut tests = pytest::command(places, &own)?;
-        step::run_reported(self.name, tests.args(self.tests())).map(drop)
+    /// Whether its tests passed.
+    fn run(&self, places: &Places, report: &mut Report, wheel: &Path) -> bool {
+        let alone = format!("cargo xtask test frameworks {}", self.name);
+        let prepare = || pytest::command(places, &self.installed(places, wheel)?);
+        match prepare() {
+            Ok(mut tests) => {
+                let runner = Runner::Pytest {
+                    with: Some(self.name),
+                };
+                tests.args(self.arguments());
+                report.tests(places, self.name, &alone, runner, &mut tests)
+            }
+            Err(error) => {
+                report.not_run(self.name, &alone, &error.to_string());
+                false
+            }
+        }
     }
 }
 
-/// The Python that sees the package, just built, and SGLang.
-pub fn installed_for_sglang(places: &Places) -> Result<PathBuf, Error> {
-    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
-    SGLANG.installed(places, &wheel)
+/// The framework of this name.
+pub fn named(name: &str) -> Result<&'static Framework, Error> {
+    let known = || FRAMEWORKS.iter().map(|one| one.name);
+    FRAMEWORKS
+        .iter()
+        .find(|one| one.name == name)
+        .ok_or_else(|| {
+            let known: Vec<&str> = known().collect();
+            Error::Usage(format!(
+                "there is no framework `{name}`: expected some of {}",
+                known.join(", ")
+            ))
+        })
 }
 
 /// Runs the tests of all frameworks, or of those with these names, and notes what passed.
-pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
-    if let Some(unknown) = names
-        .iter()
-        .find(|name| FRAMEWORKS.iter().all(|one| one.name != **name))
-    {
-        let known: Vec<&str> = FRAMEWORKS.iter().map(|one| one.name).collect();
-        return Err(Error::Usage(format!(
-            "there is no framework `{unknown}`: expected some of {}",
-            known.join(", ")
-        )));
-    }
-    let chosen = FRAMEWORKS
-        .iter()
-        .filter(|one| names.is_empty() || names.contains(&one.name));
-    // Before the wheel is built: what is edited from here on was not tested.
-    let marked: Vec<(&Framework, String)> = chosen
-        .map(|one| Ok((one, one.mark(places.root())?)))
-        .collect::<Result<_, Error>>()?;
-    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
-    for (one, mark) in marked {
-        one.run(places, &wheel)?;
-        PASSED.note(places.root(), one.name, &mark)?;
-    }
-    Ok(())
+pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
+    let chosen: Vec<&Framework> = match names {
+        [] => FRAMEWORKS.iter().collect(),
+        names => names
+            .iter()
+            .map(|name| named(name))
+            .collect::<Result<_, _>>()?,
+    };
+    let mut report = Report::begin();
+    these(places, &mut report, &chosen)?;
+    report.end()
+}
+
+/// Runs the tests of all frameworks, as steps of a longer run.
+pub fn all(places: &Places, report: &mut Report) -> Result<(), Error> {
+    these(places, report, &FRAMEWORKS.iter().collect::<Vec<_>>())
 }
 
 /// Runs the tests of the frameworks that something has changed for since they passed.
-pub fn changed(places: &Places, wheel: &Path) -> Result<(), Error> {
+pub fn changed(places: &Places, report: &mut Report) -> Result<(), Error> {
+    let mut changed = Vec::new();
     for one in FRAMEWORKS {
-        let mark = one.mark(places.root())?;
-        if PASSED.has(places.root(), one.name, &mark)? {
+        if PASSED.has(places.root(), one.name, &one.mark(places.root())?)? {
             eprintln!(
                 "── {}: nothing has changed since its tests passed (`cargo xtask test frameworks {}` \
                  runs them)",
                 one.name, one.name
             );
         } else {
-            one.run(places, wheel)?;
+            changed.push(one);
+        }
+    }
+    these(places, report, &changed)
+}
+
+fn these(places: &Places, report: &mut Report, chosen: &[&Framework]) -> Result<(), Error> {
+    if chosen.is_empty() {
+        return Ok(());
+    }
+    // Before the wheel is built: what is edited from here on was not tested.
+    let marked: Vec<(&Framework, String)> = chosen
+        .iter()
+        .map(|one| Ok((*one, one.mark(places.root())?)))
+        .collect::<Result<_, Error>>()?;
+    let wheel = report.step("wheel for frameworks", "cargo xtask wheel", || {
+        wheel::build(places, &python::TESTS.provide(places)?, Profile::Tests)
+    });
+    for (one, mark) in marked {
+        let Some(wheel) = &wheel else {
+            let alone = format!("cargo xtask test frameworks {}", one.name);
+            report.not_run(one.name, &alone, "there is no wheel");
+            continue;
+        };
+        if one.run(places, report, wheel) {
+            PASSED.note(places.root(), one.name, &mark)?;
         }
     }
     Ok(())
@@ -159,7 +255,8 @@ mod tests {
     const TRIED: Framework = Framework {
         name: "tried",
         environment: &python::TRL,
-        tests: &["tried"],
+        tests: &["python/tests/frameworks/tried"],
+        options: &[],
         sources: &["python/weightsync/tried.py"],
     };
 
@@ -181,7 +278,7 @@ mod tests {
     fn mark_differs_where_a_file_does() {
         let root = clone();
         let mark = || TRIED.mark(root.path()).expect("a mark");
-        let tests = root.path().join(TESTS).join("tried");
+        let tests = root.path().join(TRIED.tests[0]);
         let before = mark();
         fs::create_dir(tests.join("__pycache__")).expect("a folder");
         fs::write(tests.join("__pycache__/test_it.pyc"), "").expect("a file");

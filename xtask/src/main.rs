@@ -1,9 +1,10 @@
-//! `cargo xtask test | ci | pytest | wheel | arrows | soak | bench`: what a contributor and the CI run.
+//! `cargo xtask test | ci | pytest | nextest | wheel | arrows | soak | bench`: what a contributor and the
+//! CI run.
 //!
 //! The module order is the order in which a run uses them: [`places`] says where build output and
 //! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
-//! [`data`] what benchmarks measure, [`step`] runs one command, [`wheel`] builds and installs the
-//! Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`],
+//! [`data`] what benchmarks measure, [`step`] runs one command, [`orphans`] ends what tests leave
+//! behind, [`report`] says what a run did, [`wheel`] builds and installs the Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`],
 //! [`frameworks`], [`platforms`], [`arrows`] and [`bench`].
 
 #![forbid(unsafe_code)]
@@ -15,10 +16,12 @@ mod data;
 mod error;
 mod frameworks;
 mod marks;
+mod orphans;
 mod places;
 mod platforms;
 mod pytest;
 mod python;
+mod report;
 mod step;
 mod test;
 mod tools;
@@ -32,15 +35,18 @@ use places::Places;
 const USAGE: &str = "\
 usage: cargo xtask <command>
 
-  test                            every test, with what the tests need set up first
+  test [PARTS]                    every test, with what the tests need set up first, or some parts:
+                                  doc, loom, python, rust
   test quick                      the tests for daily work, in a minute once they are built
-  test frameworks [NAMES]         the adapters with the real frameworks: trl, verl, sglang (some 15 GB)
-  test platforms [NAMES]          what can be shown of other machines here: aarch64
-  ci                              every check, then every test
-  pytest [--oldest | --vllm] [ARGS]  every test of the Python package, or those that ARGS ask for;
-                                  with --oldest those that also run with the oldest torch, with
-                                  --vllm those of vLLM's engines
-  wheel                           the Python package, built
+  test frameworks [NAMES]         the package with other frameworks: oldest-torch, vllm, trl, verl,
+                                  sglang (some 18 GB in all)
+  test platforms [NAMES]          what can be shown of other machines here: aarch64, macos
+  ci [--all]                      every check, then every test; the frameworks and platforms that
+                                  something has changed for, or all of them
+  ci CHECKS                       some checks: fmt, arrows, deny, clippy, docs
+  pytest [--with FRAMEWORK] [ARGS]  every test of the Python package, or those that ARGS ask for
+  nextest [ARGS]                  the Rust tests that ARGS ask for
+  wheel                           the Python package, built as its users get it
   arrows                          the crate graph, held against the design's table
   soak [--hours N]                trainer, relay and workers for N hours: nothing they have may grow
   bench GROUP [--json] [--plot]   one group of benchmarks
@@ -68,11 +74,12 @@ fn main() -> ExitCode {
 
 fn run(args: &[&str]) -> Result<(), Error> {
     match args {
-        ["test"] => test::run(&Places::open()?),
         ["test", "quick"] => test::quick(&Places::open()?),
-        ["test", "frameworks", names @ ..] => frameworks::all(&Places::open()?, names),
-        ["test", "platforms", names @ ..] => platforms::all(&Places::open()?, names),
-        ["ci"] => ci::run(&Places::open()?),
+        ["test", "frameworks", names @ ..] => frameworks::run(&Places::open()?, names),
+        ["test", "platforms", names @ ..] => platforms::run(&Places::open()?, names),
+        ["test", names @ ..] => test::run(&Places::open()?, names),
+        ["ci", args @ ..] => ci::run(&Places::open()?, args),
+        ["nextest", rest @ ..] => test::some(&Places::open()?, rest),
         ["arrows"] => arrows::run(&Places::open()?).map(drop),
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),
         ["wheel"] => wheel::run(&Places::open()?),

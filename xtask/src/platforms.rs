@@ -8,8 +8,8 @@ use crate::error::Error;
 use crate::marks::{self, Passed};
 use crate::places::Places;
 use crate::python;
+use crate::report::Report;
 use crate::step;
-use crate::test;
 use crate::tools;
 
 /// What each passed with last. A run of them writes it.
@@ -58,12 +58,10 @@ fn aarch64(places: &Places) -> Result<(), Error> {
     tools::AARCH64_GCC.provide()?;
     tools::AARCH64_LIBC.provide()?;
     let cargo = |words: &str| {
-        let (level, value) = test::OPT_LEVEL;
         let mut cargo = places.cargo();
         cargo
             .args(words.split(' '))
             .args(["--locked", "--quiet", "--target", AARCH64])
-            .env(level, value)
             .env("CC_aarch64_unknown_linux_gnu", "aarch64-linux-gnu-gcc")
             .env(
                 "CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER",
@@ -118,12 +116,10 @@ fn macos(places: &Places) -> Result<(), Error> {
         .env("PYO3_NO_PYTHON", "1");
     step::run("macos: everything, compiled", &mut clippy)?;
 
-    let (level, value) = test::OPT_LEVEL;
     let mut portable = places.command(nextest);
     portable
         .args("nextest run --locked --no-tests=fail --package weightsync-net".split(' '))
-        .args(["--test", "conformance", "--filterset", WITHOUT_RELAYS])
-        .env(level, value);
+        .args(["--test", "conformance", "--filterset", WITHOUT_RELAYS]);
     step::run(
         "macos: the code for it, run on Linux",
         places.with_cfg(&mut portable, "portable"),
@@ -135,10 +131,20 @@ impl Platform {
     fn mark(&self, root: &Path) -> Result<String, Error> {
         marks::of(root, self.sources.iter().map(|one| (*one).to_owned()))
     }
+
+    fn note_if_it_passes(&self, places: &Places, report: &mut Report) -> Result<(), Error> {
+        // Before it runs: what is edited from here on was not tested.
+        let mark = self.mark(places.root())?;
+        let alone = format!("cargo xtask test platforms {}", self.name);
+        match report.step(self.name, &alone, || (self.run)(places)) {
+            Some(()) => PASSED.note(places.root(), self.name, &mark),
+            None => Ok(()),
+        }
+    }
 }
 
 /// Runs all of them, or those with these names, and notes what passed.
-pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
+pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
     let known: Vec<&str> = PLATFORMS.iter().map(|one| one.name).collect();
     if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
         return Err(Error::Usage(format!(
@@ -146,19 +152,22 @@ pub fn all(places: &Places, names: &[&str]) -> Result<(), Error> {
             known.join(", ")
         )));
     }
-    for one in PLATFORMS {
-        if names.is_empty() || names.contains(&one.name) {
-            // Before it runs: what is edited from here on was not tested.
-            let mark = one.mark(places.root())?;
-            (one.run)(places)?;
-            PASSED.note(places.root(), one.name, &mark)?;
-        }
+    let mut report = Report::begin();
+    let chosen = |one: &Platform| names.is_empty() || names.contains(&one.name);
+    for one in PLATFORMS.iter().filter(|one| chosen(one)) {
+        one.note_if_it_passes(places, &mut report)?;
     }
-    Ok(())
+    report.end()
+}
+
+/// Runs all of them, as steps of a longer run.
+pub fn all(places: &Places, report: &mut Report) -> Result<(), Error> {
+    let mut platforms = PLATFORMS.iter();
+    platforms.try_for_each(|one| one.note_if_it_passes(places, report))
 }
 
 /// Runs those that something has changed for since they passed.
-pub fn changed(places: &Places) -> Result<(), Error> {
+pub fn changed(places: &Places, report: &mut Report) -> Result<(), Error> {
     for one in PLATFORMS {
         if PASSED.has(places.root(), one.name, &one.mark(places.root())?)? {
             eprintln!(
@@ -166,7 +175,7 @@ pub fn changed(places: &Places) -> Result<(), Error> {
                 one.name, one.name
             );
         } else {
-            (one.run)(places)?;
+            one.note_if_it_passes(places, report)?;
         }
     }
     Ok(())

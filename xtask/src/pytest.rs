@@ -4,64 +4,52 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::Error;
-use crate::frameworks;
+use crate::frameworks::{self, Framework};
 use crate::places::Places;
 use crate::python;
+use crate::report::{Report, Runner};
 use crate::step;
-use crate::test::OBJECTS_PYTHON;
+use crate::test::{self, OBJECTS_PYTHON};
 use crate::tools;
-use crate::wheel;
+use crate::wheel::{self, Profile};
 
 /// The module in Rust, whose stubs are written by hand.
 const MODULE: &str = "weightsync._native";
-
-/// What runs with the oldest torch as well: sending from and loading into modules, tensors of every
-/// dtype, threads that share a module, and the guard, without torch's own compiler of code.
-const WITH_OLDEST: &[&str] = &[
-    "python/tests/core/test_background.py",
-    "python/tests/core/test_compile.py",
-    "python/tests/core/test_dtypes.py",
-    "python/tests/core/test_modules.py",
-    "python/tests/core/test_readers.py",
-    "-k",
-    "not inductor",
-];
 
 /// Four processes run the tests: most of them wait for processes that they start. A process takes
 /// tests that no other has begun, and tests that share a fixture of their file stay together.
 const SIDE_BY_SIDE: &[&str] = &["--numprocesses=4", "--dist=loadscope"];
 
-/// An engine takes a core and some gigabytes of memory.
-const ENGINES_SIDE_BY_SIDE: &[&str] = &["--numprocesses=2", "--dist=loadscope"];
-
-/// The tests with vLLM's engines, which run in an environment of their own.
-const WITH_VLLM: &str = "python/tests/vllm_engines";
-
-/// Builds and installs the package, and tests it with the environment in `python`, a part of it
-/// with the one in `oldest`, and its engines with the one in `vllm`.
+/// Builds and installs the package, and tests it with the environment of the tests.
 ///
-/// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml. When a
-/// test fails, pytest's summary is the last thing printed.
-pub fn run(
-    places: &Places,
-    python: &Path,
-    oldest: &Path,
-    vllm: &Path,
-    timeout: Option<u32>,
-) -> Result<(), Error> {
-    let wheel = wheel::build(places, python)?;
-    wheel::test_alone(places, python, &wheel)?;
-    let own = wheel::install_over(places, python, "tests", &wheel)?;
-    step::run("stubs", &mut stubtest(places, &own))?;
-    let oldest = wheel::install_over(places, oldest, "oldest", &wheel)?;
-    let mut with_oldest = timed(command(places, &oldest)?, timeout);
-    step::run_reported("the oldest torch", with_oldest.args(WITH_OLDEST))?;
-    let vllm = wheel::install_over(places, vllm, "vllm", &wheel)?;
-    let mut with_vllm = timed(command(places, &vllm)?, timeout);
-    step::run_reported("vLLM", with_vllm.args(ENGINES_SIDE_BY_SIDE).arg(WITH_VLLM))?;
-    frameworks::changed(places, &wheel)?;
-    let mut tests = timed(command(places, &own)?, timeout);
-    step::run_reported("python tests", tests.args(SIDE_BY_SIDE)).map(drop)
+/// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml.
+pub fn all(places: &Places, report: &mut Report, timeout: Option<u32>) {
+    let alone = "cargo xtask test python";
+    let built = report.step("wheel", alone, || {
+        let python = python::TESTS.provide(places)?;
+        let wheel = wheel::build(places, &python, Profile::Tests)?;
+        let own = wheel::install_over(places, &python, "tests", &wheel)?;
+        Ok((python, wheel, own))
+    });
+    let Some((python, wheel, own)) = built else {
+        report.not_run("python", alone, "there is no wheel");
+        return;
+    };
+    report.step("wheel alone", alone, || {
+        wheel::test_alone(places, &python, &wheel)
+    });
+    report.step("stubs", alone, || {
+        step::run("stubs", &mut stubtest(places, &own))
+    });
+    match command(places, &own) {
+        Ok(tests) => {
+            let mut tests = timed(tests, timeout);
+            tests.args(SIDE_BY_SIDE);
+            let runner = Runner::Pytest { with: None };
+            report.tests(places, "python", alone, runner, &mut tests);
+        }
+        Err(error) => report.not_run("python", alone, &error.to_string()),
+    }
 }
 
 fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
@@ -76,34 +64,20 @@ fn timed(mut tests: Command, timeout: Option<u32>) -> Command {
     tests
 }
 
-/// `cargo xtask pytest [ARGS]`: all of the above, or only the tests that the arguments ask for; after
-/// `--oldest` with the oldest torch, after `--vllm` with vLLM.
+/// `cargo xtask pytest [--with FRAMEWORK] [ARGS]`: all of the above, or only the tests that the
+/// arguments ask for, with the environment of the tests or with that of a framework.
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     match args {
-        [] => {
-            tools::IPROUTE.provide()?;
-            tools::CHROMIUM.provide()?;
-            let python = python::TESTS.provide(places)?;
-            let oldest = python::OLDEST.provide(places)?;
-            run(
-                places,
-                &python,
-                &oldest,
-                &python::VLLM.provide(places)?,
-                None,
-            )
-        }
-        ["--oldest", rest @ ..] => {
-            let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
-            let oldest = python::OLDEST.provide(places)?;
-            let own = wheel::install_over(places, &oldest, "oldest", &wheel)?;
-            let chosen = if rest.is_empty() { WITH_OLDEST } else { rest };
-            step::run_last("the oldest torch", command(places, &own)?.args(chosen))
-        }
-        ["--vllm", rest @ ..] => {
-            let own = installed_for_vllm(places)?;
-            let chosen = if rest.is_empty() { &[WITH_VLLM] } else { rest };
-            step::run_last("vLLM", command(places, &own)?.args(chosen))
+        [] => test::run(places, &["python"]),
+        ["--with", name, rest @ ..] => {
+            let one = frameworks::named(name)?;
+            let own = installed_for(places, one, Profile::Tests)?;
+            let mut tests = command(places, &own)?;
+            let chosen: Vec<String> = match rest.is_empty() {
+                true => one.arguments(),
+                false => rest.iter().map(|arg| (*arg).to_owned()).collect(),
+            };
+            step::run_last(one.name, tests.args(chosen))
         }
         chosen => {
             // Most tests do without. The others say so themselves.
@@ -112,23 +86,27 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
                     eprintln!("warning: {error}");
                 }
             }
-            let own = installed(places)?;
+            let own = installed(places, Profile::Tests)?;
             step::run_last("python tests", command(places, &own)?.args(chosen))
         }
     }
 }
 
 /// The Python that sees the package, just built, and the packages ours is tested and compared with.
-pub fn installed(places: &Places) -> Result<PathBuf, Error> {
+pub fn installed(places: &Places, profile: Profile) -> Result<PathBuf, Error> {
     let python = python::TESTS.provide(places)?;
-    let wheel = wheel::build(places, &python)?;
+    let wheel = wheel::build(places, &python, profile)?;
     wheel::install_over(places, &python, "tests", &wheel)
 }
 
-/// The Python that sees the package, just built, and vLLM.
-pub fn installed_for_vllm(places: &Places) -> Result<PathBuf, Error> {
-    let wheel = wheel::build(places, &python::TESTS.provide(places)?)?;
-    wheel::install_over(places, &python::VLLM.provide(places)?, "vllm", &wheel)
+/// The Python that sees the package, just built, and a framework.
+pub fn installed_for(
+    places: &Places,
+    framework: &Framework,
+    profile: Profile,
+) -> Result<PathBuf, Error> {
+    let wheel = wheel::build(places, &python::TESTS.provide(places)?, profile)?;
+    framework.installed(places, &wheel)
 }
 
 /// Holds the stubs against the module. What it reads is configured in pyproject.toml.

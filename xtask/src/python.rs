@@ -14,13 +14,12 @@ use crate::error::Error;
 use crate::places::{self, Places};
 use crate::step;
 
-/// What the Python tests, `bench/delta` and the scripts in `bench/peers` itself run in. One for all:
-/// torch alone is some 5 GB.
+/// What the Python tests, `bench/delta` and the scripts in `bench/peers` itself run in. One for all.
 pub const TESTS: Environment = Environment {
     name: "tests",
     requirements: "python/requirements-test.txt",
     imports: "torch, torchrl, ray, zstandard, sentence_transformers, maturin, mypy, pytest, xdist",
-    with_dependencies: true,
+    dependencies: Dependencies::OnGpu,
     on: None,
 };
 
@@ -30,7 +29,7 @@ pub const OLDEST: Environment = Environment {
     name: "oldest",
     requirements: "python/requirements-oldest.txt",
     imports: "torch, numpy, ml_dtypes, pytest, pytest_timeout",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: None,
 };
 
@@ -39,7 +38,7 @@ pub const VLLM: Environment = Environment {
     name: "vllm",
     requirements: "python/requirements-vllm.txt",
     imports: "vllm, torch, transformers, pytest, pytest_timeout, xdist",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: None,
 };
 
@@ -49,7 +48,7 @@ pub const OBJECTS: Environment = Environment {
     name: "objects",
     requirements: "python/requirements-objects.txt",
     imports: "moto.server, moto.s3.responses, werkzeug.serving, flask_cors, kubernetes_validate, yaml",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: None,
 };
 
@@ -59,8 +58,8 @@ pub const NET: Environment = Environment {
     name: "net",
     requirements: "python/requirements-net.txt",
     imports: "torch, numpy, ray, zmq",
-    with_dependencies: true,
-    on: None,
+    dependencies: Dependencies::Listed,
+    on: Some(&TESTS),
 };
 
 /// What checks the code for macOS, which some crates compile C for.
@@ -68,7 +67,7 @@ pub const ZIG: Environment = Environment {
     name: "zig",
     requirements: "python/requirements-zig.txt",
     imports: "ziglang",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: None,
 };
 
@@ -77,7 +76,7 @@ pub const TRL: Environment = Environment {
     name: "trl",
     requirements: "python/requirements-trl.txt",
     imports: "trl, vllm, torch, transformers, pytest",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: Some(&VLLM),
 };
 
@@ -86,7 +85,7 @@ pub const VERL: Environment = Environment {
     name: "verl",
     requirements: "python/requirements-verl.txt",
     imports: "verl, ray, torch, pytest",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: Some(&TESTS),
 };
 
@@ -95,7 +94,7 @@ pub const SGLANG: Environment = Environment {
     name: "sglang",
     requirements: "python/requirements-sglang.txt",
     imports: "sglang, torch, transformers, pytest",
-    with_dependencies: false,
+    dependencies: Dependencies::Listed,
     on: None,
 };
 
@@ -120,11 +119,25 @@ pub struct Environment {
     requirements: &'static str,
     /// What must be importable before it counts as complete.
     imports: &'static str,
-    /// Whether what its packages depend on is installed too. Otherwise its lines name all of it.
-    with_dependencies: bool,
+    dependencies: Dependencies,
     /// An environment whose packages it sees too, after its own.
     on: Option<&'static Environment>,
 }
+
+/// Where the packages come from that the packages of an environment depend on.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Dependencies {
+    /// Its lines name all that are needed without a GPU.
+    Listed,
+    /// The same, and on a machine with a GPU pip installs those that a GPU needs.
+    OnGpu,
+}
+
+/// Has torch load without CUDA's libraries.
+const STAND_INS: &str = include_str!("cuda_stand_ins.py");
+
+/// What NVIDIA's driver makes.
+const GPU: &str = "/dev/nvidiactl";
 
 impl Environment {
     /// The environment's Python: one made before, or one made now (minutes, and the package index
@@ -158,6 +171,10 @@ impl Environment {
             // Its place changes with its lines.
             text.push_str(&format!("\n{}\n", on.display()));
         }
+        if self.resolves() {
+            text.push_str("\nwith what a GPU needs\n");
+        }
+        text.push_str(STAND_INS);
         let (python, version) = choose(interpreters)?;
         let _lock = places::lock(environments)?;
         let home = environments.join(format!("{}-{}", self.name, key(&version, &text)));
@@ -201,18 +218,19 @@ impl Environment {
             missing("it could not be begun", &error, fix)
         })?;
 
-        eprintln!("(once: some minutes and several GB)");
+        eprintln!("(once: a minute or more, and up to several GB)");
         let own = making.join("bin/python");
         if let Some(on) = on {
             see(&own, on)?;
         }
         let mut pip = Command::new(&own);
         pip.args("-m pip install --quiet --disable-pip-version-check --no-input".split(' '))
-            // Building torch from its sources would take hours and fail.
-            .arg("--only-binary=:all:")
+            // Building torch from its sources would take hours and fail. Each environment is made
+            // once, so a copy of what was downloaded would be gigabytes that nobody reads.
+            .args(["--only-binary=:all:", "--no-cache-dir"])
             .arg("--requirement")
             .arg(requirements);
-        if !self.with_dependencies {
+        if !self.resolves() {
             pip.arg("--no-deps");
         }
         step::run(&format!("{} packages", self.name), &mut pip).map_err(|error| {
@@ -224,6 +242,21 @@ impl Environment {
             missing("its packages could not be installed", &error, &fix)
         })?;
 
+        let script = making.join("cuda_stand_ins.py");
+        fs::write(&script, STAND_INS).map_err(|source| Error::Io {
+            doing: format!("writing {}", script.display()),
+            source,
+        })?;
+        let mut stand_ins = Command::new(&own);
+        stand_ins.arg(script);
+        step::run(&format!("{} stand-ins for CUDA", self.name), &mut stand_ins).map_err(
+            |error| {
+                let fix =
+                    "install a C compiler with its binutils (Debian: apt install gcc binutils)";
+                missing("torch has no stand-ins for CUDA", &error, fix)
+            },
+        )?;
+
         let mut import = Command::new(&own);
         import.args(["-c", &format!("import {}", self.imports)]);
         step::run(&format!("{} imports", self.name), &mut import)
@@ -232,6 +265,13 @@ impl Environment {
                 let fix = format!("see what the import of {} says above", self.imports);
                 missing("its packages do not load", &error, &fix)
             })
+    }
+}
+
+impl Environment {
+    /// Whether pip finds out what its packages depend on.
+    fn resolves(&self) -> bool {
+        self.dependencies == Dependencies::OnGpu && Path::new(GPU).exists()
     }
 }
 

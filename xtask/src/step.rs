@@ -1,10 +1,11 @@
 //! One step of a run: a command, what it is called, how long it took.
 
 use std::io;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
+use crate::orphans::Watch;
 
 /// Runs a command to its end with its output passed through, between two lines that name the step
 /// and its duration.
@@ -13,7 +14,7 @@ use crate::error::Error;
 pub fn run(name: &str, command: &mut Command) -> Result<Duration, Error> {
     begin(name, command);
     let took = finish(name, command, false)?;
-    end(name, took);
+    eprintln!("── {name}: ok, {}", seconds(took));
     Ok(took)
 }
 
@@ -23,17 +24,25 @@ pub fn run_last(name: &str, command: &mut Command) -> Result<(), Error> {
     finish(name, command, true).map(drop)
 }
 
-/// Runs a step that prints a summary of its own, which stays the last thing printed if it fails.
-pub fn run_reported(name: &str, command: &mut Command) -> Result<Duration, Error> {
+/// Runs tests, and ends every process that outlives the test which started it. What was ended is
+/// returned, one line each, next to the outcome.
+pub fn run_tests(name: &str, command: &mut Command) -> (Result<Duration, Error>, Vec<String>) {
+    let watch = Watch::begin(command);
     begin(name, command);
-    let took = finish(name, command, true)?;
-    end(name, took);
-    Ok(took)
-}
-
-/// Prints the line that ends a step.
-pub fn end(name: &str, took: Duration) {
-    eprintln!("── {name}: ok, {}", seconds(took));
+    let begun = Instant::now();
+    let outcome = match command.stdin(Stdio::null()).spawn().map_err(start(name)) {
+        Err(error) => return (Err(error), Vec::new()),
+        Ok(mut child) => watch
+            .until_it_ends(&mut child)
+            .map_err(start(name))
+            .and_then(|status| passed(name, status, true).map(|()| begun.elapsed())),
+    };
+    let ended = watch.end();
+    match &outcome {
+        Ok(took) => eprintln!("── {name}: ok, {}", seconds(*took)),
+        Err(error) => eprintln!("── {error}"),
+    }
+    (outcome, ended)
 }
 
 /// A duration as the steps print it.
@@ -84,8 +93,12 @@ fn begin(name: &str, command: &Command) {
 fn finish(name: &str, command: &mut Command, reported: bool) -> Result<Duration, Error> {
     let begun = Instant::now();
     let status = command.stdin(Stdio::null()).status().map_err(start(name))?;
+    passed(name, status, reported).map(|()| begun.elapsed())
+}
+
+fn passed(name: &str, status: ExitStatus, reported: bool) -> Result<(), Error> {
     match status.success() {
-        true => Ok(begun.elapsed()),
+        true => Ok(()),
         false => Err(Error::Failed {
             step: name.into(),
             code: status.code(),

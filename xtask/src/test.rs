@@ -1,21 +1,20 @@
-//! `cargo xtask test`: every test, with what the tests need set up first.
+//! `cargo xtask test`: every test of what the README promises, with what the tests need set up first.
 //!
 //! Doc tests, then the loom models of the shared-memory protocol, then the Python package, as a
 //! wheel that was just built, then everything else under nextest: unit and integration tests and
-//! the fuzz targets, each in its own process with its own time limit. nextest comes last, and its
-//! summary ends the run, but for how long the run took.
+//! the fuzz targets, each in its own process with its own time limit. Every part runs, also where
+//! one before it failed. The tests with other frameworks and for other platforms have commands of
+//! their own ([`frameworks`](crate::frameworks), [`platforms`](crate::platforms)).
 
 use std::ffi::OsString;
 use std::fmt;
-use std::path::Path;
 use std::process::Command;
-use std::time::Instant;
 
 use crate::error::Error;
 use crate::places::Places;
-use crate::platforms;
 use crate::pytest;
 use crate::python;
+use crate::report::{Report, Runner};
 use crate::step;
 use crate::tools;
 
@@ -31,10 +30,6 @@ const GYM_PYTHON: &str = "WEIGHTSYNC_GYM_PYTHON";
 /// The crate whose protocol is modelled in loom.
 const LOOM_PACKAGE: &str = "weightsync-mem";
 
-/// The tests are built with the development profile's assertions and overflow checks, but optimised
-/// a little: the fuzz targets try sixty times as many inputs, and training in tests ends in seconds.
-pub const OPT_LEVEL: (&str, &str) = ("CARGO_PROFILE_DEV_OPT_LEVEL", "1");
-
 /// What a change is tested with while it is being made: unit tests, the tests of the library's
 /// interface, of the shared memory and of the frames, and the conformance suite by shared memory.
 const QUICK: &str = "kind(lib) | kind(bin) | binary(api) | binary(segment) | binary(wire) \
@@ -44,82 +39,161 @@ const QUICK: &str = "kind(lib) | kind(bin) | binary(api) | binary(segment) | bin
 const QUICK_TARGETS: &str = "--lib --bins --test api --test segment --test wire --test worker \
                              --test conformance";
 
-/// Runs every test.
-pub fn run(places: &Places) -> Result<(), Error> {
-    let begun = Instant::now();
+/// A part of the tests, which runs alone by its name.
+struct Part {
+    name: &'static str,
+    run: fn(&Places, &mut Report, Soak) -> Result<(), Error>,
+}
+
+const PARTS: &[Part] = &[
+    Part {
+        name: "doc",
+        run: doc,
+    },
+    Part {
+        name: "loom",
+        run: loom,
+    },
+    Part {
+        name: "python",
+        run: python_package,
+    },
+    Part {
+        name: "rust",
+        run: rust,
+    },
+];
+
+/// Runs every part, or those with these names.
+pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
+    let mut report = Report::begin();
+    parts(places, &mut report, names)?;
+    report.end()
+}
+
+/// The same, as steps of a longer run.
+///
+/// # Errors
+///
+/// What the machine lacks, before anything runs. A part that fails is noted in the report.
+pub fn parts(places: &Places, report: &mut Report, names: &[&str]) -> Result<(), Error> {
+    let known: Vec<&str> = PARTS.iter().map(|part| part.name).collect();
+    if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
+        return Err(Error::Usage(format!(
+            "there is no part `{unknown}` of the tests: expected `quick`, `frameworks`, \
+             `platforms`, or some of {}",
+            known.join(", ")
+        )));
+    }
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     eprintln!("rustc {}, {SOAK}: {soak}", places.rustc().release);
     eprintln!("build output: {}", places.target().display());
-    eprintln!(
-        "this runs the doc tests, loom, the Python tests (with the newest and the oldest torch, \
-         and with vLLM), then every other Rust test: some 15 minutes on 2 quiet cores. The first \
-         run also builds everything and installs some 10 GB of Python packages, which may take \
-         longer than the tests. `cargo xtask test quick` takes a minute once it is built"
-    );
-    let nextest = tools::NEXTEST.provide(places)?;
+    if names.is_empty() {
+        eprintln!(
+            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 10 \
+             minutes on 2 quiet cores. The first run also builds everything and downloads some 2 \
+             GB, which takes longer than the tests. `cargo xtask test quick` takes a minute once \
+             it is built"
+        );
+    }
+    for part in PARTS {
+        if names.is_empty() || names.contains(&part.name) {
+            (part.run)(places, report, soak)?;
+        }
+    }
+    Ok(())
+}
+
+/// Installs what the tests need, so that what is missing costs seconds and not the tests before it.
+pub fn provide(places: &Places) -> Result<(), Error> {
+    tools::NEXTEST.provide(places)?;
     if cfg!(target_os = "linux") {
         tools::IPROUTE.provide()?;
         tools::CHROMIUM.provide()?;
     }
-    let python = python::TESTS.provide(places)?;
-    let oldest = python::OLDEST.provide(places)?;
-    let vllm = python::VLLM.provide(places)?;
-    let objects = python::OBJECTS.provide(places)?;
-
-    let (level, value) = OPT_LEVEL;
-    let mut doc = places.cargo();
-    doc.args("test --workspace --all-features --doc --quiet".split(' '))
-        .env(level, value);
-    step::run("doc tests", &mut doc)?;
-
-    platforms::changed(places)?;
-
-    step::run("loom", &mut loom(places, &nextest))?;
-
-    pytest::run(places, &python, &oldest, &vllm, soak.pytest_timeout())?;
-
-    let mut tests = places.command(&nextest);
-    tests
-        .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
-        .args(["--profile", soak.nextest_profile()])
-        .env(OBJECTS_PYTHON, objects)
-        .env(GYM_PYTHON, python)
-        .env(level, value);
-    step::run_reported("tests", &mut tests)?;
-    step::end("everything", begun.elapsed());
-    Ok(())
+    python::TESTS.provide(places)?;
+    python::OBJECTS.provide(places).map(drop)
 }
 
-/// Runs the tests for daily work; see [`QUICK`].
-pub fn quick(places: &Places) -> Result<(), Error> {
-    eprintln!(
-        "this runs unit tests, the library's interface, shared memory and the conformance suite \
-         by shared memory: a minute on 2 quiet cores, and some 10 more where all is built \
-         first. It leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every other \
-         scheme: `cargo xtask test` runs them"
-    );
-    let nextest = tools::NEXTEST.provide(places)?;
-    let (level, value) = OPT_LEVEL;
-    let mut tests = places.command(&nextest);
-    tests
-        .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
-        .args(QUICK_TARGETS.split_whitespace())
-        .args(["--filterset", QUICK])
-        .env(level, value);
-    step::run_reported("quick tests", &mut tests).map(drop)
+fn doc(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
+    report.step("doc tests", "cargo xtask test doc", || {
+        let mut doc = places.cargo();
+        doc.args("test --workspace --all-features --doc --quiet".split(' '));
+        step::run("doc tests", &mut doc)
+    });
+    Ok(())
 }
 
 /// The models of the shared-memory protocol.
 ///
 /// Integration tests use what loom does not model, hence the library's own tests only. Models that
 /// went missing would pass silently, so nextest is told to fail where it finds none.
-fn loom(places: &Places, nextest: &Path) -> Command {
-    let mut command = places.command(nextest);
-    command
-        .args("nextest run --lib --profile loom --cargo-profile release --no-tests=fail".split(' '))
-        .args(["--package", LOOM_PACKAGE, "--filterset", "test(loom)"]);
-    places.with_cfg(&mut command, "loom");
-    command
+fn loom(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
+    let nextest = tools::NEXTEST.provide(places)?;
+    report.step("loom", "cargo xtask test loom", || {
+        let mut command = places.command(&nextest);
+        command
+            .args("nextest run --lib --profile loom --cargo-profile release".split(' '))
+            .args(["--no-tests=fail", "--package", LOOM_PACKAGE])
+            .args(["--filterset", "test(loom)"]);
+        step::run("loom", places.with_cfg(&mut command, "loom"))
+    });
+    Ok(())
+}
+
+fn python_package(places: &Places, report: &mut Report, soak: Soak) -> Result<(), Error> {
+    provide(places)?;
+    pytest::all(places, report, soak.pytest_timeout());
+    Ok(())
+}
+
+fn rust(places: &Places, report: &mut Report, soak: Soak) -> Result<(), Error> {
+    provide(places)?;
+    let profile = soak.nextest_profile();
+    let mut tests = nextest(places, profile)?;
+    tests.args(["--workspace", "--exclude", "weightsync-python"]);
+    let runner = Runner::Nextest { profile };
+    report.tests(places, "rust", "cargo xtask test rust", runner, &mut tests);
+    Ok(())
+}
+
+/// nextest, with what the tests find by variables.
+fn nextest(places: &Places, profile: &str) -> Result<Command, Error> {
+    let nextest = tools::NEXTEST.provide(places)?;
+    let mut tests = places.command(&nextest);
+    tests
+        .args("nextest run --all-features --no-tests=fail --profile".split(' '))
+        .arg(profile)
+        .env(OBJECTS_PYTHON, python::OBJECTS.provide(places)?)
+        .env(GYM_PYTHON, python::TESTS.provide(places)?);
+    Ok(tests)
+}
+
+/// `cargo xtask nextest ARGS`: the Rust tests that the arguments ask for.
+pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
+    let soak = Soak::parse(std::env::var_os(SOAK))?;
+    let mut tests = nextest(places, soak.nextest_profile())?;
+    if !args.iter().any(|arg| ["-p", "--package"].contains(arg)) {
+        tests.args(["--workspace", "--exclude", "weightsync-python"]);
+    }
+    step::run_last("rust", tests.args(args))
+}
+
+/// Runs the tests for daily work; see [`QUICK`].
+pub fn quick(places: &Places) -> Result<(), Error> {
+    eprintln!(
+        "this runs unit tests, the library's interface, shared memory and the conformance suite \
+         by shared memory: a minute on 2 quiet cores, and some more where all is built first. It \
+         leaves out Python, loom, doc tests, hosts, soaks, fuzzing and every other scheme: `cargo \
+         xtask test` runs them"
+    );
+    let nextest = tools::NEXTEST.provide(places)?;
+    let mut tests = places.command(&nextest);
+    tests
+        .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
+        .args(QUICK_TARGETS.split_whitespace())
+        .args(["--filterset", QUICK]);
+    step::run_last("quick tests", &mut tests)
 }
 
 /// How long the long tests run.

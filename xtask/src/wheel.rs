@@ -15,15 +15,24 @@ use crate::places::Places;
 use crate::python;
 use crate::step;
 
-/// `cargo xtask wheel`: builds the wheel and says where it is.
+/// How the wheel is compiled.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Profile {
+    /// As the Rust tests are, and with their crates.
+    Tests,
+    /// As users get it, and as it is measured.
+    Release,
+}
+
+/// `cargo xtask wheel`: builds the wheel as its users get it, and says where it is.
 pub fn run(places: &Places) -> Result<(), Error> {
-    let wheel = build(places, &python::TESTS.provide(places)?)?;
+    let wheel = build(places, &python::TESTS.provide(places)?, Profile::Release)?;
     println!("{}", wheel.display());
     Ok(())
 }
 
 /// Builds the wheel with the environment's maturin, into `wheels` of the build directory.
-pub fn build(places: &Places, python: &Path) -> Result<PathBuf, Error> {
+pub fn build(places: &Places, python: &Path, profile: Profile) -> Result<PathBuf, Error> {
     let folder = places.target().join("wheels");
     python::clear(&folder)?;
     let mut maturin = python::command(places, python);
@@ -34,6 +43,9 @@ pub fn build(places: &Places, python: &Path) -> Result<PathBuf, Error> {
         .arg(python)
         .arg("--out")
         .arg(&folder);
+    if profile == Profile::Tests {
+        maturin.args(["--profile", "dev"]);
+    }
     step::run("wheel", &mut maturin)?;
     only_wheel(&folder)
 }

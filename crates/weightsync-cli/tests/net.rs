@@ -1,6 +1,9 @@
 //! `weightsync relay`, `status` and `scrub` as a user meets them: the real binary,
 //! between a trainer and a worker on loopback.
 
+#[path = "../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
+
 use std::{
     fs::{self, Permissions},
     io::{BufRead, BufReader},
@@ -20,7 +23,9 @@ use weightsync_engine::{
 use weightsync_net::{Deltas, Distributed, Share, Token};
 
 /// More than an unoptimised build on a busy machine needs.
-const PATIENCE: Duration = Duration::from_secs(60);
+fn longest() -> Duration {
+    patience::patience(20)
+}
 
 #[test]
 fn relay_serves_and_shows_in_status_until_ctrl_c() {
@@ -156,7 +161,7 @@ fn scrub_finds_sender_damage_and_no_worker_gets_it() {
     // What was published is known of this one, so that the sender itself counts.
     let begun = Instant::now();
     while !text(&trainer.ask("scrub", &[]).stdout).starts_with("all of 2 versions") {
-        assert!(begun.elapsed() < PATIENCE);
+        assert!(begun.elapsed() < longest());
     }
     let all = trainer.weights.slice::<f32>("bias");
     damage(std::process::id(), all.expect("it is there"));
@@ -309,7 +314,7 @@ impl Trainer {
         let setup = SenderSetup::new("policy", &weights).expect("a model");
         let setup = setup.scheme(scheme).expect("a place");
         let info = setup.init_info();
-        let sender = setup.connect(&weights, Expect::Count(0), Some(PATIENCE));
+        let sender = setup.connect(&weights, Expect::Count(0), Some(longest()));
         Self {
             sender: Some(sender.expect("it waits for nobody")),
             weights,
@@ -329,10 +334,12 @@ impl Trainer {
     fn worker(&self, number: u32) -> JoinHandle<u64> {
         let setup = ReceiverSetup::new(self.info.clone(), number);
         let setup = setup;
-        let mut receiver = setup.connect(Some(PATIENCE)).expect("the trainer is there");
+        let mut receiver = setup
+            .connect(Some(longest()))
+            .expect("the trainer is there");
         thread::spawn(move || {
             let mut last = 0;
-            while let Ok(Some(weights)) = receiver.recv_timeout(PATIENCE) {
+            while let Ok(Some(weights)) = receiver.recv_timeout(longest()) {
                 last = weights.version().0;
             }
             last
@@ -393,7 +400,7 @@ impl Trainer {
             if done(&status) {
                 return status;
             }
-            assert!(begun.elapsed() < PATIENCE, "{status:#}");
+            assert!(begun.elapsed() < longest(), "{status:#}");
         }
     }
 }

@@ -90,7 +90,7 @@ use weightsync_engine::{
 };
 
 pub use crate::harness::scale;
-use crate::harness::scale::PATIENCE;
+use crate::harness::scale::longest;
 use crate::harness::shape::Shape;
 use crate::scenarios::{Need, Scenario};
 
@@ -291,9 +291,9 @@ fn interrupts(scheme: AnyScheme) -> bool {
         let setup = SenderSetup::new("policy", &weights)?.scheme(scheme)?;
         let _sender = setup
             .clone()
-            .connect(&weights, Expect::Count(0), Some(PATIENCE))?;
+            .connect(&weights, Expect::Count(0), Some(longest()))?;
         let worker = ReceiverSetup::new(setup.init_info(), 0);
-        worker.connect(Some(PATIENCE))?.interrupter()
+        worker.connect(Some(longest()))?.interrupter()
     };
     can.weights && can.push && !matches!(ask(), Err(Error::Unsupported { .. }))
 }

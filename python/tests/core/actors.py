@@ -8,9 +8,10 @@ import signal
 import traceback
 
 import torch
+from patience import patience
 
-# For a start or an answer. Generous, since only what fails waits for it to pass.
-SOON = 60.0
+# For a start or an answer.
+SOON = patience(30)
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "tensordict", "weightsync"])

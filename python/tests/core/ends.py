@@ -5,6 +5,7 @@ import threading
 
 import torch
 import weightsync
+from patience import patience
 from torch import nn
 
 # A message is a version that replaces the one before, or one of a queue.
@@ -21,7 +22,7 @@ PUSHING = [
 NEWEST = ["shared-mem", "multi-process", "multi-process:own-copy", *FAR]
 MODES = ["bind", "copy"]
 
-LONG = 60.0
+LONG = patience(30)
 
 
 class Shaped:

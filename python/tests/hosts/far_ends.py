@@ -3,11 +3,16 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import torch
 import weightsync
 
-LONG = 60.0
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from patience import patience
+
+LONG = patience(30)
 NUMEL = 1 << 18
 
 

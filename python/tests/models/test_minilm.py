@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patience
 
 SENTENCES = [
     "The weights a worker runs are whole.",
@@ -14,7 +15,7 @@ SENTENCES = [
     "",
 ]
 # For a worker to start, import its libraries and answer.
-SOON = 100.0
+SOON = patience(50)
 
 
 @functools.cache

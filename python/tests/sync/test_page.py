@@ -20,13 +20,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from patience import patience
 
 from weightsync import Synchronizer
 
 #: How long something may take that takes a quiet machine a second or two.
-PATIENCE = 60.0
+LONG = patience(30)
 
-pytestmark = pytest.mark.timeout(5 * PATIENCE)
+pytestmark = pytest.mark.timeout(150)
 
 #: A name with what HTML and SVG reserve.
 NAME = "<b>e0</b>\"'&amp;"
@@ -44,7 +45,7 @@ HAS_PROBLEM = "return document.getElementById('problem').checkVisibility()"
 
 def get(url, body=None):
     data = None if body is None else json.dumps(body).encode()
-    with urllib.request.urlopen(url, data, timeout=PATIENCE) as answer:
+    with urllib.request.urlopen(url, data, timeout=LONG) as answer:
         return answer.read()
 
 
@@ -93,7 +94,7 @@ class Browser:
 
     def wait_for(self, expected, script, *arguments):
         """Waits until a script finds this in the page."""
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + LONG
         while (found := self.run(script, *arguments)) != expected and time.monotonic() < until:
             time.sleep(0.05)
         assert found == expected, self.run("return document.body.innerText")
@@ -105,7 +106,7 @@ class Browser:
     def close(self):
         self._driver.kill()
         self._driver.communicate()
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + LONG
         while (left := self._processes()) and time.monotonic() < until:
             time.sleep(0.05)
         for process in left:

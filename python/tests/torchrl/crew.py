@@ -16,6 +16,7 @@ import signal
 import traceback
 
 import torch
+from patience import patience
 from torch import multiprocessing as mp
 from torch import nn
 
@@ -38,11 +39,8 @@ def scheme_by(module, name, *args, **how):
     return getattr(module, NETWORK[name])(**how)
 
 
-# For a start or an answer. Generous, since only what fails waits for it to pass.
-SOON = 90.0
-# Ours may take so many times longer than TorchRL's before a wait counts as one without end: only a
-# fault lets the time pass, and a busy machine is not to look like one. Most of TorchRL's never end.
-PATIENCE = 8
+# For a start or an answer.
+SOON = patience(30)
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["torch", "torchrl.collectors", "torchrl.weight_update"])
@@ -104,14 +102,14 @@ def _outcome(here, process):
 
 
 def _run(pipe, check, module, args):
-    global _caller, _patience
+    global _caller, _ours
     os.setsid()
     _die_with_parent()
     torch.set_num_threads(1)
     # Locks of a queue are then without a name, so that nothing is left of it after a kill.
     mp.set_start_method("fork", force=True)
     _caller = pipe
-    _patience = PATIENCE if module == "ours" else 1
+    _ours = module == "ours"
     pipe.send(("hurry", "the check", SOON))
     try:
         result = check(importlib.import_module(MODULES[module]), *args)
@@ -127,13 +125,14 @@ def _run(pipe, check, module, args):
 
 
 _caller = None
-_patience = 1
+_ours = True
 
 
 @contextlib.contextmanager
 def hurry(doing, within):
     """Inside a check: the block is to be through `within` seconds; else the check has hung."""
-    _caller.send(("hurry", doing, within * _patience))
+    # Most of TorchRL's waits never end, so its schemes are not waited for as long.
+    _caller.send(("hurry", doing, patience(within) if _ours else within))
     yield
     _caller.send(("hurry", "the check", SOON))
 

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from crew import Probe
+from patience import patience
 from tensordict import TensorDict
 from torch import nn
 from torchrl.weight_update import WeightStrategy
@@ -18,7 +19,7 @@ from weightsync import DeadlineError, LifecycleError, ModelError, WrongWeightsEr
 from weightsync.torchrl import _collector, _group
 
 KINDS = [ours.SharedMemWeightSyncScheme, ours.MultiProcessWeightSyncScheme]
-LONG = 60.0
+LONG = patience(30)
 
 
 @contextlib.contextmanager

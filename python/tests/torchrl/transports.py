@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import weightsync
 from crew import Probe, hurry, refused
+from patience import patience
 from tiny import weights_of
 from torch import multiprocessing as mp
 from torchrl.weight_update import WeightStrategy
 
-SOON = 60.0
+SOON = patience(30)
 PROMPT = 10.0
 
 

@@ -3,5 +3,7 @@
 mod bench;
 mod demo;
 mod diff;
+#[path = "../../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
 mod store;
 mod watch;

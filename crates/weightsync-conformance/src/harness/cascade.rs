@@ -8,7 +8,7 @@ use weightsync_engine::{
 
 use super::command::Answer;
 use super::process::Stop;
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::trainer::sent_report;
 
 /// How far it is.
@@ -21,9 +21,9 @@ pub(crate) enum CascadeNode {
 impl CascadeNode {
     /// Joins; its own workers are fed by the same scheme.
     pub(crate) fn join(setup: ReceiverSetup, scheme: AnyScheme) -> Result<(Self, Answer), Stop> {
-        let joined = Cascade::join(setup, Some(PATIENCE))?;
+        let joined = Cascade::join(setup, Some(longest()))?;
         let joined =
-            joined.configure(|setup| Ok(setup.scheme(scheme)?.send_timeout(Some(PATIENCE))))?;
+            joined.configure(|setup| Ok(setup.scheme(scheme)?.send_timeout(Some(longest()))))?;
         let info = joined.init_info();
         Ok((Self::Joined(Box::new(joined)), Answer::Info(info)))
     }
@@ -33,7 +33,7 @@ impl CascadeNode {
             return Err("it has been connected".into());
         };
         let expect = Expect::workers(workers.iter().copied());
-        let cascade = setup.connect(expect, Some(PATIENCE))?;
+        let cascade = setup.connect(expect, Some(longest()))?;
         Ok(Self::ByHand(Box::new(cascade)))
     }
 

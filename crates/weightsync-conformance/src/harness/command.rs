@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_engine::InitInfo;
 
 use super::fault::Fault;
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::shape::{Seen, Shape};
 
 /// What a process is told. Every command is received, and then has one answer, but for
@@ -194,7 +194,7 @@ impl Default for SendSettings {
             model: None,
             workers: None,
             wait: Wait::Applied,
-            deadline: PATIENCE,
+            deadline: longest(),
             partial: false,
             version: None,
             wait_late: true,
@@ -263,7 +263,7 @@ impl Join {
             insists: None,
             own: Vec::new(),
             sleeps: false,
-            deadline: PATIENCE,
+            deadline: longest(),
         }
     }
 }

@@ -8,7 +8,7 @@ use weightsync_engine::{
 
 use super::command::{Answer, Followed, FollowerState, SafePoints};
 use super::process::Stop;
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::shape::words_of;
 
 /// Models of its own, by name.
@@ -47,7 +47,7 @@ impl Follower {
     }
 
     pub(crate) fn wait_for(&self, version: u64, staged: bool) -> Result<Answer, Stop> {
-        let reached = self.0.wait(Some(PATIENCE), |status| {
+        let reached = self.0.wait(Some(longest()), |status| {
             let versions = match staged {
                 true => &status.staged,
                 false => &status.versions,
@@ -64,7 +64,7 @@ impl Follower {
 
     pub(crate) fn wait_for_the_end(&self) -> Result<Answer, Stop> {
         let ended = |status: &BackgroundStatus| !matches!(state(status), FollowerState::Follows);
-        match self.0.wait(Some(PATIENCE), ended)? || ended(&self.0.status()?) {
+        match self.0.wait(Some(longest()), ended)? || ended(&self.0.status()?) {
             true => self.look(),
             false => Err(format!("no end: {:?}", self.0.status()?).into()),
         }
@@ -73,7 +73,7 @@ impl Follower {
     /// Reads, again and again, until the models are of this number: always one
     /// whole set, and never an older one.
     pub(crate) fn read_until(&self, word: u64) -> Result<Answer, Stop> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + longest();
         let mut checks = 0;
         let mut last = 0;
         loop {

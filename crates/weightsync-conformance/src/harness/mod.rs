@@ -4,6 +4,7 @@ mod cascade;
 pub(crate) mod command;
 pub(crate) mod fault;
 mod follower;
+mod patience;
 pub(crate) mod process;
 pub(crate) mod resource_census;
 pub mod scale;

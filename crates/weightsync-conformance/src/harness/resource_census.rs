@@ -8,7 +8,7 @@ use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::command::ResourceCensus;
-use super::scale::PATIENCE;
+use super::scale::longest;
 
 /// Marks every process that a scenario starts, and theirs.
 pub(crate) const TOKEN: &str = "WEIGHTSYNC_CONFORMANCE_TOKEN";
@@ -25,7 +25,7 @@ pub(crate) fn take() -> ResourceCensus {
 /// Waits a moment for threads that were joined to leave the lists, then says
 /// what is there more than before, if anything.
 pub(crate) fn grown(before: ResourceCensus) -> Option<String> {
-    let deadline = Instant::now() + PATIENCE / 8;
+    let deadline = Instant::now() + longest() / 8;
     loop {
         let now = take();
         let more = now.descriptors > before.descriptors
@@ -67,7 +67,7 @@ impl Census {
     /// listens at these addresses.
     pub(crate) fn assert_nothing_left(&self, addresses: &[String]) {
         // The orphans of a killed process take a moment to be ended.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         while !self.processes().is_empty() && Instant::now() < deadline {
             std::thread::yield_now();
         }

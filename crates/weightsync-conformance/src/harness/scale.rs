@@ -4,13 +4,18 @@ use std::env;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Longer than anything takes on a busy machine: who says nothing for so long
-/// hangs.
-pub const PATIENCE: Duration = Duration::from_secs(40);
+pub use super::patience::{patience, slowness};
 
-/// What is a moment for a machine, however busy: far below [`PATIENCE`], which
-/// is what a wait that nothing ended would take.
-pub const MOMENT: Duration = Duration::from_secs(8);
+/// Longer than anything takes: what says nothing for so long hangs.
+pub fn longest() -> Duration {
+    patience(10)
+}
+
+/// What is a moment for the machine: far below [`longest`], which is what a wait that nothing ended
+/// would take.
+pub fn prompt_limit() -> Duration {
+    patience(2)
+}
 
 /// For a wait that is to end by its deadline.
 pub const BRIEF: Duration = Duration::from_millis(150);
@@ -28,8 +33,12 @@ pub(crate) fn set_slow(slow: bool) {
 
 /// A deadline within which a send reaches workers that are not held up.
 pub(crate) fn short() -> Duration {
-    let factor = if SLOW.load(Ordering::Relaxed) { 8 } else { 1 };
-    Duration::from_millis(300) * factor
+    let factor = if SLOW.load(Ordering::Relaxed) {
+        8.0
+    } else {
+        1.0
+    };
+    Duration::from_millis(300).mul_f64(factor * slowness())
 }
 
 /// `full` rounds scaled by `WEIGHTSYNC_SOAK`, but at least `least`.

@@ -16,7 +16,7 @@ use super::command::{
     TrainerSetup, Want, WorkerCommand, WorkerOutcome,
 };
 use super::resource_census::{Census, TOKEN, describe, state};
-use super::scale::{BRIEF, PATIENCE};
+use super::scale::{BRIEF, longest};
 use super::shape::Seen;
 use crate::Subject;
 
@@ -59,7 +59,7 @@ impl<'a> Script<'a> {
             .init_value(&subject.scheme)
             .expect("text has a postcard form")
             .env(TOKEN, token)
-            .grace(PATIENCE);
+            .grace(longest());
         Self {
             subject,
             workers: Group(group.start().expect("the processes start")),
@@ -150,7 +150,7 @@ impl<'a> Script<'a> {
             TRAINER,
             &Command::Trainer(TrainerCommand::Connect {
                 expect: expect.clone(),
-                deadline: PATIENCE,
+                deadline: longest(),
             }),
         );
         for (worker, join) in joins {
@@ -176,7 +176,7 @@ impl<'a> Script<'a> {
     pub(crate) fn dispatch(&mut self, process: usize, command: &Command) {
         let frame = postcard::to_stdvec(command).expect("a command has a postcard form");
         self.workers
-            .send(process, &frame, Some(PATIENCE))
+            .send(process, &frame, Some(longest()))
             .expect("it listens");
         // A command in the middle of another is its part.
         self.commands[process][0] += u64::from(!matches!(command, Command::GoOn));
@@ -310,7 +310,7 @@ impl<'a> Script<'a> {
             assert_eq!(seen.word(), word, "{seen:?}");
             return seen;
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         loop {
             let look = match self.subject.pulls() {
                 true => Answer::Seen(self.take(worker)),
@@ -336,7 +336,7 @@ impl<'a> Script<'a> {
     /// How a worker takes what is there for it.
     pub(crate) fn take_deed(&self) -> WorkerCommand {
         match self.subject.pulls() {
-            true => WorkerCommand::Pull(Want::Newest, Some(PATIENCE)),
+            true => WorkerCommand::Pull(Want::Newest, Some(longest())),
             false => WorkerCommand::Receive(None),
         }
     }
@@ -378,7 +378,7 @@ impl<'a> Script<'a> {
 
     /// Asks until the sender's view of its workers is as wanted.
     pub(crate) fn until_status(&mut self, wanted: impl Fn(&[Status]) -> bool) -> Vec<Status> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         loop {
             let status = self.status();
             if wanted(&status) {
@@ -497,7 +497,7 @@ impl<'a> Script<'a> {
             ..
         } = self;
         assert!(asleep.is_empty(), "processes that cannot end");
-        for (process, exit) in workers.shutdown(Some(PATIENCE)).into_iter().enumerate() {
+        for (process, exit) in workers.shutdown(Some(longest())).into_iter().enumerate() {
             let excused = exit.is_success() || may_die.contains(&process);
             assert!(excused, "process {process} {exit}\n{}", exit.stderr_text());
         }
@@ -516,7 +516,7 @@ impl<'a> Script<'a> {
 
     /// Waits for one event.
     fn listen(&mut self) {
-        match self.workers.recv_any(Some(PATIENCE)) {
+        match self.workers.recv_any(Some(longest())) {
             Some((from, event)) => self.on_event(from, event),
             None => panic!("nobody says anything: {:#?}", self.doings()),
         }
@@ -551,7 +551,7 @@ impl<'a> Script<'a> {
 
     fn until_state(&self, process: usize, wanted: char) {
         let pid = self.pid(process);
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         while state(pid) != Some(wanted) {
             assert!(Instant::now() < deadline, "{}", describe(pid));
             std::thread::yield_now();

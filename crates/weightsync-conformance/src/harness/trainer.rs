@@ -14,7 +14,7 @@ use super::command::{
     TrainerSetup, Wait, WorkerOutcome,
 };
 use super::process::{CommandPipe, Stop, die};
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::script::address;
 use super::shape::{Model, Seen, Shape, part, print_of, words_of};
 use super::source::{FaultySource, Shared, SourceFault, Strided};
@@ -74,7 +74,7 @@ impl Trainer {
             TrainerCommand::ConnectWith(what) => {
                 let setup = self.setup.clone().ok_or("nothing is prepared")?;
                 let sender = self.with_weights(&what, &SendSettings::default(), |weights| {
-                    Ok(setup.connect(weights, Expect::Count(0), Some(PATIENCE))?)
+                    Ok(setup.connect(weights, Expect::Count(0), Some(longest()))?)
                 })?;
                 self.sender = Some(sender);
                 Ok(Answer::Done)
@@ -170,7 +170,7 @@ impl Trainer {
             .history(lead.history)
             .checksums(lead.checksums)
             .async_send_limit(pending)
-            .send_timeout(Some(PATIENCE));
+            .send_timeout(Some(longest()));
         let info = setup.init_info();
         self.setup = Some(setup);
         self.opened = None;

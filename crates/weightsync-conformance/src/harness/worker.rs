@@ -14,7 +14,7 @@ use super::fault::Fault;
 use super::follower::{Follower, Own};
 use super::process::{CommandPipe, Stop, die};
 use super::resource_census::state;
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::shape::{Seen, Shape, TENSORS, words_of};
 
 type Done = Result<Answer, Stop>;
@@ -90,7 +90,7 @@ impl Worker {
                     let first = receiver.models()[0].id.to_string();
                     receiver
                         .loading_set(models)
-                        .pull(pull_of(want).model(&first).timeout(Some(PATIENCE)))
+                        .pull(pull_of(want).model(&first).timeout(Some(longest())))
                 })
             }
             WorkerCommand::ReadUntil { word, pulls } => self.read_until(word, pulls),
@@ -207,7 +207,7 @@ impl Worker {
         let interrupter = self.receiver()?.interrupter()?;
         let set = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let until = Instant::now() + PATIENCE;
+                let until = Instant::now() + longest();
                 while state(std::process::id()) != Some('S') && Instant::now() < until {
                     std::thread::yield_now();
                 }
@@ -347,10 +347,10 @@ impl Worker {
         let mut checks = 0;
         let mut last: Option<Seen> = None;
         let mut kept: Option<(SetSnapshot, Seen)> = None;
-        let mut until = Instant::now() + PATIENCE;
+        let mut until = Instant::now() + longest();
         loop {
             let set = match pulls {
-                true => self.pull(Want::Newest, Some(PATIENCE))?,
+                true => self.pull(Want::Newest, Some(longest()))?,
                 false => Some(self.receiver()?.set().recv()?),
             };
             let set = set.ok_or("nothing came")?;
@@ -391,7 +391,7 @@ impl Worker {
             }
             let news = |last: &Seen| last.versions() != seen.versions();
             if last.as_ref().is_none_or(news) {
-                until = Instant::now() + PATIENCE;
+                until = Instant::now() + longest();
             }
             last = Some(seen);
             if Instant::now() > until {

@@ -7,7 +7,7 @@ use crate::harness::command::{
     Answer, Command, FollowerState, Join, Payload, ResourceCensus, SafePoints, SendSettings,
     TrainerCommand, TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
 };
-use crate::harness::scale::{BRIEF, MOMENT, PATIENCE, rounds};
+use crate::harness::scale::{BRIEF, longest, prompt_limit, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::scenarios::leaks::{bounded, resource_census};
 
@@ -26,7 +26,7 @@ pub(crate) fn an_interrupt_ends_a_wait_and_loses_nothing(subject: &Subject) {
             Answer::Nothing
         );
     }
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
 
     // Nothing is left of them.
     let begun = Instant::now();
@@ -37,8 +37,8 @@ pub(crate) fn an_interrupt_ends_a_wait_and_loses_nothing(subject: &Subject) {
     assert_eq!(script.deed(0, WorkerCommand::Interrupt(1)), Answer::Done);
     script.send(Payload::Word(2), SendSettings::wait(Wait::Sent));
     let seen = loop {
-        match script.deed(0, WorkerCommand::Receive(Some(PATIENCE))) {
-            Answer::Nothing => assert!(begun.elapsed() < MOMENT, "it is lost"),
+        match script.deed(0, WorkerCommand::Receive(Some(longest()))) {
+            Answer::Nothing => assert!(begun.elapsed() < prompt_limit(), "it is lost"),
             answer => break answer.seen(),
         }
     };
@@ -152,7 +152,7 @@ pub(crate) fn waiting_thread_ends_at_once_and_leaves_nothing(subject: &Subject) 
             }
         }
         script.until_status(|workers| workers.len() == 1);
-        assert!(end.elapsed() < MOMENT, "{:?}", end.elapsed());
+        assert!(end.elapsed() < prompt_limit(), "{:?}", end.elapsed());
         match before {
             None if round == 1 => {
                 before = Some([
@@ -191,7 +191,7 @@ pub(crate) fn a_thread_knows_of_the_end_of_its_sender(subject: &Subject) {
             }
         };
         let followed = script.answer_of(0).followed();
-        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
         assert_eq!((followed.state, followed.one()), (state, (2, 2)));
         assert_eq!(script.deed(0, WorkerCommand::Unfollow), Answer::Done);
         script.close();
@@ -227,7 +227,7 @@ pub(crate) fn background_thread_sees_shutdown_and_finds_the_next(subject: &Subje
         script.prepare(lead.clone());
         let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
-            deadline: PATIENCE,
+            deadline: longest(),
         };
         assert_eq!(script.act(connect), Answer::Done);
         let sent = script.send(Payload::Word(5 + life), SendSettings::default());
@@ -336,7 +336,7 @@ pub(crate) fn a_cascade_passes_on_by_threads(subject: &Subject) {
             Answer::Done
         );
     }
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     send_down(&mut script, 6);
     for worker in [2, 3] {
         script.tell_worker(worker, WorkerCommand::Receive(None));
@@ -358,7 +358,7 @@ fn family(subject: &Subject) -> Script<'_> {
     let info = script.prepare(TrainerSetup::words(64));
     let connect = TrainerCommand::Connect {
         expect: vec![0],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(connect));
     let upper = script.head(0, &info);

@@ -8,7 +8,7 @@ use crate::harness::command::{
     TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{BRIEF, Dice, MOMENT, PATIENCE, rounds, seed, short};
+use crate::harness::scale::{BRIEF, Dice, longest, prompt_limit, rounds, seed, short};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::scenarios::leaks::{bounded, resource_census};
@@ -27,7 +27,7 @@ pub(crate) fn a_worker_killed_while_it_joins_is_replaced(subject: &Subject) {
         // Worker 1 dies in the rendez-vous, or as a late joiner.
         let late = round % 2 == 1;
         let expect = if late { vec![0] } else { vec![0, 1] };
-        let deadline = PATIENCE;
+        let deadline = longest();
         script.dispatch(
             TRAINER,
             &Command::Trainer(TrainerCommand::Connect { expect, deadline }),
@@ -89,7 +89,7 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
         }
         let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
-            deadline: PATIENCE,
+            deadline: longest(),
         };
         script.dispatch(TRAINER, &Command::Trainer(connect));
         script.kill_at(TRAINER, moment(&mut dice, rendezvous));
@@ -113,7 +113,7 @@ pub(crate) fn trainer_killed_in_connect_leaves_workers_usable(subject: &Subject)
                     assert!(in_words, "{}", fault.text);
                 }
             }
-            assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+            assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
         }
         script.raise(TRAINER);
         let info = script.prepare(TrainerSetup::words(64));
@@ -184,7 +184,7 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
     let begun = Instant::now();
     script.kill(2);
     let sent = script.answer(TRAINER).sent();
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     assert_eq!(
         sent.outcomes(),
         [
@@ -314,7 +314,7 @@ pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subje
     outcomes.retain(|line| *line != (0, WorkerOutcome::Died));
     assert_eq!(outcomes, [(1, WorkerOutcome::Applied)], "{}", sent.text);
     assert_eq!(script.answer_of(1).seen().word(), 3);
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     script.deliver_word(4, &[1]);
     script.close();
 }
@@ -374,7 +374,7 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
     for worker in 0..2 {
         assert_eq!(script.answer_of(worker).loaded().word(), Some(4));
     }
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     script.close();
 }
 
@@ -404,7 +404,7 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
             "{outcomes:?}"
         );
         assert!(
-            (lost || sent.took >= deadline) && sent.took < MOMENT,
+            (lost || sent.took >= deadline) && sent.took < prompt_limit(),
             "{:?}",
             sent.took
         );
@@ -456,7 +456,7 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
     let (mut last, mut queued) = (12, vec![2]);
     for word in 3..=last {
         let (sent, _) = script.deliver(Payload::Word(word), passing.clone(), &[1]);
-        assert!(sent.took < MOMENT, "{:?}: {}", sent.took, sent.text);
+        assert!(sent.took < prompt_limit(), "{:?}: {}", sent.took, sent.text);
         // One that gets every version has no room for all of these.
         if subject.can.every_version && sent.line(0).outcome == WorkerOutcome::Full {
             continue;
@@ -564,12 +564,12 @@ pub(crate) fn killed_sender_is_noticed_by_all_at_once(subject: &Subject) {
     }
     let fault = loop {
         match script.deed(2, WorkerCommand::Receive(Some(Duration::ZERO))) {
-            Answer::Nothing => assert!(begun.elapsed() < MOMENT, "it looks in vain"),
+            Answer::Nothing => assert!(begun.elapsed() < prompt_limit(), "it looks in vain"),
             answer => break answer.fault(),
         }
     };
     assert!(matches!(fault.kind, Kind::SenderDied(_)), "{}", fault.text);
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     // There is no run directory: nobody comes back, and that is said as well.
     let again = script.deed(0, WorkerCommand::Receive(None)).fault();
     assert!(matches!(again.kind, Kind::SenderDied(_)), "{}", again.text);

@@ -10,7 +10,7 @@ use crate::harness::command::{
     Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, WorkerCommand,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{BRIEF, Dice, MOMENT, rounds, seed};
+use crate::harness::scale::{BRIEF, Dice, prompt_limit, rounds, seed};
 use crate::harness::script::Script;
 use crate::harness::shape::Shape;
 
@@ -55,7 +55,7 @@ pub(crate) fn damaged_init_info_is_an_error(subject: &Subject) {
                 connected.is_err() || !subject.can.weights,
                 "nobody is there"
             );
-            assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+            assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
         }
     }
     println!(

@@ -15,7 +15,7 @@ use crate::harness::command::{
 };
 use crate::harness::fault::Kind;
 use crate::harness::resource_census;
-use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
+use crate::harness::scale::{BRIEF, longest, prompt_limit};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 
@@ -75,7 +75,7 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);
     let connect = TrainerCommand::Connect {
         expect: vec![0, 1, 7],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     assert_eq!(script.act(connect), Answer::Done);
     for word in 2..5 {
@@ -84,7 +84,7 @@ pub(crate) fn a_program_runs_unchanged_without_synchronisation(subject: &Subject
         // A wait without end would never return, and is refused.
         let refused = script.deed(0, WorkerCommand::Receive(None)).fault();
         assert_eq!(refused.kind, Kind::Unsupported, "{}", refused.text);
-        for timeout in [Some(PATIENCE), Some(Duration::ZERO)] {
+        for timeout in [Some(longest()), Some(Duration::ZERO)] {
             assert_eq!(
                 script.deed(0, WorkerCommand::Receive(timeout)),
                 Answer::Nothing
@@ -108,7 +108,7 @@ pub(crate) fn connect_is_a_rendezvous_in_either_order(subject: &Subject) {
     let info = script.prepare(TrainerSetup::words(64));
     let connect = TrainerCommand::Connect {
         expect: vec![0, 1],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(connect.clone()));
     script.until_it_sleeps(TRAINER);
@@ -168,7 +168,7 @@ pub(crate) fn missing_workers_are_named(subject: &Subject) {
     // Who has joined stays, and the next connect goes on waiting.
     let again = |expect: &[u32]| TrainerCommand::Connect {
         expect: expect.to_vec(),
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(again(&[0])));
     assert_eq!(script.answer(TRAINER), Answer::Done);
@@ -183,7 +183,7 @@ pub(crate) fn a_worker_that_joins_and_leaves_at_once_counts(subject: &Subject) {
     let info = script.prepare(TrainerSetup::words(64));
     let connect = TrainerCommand::Connect {
         expect: vec![0, 1],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(connect));
     assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
@@ -254,7 +254,7 @@ pub(crate) fn connecting_to_nobody_ends_by_its_deadline(subject: &Subject) {
         .fault();
     assert_eq!(fault.kind, Kind::NoSender, "{}", fault.text);
     assert!(
-        fault.retry && begun.elapsed() < MOMENT,
+        fault.retry && begun.elapsed() < prompt_limit(),
         "{:?}",
         begun.elapsed()
     );
@@ -267,7 +267,7 @@ pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
     let info = script.prepare(TrainerSetup::words(64));
     let connect = TrainerCommand::Connect {
         expect: vec![0],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(connect));
     let insists = Join {
@@ -282,7 +282,7 @@ pub(crate) fn a_worker_of_another_model_is_refused_by_name(subject: &Subject) {
     for fault in [worker, trainer] {
         assert!(fault.text.contains("b.weight"), "{}", fault.text);
     }
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     script.close();
 }
 
@@ -449,20 +449,20 @@ pub(crate) fn a_session_is_a_value_before_and_after_init(subject: &Subject) {
         let seen = thread::scope(|scope| {
             let end = scope.spawn(|| {
                 worker
-                    .connect_receiver(Some(PATIENCE))
+                    .connect_receiver(Some(longest()))
                     .expect("the trainer connects");
                 let receiver = worker.receiver().expect("it is connected");
                 let seen = match subject.pulls() {
                     true => {
-                        receiver.pull(weightsync_engine::Pull::newest().timeout(Some(PATIENCE)))
+                        receiver.pull(weightsync_engine::Pull::newest().timeout(Some(longest())))
                     }
-                    false => receiver.recv_timeout(PATIENCE),
+                    false => receiver.recv_timeout(longest()),
                 };
                 let seen = seen.expect("the trainer lives").expect("the first version");
                 crate::harness::shape::Model::of(&seen, true).expect("one version")
             });
             trainer
-                .connect_sender(&WORDS.make(round), Expect::Count(1), Some(PATIENCE))
+                .connect_sender(&WORDS.make(round), Expect::Count(1), Some(longest()))
                 .expect("a worker comes");
             end.join().expect("it has not panicked")
         });
@@ -499,7 +499,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
             "connect_receiver",
             "",
             session
-                .connect_receiver(Some(PATIENCE))
+                .connect_receiver(Some(longest()))
                 .expect_err("no receiver"),
         );
     };
@@ -510,7 +510,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
         "init_on_sender",
         session.init_on_receiver(0).expect_err("no sender is known"),
     );
-    let early = session.connect_sender(&weights, Expect::Count(0), Some(PATIENCE));
+    let early = session.connect_sender(&weights, Expect::Count(0), Some(longest()));
     wrong(
         "connect_sender",
         "init_on_sender",
@@ -520,7 +520,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
     session.init_on_sender("policy", &weights).expect("a model");
     unlinked(&mut session, "connect");
     session
-        .connect_sender(&weights, Expect::Count(0), Some(PATIENCE))
+        .connect_sender(&weights, Expect::Count(0), Some(longest()))
         .expect("nobody is expected");
     wrong(
         "init_on_sender",
@@ -539,7 +539,7 @@ pub(crate) fn a_call_out_of_order_says_what_to_do(subject: &Subject) {
         "",
         session.receiver().expect_err("it is a sender"),
     );
-    let again = session.connect_sender(&weights, Expect::Count(0), Some(PATIENCE));
+    let again = session.connect_sender(&weights, Expect::Count(0), Some(longest()));
     wrong("connect_sender", "", again.expect_err("it is connected"));
     // It is none the worse for it.
     assert_eq!(

@@ -8,7 +8,7 @@ use crate::harness::command::{
     WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{BRIEF, MOMENT, PATIENCE};
+use crate::harness::scale::{BRIEF, longest, prompt_limit};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::scenarios::send::loading;
@@ -48,7 +48,7 @@ pub(crate) fn a_wait_without_end_ends_with_a_shutdown(subject: &Subject) {
         let fault = script.answer_of(worker).fault();
         assert_eq!(fault.kind, Kind::SenderClosed, "{}", fault.text);
     }
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     script.close();
 }
 
@@ -254,7 +254,7 @@ pub(crate) fn a_worker_asks_for_the_newest_or_one_it_names(subject: &Subject) {
     }
     let mut pull = |want| {
         script
-            .deed(0, WorkerCommand::Pull(want, Some(PATIENCE)))
+            .deed(0, WorkerCommand::Pull(want, Some(longest())))
             .seen()
             .one()
     };
@@ -291,7 +291,7 @@ pub(crate) fn a_version_that_is_not_kept_is_said_to_be_so(subject: &Subject) {
     }
     for gone in [1, 2, 99] {
         let fault = script
-            .deed(0, WorkerCommand::Pull(Want::Exactly(gone), Some(PATIENCE)))
+            .deed(0, WorkerCommand::Pull(Want::Exactly(gone), Some(longest())))
             .fault();
         assert_eq!(fault.kind, Kind::NoSuchVersion, "{}", fault.text);
         assert!(
@@ -302,7 +302,7 @@ pub(crate) fn a_version_that_is_not_kept_is_said_to_be_so(subject: &Subject) {
     }
     assert_eq!(
         script
-            .deed(0, WorkerCommand::Pull(Want::Newest, Some(PATIENCE)))
+            .deed(0, WorkerCommand::Pull(Want::Newest, Some(longest())))
             .seen()
             .one(),
         (7, 7)
@@ -348,7 +348,7 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
     for word in 2..5 {
         script.send(Payload::Word(word), SendSettings::wait(Wait::Sent));
     }
-    let pull = |want| WorkerCommand::Pull(want, Some(PATIENCE));
+    let pull = |want| WorkerCommand::Pull(want, Some(longest()));
     assert_eq!(script.deed(0, pull(Want::Exactly(2))).seen().one(), (2, 2));
     assert_eq!(script.until_newest(0, 4).one(), (4, 4));
     assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
@@ -358,7 +358,7 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
     script.send(Payload::Word(5), SendSettings::wait(Wait::Sent));
     assert_eq!(script.deed(0, pull(Want::Exactly(3))).seen().one(), (3, 3));
     let runs = script
-        .deed(0, WorkerCommand::Receive(Some(PATIENCE)))
+        .deed(0, WorkerCommand::Receive(Some(longest())))
         .seen();
     assert_eq!(runs.one(), (5, 5));
     script.dispatch(
@@ -384,7 +384,7 @@ pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {
         script.send(Payload::Word(word), SendSettings::wait(Wait::Sent));
     }
     assert_eq!(script.answer_of(0), Answer::Nothing);
-    script.take_until(0, &WorkerCommand::Receive(Some(PATIENCE)), 6, word);
+    script.take_until(0, &WorkerCommand::Receive(Some(longest())), 6, word);
     let gone = script.deed(0, pull(Want::Exactly(2))).fault();
     assert_eq!(gone.kind, Kind::NoSuchVersion, "{}", gone.text);
     let before = script.deed(0, pull(Want::Exactly(word - 2))).seen();
@@ -457,7 +457,7 @@ pub(crate) fn several_workers_live_in_one_process(subject: &Subject) {
     let info = script.prepare(TrainerSetup::words(64));
     let connect = TrainerCommand::Connect {
         expect: vec![3, 1_000_000, 8],
-        deadline: PATIENCE,
+        deadline: longest(),
     };
     script.dispatch(TRAINER, &Command::Trainer(connect));
     let workers = [3, 8, 1_000_000];

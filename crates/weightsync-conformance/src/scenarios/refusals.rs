@@ -7,7 +7,7 @@ use weightsync_engine::{
 };
 
 use crate::Subject;
-use crate::harness::scale::PATIENCE;
+use crate::harness::scale::longest;
 use crate::harness::shape::Shape;
 
 /// Every call that is not offered is an error that names the scheme, and none of
@@ -27,7 +27,7 @@ pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
             .and_then(|setup| setup.add_model("critic", &weights))
             .and_then(|setup| {
                 let set = Set::new().with("policy", &weights).with("critic", &weights);
-                setup.connect(&set, Expect::Count(0), Some(PATIENCE))
+                setup.connect(&set, Expect::Count(0), Some(longest()))
             });
         refused(
             "several models at once",
@@ -41,7 +41,7 @@ pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
     let setup = setup().expect("a model and a place");
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&weights, Expect::Count(0), Some(PATIENCE))
+        .connect(&weights, Expect::Count(0), Some(longest()))
         .expect("nobody is expected");
     if !can.subsets {
         let sent = sender.send_with(&weights, &SendOptions::new().workers([0]));
@@ -65,7 +65,7 @@ pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
     }
     if subject.pulls() {
         let worker = ReceiverSetup::new(info.clone(), 1);
-        let mut receiver = worker.connect(Some(PATIENCE)).expect("there is a sender");
+        let mut receiver = worker.connect(Some(longest())).expect("there is a sender");
         assert!(
             receiver.recv().is_ok(),
             "the initial weights were asked for"
@@ -82,7 +82,7 @@ pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
     if !can.pull {
         let worker = ReceiverSetup::new(info, 0);
         let mut receiver = thread::scope(|scope| {
-            let joined = scope.spawn(|| worker.connect(Some(PATIENCE)));
+            let joined = scope.spawn(|| worker.connect(Some(longest())));
             joined
                 .join()
                 .expect("it has not panicked")
@@ -91,13 +91,13 @@ pub(crate) fn unstated_capabilities_are_refused(subject: &Subject) {
         refused(
             "pull",
             receiver
-                .pull(Pull::newest().timeout(Some(PATIENCE)))
+                .pull(Pull::newest().timeout(Some(longest())))
                 .expect_err("it cannot be asked"),
         );
     }
     if can.weights && can.push && !subject.interrupts {
         let worker = ReceiverSetup::new(sender.init_info(), 0);
-        let receiver = worker.connect(Some(PATIENCE)).expect("there is a sender");
+        let receiver = worker.connect(Some(longest())).expect("there is a sender");
         let background = receiver.in_background(weights.clone(), SafePoints::Implied);
         refused(
             "a background receiver",

@@ -8,7 +8,7 @@ use crate::harness::command::{
     WorkerCommand,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{BRIEF, Dice, PATIENCE, rounds, seed};
+use crate::harness::scale::{BRIEF, Dice, longest, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::scenarios::death::moment;
 
@@ -32,7 +32,7 @@ pub(super) fn open(subject: &Subject, workers: u32) -> (Script<'_>, TrainerSetup
 fn connect(expect: &[u32]) -> TrainerCommand {
     TrainerCommand::Connect {
         expect: expect.to_vec(),
-        deadline: PATIENCE,
+        deadline: longest(),
     }
 }
 

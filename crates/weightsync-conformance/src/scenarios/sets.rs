@@ -6,7 +6,7 @@ use crate::harness::command::{
     TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand, WorkerOutcome,
 };
 use crate::harness::fault::Kind;
-use crate::harness::scale::{Dice, PATIENCE, rounds, seed};
+use crate::harness::scale::{Dice, longest, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::harness::worker::own;
@@ -119,7 +119,7 @@ pub(crate) fn sender_killed_at_any_stage_leaves_one_whole_set(subject: &Subject)
         );
         let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
-            deadline: PATIENCE,
+            deadline: longest(),
         };
         assert_eq!(script.act(connect), Answer::Done);
         for worker in 0..2 {
@@ -192,7 +192,7 @@ pub(crate) fn a_sender_killed_at_random_moments_leaves_one_set(subject: &Subject
         script.prepare(lead.clone());
         let connect = TrainerCommand::Connect {
             expect: vec![0, 1],
-            deadline: PATIENCE,
+            deadline: longest(),
         };
         assert_eq!(script.act(connect), Answer::Done);
         for worker in 0..2 {
@@ -513,7 +513,7 @@ pub(crate) fn a_worker_asks_for_a_set(subject: &Subject) {
         (Want::AtLeast(2), [3, 4], [3, 4]),
     ] {
         let seen = script
-            .deed(0, WorkerCommand::Pull(want, Some(PATIENCE)))
+            .deed(0, WorkerCommand::Pull(want, Some(longest())))
             .seen();
         assert_eq!(
             (seen.words(), seen.versions()),

@@ -14,7 +14,7 @@ use weightsync_conformance::hosts::Hosts;
 
 /// Longer than anything takes on a busy machine, a retransmission after a cut
 /// included.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(40);
+pub(crate) use weightsync_conformance::scale::longest;
 
 /// The arguments that make this binary an end.
 pub(crate) const LISTEN: &str = "role:listen";
@@ -88,7 +88,7 @@ pub(crate) struct End {
 impl End {
     pub(crate) fn listen(command: &mut Command) -> Result<Self, Box<dyn Error>> {
         let mut end = Self::start(command.arg(LISTEN), 0)?;
-        end.port = end.output.line(PATIENCE)?.parse()?;
+        end.port = end.output.line(longest())?.parse()?;
         Ok(end)
     }
 

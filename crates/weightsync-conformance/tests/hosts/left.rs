@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use weightsync_conformance::hosts::Hosts;
 
-use crate::linux::ends::{PATIENCE, Words};
+use crate::linux::ends::{Words, longest};
 
 /// The names of the network interfaces of this process.
 pub(crate) fn interfaces() -> io::Result<BTreeSet<String>> {
@@ -38,7 +38,7 @@ pub(crate) fn occupy(hosts: &Hosts) -> Result<(Vec<Child>, Seen), Box<dyn Error>
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .spawn()?;
-        let line = Words::of(&mut child).line(PATIENCE)?;
+        let line = Words::of(&mut child).line(longest())?;
         seen.0.extend(Seen::parse(&line)?.0);
         children.push(child);
     }

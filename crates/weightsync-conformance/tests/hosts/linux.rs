@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use libtest_mimic::{Arguments, Failed, Trial};
 use weightsync_conformance::hosts::{Hosts, HostsError, MOST};
 
-use ends::{End, PATIENCE, Pair, Words};
+use ends::{End, Pair, Words, longest};
 
 /// The arguments that make this binary do something else than test.
 const OCCUPY: &str = "role:occupy";
@@ -69,9 +69,9 @@ fn reach() -> Outcome {
         for from in 0..4 {
             let mut pair = Pair::new(&hosts, from, to)?;
             pair.near.write(b"there")?;
-            assert_eq!(pair.far.read(5, PATIENCE)?, b"there", "{from} to {to}");
+            assert_eq!(pair.far.read(5, longest())?, b"there", "{from} to {to}");
             pair.far.write(b"back")?;
-            assert_eq!(pair.near.read(4, PATIENCE)?, b"back", "{to} to {from}");
+            assert_eq!(pair.near.read(4, longest())?, b"back", "{to} to {from}");
         }
     }
     Ok(())
@@ -101,7 +101,7 @@ fn own() -> Outcome {
     }
     let mut second = End::connect(&mut some.command(0, ends::program()?), "127.0.0.1", port)?;
     second.write(b"own")?;
-    assert_eq!(first.read(3, PATIENCE)?, b"own");
+    assert_eq!(first.read(3, longest())?, b"own");
     Ok(())
 }
 
@@ -118,7 +118,7 @@ fn slow() -> Outcome {
         };
         let begun = Instant::now();
         from.write(&bytes)?;
-        assert_eq!(to.read(bytes.len(), PATIENCE)?, bytes);
+        assert_eq!(to.read(bytes.len(), longest())?, bytes);
         Ok(begun.elapsed())
     };
     for near_to_far in [true, false] {
@@ -171,14 +171,14 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>) -> Outcome {
         }
         if broken == 1 {
             others.near.write(b"past")?;
-            assert_eq!(others.far.read(4, PATIENCE)?, b"past");
+            assert_eq!(others.far.read(4, longest())?, b"past");
         }
         // Twice is as good as once.
         fault(&hosts, broken)?;
         hosts.restore(broken)?;
         hosts.restore(broken)?;
-        assert_eq!(pair.far.read(3, PATIENCE)?, b"one");
-        assert_eq!(pair.near.read(3, PATIENCE)?, b"two");
+        assert_eq!(pair.far.read(3, longest())?, b"one");
+        assert_eq!(pair.near.read(3, longest())?, b"two");
     }
     Ok(())
 }
@@ -195,7 +195,7 @@ fn itself() -> Outcome {
         .spawn()?;
     let mut words = Words::of(&mut child);
     let expected = format!("{} /proc word", child.id());
-    assert_eq!(words.line(PATIENCE)?, expected);
+    assert_eq!(words.line(longest())?, expected);
     child.kill()?;
     assert_eq!(child.wait()?.to_string(), "signal: 9 (SIGKILL)");
     Ok(())
@@ -241,13 +241,13 @@ fn killed() -> Outcome {
         .stdout(Stdio::piped())
         .spawn()?;
     let mut words = Words::of(&mut child);
-    let seen = left::Seen::parse(&words.line(PATIENCE)?)?;
+    let seen = left::Seen::parse(&words.line(longest())?)?;
     let inhabitants = seen.inhabitants()?;
     // Three in each host, with who keeps it, and who keeps the world.
     assert!(inhabitants.len() > 2 * 3, "{inhabitants:?}");
     child.kill()?;
     child.wait()?;
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + longest();
     inhabitants.iter().try_for_each(|one| one.end(until))?;
     seen.gone()?;
     assert_eq!(left::interfaces()?, before);

@@ -18,7 +18,7 @@ use weightsync_engine::{
     Tensors, Version, WaitFor, WeightExtractor, WeightLoader,
 };
 
-use crate::{BRIEF, SOON, connect, pair, pair_by, weights};
+use crate::{BRIEF, connect, pair, pair_by, soon, weights};
 
 /// A model that is one number, so that a look shows what it has.
 fn number(value: f32) -> Tensors {
@@ -36,7 +36,7 @@ fn value(tensors: &Tensors) -> f32 {
 }
 
 fn wait_for<M: Send + Sync>(background: &Background<M>, version: u64) {
-    let there = background.wait(Some(SOON), |status| {
+    let there = background.wait(Some(soon()), |status| {
         status.version().unwrap() == Version(version)
     });
     assert!(there.unwrap(), "{background:?}");
@@ -49,13 +49,13 @@ fn sees<M: Send + Sync>(
 ) {
     let begun = Instant::now();
     while !wished(&background.status().unwrap()) {
-        assert!(begun.elapsed() < SOON, "{background:?}");
+        assert!(begun.elapsed() < soon(), "{background:?}");
         thread::yield_now();
     }
 }
 
 fn until(wait: WaitFor) -> SendOptions {
-    SendOptions::new().wait(wait).timeout(Some(SOON))
+    SendOptions::new().wait(wait).timeout(Some(soon()))
 }
 
 /// A sender of one number with one background receiver.
@@ -130,11 +130,11 @@ fn two() -> (Sender, Receiver) {
     let setup = setup
         .add_model("critic", &one)
         .unwrap()
-        .send_timeout(Some(SOON));
+        .send_timeout(Some(soon()));
     let info = setup.init_info();
-    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
+    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
-    let sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
+    let sender = setup.connect(&set, Expect::Count(1), Some(soon())).unwrap();
     (sender, worker.join().unwrap())
 }
 
@@ -154,11 +154,11 @@ fn model_loads_over_any_earlier_version() {
         let info = setup.init_info();
         let worker = thread::spawn(|| {
             let mut model = number(0.0);
-            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, Some(SOON));
+            let receiver = ReceiverSetup::new(info, 0).connect_into(&mut model, Some(soon()));
             (receiver.unwrap(), model)
         });
         let mut sender = setup
-            .connect(&number(1.0), Expect::Count(1), Some(SOON))
+            .connect(&number(1.0), Expect::Count(1), Some(soon()))
             .unwrap();
         let (mut receiver, model) = worker.join().unwrap();
         let sent = until(WaitFor::Sent);
@@ -177,7 +177,7 @@ fn model_loads_over_any_earlier_version() {
         assert_eq!(look(receiver, Tensors::new()), (1.0, 1), "{scheme}");
         // One that has less than the worker was handed since.
         let (_sender, receiver, model) = begin(scheme, |receiver| {
-            receiver.recv_timeout(SOON).unwrap().expect("a version");
+            receiver.recv_timeout(soon()).unwrap().expect("a version");
         });
         assert_eq!(look(receiver, model), (2.0, 2), "{scheme}");
     }
@@ -197,7 +197,7 @@ fn unloaded_model_does_not_serve() {
         ready: Mutex::new(ready),
     };
     thread::scope(|scope| {
-        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(SOON)));
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(soon())));
         // It is joined, and sends nothing yet.
         while receiver.latest().unwrap().is_some() {
             thread::yield_now();
@@ -208,7 +208,7 @@ fn unloaded_model_does_not_serve() {
         assert!(matches!(error, Error::NotWhole { .. }), "{error}");
         say.send(()).unwrap();
         let next = next.join().unwrap().unwrap();
-        let there = background.wait(Some(SOON), |status| status.run == next.run());
+        let there = background.wait(Some(soon()), |status| status.run == next.run());
         assert!(there.unwrap(), "{background:?}");
         assert_eq!(value(&background.read().unwrap()), 9.0);
     });
@@ -316,7 +316,7 @@ impl WeightExtractor for Unready {
 
     fn extract(&self, take: &mut dyn FnMut(&[Extracted<'_>]) -> Result<()>) -> Result<()> {
         let ready = self.ready.lock().unwrap();
-        ready.recv_timeout(SOON).expect("somebody says so");
+        ready.recv_timeout(soon()).expect("somebody says so");
         self.weights.extract(take)
     }
 }
@@ -326,7 +326,7 @@ fn background_snapshots_hold_only_the_newest() {
     // Room for what is at hand and what is written.
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let (mut sender, receivers) =
-        connect(setup.slots(2, 2).send_timeout(Some(SOON)), &weights(), 1);
+        connect(setup.slots(2, 2).send_timeout(Some(soon())), &weights(), 1);
     let mut receivers = receivers.into_iter();
     let snapshots = receivers.next().unwrap().snapshots_in_background().unwrap();
     assert_eq!(
@@ -339,7 +339,7 @@ fn background_snapshots_hold_only_the_newest() {
         let report = sender.send(&changing).unwrap();
         assert!(report.all_applied(), "{report}");
     }
-    let newest = snapshots.wait(Some(SOON), |set| set.versions()[0].1 == Version(9));
+    let newest = snapshots.wait(Some(soon()), |set| set.versions()[0].1 == Version(9));
     let newest = newest.unwrap().unwrap();
     assert_eq!(
         newest
@@ -365,7 +365,7 @@ fn no_sync_scheme_delivers_nothing() {
     let scheme: AnyScheme = "none".parse().unwrap();
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
-    let receiver = ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap();
+    let receiver = ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap();
     let background = receiver
         .in_background(number(5.0), SafePoints::Implied)
         .unwrap();
@@ -386,11 +386,11 @@ fn background_refuses_a_scheme_without_push() {
     let setup = setup().scheme(scheme).unwrap();
     let info = setup.init_info();
     let sender = setup
-        .connect(&number(1.0), Expect::Count(0), Some(SOON))
+        .connect(&number(1.0), Expect::Count(0), Some(soon()))
         .unwrap();
     let receiver = || {
         ReceiverSetup::new(info.clone(), 0)
-            .connect(Some(SOON))
+            .connect(Some(soon()))
             .unwrap()
     };
     for error in [
@@ -399,8 +399,8 @@ fn background_refuses_a_scheme_without_push() {
             .map(drop)
             .unwrap_err(),
         receiver().snapshots_in_background().map(drop).unwrap_err(),
-        Cascade::join(ReceiverSetup::new(info.clone(), 0), Some(SOON))
-            .and_then(|setup| setup.connect(Expect::Count(0), Some(SOON)))
+        Cascade::join(ReceiverSetup::new(info.clone(), 0), Some(soon()))
+            .and_then(|setup| setup.connect(Expect::Count(0), Some(soon())))
             .and_then(|mut cascade| cascade.forward(None))
             .map(drop)
             .unwrap_err(),
@@ -417,11 +417,11 @@ fn pulled_version_is_loaded_and_then_reported() {
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
         let info = setup.init_info();
         let mut sender = setup
-            .connect(&number(1.0), Expect::Count(0), Some(SOON))
+            .connect(&number(1.0), Expect::Count(0), Some(soon()))
             .unwrap();
         let mut model = number(0.0);
         let worker = ReceiverSetup::new(info, 0);
-        let mut receiver = worker.connect_into(&mut model, Some(SOON)).unwrap();
+        let mut receiver = worker.connect_into(&mut model, Some(soon())).unwrap();
         assert_eq!(value(&model), 1.0);
         let sent = SendOptions::new().wait(WaitFor::Sent);
         for version in [2.0, 3.0] {
@@ -430,7 +430,7 @@ fn pulled_version_is_loaded_and_then_reported() {
         for (pull, version) in [(Pull::version(Version(2)), 2), (Pull::newest(), 3)] {
             let loaded = receiver
                 .loading(&mut model)
-                .pull(pull.timeout(Some(SOON)))
+                .pull(pull.timeout(Some(soon())))
                 .unwrap();
             assert_eq!(
                 (loaded, value(&model)),
@@ -449,14 +449,14 @@ fn pulled_version_is_loaded_and_then_reported() {
         for model in [&mut model, &mut other] {
             let loaded = receiver
                 .loading(model)
-                .pull(Pull::newest().timeout(Some(SOON)))
+                .pull(Pull::newest().timeout(Some(soon())))
                 .unwrap();
             assert_eq!((loaded, value(model)), (Some(Version(3)), 3.0), "{scheme}");
         }
         // Another model's name, and a version that does not come.
         let unknown = receiver
             .set()
-            .pull(Pull::newest().model("critic").timeout(Some(SOON)));
+            .pull(Pull::newest().model("critic").timeout(Some(soon())));
         assert!(
             matches!(unknown, Err(Error::NoSuchModel { .. })),
             "{unknown:?}"
@@ -490,7 +490,7 @@ fn an_interrupt_ends_one_wait_and_no_other() {
         interrupter.interrupt();
         let begun = Instant::now();
         while rounds.load(Ordering::SeqCst) <= round {
-            assert!(begun.elapsed() < SOON, "interrupt {round} was lost");
+            assert!(begun.elapsed() < soon(), "interrupt {round} was lost");
             thread::yield_now();
         }
     }

@@ -11,7 +11,7 @@ use weightsync_engine::{
     WeightLoader, Written,
 };
 
-use crate::{SOON, bytes_of, pair_by, send, send_to, weights};
+use crate::{bytes_of, pair_by, send, send_to, soon, weights};
 
 /// A model bound to what was sent: two equal numbers.
 #[derive(Default)]
@@ -153,7 +153,7 @@ fn binding_loader_is_not_loaded() {
     let mut model = Bound::default();
     for value in [2.0, 3.0, 4.0] {
         let (report, version) = send(&mut sender, &numbers(value), || {
-            receiver.loading(&mut model).recv_timeout(SOON)
+            receiver.loading(&mut model).recv_timeout(soon())
         });
         assert!(report.unwrap().all_applied());
         assert!(version.unwrap().is_some());
@@ -167,7 +167,7 @@ fn binding_loader_is_not_loaded() {
         ..Bound::default()
     };
     let (report, _) = send(&mut sender, &numbers(5.0), || {
-        receiver.loading(&mut model).recv_timeout(SOON).unwrap()
+        receiver.loading(&mut model).recv_timeout(soon()).unwrap()
     });
     assert!(report.unwrap().all_applied());
     assert_eq!((model.value(), model.binds), (5.0, 0));
@@ -209,7 +209,7 @@ fn loader_wrappers_pass_the_version_on() {
     for (model, value) in models.iter_mut().zip([2.0, 3.0, 4.0, 5.0]) {
         let (report, _) = send(&mut sender, &numbers(value), || {
             // `load` panics.
-            receiver.loading(model).recv_timeout(SOON).unwrap()
+            receiver.loading(model).recv_timeout(soon()).unwrap()
         });
         assert!(report.unwrap().all_applied());
     }
@@ -235,11 +235,11 @@ fn two() -> (Sender, Receiver) {
     let setup = setup
         .add_model("critic", &one)
         .unwrap()
-        .send_timeout(Some(SOON));
+        .send_timeout(Some(soon()));
     let info = setup.init_info();
-    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
+    let worker = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
-    let sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
+    let sender = setup.connect(&set, Expect::Count(1), Some(soon())).unwrap();
     (sender, worker.join().unwrap())
 }
 

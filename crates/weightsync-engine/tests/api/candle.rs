@@ -5,7 +5,7 @@ use candle_nn::{Linear, Module, VarBuilder, VarMap};
 use half::bf16;
 use weightsync_engine::{Dtype, Error, SendOptions, SenderSetup, Tensors, Version, WaitFor};
 
-use crate::{SOON, pair, pair_by};
+use crate::{pair, pair_by, soon};
 
 fn add(map: &VarMap, name: &str, tensor: Tensor) {
     let var = Var::from_tensor(&tensor).unwrap();
@@ -36,7 +36,7 @@ fn a_worker_computes_what_the_trainer_does() {
             .unwrap();
         }
         let (report, loaded) = std::thread::scope(|scope| {
-            let worker = scope.spawn(|| receiver.loading(&mut worker).recv_timeout(SOON));
+            let worker = scope.spawn(|| receiver.loading(&mut worker).recv_timeout(soon()));
             let report = sender.send(&trainer);
             (report, worker.join().unwrap())
         });
@@ -120,11 +120,11 @@ fn candle_tensors_load_and_mismatches_are_named() {
     sender
         .send_with(
             &weights,
-            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
         )
         .unwrap();
     assert_eq!(
-        receiver.loading(&mut worker).recv_timeout(SOON).unwrap(),
+        receiver.loading(&mut worker).recv_timeout(soon()).unwrap(),
         Some(Version(2))
     );
     assert_eq!(
@@ -140,12 +140,12 @@ fn candle_tensors_load_and_mismatches_are_named() {
     sender
         .send_with(
             &weights,
-            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
         )
         .unwrap();
     let error = receiver
         .loading(&mut worker)
-        .recv_timeout(SOON)
+        .recv_timeout(soon())
         .unwrap_err();
     assert!(
         matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "actor.0.bias"),

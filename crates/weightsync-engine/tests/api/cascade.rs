@@ -9,7 +9,7 @@ use weightsync_engine::{
     SenderSetup, Set, SnapshotsInBackground, Tensors, Version, WaitFor, WeightExtractor,
 };
 
-use crate::{BRIEF, SOON};
+use crate::{BRIEF, soon};
 
 fn number(value: f32) -> Tensors {
     let mut tensors = Tensors::new();
@@ -21,7 +21,7 @@ fn number(value: f32) -> Tensors {
 fn keeps(info: &InitInfo, worker: u32) -> JoinHandle<SnapshotsInBackground> {
     let setup = ReceiverSetup::new(info.clone(), worker);
     thread::spawn(move || {
-        let receiver = setup.connect(Some(SOON)).unwrap();
+        let receiver = setup.connect(Some(soon())).unwrap();
         receiver.snapshots_in_background().unwrap()
     })
 }
@@ -33,12 +33,12 @@ fn value(worker: &SnapshotsInBackground) -> (Version, f32) {
 }
 
 fn waits_for(worker: &SnapshotsInBackground, version: u64) {
-    let there = worker.wait(Some(SOON), |set| set.versions()[0].1 == Version(version));
+    let there = worker.wait(Some(soon()), |set| set.versions()[0].1 == Version(version));
     assert!(there.unwrap().is_some(), "{:?}", worker.status());
 }
 
 fn joins(info: InitInfo) -> JoinHandle<CascadeSetup> {
-    thread::spawn(move || Cascade::join(ReceiverSetup::new(info, 7), Some(SOON)).unwrap())
+    thread::spawn(move || Cascade::join(ReceiverSetup::new(info, 7), Some(soon())).unwrap())
 }
 
 /// A trainer of one model, the worker in the middle, and its sub-workers.
@@ -47,8 +47,8 @@ fn family(sub_workers: u32) -> (Sender, Cascade, Vec<SnapshotsInBackground>) {
     let middle = joins(setup.init_info());
     let trainer = thread::spawn(move || {
         setup
-            .send_timeout(Some(SOON))
-            .connect(&number(1.0), Expect::Count(1), Some(SOON))
+            .send_timeout(Some(soon()))
+            .connect(&number(1.0), Expect::Count(1), Some(soon()))
             .unwrap()
     });
     let middle = middle.join().unwrap();
@@ -58,7 +58,7 @@ fn family(sub_workers: u32) -> (Sender, Cascade, Vec<SnapshotsInBackground>) {
         .map(|leaf| keeps(&middle.init_info(), leaf))
         .collect();
     let count = Expect::Count(sub_workers as usize);
-    let middle = middle.connect(count, Some(SOON)).unwrap();
+    let middle = middle.connect(count, Some(soon())).unwrap();
     let leaves = leaves.into_iter().map(|leaf| leaf.join().unwrap());
     (trainer.join().unwrap(), middle, leaves.collect())
 }
@@ -70,7 +70,7 @@ fn send(
     middle: &mut Cascade,
 ) -> (weightsync_engine::Report, weightsync_engine::Forwarded) {
     thread::scope(|scope| {
-        let forwarded = scope.spawn(|| middle.forward(Some(SOON)));
+        let forwarded = scope.spawn(|| middle.forward(Some(soon())));
         let report = sender.send(weights).unwrap();
         (report, forwarded.join().unwrap().unwrap().unwrap())
     })
@@ -97,13 +97,13 @@ fn late_sub_worker_gets_the_trainers_numbers() {
     let one = number(1.0);
     let setup = SenderSetup::new("policy", &one)
         .unwrap()
-        .send_timeout(Some(SOON));
-    let mut sender = setup.connect(&one, Expect::Count(0), Some(SOON)).unwrap();
+        .send_timeout(Some(soon()));
+    let mut sender = setup.connect(&one, Expect::Count(0), Some(soon())).unwrap();
     let version = SendOptions::new().version(Version(40));
     sender.send_with(&number(4.0), &version).unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(soon())).unwrap();
     let leaf = keeps(&middle.init_info(), 0);
-    let mut middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
+    let mut middle = middle.connect(Expect::Count(1), Some(soon())).unwrap();
     let leaf = leaf.join().unwrap();
     assert_eq!(value(&leaf), (Version(40), 4.0));
     let (report, _) = send(&mut sender, &number(5.0), &mut middle);
@@ -120,21 +120,21 @@ fn trainer_is_notified_after_sub_workers_applied() {
         (info, middle.in_background().unwrap())
     };
     let (info, middle) = info;
-    let slow = ReceiverSetup::new(info, 5).connect(Some(SOON)).unwrap();
+    let slow = ReceiverSetup::new(info, 5).connect(Some(soon())).unwrap();
     let slow = slow
         .in_background(number(0.0), SafePoints::Declared)
         .unwrap();
     let pending = sender
         .send_async(&number(2.0), &SendOptions::new())
         .unwrap();
-    let staged = slow.wait(Some(SOON), |status| !status.staged.is_empty());
+    let staged = slow.wait(Some(soon()), |status| !status.staged.is_empty());
     assert!(staged.unwrap());
     waits_for(&leaves[0], 2);
     assert!(!pending.wait(Some(BRIEF)).unwrap().all_applied());
     assert!(slow.safe_point().unwrap().is_some());
-    let report = pending.wait(Some(SOON)).unwrap();
+    let report = pending.wait(Some(soon())).unwrap();
     assert!(report.all_applied(), "{report}");
-    let last = middle.wait(Some(SOON), |last| last.versions[0].1 == Version(2));
+    let last = middle.wait(Some(soon()), |last| last.versions[0].1 == Version(2));
     assert_eq!(last.unwrap().unwrap().report.workers.len(), 2);
 }
 
@@ -143,7 +143,7 @@ fn report_names_the_sub_worker_without_the_version() {
     let (mut sender, mut middle, leaves) = family(1);
     let info = middle.sender().init_info();
     // It insists on nothing, and cannot load what comes.
-    let stubborn = ReceiverSetup::new(info, 5).connect(Some(SOON)).unwrap();
+    let stubborn = ReceiverSetup::new(info, 5).connect(Some(soon())).unwrap();
     let stubborn = stubborn
         .in_background(Stubborn(number(0.0)), SafePoints::Implied)
         .unwrap();
@@ -191,20 +191,20 @@ fn models_keep_their_own_numbers_and_flip_together() {
     let setup = setup
         .add_model("critic", &one)
         .unwrap()
-        .send_timeout(Some(SOON));
+        .send_timeout(Some(soon()));
     let middle = joins(setup.init_info());
     let mut sender = thread::scope(|scope| {
         let sender = scope.spawn(|| {
             let set = Set::new().with("actor", &one).with("critic", &one);
-            setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap()
+            setup.connect(&set, Expect::Count(1), Some(soon())).unwrap()
         });
         let middle = middle.join().unwrap();
         let leaf = keeps(&middle.init_info(), 0);
-        let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
+        let middle = middle.connect(Expect::Count(1), Some(soon())).unwrap();
         (sender.join().unwrap(), middle, leaf.join().unwrap())
     });
     let (sender, middle, leaf) = (&mut sender.0, &mut sender.1, &sender.2);
-    let passed = |middle: &mut Cascade| middle.forward(Some(SOON)).unwrap().unwrap();
+    let passed = |middle: &mut Cascade| middle.forward(Some(soon())).unwrap().unwrap();
     let sent = SendOptions::new().wait(WaitFor::Sent);
     let has = |leaf: &SnapshotsInBackground| -> Vec<u64> {
         let set = leaf.newest().unwrap().unwrap();
@@ -237,20 +237,20 @@ fn restarted_trainer_continues_the_numbers() {
         setup
             .run_dir(dir.path().join("run"))
             .unwrap()
-            .send_timeout(Some(SOON))
+            .send_timeout(Some(soon()))
     };
     let first = joins(setup().init_info());
     let trainer = thread::spawn({
         let setup = setup();
         move || {
             setup
-                .connect(&number(1.0), Expect::Count(1), Some(SOON))
+                .connect(&number(1.0), Expect::Count(1), Some(soon()))
                 .unwrap()
         }
     });
     let middle = first.join().unwrap();
     let leaf = keeps(&middle.init_info(), 0);
-    let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
+    let middle = middle.connect(Expect::Count(1), Some(soon())).unwrap();
     let (mut sender, leaf) = (trainer.join().unwrap(), leaf.join().unwrap());
     let middle = middle.in_background().unwrap();
     for step in 2..5 {
@@ -259,13 +259,13 @@ fn restarted_trainer_continues_the_numbers() {
     }
     sender.shutdown();
     let mut next = setup()
-        .connect(&number(8.0), Expect::Count(1), Some(SOON))
+        .connect(&number(8.0), Expect::Count(1), Some(soon()))
         .unwrap();
     assert_eq!(value(&leaf), (Version(5), 8.0));
     let report = next.send(&number(9.0)).unwrap();
     assert!(report.all_applied(), "{report}");
     assert_eq!(value(&leaf), (Version(6), 9.0));
-    let last = middle.wait(Some(SOON), |last| {
+    let last = middle.wait(Some(soon()), |last| {
         last.report.version().unwrap() == Version(6)
     });
     assert_eq!(last.unwrap().unwrap().versions[0].1, Version(2));
@@ -277,7 +277,7 @@ fn cascade_without_workers_ends_and_says_why() {
     let middle = joins(setup.init_info());
     let trainer = thread::spawn(move || {
         setup
-            .connect(&number(1.0), Expect::Count(1), Some(SOON))
+            .connect(&number(1.0), Expect::Count(1), Some(soon()))
             .map(drop)
     });
     let error = middle
@@ -324,14 +324,14 @@ fn ties_survive_a_cascade() {
     };
     let setup = SenderSetup::new("policy", &tied(1.0)).unwrap();
     let mut sender = setup
-        .connect(&tied(1.0), Expect::Count(0), Some(SOON))
+        .connect(&tied(1.0), Expect::Count(0), Some(soon()))
         .unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(soon())).unwrap();
     let middle = middle.configure(|setup| setup.cast(Dtype::F64)).unwrap();
-    let mut middle = middle.connect(Expect::Count(0), Some(SOON)).unwrap();
+    let mut middle = middle.connect(Expect::Count(0), Some(soon())).unwrap();
     let sent = SendOptions::new().wait(WaitFor::Sent);
     sender.send_with(&tied(2.0), &sent).unwrap();
-    let forwarded = middle.forward(Some(SOON)).unwrap().unwrap();
+    let forwarded = middle.forward(Some(soon())).unwrap().unwrap();
     assert_eq!(forwarded.report.version().unwrap(), Version(2));
     let own = middle.sender().snapshot().unwrap();
     for name in ["value", "again"] {
@@ -344,9 +344,9 @@ fn ties_survive_a_cascade() {
 fn the_sub_workers_may_have_another_scheme_and_dtype() {
     let setup = SenderSetup::new("policy", &number(1.5)).unwrap();
     let mut sender = setup
-        .connect(&number(1.5), Expect::Count(0), Some(SOON))
+        .connect(&number(1.5), Expect::Count(0), Some(soon()))
         .unwrap();
-    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(SOON)).unwrap();
+    let middle = Cascade::join(ReceiverSetup::new(sender.init_info(), 0), Some(soon())).unwrap();
     let middle = middle.configure(|setup| {
         setup
             .scheme("multi-process:every=4".parse::<weightsync_engine::AnyScheme>()?)?
@@ -355,16 +355,16 @@ fn the_sub_workers_may_have_another_scheme_and_dtype() {
     let middle = middle.unwrap();
     let leaf: JoinHandle<Receiver> = thread::spawn({
         let info = middle.init_info();
-        move || ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap()
+        move || ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap()
     });
-    let middle = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
+    let middle = middle.connect(Expect::Count(1), Some(soon())).unwrap();
     let mut leaf = leaf.join().unwrap();
     let middle: CascadeInBackground = middle.in_background().unwrap();
     for step in 2..5_u64 {
         let sent = SendOptions::new().wait(WaitFor::Sent);
         sender.send_with(&number(step as f32), &sent).unwrap();
         loop {
-            let snapshot = leaf.recv_timeout(SOON).unwrap().expect("a version");
+            let snapshot = leaf.recv_timeout(soon()).unwrap().expect("a version");
             assert_eq!(snapshot.tensor("value").unwrap().dtype(), Dtype::BF16);
             if snapshot.version() == Version(step) {
                 break;

@@ -14,7 +14,7 @@ use weightsync_engine::{
 };
 
 use crate::{
-    BRIEF, SOON, bytes_of, connect, join, pair, send, send_to, until_all_have_left, weights,
+    BRIEF, bytes_of, connect, join, pair, send, send_to, soon, until_all_have_left, weights,
 };
 
 #[test]
@@ -32,7 +32,7 @@ fn every_worker_gets_every_version() {
         .map(|mut receiver| {
             thread::spawn(move || {
                 let mut steps = Vec::new();
-                while let Ok(Some(snapshot)) = receiver.recv_timeout(SOON) {
+                while let Ok(Some(snapshot)) = receiver.recv_timeout(soon()) {
                     steps.push((
                         snapshot.version(),
                         snapshot.slice::<i64>("step").unwrap()[0],
@@ -152,7 +152,7 @@ fn a_worker_may_be_there_before_its_sender() {
     });
     there.recv().unwrap();
     let sender = setup
-        .connect(&weights(), Expect::workers([0]), Some(SOON))
+        .connect(&weights(), Expect::workers([0]), Some(soon()))
         .unwrap();
     assert_eq!(worker.join().unwrap().unwrap().run(), sender.run());
 }
@@ -162,14 +162,14 @@ fn connect_delivers_weights_without_a_receive() {
     let source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let (reads, loads) = (setup.init_info(), setup.init_info());
-    let reads = thread::spawn(move || ReceiverSetup::new(reads, 0).connect(Some(SOON)));
+    let reads = thread::spawn(move || ReceiverSetup::new(reads, 0).connect(Some(soon())));
     let mut own = Tensors::zeros(setup.layout().unwrap());
     let loads = thread::spawn(move || {
-        let receiver = ReceiverSetup::new(loads, 1).connect_into(&mut own, Some(SOON));
+        let receiver = ReceiverSetup::new(loads, 1).connect_into(&mut own, Some(soon()));
         (receiver, own)
     });
     let sender = setup
-        .connect(&source, Expect::Count(2), Some(SOON))
+        .connect(&source, Expect::Count(2), Some(soon()))
         .unwrap();
     let mut applied = sender
         .workers()
@@ -190,11 +190,11 @@ fn first_receive_gives_connect_weights_or_newer() {
     let mut source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let mut sender = setup
-        .connect(&source, Expect::Count(0), Some(SOON))
+        .connect(&source, Expect::Count(0), Some(soon()))
         .unwrap();
     let receiver = |worker| {
         ReceiverSetup::new(sender.init_info(), worker)
-            .connect(Some(SOON))
+            .connect(Some(soon()))
             .unwrap()
     };
     let (mut prompt, mut slow) = (receiver(0), receiver(1));
@@ -205,7 +205,7 @@ fn first_receive_gives_connect_weights_or_newer() {
     sender
         .send_with(
             &source,
-            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
         )
         .unwrap();
     let second = slow.recv().unwrap();
@@ -216,7 +216,7 @@ fn first_receive_gives_connect_weights_or_newer() {
     assert_eq!(second.slice::<i64>("step").unwrap(), [42]);
     // Without a sender there is still what it brought.
     let mut last = ReceiverSetup::new(sender.init_info(), 2)
-        .connect(Some(SOON))
+        .connect(Some(soon()))
         .unwrap();
     drop(sender);
     assert_eq!(last.recv().unwrap().version(), Version(2));
@@ -232,20 +232,24 @@ fn a_misfit_that_was_not_expected_costs_nobody_else() {
     other.insert("another.model", [1], [0.0_f32]).unwrap();
     let misfit = thread::spawn(move || {
         let setup = ReceiverSetup::new(misfits, 9).model(&other).unwrap();
-        setup.connect(Some(SOON)).map(drop).unwrap_err().to_string()
+        setup
+            .connect(Some(soon()))
+            .map(drop)
+            .unwrap_err()
+            .to_string()
     });
     let fitting = thread::spawn(move || {
         let words = misfit.join();
         (join(ReceiverSetup::new(fits, 0)), words)
     });
     let mut sender = setup
-        .connect(&source, Expect::workers([0]), Some(SOON))
+        .connect(&source, Expect::workers([0]), Some(soon()))
         .unwrap();
     let (fitting, words) = fitting.join().unwrap();
     assert!(words.unwrap().contains("another.model"));
     let mut fitting = fitting.unwrap();
     // The trainer is told of it once, in the next report.
-    let (report, _) = send(&mut sender, &source, || fitting.recv_timeout(SOON));
+    let (report, _) = send(&mut sender, &source, || fitting.recv_timeout(soon()));
     let report = report.unwrap();
     let refused: Vec<_> = report.failed().collect();
     assert_eq!(
@@ -265,7 +269,7 @@ fn a_worker_that_left_is_no_failure() {
     drop(workers.pop());
     let mut told = 0;
     for _ in 0..4 {
-        let (report, _) = send(&mut sender, &source, || workers[0].recv_timeout(SOON));
+        let (report, _) = send(&mut sender, &source, || workers[0].recv_timeout(soon()));
         let report = report.unwrap();
         assert!(report.all_applied(), "{report}");
         told += report
@@ -282,7 +286,7 @@ fn a_late_joiner_gets_the_newest_version() {
     let mut source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let mut sender = setup
-        .connect(&source, Expect::Count(0), Some(SOON))
+        .connect(&source, Expect::Count(0), Some(soon()))
         .unwrap();
     for step in 2..=4 {
         source.slice_mut::<i64>("step").unwrap()[0] = step;
@@ -290,14 +294,14 @@ fn a_late_joiner_gets_the_newest_version() {
         assert!(!report.all_applied() && report.workers.is_empty());
     }
     let mut late = ReceiverSetup::new(sender.init_info(), 8)
-        .connect(Some(SOON))
+        .connect(Some(soon()))
         .unwrap();
     assert_eq!(
         late.version().unwrap(),
         Version(4),
         "connect brings the weights"
     );
-    let snapshot = late.recv_timeout(SOON).unwrap().unwrap();
+    let snapshot = late.recv_timeout(soon()).unwrap().unwrap();
     assert_eq!(
         (snapshot.version(), snapshot.slice::<i64>("step").unwrap()),
         (Version(4), &[4][..])
@@ -317,7 +321,7 @@ fn versions_replaced_meanwhile_are_passed_over() {
         let report = sender
             .send_with(
                 &source,
-                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
             )
             .unwrap();
         assert!(report.workers.is_empty() && report.version().unwrap().0 == step as u64);
@@ -343,7 +347,7 @@ fn silent_worker_is_late_and_others_are_up_to_date() {
     );
     let mut quick = receivers.pop().unwrap();
     let report = thread::scope(|scope| {
-        let worker = scope.spawn(|| quick.recv_timeout(SOON).unwrap().unwrap().version());
+        let worker = scope.spawn(|| quick.recv_timeout(soon()).unwrap().unwrap().version());
         let report = sender.send_with(
             &weights(),
             &SendOptions::new()
@@ -373,7 +377,7 @@ fn departing_worker_has_a_line_and_frees_its_number() {
     drop(receiver);
     assert!(sender.workers().is_empty(), "it is not waited for any more");
     // The first report after its hang-up was noticed has the line.
-    let until = Instant::now() + SOON;
+    let until = Instant::now() + soon();
     let left = loop {
         let report = sender.send(&weights()).unwrap();
         assert!(Instant::now() < until, "{report}");
@@ -389,7 +393,7 @@ fn departing_worker_has_a_line_and_frees_its_number() {
     );
 
     let mut again = join(ReceiverSetup::new(sender.init_info(), 0)).unwrap();
-    let (report, snapshot) = send(&mut sender, &weights(), || again.recv_timeout(SOON));
+    let (report, snapshot) = send(&mut sender, &weights(), || again.recv_timeout(soon()));
     let report = report.unwrap();
     assert!(
         report.all_applied() && report.workers.len() == 1,
@@ -405,7 +409,7 @@ fn departing_worker_has_a_line_and_frees_its_number() {
 fn a_number_that_is_taken_is_denied_in_words() {
     let (sender, receiver) = pair(&weights());
     let error = ReceiverSetup::new(sender.init_info(), 0)
-        .connect(Some(SOON))
+        .connect(Some(soon()))
         .unwrap_err();
     assert!(matches!(error, Error::Denied { .. }), "{error}");
     assert!(
@@ -440,7 +444,9 @@ fn insisted_layout_applies_to_the_wanted_model() {
     let setup = SenderSetup::new("actor", &source).unwrap();
     let setup = setup.add_model("critic", &other).unwrap();
     let both = Set::new().with("actor", &source).with("critic", &other);
-    let sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
+    let sender = setup
+        .connect(&both, Expect::Count(0), Some(soon()))
+        .unwrap();
     let joins = |worker| ReceiverSetup::new(sender.init_info(), worker);
     // Whichever is said first.
     let setups = [
@@ -449,7 +455,7 @@ fn insisted_layout_applies_to_the_wanted_model() {
     ];
     for setup in setups {
         assert_eq!(
-            setup.connect(Some(SOON)).unwrap().models()[0].id.as_str(),
+            setup.connect(Some(soon())).unwrap().models()[0].id.as_str(),
             "critic"
         );
     }
@@ -458,7 +464,7 @@ fn insisted_layout_applies_to_the_wanted_model() {
         joins(3).models(["critic"]).model(&source).unwrap(),
     ];
     for setup in setups {
-        let error = setup.connect(Some(SOON)).unwrap_err();
+        let error = setup.connect(Some(soon())).unwrap_err();
         assert!(matches!(error, Error::WrongModel { .. }), "{error}");
     }
     // Insisting on a model that does not come is no insisting.
@@ -467,7 +473,7 @@ fn insisted_layout_applies_to_the_wanted_model() {
         .with("actor", &mut actor)
         .with("critic", &mut critic);
     let setup = joins(4).set(&mut loader).unwrap().models(["critic"]);
-    let error = setup.connect(Some(SOON)).unwrap_err();
+    let error = setup.connect(Some(soon())).unwrap_err();
     assert!(
         matches!(&error, Error::NoSuchModel { model, .. } if model == "actor"),
         "{error}"
@@ -556,7 +562,7 @@ fn worker_that_leaves_after_joining_has_joined() {
     let setup = setup.scheme(Fleeting).unwrap();
     let connect = |worker| {
         let expect = Expect::workers([worker]);
-        setup.clone().connect(&weights(), expect, Some(SOON))
+        setup.clone().connect(&weights(), expect, Some(soon()))
     };
     let sender = connect(3).unwrap();
     assert!(sender.workers().is_empty());

@@ -4,11 +4,11 @@ use std::time::Instant;
 
 use weightsync_engine::{Digest, DigestPolicy, SenderSetup, Snapshot, Tensors};
 
-use crate::{SOON, pair, pair_by, send_to, weights};
+use crate::{pair, pair_by, send_to, soon, weights};
 
 /// The digest that the sender makes next to its work.
 pub fn published(snapshot: &Snapshot) -> Digest {
-    let until = Instant::now() + SOON;
+    let until = Instant::now() + soon();
     loop {
         if let Some(digest) = snapshot.published_digest() {
             return digest;

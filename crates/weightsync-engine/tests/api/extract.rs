@@ -6,7 +6,7 @@ use weightsync_engine::{
     TensorData, TensorRef, Tensors, Version, WaitFor, WeightExtractor,
 };
 
-use crate::{SOON, pair, pair_by, send_to, weights};
+use crate::{pair, pair_by, send_to, soon, weights};
 
 fn floats() -> Tensors {
     let mut weights = Tensors::new();
@@ -288,7 +288,7 @@ fn inconsistent_extractor_publishes_nothing() {
         let error = sender
             .send_with(
                 &source,
-                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
             )
             .unwrap_err();
         assert!(matches!(error, Error::Extract { .. }), "{error}");
@@ -309,7 +309,7 @@ fn inconsistent_extractor_publishes_nothing() {
         hides_errors: false,
     };
     let error = setup
-        .connect(&silent, Expect::Count(0), Some(SOON))
+        .connect(&silent, Expect::Count(0), Some(soon()))
         .unwrap_err();
     assert!(error.to_string().contains("not at all"), "{error}");
 }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use weightsync_engine::{Error, Expect, SafetensorsFile, SenderSetup, Tensors, Version};
 
-use crate::{SOON, pair, weights};
+use crate::{pair, soon, weights};
 
 /// A file with this header and so many bytes behind it.
 fn file(dir: &Path, header: &str, data: usize) -> std::path::PathBuf {
@@ -219,7 +219,7 @@ proptest! {
         }
         if let Ok(checkpoint) = SafetensorsFile::open(written(dir.path(), &bytes)) {
             let setup = SenderSetup::new("policy", &checkpoint).unwrap();
-            setup.connect(&checkpoint, Expect::Count(0), Some(SOON)).unwrap();
+            setup.connect(&checkpoint, Expect::Count(0), Some(soon())).unwrap();
         }
     }
 
@@ -249,7 +249,8 @@ fn a_source_may_change_from_tensors_to_a_file() {
     let zeros = Tensors::zeros(sender.layout().unwrap());
     crate::send_to(&mut sender, &zeros, &mut receiver);
     let checkpoint = SafetensorsFile::open(&path).unwrap();
-    let (report, snapshot) = crate::send(&mut sender, &checkpoint, || receiver.recv_timeout(SOON));
+    let (report, snapshot) =
+        crate::send(&mut sender, &checkpoint, || receiver.recv_timeout(soon()));
     assert!(report.unwrap().all_applied());
     let snapshot = snapshot.unwrap().unwrap();
     assert_eq!(snapshot.version(), Version(3));

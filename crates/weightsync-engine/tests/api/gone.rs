@@ -9,7 +9,7 @@ use weightsync_engine::{
     Session, WaitFor,
 };
 
-use crate::{SOON, connect, join, send, weights};
+use crate::{connect, join, send, soon, weights};
 
 fn two() -> (Sender, Vec<weightsync_engine::Receiver>) {
     let source = weights();
@@ -27,7 +27,7 @@ fn failed_worker_has_a_line_until_forgotten() {
     let (mut sender, mut workers) = two();
     workers.pop().unwrap().fail("out of memory");
     for _ in 0..3 {
-        let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(SOON));
+        let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(soon()));
         let report = report.unwrap();
         let line = report.worker(1).unwrap();
         assert_eq!(line.outcome, failed("out of memory"), "{report}");
@@ -40,9 +40,9 @@ fn failed_worker_has_a_line_until_forgotten() {
     let sent = SendOptions::new().wait(WaitFor::Sent);
     let report = sender.send_with(&weights(), &sent).unwrap();
     assert_eq!(report.workers.len(), 1, "{report}");
-    workers[0].recv_timeout(SOON).unwrap();
+    workers[0].recv_timeout(soon()).unwrap();
     sender.forget([1]).unwrap();
-    let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(SOON));
+    let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(soon()));
     let report = report.unwrap().ensure_applied().unwrap();
     assert_eq!(report.workers.len(), 1, "{report}");
 }
@@ -54,13 +54,13 @@ fn a_failed_worker_is_a_line_while_its_snapshots_live() {
     let held = workers[1].latest().unwrap().unwrap();
     workers.pop().unwrap().fail("out of memory");
     for _ in 0..2 {
-        let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(SOON));
+        let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(soon()));
         let report = report.unwrap();
         assert_eq!(report.worker(1).unwrap().outcome, failed("out of memory"));
     }
     drop(held);
     let mut again = join(ReceiverSetup::new(sender.init_info(), 1)).unwrap();
-    let both = || (workers[0].recv_timeout(SOON), again.recv_timeout(SOON));
+    let both = || (workers[0].recv_timeout(soon()), again.recv_timeout(soon()));
     let (report, _) = send(&mut sender, &weights(), both);
     assert!(report.unwrap().all_applied());
 }
@@ -74,7 +74,7 @@ fn a_worker_that_panics_has_failed() {
         std::panic::resume_unwind(Box::new("a panic of a worker"));
     }));
     assert!(panicked.is_err());
-    let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(SOON));
+    let (report, _) = send(&mut sender, &weights(), || workers[0].recv_timeout(soon()));
     let report = report.unwrap();
     assert_eq!(report.worker(1).unwrap().outcome, failed("it panicked"));
 }
@@ -103,11 +103,11 @@ fn a_session_goes_on_with_those_that_have_joined() {
 
         let second = thread::spawn(move || join(ReceiverSetup::new(info, 1)).unwrap());
         trainer
-            .connect_sender(&weights(), both(), Some(SOON))
+            .connect_sender(&weights(), both(), Some(soon()))
             .unwrap();
         let mut second = second.join().unwrap();
         let sender = trainer.sender().unwrap();
-        let both = || (first.recv_timeout(SOON), second.recv_timeout(SOON));
+        let both = || (first.recv_timeout(soon()), second.recv_timeout(soon()));
         let (report, _) = send(sender, &weights(), both);
         assert!(report.unwrap().all_applied());
         trainer.shutdown();
@@ -120,11 +120,11 @@ fn workers_that_have_left_in_order_have_been_there() {
     let source = weights();
     let setup = SenderSetup::new("policy", &source).unwrap();
     let info = setup.init_info();
-    let mut sender = setup.open(&source, Some(SOON)).unwrap();
+    let mut sender = setup.open(&source, Some(soon())).unwrap();
     for worker in 0..3 {
         drop(join(ReceiverSetup::new(info.clone(), worker)).unwrap());
     }
-    sender.wait_for(&Expect::Count(3), Some(SOON)).unwrap();
+    sender.wait_for(&Expect::Count(3), Some(soon())).unwrap();
     // Nobody is there for the next wait.
     let brief = Duration::from_millis(50);
     let error = sender.wait_for(&Expect::Count(1), Some(brief)).unwrap_err();

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 use weightsync_engine::{Expect, InitInfo, ReceiverSetup, SenderSetup};
 
-use crate::{SOON, join, weights};
+use crate::{join, soon, weights};
 
 fn info() -> InitInfo {
     SenderSetup::new("policy", &weights()).unwrap().init_info()
@@ -17,7 +17,7 @@ fn init_info_crosses_text_and_bytes_and_joins_often() {
     let text = serde_json::to_string(&info).unwrap();
     let bytes = postcard::to_stdvec(&info).unwrap();
     let sender = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     assert_eq!(sender.init_info(), info);
     let from_text: InitInfo = serde_json::from_str(&text).unwrap();
@@ -96,7 +96,7 @@ fn unknown_scheme_error_lists_the_known_ones() {
     let other: InitInfo = serde_json::from_value(other).unwrap();
     assert_eq!(other.scheme(), "carrier-pigeon");
     let error = ReceiverSetup::new(other, 0)
-        .connect(Some(SOON))
+        .connect(Some(soon()))
         .unwrap_err();
     let words = error.to_string();
     assert!(
@@ -112,7 +112,7 @@ fn a_wrong_secret_does_not_get_in() {
     stolen["at"]["secret"][3] = json!(stolen["at"]["secret"][3].as_u64().unwrap() ^ 1);
     let stolen: InitInfo = serde_json::from_value(stolen).unwrap();
     let sender = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     ReceiverSetup::new(stolen, 0)
         .connect(Some(crate::BRIEF))
@@ -131,7 +131,7 @@ fn no_debug_output_shows_the_secret() {
     let receiving = ReceiverSetup::new(setup.init_info(), 0);
     shown.push(format!("{receiving:?}"));
     let sender = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     shown.push(format!("{:?}", join(receiving).unwrap()));
     shown.push(format!("{sender:?}"));

@@ -13,10 +13,12 @@ use weightsync_engine::{
     Tensors, Version, WaitFor, WeightLoader, interruptible,
 };
 
-use crate::{BRIEF, SOON, pair, pair_by, send_to, until_all_have_left, weights};
+use crate::{BRIEF, pair, pair_by, send_to, soon, until_all_have_left, weights};
 
 /// A time for calls that are to be ended before it.
-const LONG: Duration = Duration::from_secs(120);
+fn long() -> Duration {
+    crate::patience::patience(30)
+}
 
 /// Makes a call whose check says yes when it is asked for the second time.
 #[track_caller]
@@ -34,7 +36,7 @@ fn ended<T: Debug>(call: impl FnOnce() -> Result<T>) {
     assert!(matches!(error, Error::Interrupted), "{error}");
     assert_eq!(error.remedy(), Remedy::Retry);
     assert_eq!(asked, 2);
-    assert!(since.elapsed() < SOON, "{:?}", since.elapsed());
+    assert!(since.elapsed() < soon(), "{:?}", since.elapsed());
 }
 
 fn sent() -> SendOptions {
@@ -43,36 +45,40 @@ fn sent() -> SendOptions {
 
 fn setup() -> SenderSetup {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
-    setup.send_timeout(Some(LONG))
+    setup.send_timeout(Some(long()))
 }
 
 #[test]
 fn a_connect_leaves_nothing_and_can_be_made_again() {
     let setup = setup();
     let worker = ReceiverSetup::new(setup.init_info(), 0);
-    ended(|| worker.clone().connect(Some(LONG)));
-    ended(|| worker.clone().connect_into(&mut Tensors::new(), Some(LONG)));
-    ended(|| Cascade::join(worker.clone(), Some(LONG)));
+    ended(|| worker.clone().connect(Some(long())));
+    ended(|| {
+        worker
+            .clone()
+            .connect_into(&mut Tensors::new(), Some(long()))
+    });
+    ended(|| Cascade::join(worker.clone(), Some(long())));
     ended(|| {
         setup
             .clone()
-            .connect(&weights(), Expect::Count(1), Some(LONG))
+            .connect(&weights(), Expect::Count(1), Some(long()))
     });
     // One that had joined is told of the end.
     let mut early = thread::scope(|scope| {
-        let early = scope.spawn(|| worker.clone().connect(Some(LONG)).unwrap());
+        let early = scope.spawn(|| worker.clone().connect(Some(long())).unwrap());
         ended(|| {
             setup
                 .clone()
-                .connect(&weights(), Expect::Count(2), Some(LONG))
+                .connect(&weights(), Expect::Count(2), Some(long()))
         });
         early.join().unwrap()
     });
     early
-        .recv_timeout(SOON)
+        .recv_timeout(soon())
         .unwrap()
         .expect("the first version");
-    let error = early.recv_timeout(SOON).unwrap_err();
+    let error = early.recv_timeout(soon()).unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     send_to(&mut sender, &weights(), &mut receiver);
@@ -85,15 +91,15 @@ fn a_send_that_had_published_has_published() {
     ended(|| sender.send(&weights()));
     assert_eq!(sender.version().unwrap(), Version(2));
     assert_eq!(
-        receiver.recv_timeout(SOON).unwrap().unwrap().version(),
+        receiver.recv_timeout(soon()).unwrap().unwrap().version(),
         Version(2)
     );
 
     let pending = sender.send_async(&weights(), &SendOptions::new()).unwrap();
     ended(|| pending.wait(None));
     assert!(!pending.is_settled().unwrap());
-    receiver.recv_timeout(SOON).unwrap().expect("the version");
-    assert!(pending.wait(Some(SOON)).unwrap().all_applied());
+    receiver.recv_timeout(soon()).unwrap().expect("the version");
+    assert!(pending.wait(Some(soon())).unwrap().all_applied());
 }
 
 #[test]
@@ -108,7 +114,7 @@ fn death_during_an_interrupted_send_is_reported_later() {
     assert!(matches!(result, Err(Error::Interrupted)));
     let report = crate::send(&mut sender, &weights(), || {
         // The interrupted send has published version 2, which may come first.
-        while stays.recv_timeout(SOON).unwrap().unwrap().version() < Version(3) {}
+        while stays.recv_timeout(soon()).unwrap().unwrap().version() < Version(3) {}
     });
     let report = report.0.unwrap();
     assert!(
@@ -144,9 +150,9 @@ fn a_send_that_waits_for_room_has_changed_nothing() {
         let version = sender.version().unwrap();
         ended(|| sender.send_async(&weights(), &SendOptions::new()));
         assert_eq!(sender.version().unwrap(), version);
-        receiver.recv_timeout(SOON).unwrap().expect("the newest");
+        receiver.recv_timeout(soon()).unwrap().expect("the newest");
         for one in flying {
-            assert!(one.wait(Some(SOON)).unwrap().failed().next().is_none());
+            assert!(one.wait(Some(soon())).unwrap().failed().next().is_none());
         }
     }
 }
@@ -160,7 +166,7 @@ fn a_receive_loses_nothing() {
         let (mut sender, mut receiver) = pair_by(setup, &weights());
         let mut own = weights();
         ended(|| receiver.recv());
-        ended(|| receiver.recv_timeout(LONG));
+        ended(|| receiver.recv_timeout(long()));
         ended(|| receiver.loading(&mut own).recv());
         for version in 2..4 {
             sender.send_with(&weights(), &sent()).unwrap();
@@ -179,13 +185,13 @@ fn a_question_is_taken_back() {
     ended(|| {
         receiver
             .loading(&mut weights())
-            .pull(Pull::at_least(Version(3)).timeout(Some(LONG)))
+            .pull(Pull::at_least(Version(3)).timeout(Some(long())))
     });
     for _ in 2..4 {
         sender.send_with(&weights(), &sent()).unwrap();
     }
     let pulled = receiver
-        .pull(Pull::version(Version(3)).timeout(Some(SOON)))
+        .pull(Pull::version(Version(3)).timeout(Some(soon())))
         .unwrap();
     assert_eq!(pulled.unwrap().version(), Version(3));
     send_to(&mut sender, &weights(), &mut receiver);
@@ -205,10 +211,10 @@ fn interrupted_search_for_a_sender_goes_on_next_call() {
     let error = receiver.recv().unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
     ended(|| receiver.recv());
-    ended(|| receiver.loading(&mut weights()).recv_timeout(LONG));
+    ended(|| receiver.loading(&mut weights()).recv_timeout(long()));
     ended(|| receiver.pull(Pull::newest()));
     let next = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     let found = receiver.recv().unwrap();
     assert_eq!(found.run(), next.run());
@@ -226,7 +232,7 @@ fn interrupt_ends_a_wait_for_the_run_directory_lock() {
     let connect = || {
         setup
             .clone()
-            .connect(&weights(), Expect::Count(0), Some(LONG))
+            .connect(&weights(), Expect::Count(0), Some(long()))
     };
     connect().unwrap();
     for name in ["key", "epoch"] {
@@ -296,7 +302,7 @@ fn interrupt_leaves_the_background_thread_alone() {
     assert!(sender.send(&weights()).unwrap().all_applied());
     assert!(
         snapshots
-            .wait(Some(SOON), |set| set.versions()[0].1 == Version(3))
+            .wait(Some(soon()), |set| set.versions()[0].1 == Version(3))
             .unwrap()
             .is_some()
     );
@@ -325,7 +331,7 @@ fn interrupt_ends_a_wait_for_a_background_load() {
     ended(|| background.stop().map(drop));
     assert_eq!(sender.workers().len(), 1, "it is at its load");
     go_on.send(()).unwrap();
-    assert!(pending.wait(Some(SOON)).unwrap().all_applied());
+    assert!(pending.wait(Some(soon())).unwrap().all_applied());
     // The thread ends on its own.
     until_all_have_left(&sender);
 }
@@ -334,18 +340,18 @@ fn interrupt_ends_a_wait_for_a_background_load() {
 fn a_cascade_goes_on_with_what_it_was_at() {
     let trainer = setup();
     let joining = ReceiverSetup::new(trainer.init_info(), 0);
-    let joins = thread::spawn(move || Cascade::join(joining, Some(SOON)).unwrap());
+    let joins = thread::spawn(move || Cascade::join(joining, Some(soon())).unwrap());
     let trains = thread::spawn(move || {
         trainer
-            .connect(&weights(), Expect::Count(1), Some(SOON))
+            .connect(&weights(), Expect::Count(1), Some(soon()))
             .unwrap()
     });
     let middle = joins.join().unwrap();
     let leaf = ReceiverSetup::new(middle.init_info(), 0);
-    let leaf = thread::spawn(move || leaf.connect(Some(SOON)).unwrap());
-    let mut cascade = middle.connect(Expect::Count(1), Some(SOON)).unwrap();
+    let leaf = thread::spawn(move || leaf.connect(Some(soon())).unwrap());
+    let mut cascade = middle.connect(Expect::Count(1), Some(soon())).unwrap();
     let (mut leaf, mut trainer) = (leaf.join().unwrap(), trains.join().unwrap());
-    leaf.recv_timeout(SOON).unwrap().expect("the first");
+    leaf.recv_timeout(soon()).unwrap().expect("the first");
 
     ended(|| cascade.forward(None));
     let pending = trainer.send_async(&weights(), &SendOptions::new()).unwrap();
@@ -353,19 +359,19 @@ fn a_cascade_goes_on_with_what_it_was_at() {
     ended(|| cascade.forward(None));
     assert!(!pending.is_settled().unwrap());
     assert_eq!(
-        leaf.recv_timeout(SOON).unwrap().unwrap().version(),
+        leaf.recv_timeout(soon()).unwrap().unwrap().version(),
         Version(2)
     );
     assert!(
         cascade.forward(Some(BRIEF)).unwrap().is_none(),
         "the leaf has it"
     );
-    assert!(pending.wait(Some(SOON)).unwrap().all_applied());
+    assert!(pending.wait(Some(soon())).unwrap().all_applied());
 
     let background = cascade.in_background().unwrap();
     ended(|| background.wait(None, |_| false));
     let pending = trainer.send_async(&weights(), &SendOptions::new()).unwrap();
-    leaf.recv_timeout(SOON).unwrap().expect("passed on");
-    assert!(pending.wait(Some(SOON)).unwrap().all_applied());
+    leaf.recv_timeout(soon()).unwrap().expect("passed on");
+    assert!(pending.wait(Some(soon())).unwrap().all_applied());
     background.stop().unwrap();
 }

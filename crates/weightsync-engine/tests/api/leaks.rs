@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use weightsync_engine::{DigestPolicy, Expect, SendOptions, SenderSetup};
 
-use crate::{BRIEF, SOON, pair_by, send_to, weights};
+use crate::{BRIEF, pair_by, send_to, soon, weights};
 
 /// Set in a process that runs one test alone.
 const ALONE: &str = "WEIGHTSYNC_TEST_ALONE";
@@ -60,7 +60,7 @@ fn held() -> BTreeMap<String, usize> {
 
 /// A thread that was joined may be listed a moment longer.
 fn assert_nothing_left(before: &BTreeMap<String, usize>) {
-    let until = Instant::now() + SOON;
+    let until = Instant::now() + soon();
     while held() != *before {
         assert!(
             Instant::now() < until,
@@ -114,7 +114,7 @@ fn the_handle_of_a_send_keeps_nothing_of_a_connection() {
         let (mut sender, mut receiver) = pair_by(setup, &weights());
         let options = SendOptions::new();
         let settled = sender.send_async(&weights(), &options).unwrap();
-        receiver.recv_timeout(SOON).unwrap().unwrap();
+        receiver.recv_timeout(soon()).unwrap().unwrap();
         let pending = sender.send_async(&weights(), &options).unwrap();
         drop((sender, receiver));
         assert_nothing_left(&before);

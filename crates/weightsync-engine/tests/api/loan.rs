@@ -4,13 +4,13 @@ use std::thread;
 
 use weightsync_engine::{DigestPolicy, Error, SendOptions, SenderSetup, Version, WaitFor};
 
-use crate::{SOON, pair, pair_by, send_to, weights};
+use crate::{pair, pair_by, send_to, soon, weights};
 
 #[test]
 fn a_loan_is_written_by_name_and_published() {
     let (mut sender, mut receiver) = pair(&weights());
     let snapshot = thread::scope(|scope| {
-        let worker = scope.spawn(|| receiver.recv_timeout(SOON).unwrap().unwrap());
+        let worker = scope.spawn(|| receiver.recv_timeout(soon()).unwrap().unwrap());
         let mut loan = sender.loan().unwrap();
         let names: Vec<_> = loan
             .layout()
@@ -51,7 +51,7 @@ fn a_loan_is_written_by_name_and_published() {
 fn several_threads_write_one_loan() {
     let (mut sender, mut receiver) = pair(&weights());
     let snapshot = thread::scope(|scope| {
-        let worker = scope.spawn(|| receiver.recv_timeout(SOON).unwrap().unwrap());
+        let worker = scope.spawn(|| receiver.recv_timeout(soon()).unwrap().unwrap());
         let mut loan = sender.loan().unwrap();
         let places = loan.tensors_mut();
         assert_eq!(places.len(), 3);
@@ -119,7 +119,7 @@ fn a_loan_is_whole_and_of_its_own_model() {
         loan.publish_with(&options).unwrap().version().unwrap(),
         Version(2)
     );
-    let got = receiver.recv_timeout(SOON).unwrap().unwrap();
+    let got = receiver.recv_timeout(soon()).unwrap().unwrap();
     assert_eq!(got.version(), Version(2));
 }
 
@@ -143,7 +143,7 @@ fn loaned_version_gets_a_background_digest() {
         .digest(DigestPolicy::Background);
     let (mut sender, mut receiver) = pair_by(setup, &weights());
     let snapshot = thread::scope(|scope| {
-        let worker = scope.spawn(|| receiver.recv_timeout(SOON).unwrap().unwrap());
+        let worker = scope.spawn(|| receiver.recv_timeout(soon()).unwrap().unwrap());
         let mut loan = sender.loan().unwrap();
         loan.tensors_mut()
             .into_iter()

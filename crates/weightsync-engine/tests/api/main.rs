@@ -16,6 +16,8 @@ mod init_info;
 mod interrupt;
 mod leaks;
 mod loan;
+#[path = "../../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
 mod pending;
 mod refusals;
 mod report;
@@ -35,7 +37,9 @@ use weightsync_engine::{
 };
 
 /// Long enough for a busy machine; nothing waits so long unless it is broken.
-const SOON: Duration = Duration::from_secs(20);
+fn soon() -> Duration {
+    patience::patience(10)
+}
 /// For a wait that is to end by its deadline.
 const BRIEF: Duration = Duration::from_millis(60);
 
@@ -62,14 +66,14 @@ fn connect(
             thread::spawn(move || join(setup))
         })
         .collect();
-    let sender = setup.connect(weights, Expect::Count(count as usize), Some(SOON));
+    let sender = setup.connect(weights, Expect::Count(count as usize), Some(soon()));
     let receivers = joining.into_iter().map(|one| one.join().unwrap().unwrap());
     (sender.unwrap(), receivers.collect())
 }
 
 /// The sender learns of a worker's end by an event, which takes its time.
 fn until_all_have_left(sender: &Sender) {
-    let until = Instant::now() + SOON;
+    let until = Instant::now() + soon();
     while !sender.workers().is_empty() {
         assert!(
             Instant::now() < until,
@@ -94,8 +98,8 @@ fn pair_by(setup: SenderSetup, weights: &impl WeightExtractor) -> (Sender, Recei
 
 /// Joins, and takes the first version.
 fn join(setup: ReceiverSetup) -> Result<Receiver> {
-    let mut receiver = setup.connect(Some(SOON))?;
-    receiver.recv_timeout(SOON)?.expect("the first version");
+    let mut receiver = setup.connect(Some(soon()))?;
+    receiver.recv_timeout(soon())?.expect("the first version");
     Ok(receiver)
 }
 
@@ -114,7 +118,7 @@ fn send<T: Send>(
 
 /// Sends, and has the worker take it.
 fn send_to(sender: &mut Sender, weights: &Tensors, receiver: &mut Receiver) -> Snapshot {
-    let (report, snapshot) = send(sender, weights, || receiver.recv_timeout(SOON));
+    let (report, snapshot) = send(sender, weights, || receiver.recv_timeout(soon()));
     let report = report.unwrap();
     assert!(report.all_applied(), "{report}");
     snapshot.unwrap().expect("a version")

@@ -7,7 +7,7 @@ use weightsync_engine::{
     AsyncSendLimit, Error, Outcome, Pull, ReceiverSetup, SendOptions, SenderSetup, Version, WaitFor,
 };
 
-use crate::{BRIEF, SOON, connect, join, pair, weights};
+use crate::{BRIEF, connect, join, pair, soon, weights};
 
 fn to(workers: &[u32], deadline: Duration) -> SendOptions {
     let options = SendOptions::new().workers(workers.iter().copied());
@@ -22,24 +22,24 @@ fn finished_sends_do_not_count_in_any_order() {
     let send = |sender: &mut weightsync_engine::Sender, worker, deadline| {
         sender.send_async(&weights(), &to(&[worker], deadline))
     };
-    let slow = send(&mut sender, 0, SOON).unwrap();
-    let quick = send(&mut sender, 1, SOON).unwrap();
+    let slow = send(&mut sender, 0, soon()).unwrap();
+    let quick = send(&mut sender, 1, soon()).unwrap();
     let error = send(&mut sender, 2, BRIEF).unwrap_err();
     let Error::SendPending { versions, allowed } = error else {
         panic!("{error}")
     };
     assert_eq!((versions[0].1, allowed), (Version(2), 2));
-    receivers[1].recv_timeout(SOON).unwrap().unwrap();
+    receivers[1].recv_timeout(soon()).unwrap().unwrap();
     assert!(quick.is_settled().unwrap() && !slow.is_settled().unwrap());
     let third = send(&mut sender, 2, BRIEF).unwrap();
 
     // Also one that is done while the next waits for its way.
     let since = Instant::now();
     thread::scope(|scope| {
-        scope.spawn(|| receivers[2].recv_timeout(SOON).unwrap().unwrap());
-        send(&mut sender, 1, SOON).unwrap();
+        scope.spawn(|| receivers[2].recv_timeout(soon()).unwrap().unwrap());
+        send(&mut sender, 1, soon()).unwrap();
     });
-    assert!(since.elapsed() < SOON / 2);
+    assert!(since.elapsed() < soon() / 2);
     assert!(third.is_settled().unwrap() && !slow.is_settled().unwrap());
 }
 
@@ -51,10 +51,10 @@ fn the_report_of_a_settled_send_outlives_the_sender() {
         let mut sent = Vec::new();
         for _ in 0..3 {
             sent.push(sender.send_async(&weights(), &options).unwrap());
-            receiver.recv_timeout(SOON).unwrap().unwrap();
+            receiver.recv_timeout(soon()).unwrap().unwrap();
         }
         // One of them has been waited for, one made way, one was not looked at.
-        assert!(sent[0].wait(Some(SOON)).unwrap().all_reached());
+        assert!(sent[0].wait(Some(soon())).unwrap().all_reached());
         sender.shutdown();
         for (version, one) in (2..).zip(&sent) {
             assert!(one.is_settled().unwrap(), "{level:?}");
@@ -103,8 +103,8 @@ fn departed_worker_does_not_settle_its_successor() {
         let report = sent.wait(Some(BRIEF)).unwrap();
         assert!(late(&report), "{report}");
     }
-    second.recv_timeout(SOON).unwrap().unwrap();
-    assert!(sent.wait(Some(SOON)).unwrap().all_applied());
+    second.recv_timeout(soon()).unwrap().unwrap();
+    assert!(sent.wait(Some(soon())).unwrap().all_applied());
 }
 
 /// Once it waits for it no more, it takes what is sent as before.
@@ -117,13 +117,13 @@ fn pending_send_is_checked_again_after_a_later_one() {
             receiver.pull(later.timeout(Some(BRIEF * 5))).unwrap()
         });
         let sent = sender.send_async(&weights(), &SendOptions::new()).unwrap();
-        let report = sent.wait(Some(SOON)).unwrap();
+        let report = sent.wait(Some(soon())).unwrap();
         assert_eq!(report.workers[0].outcome, Outcome::Asks, "{report}");
         assert!(asking.join().unwrap().is_none());
         sent
     });
-    receiver.recv_timeout(SOON).unwrap().unwrap();
-    let report = sent.wait(Some(SOON)).unwrap();
+    receiver.recv_timeout(soon()).unwrap().unwrap();
+    let report = sent.wait(Some(soon())).unwrap();
     assert!(report.all_applied(), "{report}");
     assert_eq!(report.workers[0].outcome, Outcome::Applied, "{report}");
 }

@@ -7,7 +7,7 @@ use weightsync_engine::{
     Result, SendOptions, SenderSetup, Set, TensorView, Tensors, Version, WaitFor, WeightLoader,
 };
 
-use crate::{SOON, pair, send, send_to, weights};
+use crate::{pair, send, send_to, soon, weights};
 
 fn mismatch_of(error: Error) -> LayoutMismatch {
     match error {
@@ -104,7 +104,7 @@ fn a_connect_with_wrong_weights_is_refused_too() {
     let mut wrong = weights();
     wrong.insert("step", [1], [0_i64]).unwrap();
     let error = setup
-        .connect(&wrong, Expect::Count(0), Some(SOON))
+        .connect(&wrong, Expect::Count(0), Some(soon()))
         .unwrap_err();
     assert_eq!(mismatch_of(error).shapes[0].name, "step");
 }
@@ -120,7 +120,7 @@ fn models_without_weights_are_named_before_opening() {
     let actor = Set::new().with("actor", &source);
     let error = setup
         .clone()
-        .connect(&actor, Expect::Count(0), Some(SOON))
+        .connect(&actor, Expect::Count(0), Some(soon()))
         .unwrap_err();
     let Error::MissingModels { missing } = &error else {
         panic!("{error}");
@@ -128,7 +128,9 @@ fn models_without_weights_are_named_before_opening() {
     assert_eq!(missing[0].as_str(), "critic");
     assert!(!dir.join("epoch").exists(), "no run has begun");
     let both = actor.with("critic", &source);
-    let sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
+    let sender = setup
+        .connect(&both, Expect::Count(0), Some(soon()))
+        .unwrap();
     assert_eq!(sender.run().epoch.0, 1);
 }
 
@@ -184,7 +186,7 @@ fn reordered_tensors_land_in_their_places() {
 
     // A worker's own model may have its own order as well.
     let (report, loaded) = send(&mut sender, &weights(), || {
-        receiver.loading(&mut reordered).recv_timeout(SOON)
+        receiver.loading(&mut reordered).recv_timeout(soon())
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(3)));
@@ -202,12 +204,12 @@ fn both_ends_learn_that_the_model_does_not_fit() {
         ReceiverSetup::new(info, 3)
             .model(&own)
             .unwrap()
-            .connect(Some(SOON))
+            .connect(Some(soon()))
             .map(|_| ())
     });
     // Nobody waits for the deadline: the refusal ends the wait.
     let at_trainer = setup
-        .connect(&weights(), Expect::Count(1), Some(SOON))
+        .connect(&weights(), Expect::Count(1), Some(soon()))
         .unwrap_err();
     let words = at_trainer.to_string();
     let Error::Refused { model, refusals } = at_trainer else {
@@ -260,10 +262,10 @@ fn a_worker_whose_first_load_fails_is_refused_at_once() {
             noes: u32::MAX,
         };
         let setup = ReceiverSetup::new(info, 3);
-        setup.connect_into(&mut model, Some(SOON)).map(drop)
+        setup.connect_into(&mut model, Some(soon())).map(drop)
     });
     // Nobody waits for the deadline.
-    let error = setup.connect(&weights(), Expect::Count(1), Some(SOON));
+    let error = setup.connect(&weights(), Expect::Count(1), Some(soon()));
     let words = error.unwrap_err().to_string();
     assert!(
         words.contains("refused by worker 3") && words.contains("out of memory"),
@@ -284,7 +286,7 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
     next.slice_mut::<i64>("step").unwrap()[0] = 2;
 
     let (report, loaded) = send(&mut sender, &next, || {
-        receiver.loading(&mut model).recv_timeout(SOON)
+        receiver.loading(&mut model).recv_timeout(soon())
     });
     assert!(matches!(loaded, Err(Error::Load { .. })), "{loaded:?}");
     let report = report.unwrap();
@@ -305,7 +307,7 @@ fn failed_load_is_a_report_line_and_the_next_loads() {
 
     next.slice_mut::<i64>("step").unwrap()[0] = 3;
     let (report, loaded) = send(&mut sender, &next, || {
-        receiver.loading(&mut model).recv_timeout(SOON)
+        receiver.loading(&mut model).recv_timeout(soon())
     });
     assert_eq!(loaded.unwrap(), Some(Version(3)));
     assert!(report.unwrap().all_applied());
@@ -319,7 +321,7 @@ fn model_that_no_longer_fits_is_refused_at_load() {
     let mut other = Tensors::new();
     other.insert("step", [], [0_i64]).unwrap();
     let (report, loaded) = send(&mut sender, &weights(), || {
-        receiver.loading(&mut other).recv_timeout(SOON)
+        receiver.loading(&mut other).recv_timeout(soon())
     });
     assert_eq!(
         mismatch_of(loaded.unwrap_err()).unknown,
@@ -359,7 +361,7 @@ fn a_version_is_reported_only_once_it_is_loaded() {
     sender
         .send_with(
             &weights(),
-            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+            &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
         )
         .unwrap();
     let sender_says = || sender.workers()[0].versions[0];
@@ -369,7 +371,7 @@ fn a_version_is_reported_only_once_it_is_loaded() {
         during: Vec::new(),
     };
     assert_eq!(
-        receiver.loading(&mut model).recv_timeout(SOON).unwrap(),
+        receiver.loading(&mut model).recv_timeout(soon()).unwrap(),
         Some(Version(2))
     );
     assert_eq!(model.during, [Version(1)]);
@@ -389,9 +391,11 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     let setup = setup.add_model("critic", &one).unwrap();
     let info = setup.init_info();
     let both = Set::new().with("actor", &one).with("critic", &one);
-    let _sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
+    let _sender = setup
+        .connect(&both, Expect::Count(0), Some(soon()))
+        .unwrap();
     let joins = || ReceiverSetup::new(info.clone(), 0);
-    let mut receiver = joins().connect(Some(SOON)).unwrap();
+    let mut receiver = joins().connect(Some(soon())).unwrap();
     let sent = receiver.set().latest().unwrap().unwrap();
     assert_eq!(sent.members().len(), 2);
     for Member { snapshot, .. } in sent.members() {
@@ -401,7 +405,7 @@ fn cast_applies_to_every_model_and_names_are_unique() {
     drop(receiver);
 
     let twice = joins().models(["critic", "critic"]);
-    let error = twice.connect(Some(SOON)).unwrap_err();
+    let error = twice.connect(Some(soon())).unwrap_err();
     assert!(matches!(error, Error::SameModelTwice { .. }), "{error}");
 }
 
@@ -419,10 +423,10 @@ fn calls_about_one_model_refuse_several_models() {
     refused("SenderSetup::layout", setup.layout());
     let info = setup.init_info();
     let insisting = ReceiverSetup::new(info.clone(), 1).model(&one).unwrap();
-    let joined = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap());
+    let joined = thread::spawn(|| ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap());
     let set = Set::new().with("actor", &one).with("critic", &one);
-    let mut sender = setup.connect(&set, Expect::Count(1), Some(SOON)).unwrap();
-    refused("ReceiverSetup::model", insisting.connect(Some(SOON)));
+    let mut sender = setup.connect(&set, Expect::Count(1), Some(soon())).unwrap();
+    refused("ReceiverSetup::model", insisting.connect(Some(soon())));
 
     refused("Sender::version", sender.version());
     refused("Sender::layout", sender.layout());
@@ -437,7 +441,7 @@ fn calls_about_one_model_refuse_several_models() {
     refused("PendingSend::version", pending.version());
     refused(
         "Report::version",
-        pending.wait(Some(SOON)).unwrap().version(),
+        pending.wait(Some(soon())).unwrap().version(),
     );
     let report = sender.send_with(&one, &sent.model("critic")).unwrap();
     assert_eq!(report.version().unwrap(), Version(3));

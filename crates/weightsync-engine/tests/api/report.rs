@@ -8,7 +8,7 @@ use weightsync_engine::{
     SenderSetup, Set, Version, WaitFor, WorkerId, WorkerReport,
 };
 
-use crate::{SOON, weights};
+use crate::{soon, weights};
 
 fn line(worker: u32, outcome: Outcome, version: u64) -> WorkerReport {
     WorkerReport {
@@ -216,21 +216,21 @@ fn asking_worker_counts_by_the_models_it_takes() {
     let setup = setup.scheme("shared-mem:pull".parse::<AnyScheme>().unwrap());
     let setup = setup.unwrap();
     let joining = ReceiverSetup::new(setup.init_info(), 0).models(["critic"]);
-    let joining = thread::spawn(move || joining.connect(Some(SOON)).unwrap());
+    let joining = thread::spawn(move || joining.connect(Some(soon())).unwrap());
     let mut sender = setup
-        .connect(&both(), Expect::Count(1), Some(SOON))
+        .connect(&both(), Expect::Count(1), Some(soon()))
         .unwrap();
     let mut receiver = joining.join().unwrap();
-    receiver.recv_timeout(SOON).unwrap();
+    receiver.recv_timeout(soon()).unwrap();
     for has in [false, true] {
         let pending = sender.send_async(&both(), &SendOptions::new()).unwrap();
         if has {
             receiver
-                .pull(Pull::newest().timeout(Some(SOON)))
+                .pull(Pull::newest().timeout(Some(soon())))
                 .unwrap()
                 .unwrap();
         }
-        let report = pending.wait(Some(SOON)).unwrap();
+        let report = pending.wait(Some(soon())).unwrap();
         assert_eq!(report.workers[0].outcome, Outcome::Asks);
         assert_eq!(report.all_applied(), has, "{report}");
         assert_eq!(report.failed().count(), 0, "{report}");
@@ -258,17 +258,17 @@ fn late_line_names_the_level_waited_for() {
 fn the_times_of_a_report_are_in_order() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let mut sender = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     let report = sender
         .send_with(
             &weights(),
             &SendOptions::new()
                 .wait(WaitFor::Applied)
-                .timeout(Some(SOON)),
+                .timeout(Some(soon())),
         )
         .unwrap();
-    assert!(report.copied <= report.took && report.took < SOON);
+    assert!(report.copied <= report.took && report.took < soon());
     assert_eq!(
         (report.version().unwrap(), report.versions[0].0.as_str()),
         (Version(2), "policy")
@@ -301,7 +301,7 @@ fn worker_that_leaves_after_applying_has_one_line() {
                 let info = info.clone();
                 thread::spawn(move || {
                     let mut receiver = ReceiverSetup::new(info, worker)
-                        .connect(Some(SOON))
+                        .connect(Some(soon()))
                         .unwrap();
                     let mut version = Version::NONE;
                     while version < Version(2) {
@@ -311,7 +311,7 @@ fn worker_that_leaves_after_applying_has_one_line() {
             })
             .collect();
         let expect = Expect::Count(WORKERS as usize);
-        let mut sender = setup.connect(&weights(), expect, Some(SOON)).unwrap();
+        let mut sender = setup.connect(&weights(), expect, Some(soon())).unwrap();
         let report = sender.send(&weights()).unwrap();
         let lines: Vec<_> = report.workers.iter().map(|line| line.worker.0).collect();
         assert_eq!(lines, [0, 1, 2, 3], "{report}");

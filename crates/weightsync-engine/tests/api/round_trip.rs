@@ -7,7 +7,7 @@ use safetensors::SafeTensors;
 use weightsync_engine::names::Tree;
 use weightsync_engine::{Dtype, SafetensorsFile, SenderSetup, Tensors, Version};
 
-use crate::{SOON, bytes_of, pair, pair_by, send, send_to};
+use crate::{bytes_of, pair, pair_by, send, send_to, soon};
 
 /// Bytes that look like nothing in particular: also NaNs and denormals.
 fn noise(len: usize, seed: u64) -> Vec<u8> {
@@ -74,7 +74,7 @@ fn every_dtype_and_shape_arrives_bit_by_bit() {
     let last = every_dtype(9);
     let mut own = Tensors::zeros(&receiver.models()[0].layout);
     let (report, loaded) = send(&mut sender, &last, || {
-        receiver.loading(&mut own).recv_timeout(SOON)
+        receiver.loading(&mut own).recv_timeout(soon())
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(5)));

@@ -11,7 +11,7 @@ use weightsync_engine::{
     Epoch, Error, Expect, Receiver, ReceiverSetup, Remedy, Sender, SenderSetup, Tensors, Version,
 };
 
-use crate::{BRIEF, SOON, pair_by, send, send_to, weights};
+use crate::{BRIEF, pair_by, send, send_to, soon, weights};
 
 fn setup(dir: &Path) -> SenderSetup {
     SenderSetup::new("policy", &weights())
@@ -38,7 +38,7 @@ fn restart<T: Send>(dir: &Path, at_worker: impl FnOnce() -> T + Send) -> (Sender
     thread::scope(|scope| {
         let worker = scope.spawn(at_worker);
         let sender = setup(dir)
-            .connect(&weights(), Expect::Count(1), Some(SOON))
+            .connect(&weights(), Expect::Count(1), Some(soon()))
             .unwrap();
         (sender, worker.join().unwrap())
     })
@@ -107,10 +107,13 @@ fn new_run_is_claimed_after_its_first_load() {
     lost(&mut receiver);
 
     let mut second = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     let mut other = Tensors::new();
-    receiver.loading(&mut other).recv_timeout(SOON).unwrap_err();
+    receiver
+        .loading(&mut other)
+        .recv_timeout(soon())
+        .unwrap_err();
     assert_eq!(
         (receiver.run(), receiver.version().unwrap()),
         (first_run, Version(2))
@@ -119,7 +122,7 @@ fn new_run_is_claimed_after_its_first_load() {
 
     let mut own = weights();
     let (report, loaded) = send(&mut second, &weights(), || {
-        receiver.loading(&mut own).recv_timeout(SOON)
+        receiver.loading(&mut own).recv_timeout(soon())
     });
     assert!(report.unwrap().all_applied());
     assert_eq!(loaded.unwrap(), Some(Version(2)));
@@ -134,7 +137,7 @@ fn second_trainer_of_a_live_run_is_refused() {
     let dir = own_dir();
     let (mut first, mut receiver) = pair_by(setup(dir.path()), &weights());
     let error = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap_err();
     assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     assert_eq!(error.remedy(), Remedy::GiveUp);
@@ -148,7 +151,7 @@ fn second_trainer_of_a_live_run_is_refused() {
         .run_dir(dir.path())
         .unwrap();
     other
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
 }
 
@@ -163,9 +166,9 @@ fn run_of_the_same_epoch_is_refused_and_a_later_found() {
     // Somebody puts an old copy of the directory back.
     put(&dir.path().join("epoch"), "6");
     thread::scope(|scope| {
-        let worker = scope.spawn(|| receiver.recv_timeout(SOON).unwrap_err());
+        let worker = scope.spawn(|| receiver.recv_timeout(soon()).unwrap_err());
         let refused = setup(dir.path())
-            .connect(&weights(), Expect::Count(1), Some(SOON))
+            .connect(&weights(), Expect::Count(1), Some(soon()))
             .unwrap_err();
         let error = worker.join().unwrap();
         let Error::ConflictingRun { knew: one, got } = error else {
@@ -180,7 +183,7 @@ fn run_of_the_same_epoch_is_refused_and_a_later_found() {
         (receiver.run(), receiver.version().unwrap()),
         (knew, Version(1))
     );
-    let (later, snapshot) = restart(dir.path(), || receiver.recv_timeout(SOON).unwrap());
+    let (later, snapshot) = restart(dir.path(), || receiver.recv_timeout(soon()).unwrap());
     assert_eq!(
         (later.run().epoch, snapshot.unwrap().run()),
         (Epoch(8), later.run())
@@ -198,11 +201,11 @@ fn a_trainer_of_an_older_epoch_is_fenced_off() {
     // Somebody puts an old copy of the directory back.
     put(&dir.path().join("epoch"), "3");
     let old = setup(dir.path())
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     assert_eq!(old.run().epoch, Epoch(4));
     for error in [
-        receiver.recv_timeout(SOON).unwrap_err(),
+        receiver.recv_timeout(soon()).unwrap_err(),
         receiver.recv().unwrap_err(),
     ] {
         assert!(matches!(error, Error::Denied { .. }), "{error}");
@@ -237,9 +240,9 @@ fn a_successor_with_another_model_is_refused_by_name() {
         .run_dir(dir.path())
         .unwrap();
     let _second = successor
-        .connect(&other, Expect::Count(0), Some(SOON))
+        .connect(&other, Expect::Count(0), Some(soon()))
         .unwrap();
-    let error = receiver.recv_timeout(SOON).unwrap_err();
+    let error = receiver.recv_timeout(soon()).unwrap_err();
     assert!(
         matches!(&error, Error::WrongModel { mismatch, .. } if mismatch.shapes[0].name == "layer.bias"),
         "{error}"
@@ -253,7 +256,7 @@ fn the_directory_is_for_this_user_alone() {
     let parent = tempfile::tempdir().unwrap();
     let dir = parent.path().join("seven");
     setup(&dir)
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
     assert_eq!(mode(&dir), 0o700);
@@ -323,7 +326,7 @@ fn trainers_have_own_addresses_that_workers_look_up() {
 fn of_trainers_that_come_at_once_one_serves() {
     let dir = own_dir();
     for _ in 0..10 {
-        let connect = || setup(dir.path()).connect(&weights(), Expect::Count(0), Some(SOON));
+        let connect = || setup(dir.path()).connect(&weights(), Expect::Count(0), Some(soon()));
         let senders: Vec<_> = thread::scope(|scope| {
             let all: Vec<_> = (0..4).map(|_| scope.spawn(connect)).collect();
             all.into_iter().map(|one| one.join().unwrap()).collect()
@@ -350,7 +353,7 @@ fn a_counter_written_by_hand_is_counted_on_from() {
         put(&dir.path().join("epoch"), text);
         for epoch in epoch..epoch + 3 {
             let sender = setup(dir.path())
-                .connect(&weights(), Expect::Count(0), Some(SOON))
+                .connect(&weights(), Expect::Count(0), Some(soon()))
                 .unwrap();
             assert_eq!(sender.run().epoch, Epoch(epoch), "{text:?}");
         }
@@ -373,7 +376,7 @@ fn corrupt_files_are_refused_in_words_and_left_alone() {
         put(&epoch, text);
         let error = good
             .clone()
-            .connect(&weights(), Expect::Count(0), Some(SOON))
+            .connect(&weights(), Expect::Count(0), Some(soon()))
             .unwrap_err();
         let said = error.to_string();
         assert!(
@@ -410,7 +413,7 @@ fn refused(dir: &Path) -> String {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
     let error = setup
         .run_dir(dir)
-        .and_then(|setup| setup.connect(&weights(), Expect::Count(0), Some(SOON)))
+        .and_then(|setup| setup.connect(&weights(), Expect::Count(0), Some(soon())))
         .unwrap_err();
     assert!(matches!(error, Error::File { .. }), "{error}");
     error.to_string()
@@ -438,7 +441,7 @@ fn a_directory_or_file_open_to_others_is_not_trusted() {
         assert!(said.contains(&words), "{said}");
         set(closed);
         setup(dir.path())
-            .connect(&weights(), Expect::Count(0), Some(SOON))
+            .connect(&weights(), Expect::Count(0), Some(soon()))
             .unwrap();
     }
     // The superuser alone can read what is another user's.
@@ -487,5 +490,5 @@ fn held_lock_ends_the_wait_at_its_deadline() {
     );
     assert_eq!(error.remedy(), Remedy::Retry);
     drop(held);
-    connect(SOON).unwrap();
+    connect(soon()).unwrap();
 }

@@ -8,7 +8,7 @@ use weightsync_engine::{
     SharedMem, Version,
 };
 
-use crate::{BRIEF, SOON, weights};
+use crate::{BRIEF, soon, weights};
 
 /// What a call out of order says.
 fn wrong(result: weightsync_engine::Result<()>) -> String {
@@ -31,11 +31,11 @@ fn every_call_out_of_order_says_what_to_do() {
         ),
         (idle.receiver().map(drop), "call init_on_receiver first"),
         (
-            idle.connect_sender(&source, Expect::Count(0), Some(SOON)),
+            idle.connect_sender(&source, Expect::Count(0), Some(soon())),
             "call init_on_sender first",
         ),
         (
-            idle.connect_receiver(Some(SOON)),
+            idle.connect_receiver(Some(soon())),
             "call init_on_receiver first",
         ),
         (idle.init_on_receiver(0), "init_on_sender where the trainer"),
@@ -52,7 +52,7 @@ fn every_call_out_of_order_says_what_to_do() {
             "call connect_sender first",
         ),
         (sender.receiver().map(drop), "the workers' half"),
-        (sender.connect_receiver(Some(SOON)), "the workers' half"),
+        (sender.connect_receiver(Some(soon())), "the workers' half"),
         (sender.init_on_receiver(0), "the workers' half"),
     ] {
         let words = wrong(result);
@@ -60,11 +60,11 @@ fn every_call_out_of_order_says_what_to_do() {
     }
     let info = serde_json::to_string(&sender).unwrap();
     sender
-        .connect_sender(&source, Expect::Count(0), Some(SOON))
+        .connect_sender(&source, Expect::Count(0), Some(soon()))
         .unwrap();
     for (result, fix) in [
         (
-            sender.connect_sender(&source, Expect::Count(0), Some(SOON)),
+            sender.connect_sender(&source, Expect::Count(0), Some(soon())),
             "shut it down to start again",
         ),
         (
@@ -89,8 +89,8 @@ fn every_call_out_of_order_says_what_to_do() {
         let words = wrong(result);
         assert!(words.contains(fix), "{words}");
     }
-    worker.connect_receiver(Some(SOON)).unwrap();
-    let words = wrong(worker.connect_receiver(Some(SOON)));
+    worker.connect_receiver(Some(soon())).unwrap();
+    let words = wrong(worker.connect_receiver(Some(soon())));
     assert!(words.contains("shut it down"), "{words}");
     worker.shutdown();
     worker.shutdown();
@@ -111,13 +111,13 @@ fn session_crosses_before_and_after_init() {
             let worker = thread::spawn(move || {
                 let mut worker: Session = postcard::from_bytes(&bytes).unwrap();
                 worker.init_on_receiver(3).unwrap();
-                worker.connect_receiver(Some(SOON)).unwrap();
+                worker.connect_receiver(Some(soon())).unwrap();
                 let got = worker.receiver().unwrap().recv_timeout(BRIEF).unwrap();
                 // Kept: one that has left again does not count.
                 (worker, got)
             });
             trainer
-                .connect_sender(&source, Expect::Count(1), Some(SOON))
+                .connect_sender(&source, Expect::Count(1), Some(soon()))
                 .unwrap();
             let (_worker, got) = worker.join().unwrap();
             let got = got.map(|snapshot| snapshot.version());
@@ -172,7 +172,7 @@ fn second_init_of_one_model_leaves_the_others() {
     assert_eq!(trainer.init_info().cloned(), info);
     let both = Set::new().with("actor", &large).with("critic", &small);
     trainer
-        .connect_sender(&both, Expect::Count(0), Some(SOON))
+        .connect_sender(&both, Expect::Count(0), Some(soon()))
         .unwrap();
     let sender = trainer.sender().unwrap();
     assert_eq!(sender.models().len(), 2);
@@ -195,7 +195,7 @@ fn first_version_has_the_number_of_its_connect() {
     trainer.init_on_sender("policy", &source).unwrap();
     let first = Some(Version(7));
     trainer
-        .connect_sender_at(&source, first, Expect::Count(0), Some(SOON))
+        .connect_sender_at(&source, first, Expect::Count(0), Some(soon()))
         .unwrap();
     let sender = trainer.sender().unwrap();
     assert_eq!(
@@ -215,7 +215,9 @@ fn set_across_two_senders_is_refused() {
     ] {
         let setup = SenderSetup::new(model, source).unwrap();
         let setup = setup.scheme(scheme).unwrap();
-        let sender = setup.connect(source, Expect::Count(0), Some(SOON)).unwrap();
+        let sender = setup
+            .connect(source, Expect::Count(0), Some(soon()))
+            .unwrap();
         senders.push(sender).unwrap();
     }
     let set = Set::new().with("actor", &actor).with("critic", &critic);

@@ -11,7 +11,7 @@ use weightsync_engine::{
 };
 use weightsync_mem::Error as MemoryError;
 
-use crate::{BRIEF, SOON, pair_by, send_to, weights};
+use crate::{BRIEF, pair_by, send_to, soon, weights};
 
 #[test]
 fn when_every_slot_is_pinned_the_holder_is_named() {
@@ -106,14 +106,16 @@ fn a_copy_that_is_there_is_not_made_again() {
         let setup = setup.add_model("critic", &actor).unwrap();
         let setup = setup.scheme(scheme.parse::<AnyScheme>().unwrap()).unwrap();
         let joining = ReceiverSetup::new(setup.init_info(), 0);
-        let joining = thread::spawn(move || joining.connect(Some(SOON)).unwrap());
-        let mut sender = setup.connect(&set(), Expect::Count(1), Some(SOON)).unwrap();
+        let joining = thread::spawn(move || joining.connect(Some(soon())).unwrap());
+        let mut sender = setup
+            .connect(&set(), Expect::Count(1), Some(soon()))
+            .unwrap();
         let mut receiver = joining.join().unwrap();
-        let first = receiver.set().recv_timeout(SOON).unwrap().unwrap();
+        let first = receiver.set().recv_timeout(soon()).unwrap().unwrap();
         let again = receiver.set().latest().unwrap().unwrap();
         let sent = SendOptions::new().wait(WaitFor::Sent).model("critic");
         sender.send_with(&actor, &sent).unwrap();
-        let second = receiver.set().recv_timeout(SOON).unwrap().unwrap();
+        let second = receiver.set().recv_timeout(soon()).unwrap().unwrap();
         for id in ["actor", "critic"] {
             let place = |set: &SetSnapshot| place(set.model(id).unwrap());
             assert_eq!(place(&first), place(&again), "{scheme} {id}");
@@ -172,7 +174,7 @@ fn wrong_weights_do_not_wait_for_a_slot() {
         let error = sender
             .send_with(
                 wrong,
-                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+                &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
             )
             .unwrap_err();
         assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
@@ -208,7 +210,7 @@ fn a_send_waits_until_a_snapshot_is_dropped() {
             let sending = scope.spawn(|| {
                 sender.send_with(
                     &weights(),
-                    &SendOptions::new().wait(WaitFor::Sent).timeout(Some(SOON)),
+                    &SendOptions::new().wait(WaitFor::Sent).timeout(Some(soon())),
                 )
             });
             drop(first);
@@ -253,7 +255,11 @@ fn numbers_of_slots_out_of_range_are_refused() {
             .unwrap()
             .slots(slots, max_slots);
         let error = setup
-            .connect(&weights(), weightsync_engine::Expect::Count(0), Some(SOON))
+            .connect(
+                &weights(),
+                weightsync_engine::Expect::Count(0),
+                Some(soon()),
+            )
             .unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Setting, "{error}");
         assert_eq!(error.remedy(), Remedy::GiveUp);
@@ -292,7 +298,7 @@ fn a_deadline_too_long_for_the_clock_is_none() {
 fn too_many_versions_are_refused_by_model_name() {
     let setup = SenderSetup::new("policy", &weights()).unwrap().slots(2, 2);
     let mut sender = setup
-        .connect(&weights(), Expect::Count(0), Some(SOON))
+        .connect(&weights(), Expect::Count(0), Some(soon()))
         .unwrap();
     let error = (0..64).find_map(|worker| {
         let options = SendOptions::new().workers([worker]);
@@ -316,14 +322,16 @@ fn wrong_model_of_a_set_is_found_before_staging() {
     let setup = SenderSetup::new("actor", &source).unwrap();
     let setup = setup.add_model("critic", &source).unwrap().slots(2, 2);
     let both = Set::new().with("actor", &source).with("critic", &source);
-    let mut sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
-    let mut receiver = ReceiverSetup::new(sender.init_info(), 0)
-        .connect(Some(SOON))
+    let mut sender = setup
+        .connect(&both, Expect::Count(0), Some(soon()))
         .unwrap();
-    let _first = receiver.set().recv_timeout(SOON).unwrap().unwrap();
+    let mut receiver = ReceiverSetup::new(sender.init_info(), 0)
+        .connect(Some(soon()))
+        .unwrap();
+    let _first = receiver.set().recv_timeout(soon()).unwrap().unwrap();
     let brief = SendOptions::new().wait(WaitFor::Sent).timeout(Some(BRIEF));
     sender.send_with(&both, &brief).unwrap();
-    let _second = receiver.set().recv_timeout(SOON).unwrap().unwrap();
+    let _second = receiver.set().recv_timeout(soon()).unwrap().unwrap();
     let error = sender.send_with(&both, &brief).unwrap_err();
     assert!(matches!(error, Error::AllSlotsPinned { .. }), "{error}");
     let mut other = Tensors::new();

@@ -10,7 +10,7 @@ use weightsync_engine::{
     StateDict, Strategy, TensorDict, TensorView, Tensors, Version, WeightExtractor, WeightLoader,
 };
 
-use crate::SOON;
+use crate::soon;
 
 /// Sends `source` to a worker that loads it into `model`, then `again`.
 fn deliver<E>(source: &E, again: &E, model: &mut (dyn WeightLoader + Send)) -> Sender
@@ -22,12 +22,14 @@ where
     thread::scope(|scope| {
         let worker = scope.spawn(move || {
             let mut receiver = ReceiverSetup::new(info, 0)
-                .connect_into(model, Some(SOON))
+                .connect_into(model, Some(soon()))
                 .unwrap();
-            let version = receiver.loading(model).recv_timeout(SOON).unwrap();
+            let version = receiver.loading(model).recv_timeout(soon()).unwrap();
             assert_eq!(version, Some(Version(2)));
         });
-        let mut sender = setup.connect(source, Expect::Count(1), Some(SOON)).unwrap();
+        let mut sender = setup
+            .connect(source, Expect::Count(1), Some(soon()))
+            .unwrap();
         let report = sender.send(again).unwrap();
         worker.join().unwrap();
         assert!(report.all_applied(), "{report}");
@@ -81,8 +83,8 @@ fn worker_knows_format_buffers_and_extra_state() {
     let setup = SenderSetup::new("policy", &state_dict(1.0, 1)).unwrap();
     let info = setup.init_info();
     let worker = thread::spawn(move || {
-        let mut receiver = ReceiverSetup::new(info, 0).connect(Some(SOON)).unwrap();
-        let snapshot = receiver.recv_timeout(SOON).unwrap().unwrap();
+        let mut receiver = ReceiverSetup::new(info, 0).connect(Some(soon())).unwrap();
+        let snapshot = receiver.recv_timeout(soon()).unwrap().unwrap();
         let attributes: &Attributes = snapshot.attributes();
         assert_eq!(attributes.format(), Strategy::StateDict);
         assert_eq!(attributes.buffers(), ["actor.norm.mean"]);
@@ -91,7 +93,7 @@ fn worker_knows_format_buffers_and_extra_state() {
         (receiver, lent.extra_state("actor.norm").cloned())
     });
     let _sender = setup
-        .connect(&state_dict(1.0, 1), Expect::Count(1), Some(SOON))
+        .connect(&state_dict(1.0, 1), Expect::Count(1), Some(soon()))
         .unwrap();
     let steps = Plain::from_iter([("steps", Plain::from(1))]);
     assert_eq!(worker.join().unwrap().1, Some(steps));
@@ -102,7 +104,7 @@ fn outgrown_extra_state_is_refused_and_the_old_serves() {
     let mut source = state_dict(1.0, 1);
     let setup = SenderSetup::new("policy", &source).unwrap();
     let mut sender = setup
-        .connect(&source, Expect::Count(0), Some(SOON))
+        .connect(&source, Expect::Count(0), Some(soon()))
         .unwrap();
     let long = Plain::from("x".repeat(100_000));
     let error = source
@@ -206,7 +208,7 @@ fn a_snapshot_is_the_whole_model_it_is_of() {
     let source = state_dict(1.0, 1);
     let setup = SenderSetup::new("policy", &source).unwrap();
     let sender = setup
-        .connect(&source, Expect::Count(0), Some(SOON))
+        .connect(&source, Expect::Count(0), Some(soon()))
         .unwrap();
     let snapshot = sender.snapshot().unwrap();
     let attributes = WeightExtractor::attributes(&snapshot).unwrap();
@@ -215,7 +217,9 @@ fn a_snapshot_is_the_whole_model_it_is_of() {
 
     let tied = Tied(embedding(2.0));
     let setup = SenderSetup::new("policy", &tied).unwrap();
-    let sender = setup.connect(&tied, Expect::Count(0), Some(SOON)).unwrap();
+    let sender = setup
+        .connect(&tied, Expect::Count(0), Some(soon()))
+        .unwrap();
     let snapshot = sender.snapshot().unwrap();
     // Also where it is cast, and so not copied as it lies.
     for cast in [None, Some(Dtype::F64)] {
@@ -224,7 +228,7 @@ fn a_snapshot_is_the_whole_model_it_is_of() {
             setup = setup.cast(dtype).unwrap();
         }
         let mut sender = setup
-            .connect(&snapshot, Expect::Count(0), Some(SOON))
+            .connect(&snapshot, Expect::Count(0), Some(soon()))
             .unwrap();
         sender.send(&snapshot).unwrap();
         let again = sender.snapshot().unwrap();
@@ -341,7 +345,7 @@ fn models_named_by_path_are_found_on_either_side() {
         tree.register(path.parse().unwrap(), &mut own).unwrap();
         let mut models = SetLoader::new().tree(&mut tree);
         let joined = ReceiverSetup::new(info.clone(), 0)
-            .connect_set_into(&mut models, Some(SOON))
+            .connect_set_into(&mut models, Some(soon()))
             .unwrap();
         // A worker that has no such model says what it has instead.
         let mut other = weightsync_engine::ModuleTree::new();
@@ -350,13 +354,15 @@ fn models_named_by_path_are_found_on_either_side() {
             .unwrap();
         let mut models = SetLoader::new().tree(&mut other);
         let error = ReceiverSetup::new(info, 1)
-            .connect_set_into(&mut models, Some(SOON))
+            .connect_set_into(&mut models, Some(soon()))
             .unwrap_err();
         drop(tree);
         (joined, own.slice::<f32>("bias").unwrap().to_vec(), error)
     });
     let set = || Set::new().with_paths(&trainers, [path]).unwrap();
-    let sender = setup.connect(&set(), Expect::Count(1), Some(SOON)).unwrap();
+    let sender = setup
+        .connect(&set(), Expect::Count(1), Some(soon()))
+        .unwrap();
     let (_joined, bias, error) = worker.join().unwrap();
     assert_eq!(bias, [3.0]);
     assert!(
@@ -372,7 +378,7 @@ fn a_registered_model_is_read_at_each_send() {
     let setup = SenderSetup::new("policy", &*shared).unwrap();
     let error = setup
         .clone()
-        .connect(&Registered, Expect::Count(0), Some(SOON))
+        .connect(&Registered, Expect::Count(0), Some(soon()))
         .unwrap_err();
     assert!(matches!(error, Error::NotRegistered { .. }), "{error}");
     let mut another = Tensors::new();
@@ -382,7 +388,7 @@ fn a_registered_model_is_read_at_each_send() {
     assert!(named, "{error}");
     let setup = setup.register("policy", shared.clone()).unwrap();
     let mut sender = setup
-        .connect(&Registered, Expect::Count(0), Some(SOON))
+        .connect(&Registered, Expect::Count(0), Some(soon()))
         .unwrap();
     shared.write().unwrap().slice_mut::<f32>("bias").unwrap()[0] = 9.0;
     assert_eq!(

@@ -5,7 +5,7 @@ use weightsync_engine::{
     WeightExtractor,
 };
 
-use crate::SOON;
+use crate::soon;
 
 fn number(value: f32) -> Tensors {
     let mut tensors = Tensors::new();
@@ -24,7 +24,7 @@ fn part(name: &str, values: &[f32]) -> Tensors {
 fn sender() -> Sender {
     let one = number(1.0);
     let setup = SenderSetup::new("policy", &one).unwrap();
-    setup.connect(&one, Expect::Count(0), Some(SOON)).unwrap()
+    setup.connect(&one, Expect::Count(0), Some(soon())).unwrap()
 }
 
 fn each<'a>(sources: &[(u32, &'a Tensors)]) -> Vec<(u32, &'a dyn WeightExtractor)> {
@@ -119,7 +119,7 @@ fn send_by_device_without_workers_is_refused() {
     let one = number(1.0);
     let setup = SenderSetup::new("policy", &one).unwrap();
     let setup = setup.scheme("none".parse::<AnyScheme>().unwrap()).unwrap();
-    let mut none = setup.connect(&one, Expect::Count(0), Some(SOON)).unwrap();
+    let mut none = setup.connect(&one, Expect::Count(0), Some(soon())).unwrap();
     let error = none.send_by_device(|_| &one, &options).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
 }
@@ -130,7 +130,9 @@ fn a_set_that_is_not_what_the_send_names_is_refused() {
     let setup = SenderSetup::new("actor", &one).unwrap();
     let setup = setup.add_model("critic", &one).unwrap();
     let both = Set::new().with("actor", &one).with("critic", &one);
-    let mut sender = setup.connect(&both, Expect::Count(0), Some(SOON)).unwrap();
+    let mut sender = setup
+        .connect(&both, Expect::Count(0), Some(soon()))
+        .unwrap();
     let options = SendOptions::new().model("critic");
     let error = sender.send_with(&both, &options).unwrap_err();
     assert!(matches!(error, Error::OtherModel { .. }), "{error}");

@@ -2,7 +2,7 @@
 //! the death of one costs the others nothing.
 
 use crate::process::{Answer, Command, Fared};
-use crate::scale::PATIENCE;
+use crate::scale::longest;
 use crate::script::{Script, TRAINER, info_of};
 
 /// The worker in the middle, and those it feeds.
@@ -146,7 +146,7 @@ fn join(script: &Script, worker: u32) -> Command {
 fn send(word: u64) -> Command {
     Command::Send {
         word,
-        deadline: PATIENCE,
+        deadline: longest(),
     }
 }
 

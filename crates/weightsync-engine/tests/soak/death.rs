@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use crate::process::{Answer, Command, Fared};
-use crate::scale::PATIENCE;
-use crate::script::{MOMENT, Script, TRAINER};
+use crate::scale::longest;
+use crate::script::{Script, TRAINER, prompt_limit};
 
 fn send(word: u64) -> Command {
     Command::Send {
         word,
-        deadline: PATIENCE,
+        deadline: longest(),
     }
 }
 
@@ -38,7 +38,7 @@ pub fn forked_child_of_a_dead_worker_blocks_nobody() {
         script.send(TRAINER, &script.lead(2));
         let led = script.answers([TRAINER, 1, 2]);
         assert_eq!(led, [Answer::Done, version(1, 1), version(1, 1)]);
-        assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     }
     kept.extend(script.copies(1));
     script.send(TRAINER, &send(2));
@@ -46,7 +46,7 @@ pub fn forked_child_of_a_dead_worker_blocks_nobody() {
     script.until_it_sleeps(TRAINER);
     let begun = Instant::now();
     let [sent] = script.kill(1, [TRAINER]);
-    assert!(begun.elapsed() < MOMENT, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     let Answer::Sent { lines, .. } = sent else {
         panic!("{sent:?}");
     };
@@ -83,7 +83,7 @@ fn polled(script: &Script, worker: usize, poll: &Command) -> Answer {
             return answer;
         }
         assert!(
-            begun.elapsed() < PATIENCE,
+            begun.elapsed() < longest(),
             "process {worker} polled in vain"
         );
     }

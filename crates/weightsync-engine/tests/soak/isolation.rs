@@ -1,7 +1,7 @@
 //! What is not sent is not seen.
 
 use crate::process::{Answer, Command};
-use crate::scale::PATIENCE;
+use crate::scale::longest;
 use crate::script::{Script, TRAINER};
 
 pub fn what_the_trainer_changes_in_place_is_never_seen() {
@@ -10,7 +10,7 @@ pub fn what_the_trainer_changes_in_place_is_never_seen() {
         TRAINER,
         &Command::Send {
             word: 1000,
-            deadline: PATIENCE,
+            deadline: longest(),
         },
     );
     let version = |number, word| Answer::Version { number, word };

@@ -7,7 +7,7 @@ use std::time::Instant;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
-use crate::scale::PATIENCE;
+use crate::scale::longest;
 
 /// Marks every process a test starts, and theirs.
 pub const TOKEN: &str = "WEIGHTSYNC_SOAK_TOKEN";
@@ -34,7 +34,7 @@ impl Census {
     pub fn assert_nothing_left(&self) {
         // The orphans of a killed trainer, and threads that were joined, take a
         // moment to leave the lists.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         while (!self.processes().is_empty() || count("/proc/self/task") > self.threads)
             && Instant::now() < deadline
         {
@@ -100,7 +100,7 @@ pub fn same_descriptors(before: &mut Option<[usize; 2]>, holds: bool) -> Result<
     };
     // A segment may have grown since, to 8 slots at most. Each slot is a descriptor and a
     // mapping.
-    let deadline = Instant::now() + PATIENCE / 8;
+    let deadline = Instant::now() + longest() / 8;
     loop {
         let [fds_now, maps_now] = now();
         if holds || (fds_now <= fds + 8 && maps_now <= maps + 8) {

@@ -11,6 +11,8 @@ mod death;
 mod fuse;
 mod isolation;
 mod leaks;
+#[path = "../../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
 mod pattern;
 mod process;
 mod reader;

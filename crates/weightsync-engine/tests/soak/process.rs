@@ -14,7 +14,7 @@ use weightsync_engine::{
     Sender, SenderSetup, Snapshot, Tensors, WaitFor, WaitStyle,
 };
 
-use crate::scale::PATIENCE;
+use crate::scale::longest;
 
 const TENSOR: &str = "words";
 
@@ -108,7 +108,7 @@ impl Lead {
         Ok(setup
             .slots(self.slots, self.slots)
             .run_dir(&self.run_dir)?
-            .send_timeout(Some(PATIENCE)))
+            .send_timeout(Some(longest())))
     }
 }
 
@@ -144,7 +144,7 @@ impl Process {
                 self.weights.insert(TENSOR, [setup.words], ones)?;
                 let setup = setup.setup(&self.weights)?;
                 let expected = Expect::Count(workers as usize);
-                self.sender = Some(setup.connect(&self.weights, expected, Some(PATIENCE))?);
+                self.sender = Some(setup.connect(&self.weights, expected, Some(longest()))?);
                 Ok(Answer::Done)
             }
             Command::Send { word, deadline } => {
@@ -173,7 +173,7 @@ impl Process {
                 if sleeps {
                     setup = setup.wait_style(WaitStyle::Sleep);
                 }
-                self.receiver = Some(setup.connect(Some(PATIENCE))?);
+                self.receiver = Some(setup.connect(Some(longest()))?);
                 Ok(Answer::Done)
             }
             Command::Pass {
@@ -182,9 +182,9 @@ impl Process {
                 sub,
                 workers,
             } => {
-                let cascade = Cascade::join(ReceiverSetup::new(info, worker), Some(PATIENCE))?;
+                let cascade = Cascade::join(ReceiverSetup::new(info, worker), Some(longest()))?;
                 let cascade = cascade.configure(|setup| sub.configure(setup))?;
-                let cascade = cascade.connect(Expect::Count(workers as usize), Some(PATIENCE))?;
+                let cascade = cascade.connect(Expect::Count(workers as usize), Some(longest()))?;
                 self.cascade = Some(cascade.in_background()?);
                 Ok(Answer::Done)
             }

@@ -11,7 +11,7 @@ use weightsync_engine::{
 use crate::fuse::{Fuse, Lit};
 use crate::leaks;
 use crate::pattern::Pattern;
-use crate::scale::{Dice, PATIENCE};
+use crate::scale::{Dice, longest};
 use crate::trainer::Progress;
 
 /// How long one look for the next trainer takes. In between, the worker looks
@@ -62,7 +62,7 @@ pub fn read(worker: &WorkerProcess, plan: Plan) -> Result<(), Box<dyn std::error
             }
             Ok(None) => {
                 let since: Instant = *alone.get_or_insert_with(Instant::now);
-                if since.elapsed() > PATIENCE {
+                if since.elapsed() > longest() {
                     return Err("no trainer came back".into());
                 }
             }
@@ -103,7 +103,7 @@ fn connect(
         match setup.clone().connect(Some(8 * LOOK)) {
             Ok(receiver) => return Ok(Some(receiver)),
             Err(error) if error.remedy() == Remedy::GiveUp => return Err(error.into()),
-            Err(error) if since.elapsed() > PATIENCE => return Err(error.into()),
+            Err(error) if since.elapsed() > longest() => return Err(error.into()),
             Err(_) if worker.is_closed() => return Ok(None),
             Err(_) => {}
         }

@@ -3,9 +3,12 @@
 use std::env;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Longer than anything takes on a busy machine: who says nothing for so long
-/// hangs.
-pub const PATIENCE: Duration = Duration::from_secs(40);
+use crate::patience::patience;
+
+/// Longer than anything takes: what says nothing for so long hangs.
+pub fn longest() -> Duration {
+    patience(10)
+}
 
 /// The part of the full counts that is tried every day.
 const DAILY: f64 = 0.05;

@@ -12,8 +12,9 @@ use weightsync_engine::{InitInfo, Tensors};
 
 use crate::Role;
 use crate::leaks::{self, Census, TOKEN};
+use crate::patience::patience;
 use crate::process::{Answer, Command, Lead};
-use crate::scale::PATIENCE;
+use crate::scale::longest;
 
 /// The process that leads, in every script.
 pub const TRAINER: usize = 0;
@@ -63,7 +64,7 @@ impl Script {
             .init_value(&Role::Process)
             .expect("a role has a postcard form")
             .env(TOKEN, token)
-            .grace(PATIENCE);
+            .grace(longest());
         Self {
             workers: group.start().expect("the processes start"),
             census,
@@ -93,7 +94,7 @@ impl Script {
     pub fn send(&self, process: usize, command: &Command) {
         let frame = postcard::to_stdvec(command).expect("a command has a postcard form");
         self.workers
-            .send(process, &frame, Some(PATIENCE))
+            .send(process, &frame, Some(longest()))
             .expect("it listens");
     }
 
@@ -117,7 +118,7 @@ impl Script {
 
     /// The next answer, from any process.
     pub fn any(&self) -> (usize, Answer) {
-        match self.workers.recv_any(Some(PATIENCE)) {
+        match self.workers.recv_any(Some(longest())) {
             Some((from, Event::Frame(frame))) => {
                 (from, postcard::from_bytes(&frame).expect("an answer"))
             }
@@ -159,7 +160,7 @@ impl Script {
         self.dead.push(process);
         let (mut answers, mut dead) = ([const { None }; N], false);
         while !dead || answers.contains(&None) {
-            match self.workers.recv_any(Some(PATIENCE)) {
+            match self.workers.recv_any(Some(longest())) {
                 Some((from, Event::Exited(exit))) if from == process => {
                     assert_eq!(exit.signal, Some(Signal::KILL.as_raw()), "{exit}");
                     dead = true;
@@ -205,7 +206,7 @@ impl Script {
             lead,
             dead,
         } = self;
-        for (process, exit) in workers.shutdown(Some(PATIENCE)).into_iter().enumerate() {
+        for (process, exit) in workers.shutdown(Some(longest())).into_iter().enumerate() {
             assert!(
                 exit.is_success() || dead.contains(&process),
                 "process {process} {exit}\n{}",
@@ -235,7 +236,7 @@ impl Script {
 
     fn until_state(&self, process: usize, wanted: char) {
         let stat = PathBuf::from(format!("/proc/{}/stat", self.pid(process)));
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + longest();
         loop {
             let line = std::fs::read_to_string(&stat).expect("it runs");
             let state = line
@@ -262,4 +263,6 @@ pub fn info_of(lead: &Lead) -> InitInfo {
 }
 
 /// What is a moment for a machine, however busy: far below every deadline.
-pub const MOMENT: Duration = Duration::from_secs(5);
+pub fn prompt_limit() -> Duration {
+    patience(1)
+}

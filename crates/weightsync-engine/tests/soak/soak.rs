@@ -11,7 +11,7 @@ use weightsync_engine::{InitInfo, Tensors};
 
 use crate::fuse::{BURNT, Fuse};
 use crate::leaks::{self, Census, TOKEN};
-use crate::scale::{Dice, PATIENCE, checks, seed};
+use crate::scale::{Dice, checks, longest, seed};
 use crate::trainer::{OwnWorkers, Progress};
 use crate::{Role, reader, trainer};
 
@@ -216,7 +216,7 @@ impl<'a> Stage<'a> {
             .count(count)
             .init_each(move |index| first[index].clone())
             .env(TOKEN, token)
-            .grace(PATIENCE)
+            .grace(longest())
             .start()
             .expect("the processes start");
         Self {
@@ -237,7 +237,7 @@ impl<'a> Stage<'a> {
         let mut kill_at = self.next_kill();
         let deaths = self.size.deaths;
         let begun = Instant::now();
-        let deadline = PATIENCE + self.size.check_time * wanted as u32;
+        let deadline = longest() + self.size.check_time * wanted as u32;
         while self.done.checks < wanted || self.done.trainers < deaths || self.done.readers < deaths
         {
             let left = kill_at.saturating_duration_since(Instant::now());
@@ -278,7 +278,7 @@ impl<'a> Stage<'a> {
         self.let_go();
         for (index, exit) in self
             .workers
-            .shutdown(Some(PATIENCE))
+            .shutdown(Some(longest()))
             .into_iter()
             .enumerate()
         {
@@ -346,7 +346,7 @@ impl<'a> Stage<'a> {
     fn find_the_hanging(&self) {
         // A process of the largest size has several checks' time of work before its
         // first word: pages to clear and to map.
-        let patience = PATIENCE.max(6 * self.size.check_time);
+        let patience = longest().max(6 * self.size.check_time);
         for (index, last) in self.last_message.iter().enumerate() {
             assert!(
                 last.elapsed() < patience,
@@ -369,7 +369,7 @@ impl<'a> Stage<'a> {
         let Some(index) = self.pick() else {
             return;
         };
-        let suspect = self.last_message[index].elapsed() > PATIENCE / 8;
+        let suspect = self.last_message[index].elapsed() > longest() / 8;
         let spared = !self.has_begun[index] && self.dice.below(8) != 0;
         if self.victim.is_none() && !suspect && !spared {
             self.victim = self.workers.pid(index);

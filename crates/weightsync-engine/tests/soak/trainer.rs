@@ -14,7 +14,7 @@ use weightsync_engine::{
 
 use crate::fuse::{BURNT, Fuse, Lit};
 use crate::pattern::{self, Pattern};
-use crate::scale::{Dice, PATIENCE};
+use crate::scale::{Dice, longest};
 use crate::{Role, leaks, reader};
 
 type Failure = Box<dyn std::error::Error>;
@@ -78,7 +78,7 @@ impl Plan {
     pub fn setup(&self, weights: &Tensors) -> weightsync_engine::Result<SenderSetup> {
         let setup = SenderSetup::new(&self.model, weights)?
             .slots(self.slots, self.max_slots)
-            .send_timeout(Some(PATIENCE));
+            .send_timeout(Some(longest()));
         match &self.run_dir {
             Some(dir) => setup.run_dir(dir),
             None => Ok(setup),
@@ -97,7 +97,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
     };
     Pattern::new(plan.seed, 1).fill(&mut weights)?;
     let expected = Expect::Count(plan.workers.as_ref().map_or(0, |own| own.count as usize));
-    let mut sender = setup.connect(&weights, expected, Some(PATIENCE))?;
+    let mut sender = setup.connect(&weights, expected, Some(longest()))?;
     let fuse = Lit::new(plan.fuse);
     let (mut versions, mut reported) = (1, Instant::now());
     while !worker.is_closed() {
@@ -112,7 +112,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
             pattern.fill(&mut weights)?;
             let report = sender.send_with(
                 &weights,
-                &SendOptions::new().wait(wait).timeout(Some(PATIENCE)),
+                &SendOptions::new().wait(wait).timeout(Some(longest())),
             )?;
             // Not sent, so never seen.
             Pattern::new(!plan.seed, version).fill(&mut weights)?;
@@ -120,7 +120,7 @@ pub fn train(worker: WorkerProcess, plan: Plan) -> Result<(), Failure> {
         } else {
             let mut loan = sender.loan()?;
             pattern.fill_loan(&mut loan, || fuse.midway(version))?;
-            loan.publish_with(&SendOptions::new().wait(wait).timeout(Some(PATIENCE)))?
+            loan.publish_with(&SendOptions::new().wait(wait).timeout(Some(longest())))?
         };
         fuse.done(version);
         judge(&report)?;
@@ -178,7 +178,7 @@ impl Crew {
         let workers = Spawn::this_program()?
             .count(own.count as usize)
             .init_each(move |index| first[index].clone())
-            .grace(PATIENCE)
+            .grace(longest())
             .start()?;
         let workers = Arc::new(workers);
         let (theirs, trainer) = (workers.clone(), trainer.clone());
@@ -201,7 +201,7 @@ impl Crew {
     }
 
     fn end(self) -> Result<(), Failure> {
-        for exit in self.workers.shutdown(Some(PATIENCE)) {
+        for exit in self.workers.shutdown(Some(longest())) {
             // It may have been killed just before the end.
             let killed = self.victim.load(Ordering::SeqCst) == exit.pid;
             if !exit.is_success() && !killed && !exit.stderr_text().contains(BURNT) {

@@ -15,7 +15,7 @@ use weightsync_engine::interruptible;
 use weightsync_engine::worker::{self, Event, Spawn, WorkerError, WorkerProcess, Workers};
 
 use crate::leaks;
-use crate::stage::{Gate, LONG, spawn};
+use crate::stage::{Gate, longest, spawn};
 
 /// Makes a trainer of a process; its value says what its workers do. These get the value "none".
 pub const TRAINER: &str = "WORKER_TEST_TRAINER";
@@ -305,7 +305,7 @@ fn hold(spawn: Spawn, wait: bool) {
         vec![]
     };
     while !silent.is_empty() {
-        match workers.recv_any(Some(LONG)) {
+        match workers.recv_any(Some(longest())) {
             Some((worker, Event::Frame(_))) => silent.retain(|&other| other != worker),
             other => panic!("{other:?}"),
         }
@@ -323,16 +323,16 @@ fn desert() {
     obey();
     for worker in 0..2 {
         workers
-            .send(worker, b"still there?", Some(LONG))
+            .send(worker, b"still there?", Some(longest()))
             .expect("it is there");
         assert!(matches!(
-            workers.recv_any(Some(LONG)),
+            workers.recv_any(Some(longest())),
             Some((_, Event::Frame(_)))
         ));
     }
     assert!(
         workers
-            .shutdown(Some(LONG))
+            .shutdown(Some(longest()))
             .iter()
             .all(|exit| exit.is_success())
     );

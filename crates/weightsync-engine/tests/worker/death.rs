@@ -6,7 +6,7 @@ use std::thread;
 use weightsync_engine::worker::WorkerError;
 
 use crate::act::{GATE, Role};
-use crate::stage::{Gate, LONG, Trainer, WHILE, ends, exit, frame, spawn, watch};
+use crate::stage::{Gate, Trainer, WHILE, ends, exit, frame, longest, spawn, watch};
 
 pub fn killed_worker_event_has_its_signal_and_last_output() {
     let speak = Role::Speak("what I wanted to say".into());
@@ -24,7 +24,7 @@ pub fn killed_worker_event_has_its_signal_and_last_output() {
     assert!(!exit.restarted);
     assert_eq!((workers.running(), workers.pid(1)), (2, None));
 
-    match workers.send(1, b"?", Some(LONG)) {
+    match workers.send(1, b"?", Some(longest())) {
         Err(WorkerError::Gone {
             worker: 1,
             exit: Some(gone),
@@ -34,7 +34,7 @@ pub fn killed_worker_event_has_its_signal_and_last_output() {
     workers.kill(1).expect("killing it again is nothing");
     for worker in [0, 2] {
         workers
-            .send(worker, b"you?", Some(LONG))
+            .send(worker, b"you?", Some(longest()))
             .expect("the others go on");
         assert_eq!(frame(&workers), (worker, b"you?".to_vec()));
     }
@@ -70,9 +70,9 @@ pub fn everything_sent_comes_before_the_exit() {
         .expect("a worker starts");
     let pidfd = watch(workers.pid(0).expect("it runs"));
     // It has written everything, and waits for us, when it is killed.
-    heard.recv_timeout(LONG).expect("it is done");
+    heard.recv_timeout(longest()).expect("it is done");
     workers.kill(0).expect("it can be killed");
-    assert!(ends(&pidfd, LONG));
+    assert!(ends(&pidfd, longest()));
     for number in 0..20_u32 {
         assert_eq!(frame(&workers).1[..4], number.to_le_bytes());
     }
@@ -115,7 +115,7 @@ pub fn what_a_worker_started_dies_with_it() {
     assert!(!ends(&child, WHILE));
     workers.kill(0).expect("it can be killed");
     exit(&workers);
-    assert!(ends(&child, LONG));
+    assert!(ends(&child, longest()));
 }
 
 pub fn workers_survive_the_thread_that_started_them() {
@@ -126,7 +126,7 @@ pub fn workers_survive_the_thread_that_started_them() {
     }
     trainer.finish();
     for worker in &workers {
-        assert!(ends(worker, LONG));
+        assert!(ends(worker, longest()));
     }
 }
 
@@ -146,7 +146,7 @@ pub fn no_worker_survives_a_killed_trainer() {
         }
         trainer.kill();
         for worker in &workers {
-            assert!(ends(worker, LONG), "{role}: a worker survived");
+            assert!(ends(worker, longest()), "{role}: a worker survived");
         }
     }
 }
@@ -159,7 +159,7 @@ pub fn worker_ends_with_its_lifeline_held_elsewhere() {
     assert!(held.len() >= workers.len(), "one for each worker");
     trainer.kill();
     for worker in &workers {
-        assert!(ends(worker, LONG));
+        assert!(ends(worker, longest()));
     }
     drop(held);
 }
@@ -169,7 +169,7 @@ pub fn no_worker_survives_an_aborted_trainer() {
     let workers = trainer.workers();
     trainer.abort();
     for worker in &workers {
-        assert!(ends(worker, LONG));
+        assert!(ends(worker, longest()));
     }
 }
 
@@ -183,6 +183,6 @@ pub fn worker_ends_with_a_trainer_killed_before_attach() {
     }
     gate.open(workers.len());
     for worker in &workers {
-        assert!(ends(worker, LONG));
+        assert!(ends(worker, longest()));
     }
 }

@@ -9,7 +9,7 @@ use weightsync_engine::interruptible;
 use weightsync_engine::worker::{Event, PipeFault, Restart, Spawn, WorkerError};
 
 use crate::act::{ROGUE, Role};
-use crate::stage::{Gate, LONG, WHILE, ends, exit, frame, spawn, watch};
+use crate::stage::{Gate, WHILE, ends, exit, frame, longest, spawn, watch};
 
 pub fn frames_go_both_ways_whole_and_in_order() {
     let workers = spawn(3, &Role::Echo).start().expect("workers start");
@@ -18,13 +18,15 @@ pub fn frames_go_both_ways_whole_and_in_order() {
     for len in [0, 1, 5, 4096, 300_000, 5 << 20] {
         for worker in 0..3 {
             let sent: Vec<u8> = (0..len).map(|i| (i * 31 + worker) as u8).collect();
-            workers.send(worker, &sent, Some(LONG)).expect("it reads");
+            workers
+                .send(worker, &sent, Some(longest()))
+                .expect("it reads");
             assert_eq!(frame(&workers), (worker, sent));
         }
     }
     for number in 0..1000_u32 {
         workers
-            .send(2, &number.to_le_bytes(), Some(LONG))
+            .send(2, &number.to_le_bytes(), Some(longest()))
             .expect("it reads");
     }
     for number in 0..1000_u32 {
@@ -47,7 +49,7 @@ pub fn every_worker_gets_its_own_init() {
         .expect("workers start");
     let speakers: BTreeSet<usize> = (0..2).map(|_| frame(&workers).0).collect();
     assert_eq!(speakers, BTreeSet::from([0, 1]));
-    for (worker, exit) in workers.shutdown(Some(LONG)).iter().enumerate() {
+    for (worker, exit) in workers.shutdown(Some(longest())).iter().enumerate() {
         assert!(exit.is_success());
         assert_eq!(
             exit.stderr_tail.len(),
@@ -103,7 +105,7 @@ pub fn a_frame_too_long_is_refused_on_both_ends() {
         .max_frame(4096)
         .start()
         .expect("workers start");
-    match workers.send(0, &[0; 4097], Some(LONG)) {
+    match workers.send(0, &[0; 4097], Some(longest())) {
         Err(WorkerError::FrameTooLong {
             len: 4097,
             max: 4096,
@@ -119,7 +121,7 @@ pub fn a_frame_too_long_is_refused_on_both_ends() {
     frame(&workers);
     // Nothing of the refused frames went into the pipe.
     workers
-        .send(worker, &[7; 4096], Some(LONG))
+        .send(worker, &[7; 4096], Some(longest()))
         .expect("a frame of the full length");
     assert_eq!(frame(&workers), (worker, vec![7; 4096]));
 
@@ -166,7 +168,7 @@ pub fn a_worker_that_sends_too_fast_waits() {
         .expect("a worker starts");
     // It goes on until everything is full; the kernel's share of it is below 1 MiB.
     let mut sent = 0;
-    while let Ok(line) = heard.recv_timeout(if sent < 4 { LONG } else { WHILE }) {
+    while let Ok(line) = heard.recv_timeout(if sent < 4 { longest() } else { WHILE }) {
         assert_eq!(line, sent.to_string());
         sent += 1;
     }
@@ -193,7 +195,7 @@ pub fn send_to_a_stalled_worker_ends_at_its_deadline() {
     // One frame is read ahead, whatever its length; the next is begun and does not fit.
     let long = |byte| vec![byte; 2 << 20];
     workers
-        .send(0, &long(1), Some(LONG))
+        .send(0, &long(1), Some(longest()))
         .expect("it is read ahead");
     let started = Instant::now();
     match workers.send(0, &long(2), Some(WHILE)) {
@@ -215,7 +217,9 @@ pub fn send_to_a_stalled_worker_ends_at_its_deadline() {
     }
 
     gate.open(1);
-    workers.send(0, &long(4), Some(LONG)).expect("it reads now");
+    workers
+        .send(0, &long(4), Some(longest()))
+        .expect("it reads now");
     for byte in [1, 2, 4] {
         assert_eq!(
             frame(&workers),
@@ -236,7 +240,7 @@ pub fn an_interrupted_call_ends_and_the_pipe_stays_whole() {
     assert_eq!(interruptible(|| true, || workers.recv_any(None)), None);
     let long = |byte| vec![byte; 2 << 20];
     workers
-        .send(0, &long(1), Some(LONG))
+        .send(0, &long(1), Some(longest()))
         .expect("it is read ahead");
     for (byte, expected) in [(2, true), (3, false)] {
         match interruptible(|| true, || workers.send(0, &long(byte), None)) {
@@ -245,19 +249,21 @@ pub fn an_interrupted_call_ends_and_the_pipe_stays_whole() {
         }
     }
     gate.open(1);
-    workers.send(0, &long(4), Some(LONG)).expect("it reads now");
+    workers
+        .send(0, &long(4), Some(longest()))
+        .expect("it reads now");
     for byte in [1, 2, 4] {
         assert_eq!(frame(&workers), (0, long(byte)));
     }
     // A worker that ignores the end is killed at once.
     let workers = spawn(1, &Role::SpinWithoutSignal)
-        .grace(LONG)
+        .grace(longest())
         .start()
         .expect("a worker starts");
     frame(&workers);
-    let exits = interruptible(|| true, || workers.shutdown(Some(LONG)));
+    let exits = interruptible(|| true, || workers.shutdown(Some(longest())));
     assert_eq!(exits[0].signal, Some(9));
-    assert!(started.elapsed() < LONG);
+    assert!(started.elapsed() < longest());
 }
 
 pub fn an_interrupted_worker_sends_whole_frames() {
@@ -307,7 +313,7 @@ pub fn a_restart_follows_the_end_of_the_process_before() {
     assert_eq!(killed.stderr_text(), "second\n");
     workers.restart(0, None).expect("it starts again");
     assert_eq!(frame(&workers), (0, b"spoken".to_vec()));
-    let exits = workers.shutdown(Some(LONG));
+    let exits = workers.shutdown(Some(longest()));
     assert_eq!(exits[0].stderr_text(), "second\n");
     assert_eq!(exits[1].stderr_text(), "first\n");
 }
@@ -348,7 +354,7 @@ pub fn worker_that_keeps_dying_waits_for_its_end_event() {
         })
         .start()
         .expect("it starts");
-    let starts = || heard.recv_timeout(LONG).expect("it dies once more");
+    let starts = || heard.recv_timeout(longest()).expect("it dies once more");
     // The second one's end is not even looked at before the first one's was received.
     starts();
     starts();
@@ -365,22 +371,24 @@ pub fn worker_that_keeps_dying_waits_for_its_end_event() {
     while workers.running() > 0 {
         std::thread::yield_now();
     }
-    let exits = workers.shutdown(Some(LONG));
+    let exits = workers.shutdown(Some(longest()));
     assert_eq!(exits.len(), 1);
 }
 
 pub fn last_send_arrives_after_a_full_queue() {
     let workers = spawn(1, &Role::Hoard)
         .queue_bytes(1)
-        .grace(LONG)
+        .grace(longest())
         .start()
         .expect("a worker starts");
     assert_eq!(frame(&workers).1, b"ready");
     // One of them is read ahead; the others are in the socket when it hangs up.
     for number in 0..10 {
-        workers.send(0, &[number], Some(LONG)).expect("they fit");
+        workers
+            .send(0, &[number], Some(longest()))
+            .expect("they fit");
     }
-    let exits = workers.shutdown(Some(LONG));
+    let exits = workers.shutdown(Some(longest()));
     assert_eq!(exits[0].stderr_text(), "10\n");
 }
 
@@ -393,7 +401,7 @@ pub fn lines_of_standard_error_come_as_they_are_written() {
         .start()
         .expect("workers start");
     let mut seen: Vec<_> = (0..4)
-        .map(|_| heard.recv_timeout(LONG).expect("a line"))
+        .map(|_| heard.recv_timeout(longest()).expect("a line"))
         .collect();
     seen.sort_by_key(|(worker, _)| *worker);
     let expected = [(0, "one"), (0, "two"), (1, "one"), (1, "two")];
@@ -417,7 +425,7 @@ pub fn shutdown_is_idempotent() {
         assert_eq!(frame(&workers).1, b"first");
     }
     workers.kill(0).expect("it can be killed");
-    let exits = workers.shutdown(Some(LONG));
+    let exits = workers.shutdown(Some(longest()));
     assert!(
         watched.iter().all(|worker| ends(worker, Duration::ZERO)),
         "all are gone by now"
@@ -429,9 +437,9 @@ pub fn shutdown_is_idempotent() {
         assert_eq!(exit.stderr_text(), "Err(Closed)\n");
     }
     assert_eq!(workers.running(), 0);
-    assert_eq!(workers.shutdown(Some(LONG)), exits);
+    assert_eq!(workers.shutdown(Some(longest())), exits);
     assert!(matches!(
-        workers.send(1, b"", Some(LONG)),
+        workers.send(1, b"", Some(longest())),
         Err(WorkerError::ShutDown)
     ));
     assert!(matches!(
@@ -454,7 +462,7 @@ pub fn sends_before_shutdown_can_still_be_received() {
     .expect("workers start");
     expect_line(&heard, "done");
     expect_line(&heard, "done");
-    let exits = workers.shutdown(Some(LONG));
+    let exits = workers.shutdown(Some(longest()));
     let mut next = [0_u32; 2];
     while let Some((worker, event)) = workers.recv_any(None) {
         match event {
@@ -476,7 +484,7 @@ pub fn a_worker_that_ignores_the_end_is_killed() {
         .start()
         .expect("a worker starts");
     frame(&workers);
-    assert_eq!(workers.shutdown(Some(LONG))[0].signal, Some(9));
+    assert_eq!(workers.shutdown(Some(longest()))[0].signal, Some(9));
 
     // By the trainer, where it has none: this program has never heard of us.
     let workers = Spawn::program("sleep")
@@ -523,9 +531,11 @@ pub fn launcher_works_if_it_leaves_stdin_alone() {
     };
     // The shell waits for the worker, so it is not the worker.
     let workers = launch("\"$0\"; exit $?");
-    workers.send(0, b"through", Some(LONG)).expect("it reads");
+    workers
+        .send(0, b"through", Some(longest()))
+        .expect("it reads");
     assert_eq!(frame(&workers), (0, b"through".to_vec()));
-    assert!(workers.shutdown(Some(LONG))[0].is_success());
+    assert!(workers.shutdown(Some(longest()))[0].is_success());
 
     let workers = launch("exec \"$0\" < /dev/null");
     let (_, exit) = exit(&workers);
@@ -556,11 +566,11 @@ pub fn a_call_for_no_worker_is_an_error() {
     let none = spawn(0, &Role::Echo).start().expect("no worker is fine");
     assert!(none.is_empty());
     assert_eq!(none.recv_any(None), None);
-    assert_eq!(none.shutdown(Some(LONG)), []);
+    assert_eq!(none.shutdown(Some(longest())), []);
 }
 
 fn expect_line(heard: &Receiver<String>, expected: &str) {
-    let deadline = Instant::now() + LONG;
+    let deadline = Instant::now() + longest();
     while let Ok(line) = heard.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
         if line == expected {
             return;

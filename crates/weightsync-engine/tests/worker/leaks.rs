@@ -8,7 +8,7 @@ use rustix::process::{WaitId, WaitIdOptions, waitid};
 use weightsync_engine::worker::{Spawn, WorkerError};
 
 use crate::act::Role;
-use crate::stage::{LONG, Trainer, exit, frame, spawn};
+use crate::stage::{Trainer, exit, frame, longest, spawn};
 
 /// In a process of its own, where nothing else opens files or starts threads.
 pub fn two_hundred_rounds_leave_nothing() {
@@ -29,7 +29,7 @@ pub fn rounds() {
                 assert_eq!(exit(&workers).1.signal, Some(9));
             }
             2 => {
-                workers.send(1, b"x", Some(LONG)).expect("it reads");
+                workers.send(1, b"x", Some(longest())).expect("it reads");
                 assert_eq!(frame(&workers), (1, b"x".to_vec()));
                 workers.restart(1, None).expect("it starts again");
             }
@@ -39,7 +39,7 @@ pub fn rounds() {
                 workers.shutdown(Some(Duration::ZERO));
             }
             _ => {
-                let exits = workers.shutdown(Some(LONG));
+                let exits = workers.shutdown(Some(longest()));
                 assert!(exits.iter().all(|exit| exit.is_success()), "{exits:?}");
             }
         }
@@ -55,7 +55,7 @@ pub fn rounds() {
         "a child is left"
     );
     // A joined thread leaves the list a moment after the join.
-    let deadline = Instant::now() + LONG;
+    let deadline = Instant::now() + longest();
     while threads() > 1 && Instant::now() < deadline {
         std::thread::yield_now();
     }

@@ -4,6 +4,8 @@ mod act;
 mod death;
 mod group;
 mod leaks;
+#[path = "../../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
 mod stage;
 
 use libtest_mimic::{Arguments, Failed, Trial};

@@ -14,9 +14,12 @@ use tempfile::TempDir;
 use weightsync_engine::worker::{Event, Exit, Spawn, Workers};
 
 use crate::act::{Role, TRAINER};
+use crate::patience::patience;
 
 /// Longer than anything takes on a busy machine.
-pub const LONG: Duration = Duration::from_secs(30);
+pub fn longest() -> Duration {
+    patience(10)
+}
 
 /// How long something is watched that must not happen.
 pub const WHILE: Duration = Duration::from_millis(150);
@@ -32,7 +35,7 @@ pub fn spawn(count: usize, role: &Role) -> Spawn {
 
 /// The next event, which must come, as a frame.
 pub fn frame(workers: &Workers) -> (usize, Vec<u8>) {
-    match workers.recv_any(Some(LONG)) {
+    match workers.recv_any(Some(longest())) {
         Some((worker, Event::Frame(frame))) => (worker, frame),
         other => panic!("a frame was expected, not {other:?}"),
     }
@@ -40,7 +43,7 @@ pub fn frame(workers: &Workers) -> (usize, Vec<u8>) {
 
 /// The next event, which must come, as an exit.
 pub fn exit(workers: &Workers) -> (usize, Exit) {
-    match workers.recv_any(Some(LONG)) {
+    match workers.recv_any(Some(longest())) {
         Some((worker, Event::Exited(exit))) => (worker, exit),
         other => panic!("an exit was expected, not {other:?}"),
     }

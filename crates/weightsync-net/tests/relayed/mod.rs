@@ -9,6 +9,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use std::{env, fs};
 
+use weightsync_conformance::scale::patience;
 use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, interrupt, register,
@@ -22,7 +23,9 @@ const WORD: &str = "relayed";
 const ROLE: &str = "WEIGHTSYNC_TEST_RELAY_OF";
 
 /// How long a relay may take; a sender that does not come is told of by the scheme.
-const PATIENCE: Duration = Duration::from_secs(10);
+fn longest() -> Duration {
+    patience(5)
+}
 
 register! {
     Registration::new(WORD, |settings| {
@@ -147,7 +150,7 @@ impl Scheme for Relayed {
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>> {
         let state = state_file(at);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + longest();
         let until = deadline.map_or(until, |at| at.min(until));
         // Without a file nobody has started a relay.
         while fs::read(&state).is_ok_and(|said| said.is_empty()) && Instant::now() < until {

@@ -7,7 +7,7 @@ use weightsync_engine::{AnyScheme, Error, Expect, ModelId, ReceiverSetup, Sender
 use weightsync_net::{Access, Token};
 use weightsync_serve::Rpc;
 
-use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, at_connect, parts, receive, setup, soon, weights, worker};
 
 #[test]
 fn the_scheme_is_its_text() {
@@ -49,7 +49,7 @@ fn off_loopback_takes_a_token_and_the_permission() {
         let setup = SenderSetup::new("policy", &initial).expect("a model");
         // Refused before the first call that communicates anything.
         let setup = setup.scheme(scheme.access(access.clone()))?;
-        let sender = setup.connect(&initial, Expect::Count(0), Some(SOON));
+        let sender = setup.connect(&initial, Expect::Count(0), Some(soon()));
         Ok::<_, Error>(sender.expect("a place that may be used"))
     };
     let error = open(&access).unwrap_err().to_string();
@@ -107,7 +107,7 @@ fn wrong_secret_fails_at_once() {
     let (initial, expect) = (weights(8, 1.0), Expect::Count(0));
     let sender = setup(&initial, at_connect());
     let sender = sender
-        .connect(&initial, expect, Some(SOON))
+        .connect(&initial, expect, Some(soon()))
         .expect("a sender");
     let mut info = serde_json::to_value(sender.init_info()).expect("JSON");
     let join = |info: serde_json::Value, soon: Duration| {
@@ -117,9 +117,9 @@ fn wrong_secret_fails_at_once() {
         (joining.connect(Some(soon)).unwrap_err(), begun.elapsed())
     };
     info["at"]["secret"] = vec![7; 16].into();
-    let (error, took) = join(info.clone(), 4 * SOON);
+    let (error, took) = join(info.clone(), 4 * soon());
     assert!(error.to_string().contains("secret"), "{error}");
-    assert!(took < SOON, "{took:?}");
+    assert!(took < soon(), "{took:?}");
     // Another sender may follow where one restarts: it is asked again, more and more seldom.
     info["at"]["restarts"] = true.into();
     let (error, took) = join(info, 4 * BRIEF);
@@ -139,7 +139,7 @@ fn a_run_directory_keeps_the_port() {
     let first = prepare(1.0);
     let info = first.init_info();
     let sender = first
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let mut receiver = worker(info.clone(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -148,7 +148,7 @@ fn a_run_directory_keeps_the_port() {
     let second = prepare(2.0);
     assert_eq!(second.init_info(), info);
     let error = second
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .unwrap_err();
     assert!(matches!(error, Error::AddressInUse { .. }), "{error}");
     let port = std::fs::read_dir(&run).expect("it is there");
@@ -160,11 +160,11 @@ fn a_run_directory_keeps_the_port() {
 
     sender.shutdown();
     assert!(matches!(
-        receiver.recv_timeout(SOON),
+        receiver.recv_timeout(soon()),
         Err(Error::SenderClosed)
     ));
     let next = prepare(2.0)
-        .connect(&weights(8, 2.0), Expect::Count(0), Some(SOON))
+        .connect(&weights(8, 2.0), Expect::Count(0), Some(soon()))
         .expect("its place is free");
     assert_eq!(receive(&mut receiver), 2.0, "found automatically");
     assert_eq!(next.init_info(), info);

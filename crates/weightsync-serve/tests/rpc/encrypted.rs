@@ -10,7 +10,7 @@ use weightsync_net::Access;
 use weightsync_net::tls::{Part, Request, Tls, make};
 
 use super::links::staged;
-use super::{SOON, at_connect, parts, receive, setup, weights};
+use super::{at_connect, parts, receive, setup, soon, weights};
 
 const FLOATS: usize = 1 << 20;
 
@@ -47,7 +47,7 @@ fn access(folder: &Path, part: Part) -> Access {
 fn sender(access: Access) -> Sender {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, at_connect().access(access));
-    let sender = setup.connect(&initial, Expect::Count(0), Some(SOON));
+    let sender = setup.connect(&initial, Expect::Count(0), Some(soon()));
     sender.expect("a sender")
 }
 
@@ -62,7 +62,7 @@ fn versions_go_over_https_with_certificates() {
     let folder = pki();
     let mut sender = sender(access(folder.path(), Part::Trainer));
     let info = sender.init_info();
-    let worker = worker(info, access(folder.path(), Part::Worker), SOON);
+    let worker = worker(info, access(folder.path(), Part::Worker), soon());
     let mut worker = worker.expect("it joins");
     assert_eq!(receive(&mut worker), 1.0);
     for value in [2.0, 3.0] {
@@ -126,10 +126,10 @@ fn new_certificates_are_read_without_a_restart() {
     let folder = pki();
     let mut sender = sender(access(folder.path(), Part::Trainer));
     let of_worker = access(folder.path(), Part::Worker);
-    let first = worker(sender.init_info(), of_worker.clone(), SOON);
+    let first = worker(sender.init_info(), of_worker.clone(), soon());
     drop(first.expect("it joins"));
     make_in(folder.path());
-    let second = worker(sender.init_info(), of_worker, SOON);
+    let second = worker(sender.init_info(), of_worker, soon());
     let mut second = second.expect("it joins");
     assert_eq!(receive(&mut second), 1.0);
     let report = sender

@@ -11,7 +11,7 @@ use rustix::process::{Resource, Rlimit, setrlimit};
 use weightsync_engine::{Error, Expect};
 use weightsync_serve::Rpc;
 
-use super::{SOON, parts, setup, weights};
+use super::{parts, setup, soon, weights};
 
 /// With which variable a copy of this program is that sender.
 const FEW_FILES: &str = "WEIGHTSYNC_TEST_FEW_FILES";
@@ -32,7 +32,7 @@ fn as_a_sender_with_few_files() {
     let weights = weights(8, 1.0);
     let setup = setup(&weights, Rpc::default());
     let (address, _) = parts(&setup.init_info());
-    let mut sender = setup.open(&weights, Some(SOON)).expect("a sender");
+    let mut sender = setup.open(&weights, Some(soon())).expect("a sender");
     println!("\nat {address}");
     let read = std::io::stdin().read_line(&mut String::new());
     read.expect("it ends");
@@ -41,7 +41,7 @@ fn as_a_sender_with_few_files() {
         let second = Some(Duration::from_secs(1));
         let waited = sender.wait_for(&Expect::Count(1), second);
         let error = waited.expect_err("nobody comes");
-        if !matches!(error, Error::MissingWorkers { .. }) || since.elapsed() > SOON {
+        if !matches!(error, Error::MissingWorkers { .. }) || since.elapsed() > soon() {
             break error;
         }
     };

@@ -5,7 +5,7 @@ use std::time::Instant;
 use weightsync_engine::{Error, Expect, Outcome, ReceiverSetup, SendOptions, Tensors, WaitFor};
 use weightsync_serve::Rpc;
 
-use super::{BRIEF, SOON, at_connect, receive, sender, setup, weights, worker};
+use super::{BRIEF, at_connect, receive, sender, setup, soon, weights, worker};
 
 #[test]
 fn the_first_weights_come_with_the_first_send() {
@@ -19,7 +19,7 @@ fn the_first_weights_come_with_the_first_send() {
         });
         let expect = Expect::workers([0, 1]);
         let mut sender = setup
-            .connect(&initial, expect, Some(SOON))
+            .connect(&initial, expect, Some(soon()))
             .expect("both join");
         let mut workers = joins.map(|join| join.join().expect("no panic"));
         // Both ends are connected, and nothing has moved.
@@ -66,14 +66,14 @@ fn worker_model_is_unchanged_until_the_first_send() {
     let mut sender = sender(&initial, Rpc::default());
     let mut own = weights(8, 7.0);
     let join = ReceiverSetup::new(sender.init_info(), 0);
-    let mut receiver = join.connect_into(&mut own, Some(SOON)).expect("it joins");
+    let mut receiver = join.connect_into(&mut own, Some(soon())).expect("it joins");
     assert!(receiver.is_whole(), "it serves by what it has");
     let none = receiver.loading(&mut own).recv_timeout(BRIEF);
     assert!(none.expect("no failure").is_none());
     let value = |own: &Tensors| own.slice::<f32>("layer.weight").expect("floats")[0];
     assert_eq!(value(&own), 7.0);
     std::thread::scope(|scope| {
-        let loads = scope.spawn(|| receiver.loading(&mut own).recv_timeout(SOON));
+        let loads = scope.spawn(|| receiver.loading(&mut own).recv_timeout(soon()));
         let report = sender.send(&weights(8, 3.0)).expect("it is sent");
         assert!(report.all_applied(), "{report}");
         loads.join().expect("no panic").expect("it loads");
@@ -86,14 +86,14 @@ fn connect_reports_a_mismatch_before_any_send() {
     let initial = weights(8, 1.0);
     let expect = Expect::Count(0);
     let error = setup(&initial, Rpc::default())
-        .connect(&weights(9, 1.0), expect.clone(), Some(SOON))
+        .connect(&weights(9, 1.0), expect.clone(), Some(soon()))
         .unwrap_err();
     assert!(matches!(error, Error::WrongWeights { .. }), "{error}");
 
     let sender = sender(&initial, Rpc::default());
     let other = ReceiverSetup::new(sender.init_info(), 0);
     let other = other.model(&weights(9, 1.0)).expect("it can be asked");
-    let error = other.connect(Some(SOON)).unwrap_err();
+    let error = other.connect(Some(soon())).unwrap_err();
     assert!(matches!(error, Error::WrongModel { .. }), "{error}");
 }
 
@@ -117,7 +117,7 @@ fn silent_worker_is_late_and_delays_no_other() {
             report.worker(0).map(|line| &line.outcome),
             Some(&Outcome::Late)
         );
-        assert!(begun.elapsed() < SOON);
+        assert!(begun.elapsed() < soon());
     });
     drop(busy);
 }
@@ -132,19 +132,19 @@ fn set_arrives_as_one_and_only_changes_travel() {
         .with("actor", &actor)
         .with("critic", &critic);
     let mut sender = setup
-        .connect(&both, Expect::Count(0), Some(SOON))
+        .connect(&both, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let join = ReceiverSetup::new(sender.init_info(), 0);
-    let mut receiver = join.connect(Some(SOON)).expect("it joins");
+    let mut receiver = join.connect(Some(soon())).expect("it joins");
     let sent = SendOptions::new().wait(WaitFor::Staged);
     // The first send may be of one of them alone.
     let alone = sent.clone().model("critic");
     sender.send_with(&critic, &alone).expect("it is sent");
-    let set = receiver.set().recv_timeout(SOON).expect("it comes");
+    let set = receiver.set().recv_timeout(soon()).expect("it comes");
     let set = set.expect("it comes in time");
     assert_eq!(set.members().len(), 1);
     sender.send_with(&both, &sent).expect("it is sent");
-    let set = receiver.set().recv_timeout(SOON).expect("it comes");
+    let set = receiver.set().recv_timeout(soon()).expect("it comes");
     let versions: Vec<_> = set
         .expect("it comes in time")
         .versions()

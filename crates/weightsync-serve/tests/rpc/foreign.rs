@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use weightsync_engine::{Expect, Outcome, SendOptions, WaitFor};
 
-use super::{SOON, parts, sender, setup, weights};
+use super::{parts, sender, setup, soon, weights};
 
 /// The bearer of a direction, as the description says it.
 pub fn bearer(secret: &[u8; 16], to: &str) -> String {
@@ -29,7 +29,7 @@ pub fn proof(secret: &[u8; 16], nonce: &[u8; 32], id: &str) -> String {
 /// One request on its own connection; returns the head of the answer, and the rest.
 pub fn ask(address: &str, bearer: &str, line: &str, body: &str) -> (String, BufReader<TcpStream>) {
     let mut stream = TcpStream::connect(address).expect("somebody listens");
-    stream.set_read_timeout(Some(SOON)).expect("a timeout");
+    stream.set_read_timeout(Some(soon())).expect("a timeout");
     let length = body.len();
     write!(
         stream,
@@ -226,7 +226,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
         }
     });
     let expect = Expect::workers([5]);
-    sender.wait_for(&expect, Some(SOON)).expect("it joins");
+    sender.wait_for(&expect, Some(soon())).expect("it joins");
     assert_eq!(sender.workers()[0].device, "tpu:0");
     let report = sender.send(&weights(300_000, 2.0)).expect("it is sent");
     assert!(report.all_applied(), "{report}");
@@ -287,7 +287,7 @@ fn every_route_requires_the_token() {
     let setup = setup(&initial, super::at_connect());
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let (address, secret) = parts(&info);
     let right = bearer(&secret, "sender");

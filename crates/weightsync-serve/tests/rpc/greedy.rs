@@ -12,7 +12,7 @@ use weightsync_engine::{DigestPolicy, Error, Expect, SendOptions, Sender, WaitFo
 use weightsync_serve::Rpc;
 
 use super::foreign::{LINES, ask, bearer, line, say, serve};
-use super::{BRIEF, SOON, parts, sender, setup, weights};
+use super::{BRIEF, parts, sender, setup, soon, weights};
 
 /// A worker of sockets alone, that says that it is here until it is dropped.
 struct Foreign {
@@ -111,7 +111,7 @@ fn answers_without_a_last_line_do_not_add_up() {
         })
         .collect();
     let (old, new) = answers.split_at_mut(3);
-    assert!(old.iter_mut().all(|answer| hangs_up(answer, SOON)));
+    assert!(old.iter_mut().all(|answer| hangs_up(answer, soon())));
     assert!(new.iter_mut().all(|answer| !hangs_up(answer, BRIEF)));
 }
 
@@ -121,7 +121,7 @@ fn no_send_waits_for_its_digest() {
     let initial = weights(16 << 20, 1.0);
     let setup = setup(&initial, Rpc::default()).digest(DigestPolicy::Background);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let foreign = Foreign::join(&sender, 5);
     let staged = SendOptions::new().wait(WaitFor::Staged);
@@ -148,7 +148,7 @@ fn room_error_names_the_worker_that_holds_a_version() {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, Rpc::default()).slots(2, 2);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let (address, secret) = parts(&sender.init_info());
     let to_sender = bearer(&secret, "sender");
@@ -182,5 +182,5 @@ fn room_error_names_the_worker_that_holds_a_version() {
     drop(unread);
     let begun = Instant::now();
     sender.send_with(&initial, &sent).expect("there is room");
-    assert!(begun.elapsed() < SOON / 2, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < soon() / 2, "{:?}", begun.elapsed());
 }

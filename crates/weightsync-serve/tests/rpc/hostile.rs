@@ -9,7 +9,7 @@ use serde_json::json;
 use weightsync_engine::{Receiver, Sender};
 
 use super::foreign::{ask, bearer};
-use super::{SOON, at_connect, parts, receive, sender, weights, worker};
+use super::{at_connect, parts, receive, sender, soon, weights, worker};
 
 fn pair() -> (Sender, Receiver, String, [u8; 16]) {
     let sender = sender(&weights(64, 1.0), at_connect());
@@ -31,12 +31,12 @@ fn still_serves(sender: &mut Sender, receiver: &mut Receiver, value: f32) {
         );
         assert_eq!(wait.join().expect("no panic"), value);
     });
-    assert!(begun.elapsed() < SOON);
+    assert!(begun.elapsed() < soon());
 }
 
 /// Whether the other end hangs up, and says no more than so many bytes before.
 fn hangs_up(stream: &mut TcpStream, most: usize) -> bool {
-    let timeout = stream.set_read_timeout(Some(SOON));
+    let timeout = stream.set_read_timeout(Some(soon()));
     timeout.expect("a timeout");
     let mut said = Vec::new();
     let end = stream.take(most as u64 + 1).read_to_end(&mut said);
@@ -95,7 +95,7 @@ fn lengths_and_values_from_outside_are_bounded() {
     let piece = vec![b' '; 128 << 10];
     let _ = stream.write_all(&piece);
     let mut head = [0; 12];
-    stream.set_read_timeout(Some(SOON)).expect("a timeout");
+    stream.set_read_timeout(Some(soon())).expect("a timeout");
     stream.read_exact(&mut head).expect("it answers");
     assert_eq!(&head[..], b"HTTP/1.1 413");
     // Heads, too.
@@ -236,7 +236,7 @@ fn worker_that_breaks_its_promise_is_late_or_dead() {
     still_serves(&mut sender, &mut receiver, 2.0);
     let begun = Instant::now();
     while sender.workers().len() > 1 {
-        assert!(begun.elapsed() < SOON, "{:?}", sender.workers());
+        assert!(begun.elapsed() < soon(), "{:?}", sender.workers());
         std::thread::yield_now();
     }
 }

@@ -11,7 +11,7 @@ use weightsync_engine::{Error, Expect, InitInfo, Pull, Receiver, Sender, Version
 
 use super::foreign::{LINES, bearer, crc64_nvme, proof, say, serve};
 use super::proxy::Proxy;
-use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, at_connect, parts, receive, setup, soon, weights, worker};
 
 /// A model of so many.
 const FLOATS: usize = 64;
@@ -164,7 +164,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     let (_, listens) = address.split_once(" at ").expect("both");
     proxy.to(listens.parse().expect("an address"));
     let sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let mut receiver = worker(sender.init_info(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -178,11 +178,11 @@ fn impostor_at_a_sender_address_is_not_followed() {
     let impostor = Impostor::new(&sender.init_info(), Says::Welcome { proof: None });
     proxy.to(impostor.addr);
     proxy.cut();
-    let error = receiver.recv_timeout(SOON).unwrap_err();
+    let error = receiver.recv_timeout(soon()).unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
     assert_eq!(impostor.state.registered.load(Ordering::SeqCst), 1);
     let error = receiver
-        .pull(Pull::newest().timeout(Some(SOON)))
+        .pull(Pull::newest().timeout(Some(soon())))
         .unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
 }

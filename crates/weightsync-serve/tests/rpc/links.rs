@@ -14,7 +14,7 @@ use weightsync_serve::Rpc;
 
 use super::foreign::{LINES, ask, bearer, say, serve};
 use super::proxy::{Answer, Harm, Proxy};
-use super::{BRIEF, SOON, at_connect, parts, receive, setup, weights, worker};
+use super::{BRIEF, at_connect, parts, receive, setup, soon, weights, worker};
 
 /// A few megabytes, so that there are several blocks.
 const FLOATS: usize = 1 << 20;
@@ -29,7 +29,7 @@ fn behind(proxy: &Proxy) -> (Sender, Receiver) {
     assert_eq!(found, proxy.addr.to_string());
     proxy.to(listens.parse().expect("an address"));
     let sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     let mut receiver = worker(sender.init_info(), 0).expect("it joins");
     assert_eq!(receive(&mut receiver), 1.0);
@@ -119,7 +119,7 @@ fn answer_of_a_proxy_is_not_the_senders() {
         &[Answer::Says("502 Bad Gateway\r\nContent-Length: 0"); 2],
     );
     let got = receiver
-        .pull(Pull::newest().timeout(Some(SOON)))
+        .pull(Pull::newest().timeout(Some(soon())))
         .expect("an answer");
     assert_eq!(got.expect("it is there").version().0, 2);
     assert_eq!(proxy.answered(), 14);
@@ -166,7 +166,9 @@ fn impossible_pull_fails_at_once() {
         "{words}"
     );
     assert_eq!(error.remedy(), Remedy::Retry);
-    let got = receiver.pull(first.timeout(Some(SOON))).expect("an answer");
+    let got = receiver
+        .pull(first.timeout(Some(soon())))
+        .expect("an answer");
     assert_eq!(got.expect("it is kept").version(), Version::FIRST);
 }
 
@@ -175,14 +177,14 @@ fn late_digest_reaches_workers_that_join_later() {
     let initial = weights(FLOATS, 1.0);
     let setup = setup(&initial, at_connect()).digest(DigestPolicy::Background);
     let mut sender = setup
-        .connect(&initial, Expect::Count(0), Some(SOON))
+        .connect(&initial, Expect::Count(0), Some(soon()))
         .expect("a sender");
     sender.send(&weights(FLOATS, 2.0)).expect("it is sent");
     let sent = sender.snapshot().expect("it was sent");
     // The send does not wait for the worker.
     let begun = Instant::now();
     let made = loop {
-        assert!(begun.elapsed() < SOON, "no digest is made");
+        assert!(begun.elapsed() < soon(), "no digest is made");
         match sent.published_digest() {
             Some(made) => break made,
             None => std::thread::yield_now(),
@@ -213,7 +215,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
                 Some(Outcome::Lost) | None => {}
                 Some(other) => panic!("{other:?}"),
             }
-            assert!(begun.elapsed() < SOON, "it does not come back");
+            assert!(begun.elapsed() < soon(), "it does not come back");
             std::thread::yield_now();
         };
         assert!(receive(&mut receiver) == value, "{report}");
@@ -224,7 +226,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
             if status[0].versions[0] == receiver.version().unwrap() {
                 break;
             }
-            assert!(begun.elapsed() < SOON, "{status:?}");
+            assert!(begun.elapsed() < soon(), "{status:?}");
             std::thread::yield_now();
         }
     }
@@ -255,10 +257,10 @@ fn dropped_registration_does_not_mean_a_dead_sender() {
     while proxy.answered() < answers.len() as u64 {
         let end = receiver.try_recv();
         end.expect("its sender lives");
-        assert!(begun.elapsed() < SOON, "it does not try again");
+        assert!(begun.elapsed() < soon(), "it does not try again");
     }
     while !sends(&mut sender, 2.0) {
-        assert!(begun.elapsed() < SOON, "it does not come back");
+        assert!(begun.elapsed() < soon(), "it does not come back");
     }
     assert_eq!(receive(&mut receiver), 2.0);
     let more = receiver.recv_timeout(BRIEF);
@@ -275,7 +277,7 @@ fn worker_whose_number_was_taken_gets_an_error() {
     // More than once: `cut` may also break the connection of the first new attempt.
     proxy.answer("POST /v1/workers ", &[Answer::Says(TAKEN); 80]);
     proxy.cut();
-    let end = receiver.recv_timeout(SOON).expect_err("it is not let in");
+    let end = receiver.recv_timeout(soon()).expect_err("it is not let in");
     assert!(end.to_string().contains("already connected"), "{end}");
 }
 
@@ -288,10 +290,10 @@ fn a_worker_that_asks_while_it_registers_again_waits() {
     proxy.cut();
     let next = Pull::at_least(Version(2));
     thread::scope(|scope| {
-        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(SOON))));
+        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(soon()))));
         let begun = Instant::now();
         while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
-            assert!(begun.elapsed() < SOON, "it does not come back");
+            assert!(begun.elapsed() < soon(), "it does not come back");
             thread::yield_now();
         }
         let got = asks.join().expect("no panic").expect("its sender lives");
@@ -310,15 +312,15 @@ fn a_worker_whose_connection_was_given_up_asks_again() {
     );
     let next = Pull::at_least(Version(2));
     thread::scope(|scope| {
-        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(SOON))));
+        let asks = scope.spawn(|| receiver.pull(next.timeout(Some(soon()))));
         let begun = Instant::now();
         while proxy.answered() < 1 {
-            assert!(begun.elapsed() < SOON, "it does not ask");
+            assert!(begun.elapsed() < soon(), "it does not ask");
             thread::yield_now();
         }
         proxy.cut();
         while !sends(&mut sender, 2.0) {
-            assert!(begun.elapsed() < SOON, "it does not come back");
+            assert!(begun.elapsed() < soon(), "it does not come back");
         }
         let got = asks.join().expect("no panic").expect("its sender lives");
         assert!(got.is_some_and(|got| got.version() >= Version(2)));
@@ -413,7 +415,7 @@ fn shutdown_arrives_after_all_versions() {
     for _ in 0..10 {
         let setup = setup(&initial, at_connect());
         let mut sender = setup
-            .connect(&initial, Expect::Count(0), Some(SOON))
+            .connect(&initial, Expect::Count(0), Some(soon()))
             .expect("a sender");
         let mut receiver = worker(sender.init_info(), 0).expect("it joins");
         let sent = SendOptions::new().wait(WaitFor::Sent);

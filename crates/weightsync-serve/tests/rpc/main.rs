@@ -13,6 +13,7 @@ mod proxy;
 
 use std::time::Duration;
 
+use weightsync_conformance::scale::patience;
 use weightsync_engine::transport::FirstWeights;
 use weightsync_engine::{
     Expect, InitInfo, Receiver, ReceiverSetup, Result, Sender, SenderSetup, Tensors,
@@ -20,7 +21,9 @@ use weightsync_engine::{
 use weightsync_serve::Rpc;
 
 /// How long something may take that takes a moment.
-const SOON: Duration = Duration::from_secs(30);
+fn soon() -> Duration {
+    patience(10)
+}
 
 /// How long nothing is waited for that is not to come.
 const BRIEF: Duration = Duration::from_millis(150);
@@ -44,24 +47,24 @@ fn setup(weights: &Tensors, scheme: Rpc) -> SenderSetup {
     setup
         .scheme(scheme)
         .expect("a place")
-        .send_timeout(Some(SOON))
+        .send_timeout(Some(soon()))
 }
 
 /// A sender that expects nobody.
 fn sender(weights: &Tensors, scheme: Rpc) -> Sender {
     let setup = setup(weights, scheme);
     setup
-        .connect(weights, Expect::Count(0), Some(SOON))
+        .connect(weights, Expect::Count(0), Some(soon()))
         .expect("a sender")
 }
 
 fn worker(info: InitInfo, number: u32) -> Result<Receiver> {
-    ReceiverSetup::new(info, number).connect(Some(SOON))
+    ReceiverSetup::new(info, number).connect(Some(soon()))
 }
 
 /// The value of what a worker receives next.
 fn receive(receiver: &mut Receiver) -> f32 {
-    let got = receiver.recv_timeout(SOON).expect("it comes");
+    let got = receiver.recv_timeout(soon()).expect("it comes");
     let got = got.expect("it comes in time");
     let values = got.slice::<f32>("layer.weight").expect("floats");
     assert!(values.iter().all(|value| *value == values[0]), "a mix");

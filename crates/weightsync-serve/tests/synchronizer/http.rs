@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 
 use weightsync_serve::synchronizer::{PartyOptions, Synchronizer, SynchronizerOptions};
 
-use crate::world::{Exploring, LONG, Training, style};
+use crate::world::{Exploring, Training, long, style};
 
 pub(crate) struct Response {
     pub(crate) status: u16,
@@ -34,7 +34,7 @@ impl Response {
 
 fn request(at: SocketAddr, path: &str, headers: &str) -> TcpStream {
     let mut stream = TcpStream::connect(at).unwrap();
-    stream.set_read_timeout(LONG).unwrap();
+    stream.set_read_timeout(long()).unwrap();
     let host = if headers.contains("Host:") {
         String::new()
     } else {
@@ -72,7 +72,7 @@ fn served(name: &str) -> (Synchronizer, SocketAddr, Training) {
     let mut training = Training::join(&sync, PartyOptions::new(name), "distributed", 10);
     for step in [11, 12] {
         training.step = step;
-        assert!(training.sync(LONG).is_synced());
+        assert!(training.sync(long()).is_synced());
     }
     (served, at, training)
 }
@@ -144,9 +144,9 @@ fn status_and_metrics_tell_who_runs_what() {
     let (_served, at, mut training) = served("train\"er");
     let sync = Synchronizer::connect(&at.to_string(), None).unwrap();
     let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
-    assert!(explorer.sync(LONG).is_synced());
+    assert!(explorer.sync(long()).is_synced());
     training.step = 14;
-    assert!(training.sync(LONG).is_synced());
+    assert!(training.sync(long()).is_synced());
     training.trainer.need_sync(Some(15)).unwrap();
     let status = get(at, "/v1/status", "").json();
     assert_eq!(
@@ -257,7 +257,7 @@ fn highest_epoch_stops_no_later_trainer() {
     let sync = Synchronizer::connect(&at.to_string(), None).unwrap();
     let mut later = Training::join(&sync, PartyOptions::new("later"), "distributed", 13);
     later.step = 14;
-    assert!(later.sync(LONG).is_synced());
+    assert!(later.sync(long()).is_synced());
     drop(served);
 }
 
@@ -308,7 +308,7 @@ fn slow_and_huge_requests_harm_nobody() {
         416
     );
     let mut stream = TcpStream::connect(at).unwrap();
-    stream.set_read_timeout(LONG).unwrap();
+    stream.set_read_timeout(long()).unwrap();
     let head =
         format!("POST /v1/parties HTTP/1.1\r\nHost: {at}\r\nContent-Length: 99999999\r\n\r\n");
     stream.write_all(head.as_bytes()).unwrap();

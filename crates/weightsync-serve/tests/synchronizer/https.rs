@@ -8,7 +8,7 @@ use weightsync_net::{Access, Token};
 use weightsync_serve::synchronizer::{PartyOptions, Synchronizer, SynchronizerOptions};
 
 use crate::http::get;
-use crate::world::{Exploring, LONG, Training, style};
+use crate::world::{Exploring, Training, long, style};
 
 fn pki(host: &str) -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -50,8 +50,8 @@ fn parties_meet_over_https() {
     let explorers = joined(Part::Worker);
     let mut exploring = Exploring::join(&explorers, PartyOptions::new("explorer"));
     training.step = 11;
-    assert!(training.sync(LONG).is_synced());
-    assert!(exploring.sync(LONG).is_synced());
+    assert!(training.sync(long()).is_synced());
+    assert!(exploring.sync(long()).is_synced());
     // Without TLS nothing is answered, with the token or without it.
     let plain = get(at, "/", "");
     assert_eq!(plain.status, 426);
@@ -65,7 +65,9 @@ fn a_party_waits_for_new_certificates() {
     let mut served = served(old.path());
     let at = served.address().unwrap().to_string();
     let sync = Synchronizer::connect(&at, Some(access(old.path(), Part::Worker))).unwrap();
-    let mut explorer = sync.explorer(PartyOptions::new("explorer"), LONG).unwrap();
+    let mut explorer = sync
+        .explorer(PartyOptions::new("explorer"), long())
+        .unwrap();
     drop(served);
     let options = SynchronizerOptions::new().style(style("fully_async", 1));
     let options = options.access(access(new.path(), Part::Trainer));
@@ -86,7 +88,7 @@ fn a_party_names_what_is_wrong_with_its_certificates() {
     let join = |served: &Synchronizer, access: Access| {
         let at = served.address().unwrap().to_string();
         let sync = Synchronizer::connect(&at, Some(access)).unwrap();
-        let joined = sync.explorer(PartyOptions::new("explorer"), LONG);
+        let joined = sync.explorer(PartyOptions::new("explorer"), long());
         joined.unwrap_err().to_string()
     };
     let here = served(folder.path());

@@ -11,7 +11,7 @@ use weightsync_serve::synchronizer::{
 use weightsync_store::{ModelVersion, Store, Which};
 
 use crate::http::get;
-use crate::world::{Exploring, LONG, Training, style};
+use crate::world::{Exploring, Training, long, style};
 
 fn options() -> SynchronizerOptions {
     SynchronizerOptions::new().style(style("fully_async", 1))
@@ -48,9 +48,9 @@ fn parties_join_a_service_that_restarts() {
     let sync = connect(&served);
     let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
     let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
-    assert_eq!(explorer.sync(LONG).version.0, 1);
+    assert_eq!(explorer.sync(long()).version.0, 1);
     training.step = 1;
-    assert!(training.sync(LONG).is_synced());
+    assert!(training.sync(long()).is_synced());
     drop(served);
     // Without it nobody is held up, and a timeout is an answer.
     let need = explorer.explorer.need_sync(Some(1)).unwrap();
@@ -60,12 +60,12 @@ fn parties_join_a_service_that_restarts() {
     let _served = Synchronizer::serve(options(), &at).unwrap();
     // It knew of no version. The trainer joins again with its newest.
     assert!(training.trainer.need_sync(Some(1)).unwrap().connected);
-    assert_eq!(explorer.sync(LONG).version.0, 2);
+    assert_eq!(explorer.sync(long()).version.0, 2);
     assert_eq!(explorer.runs, Some(1));
     training.step = 2;
-    let answer = training.sync(LONG);
+    let answer = training.sync(long());
     assert_eq!(answer.version.0, 3, "{answer}");
-    assert_eq!(explorer.sync(LONG).version.0, 3);
+    assert_eq!(explorer.sync(long()).version.0, 3);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn due_sync_outlives_a_restart_of_the_service() {
     let sync = connect(&served);
     let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
     let mut exploring = Exploring::join(&sync, PartyOptions::new("e0"));
-    assert!(exploring.sync(LONG).is_synced());
+    assert!(exploring.sync(long()).is_synced());
     exploring.step = 4;
     let answer = exploring.sync(Some(Duration::from_millis(10)));
     assert_eq!(answer.ended, Ended::TimedOut);
@@ -90,8 +90,8 @@ fn due_sync_outlives_a_restart_of_the_service() {
     let need = exploring.explorer.need_sync(Some(5)).unwrap();
     assert!(need.connected && need.is_needed());
     training.step = 4;
-    assert!(training.sync(LONG).is_synced());
-    assert!(exploring.sync(LONG).is_synced());
+    assert!(training.sync(long()).is_synced());
+    assert!(exploring.sync(long()).is_synced());
     assert!(!exploring.explorer.need_sync(Some(6)).unwrap().is_needed());
 }
 
@@ -104,15 +104,15 @@ fn stop_of_the_trainer_outlives_the_service() {
     let sync = connect(&served);
     let training = Training::join(&sync, trainer("trainer"), "distributed", 1);
     let mut exploring = Exploring::join(&sync, PartyOptions::new("e0"));
-    assert!(exploring.sync(LONG).is_synced());
+    assert!(exploring.sync(long()).is_synced());
     training.trainer.leave(None);
     drop(served);
     let _served = Synchronizer::serve(options(), &at).unwrap();
     // One that was here knows that the run goes on, and that nothing comes.
-    assert_eq!(exploring.sync(LONG).ended, Ended::NothingNewer);
+    assert_eq!(exploring.sync(long()).ended, Ended::NothingNewer);
     // A new one may be of a run whose trainer is still to come.
     let mut new = Exploring::join(&sync, PartyOptions::new("new"));
-    assert!(new.sync(LONG).is_synced());
+    assert!(new.sync(long()).is_synced());
     new.step = 1;
     let answer = new.sync(Some(Duration::from_millis(20)));
     assert_eq!(answer.ended, Ended::TimedOut);
@@ -128,13 +128,16 @@ fn step_that_nobody_knows_is_no_step() {
     let at = served.address().unwrap();
     let mut training = Training::join(&connect(&served), trainer("trainer"), "distributed", 40);
     training.step = 50;
-    assert!(training.sync(LONG).is_synced());
+    assert!(training.sync(long()).is_synced());
     let newest = ModelVersion {
         model: None,
         version: Version(2),
     };
     let stored = Store::open(&store).unwrap();
-    stored.wait(&Which::AtLeast(newest), LONG).unwrap().unwrap();
+    stored
+        .wait(&Which::AtLeast(newest), long())
+        .unwrap()
+        .unwrap();
     let saved = "weightsync_saves_total{ended=\"durable\"}";
     assert!(get(at, "/metrics", "").text().contains(saved));
     training.trainer.leave(None);
@@ -142,11 +145,11 @@ fn step_that_nobody_knows_is_no_step() {
     // Without a run directory it knows the version, and not the step.
     let served = Synchronizer::serve(options(), "127.0.0.1:0").unwrap();
     let mut explorer = connect(&served)
-        .explorer(PartyOptions::new("late"), LONG)
+        .explorer(PartyOptions::new("late"), long())
         .unwrap();
     let mut fetcher = Fetcher::default();
     let load = |fetch: &Fetch| Ok(fetcher.fetch(fetch)?.members()[0].snapshot.version());
-    let answer = explorer.sync(None, LONG, load).unwrap();
+    let answer = explorer.sync(None, long(), load).unwrap();
     assert_eq!((answer.version, answer.step), (Version(2), None));
     assert_eq!(answer.steps_behind, 0);
 }
@@ -159,7 +162,7 @@ fn explorer_waits_through_a_restart() {
     std::thread::scope(|scope| {
         let waiting = scope.spawn(|| {
             let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
-            explorer.sync(LONG)
+            explorer.sync(long())
         });
         std::thread::sleep(Duration::from_millis(50));
         drop(served);
@@ -183,7 +186,7 @@ fn service_begins_with_the_newest_of_its_store() {
         let mut training = Training::join(&sync, trainer("trainer"), &scheme, 0);
         for step in [3, 7] {
             training.step = step;
-            assert!(training.sync(LONG).is_synced());
+            assert!(training.sync(long()).is_synced());
         }
         // The trainer, its memory and the service are gone.
         drop(training);
@@ -192,12 +195,12 @@ fn service_begins_with_the_newest_of_its_store() {
         let served = Synchronizer::serve(lasting(&dir, method), "127.0.0.1:0").unwrap();
         let sync = connect(&served);
         let mut explorer = Exploring::join(&sync, PartyOptions::new("late"));
-        let answer = explorer.sync(LONG);
+        let answer = explorer.sync(long());
         assert_eq!((answer.version.0, explorer.runs), (3, Some(7)), "{answer}");
         // A restarted trainer continues the numbers.
         let training = Training::join(&sync, trainer("again"), &scheme, 7);
         assert_eq!(training.trainer.next_version().0, 5);
-        assert_eq!(explorer.sync(LONG).version.0, 4);
+        assert_eq!(explorer.sync(long()).version.0, 4);
         training.trainer.leave(None);
     }
 }
@@ -219,12 +222,12 @@ fn explorer_runs_an_older_version_of_the_store() {
         };
         for (step, number) in [(3, 2), (7, 3)] {
             training.step = step;
-            assert!(training.sync(LONG).is_synced());
+            assert!(training.sync(long()).is_synced());
             // The service saves while it goes on, and passes over what is not the newest any more.
-            let saved = store.wait(&Which::AtLeast(of(number)), LONG).unwrap();
+            let saved = store.wait(&Which::AtLeast(of(number)), long()).unwrap();
             assert!(saved.is_some());
         }
-        assert_eq!(explorer.sync(LONG).version.0, 3);
+        assert_eq!(explorer.sync(long()).version.0, 3);
         let older = store.load(&Which::Exactly(of(2))).unwrap().set;
         let version = older.members()[0].snapshot.version();
         let answer = explorer.explorer.loaded(version).unwrap();
@@ -232,7 +235,7 @@ fn explorer_runs_an_older_version_of_the_store() {
         assert_eq!((answer.versions_behind, answer.steps_behind), (1, 4));
         // The next sync has the newest again.
         assert!(explorer.explorer.need_sync(Some(1)).unwrap().is_needed());
-        assert_eq!(explorer.sync(LONG).version.0, 3);
+        assert_eq!(explorer.sync(long()).version.0, 3);
         training.trainer.leave(None);
     }
     // Nothing keeps the versions.
@@ -260,9 +263,9 @@ fn version_that_is_only_in_the_store_is_served() {
             let store = weightsync::store::Store::open(&dir.join("store").display().to_string());
             let newest = training.trainer.next_version().0 - 1;
             let which = weightsync::store::Which::AtLeast(weightsync::Version(newest).into());
-            store.unwrap().wait(&which, LONG).unwrap().unwrap();
+            store.unwrap().wait(&which, long()).unwrap().unwrap();
             training.step = step;
-            assert!(training.sync(LONG).is_synced());
+            assert!(training.sync(long()).is_synced());
         }
         for (version, step) in [("1", 10.0), ("2", 11.0), ("latest", 13.0)] {
             let file = get(
@@ -292,7 +295,7 @@ fn old_trainer_stays_fenced_off_after_a_restart() {
     let refused = old.trainer.need_sync(Some(1)).unwrap_err().to_string();
     assert!(refused.contains("fenced off"), "{refused}");
     new.step = 1;
-    assert!(new.sync(LONG).is_synced());
+    assert!(new.sync(long()).is_synced());
     assert!(old.trainer.need_sync(Some(2)).is_err());
 }
 
@@ -303,9 +306,9 @@ fn explorer_that_comes_back_takes_its_place() {
     let mut training = Training::join(&sync, trainer("trainer"), "distributed", 0);
     for _ in 0..3 {
         let mut explorer = Exploring::join(&sync, PartyOptions::new("e0"));
-        assert!(explorer.sync(LONG).is_synced());
+        assert!(explorer.sync(long()).is_synced());
         training.step += 1;
-        let answer = training.sync(LONG);
+        let answer = training.sync(long());
         assert_eq!(answer.explorers.len(), 1, "{answer}");
         // Dropped without a word, as one that is killed.
     }

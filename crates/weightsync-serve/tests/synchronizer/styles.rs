@@ -7,7 +7,7 @@ use weightsync_serve::synchronizer::{
     Ended, Fetch, Method, PartyOptions, Style, StyleWords, SynchronizerOptions, method,
 };
 
-use crate::world::{Exploring, LONG, Training, Way, World, style};
+use crate::world::{Exploring, Training, Way, World, long, style};
 
 /// A trainer makes its steps of the samples of a slow and a fast explorer.
 fn slow_and_fast(way: Way, of: Method, scheme: &str, style: Style) {
@@ -109,18 +109,18 @@ fn newest_is_pulled_only_if_it_is_newer() {
     let mut training = Training::join(&world.sync, PartyOptions::new("trainer"), "shared-mem", 0);
     for step in 1..=2 {
         training.step = step;
-        assert!(training.sync(LONG).is_synced());
+        assert!(training.sync(long()).is_synced());
     }
-    let answer = explorer.sync(LONG);
+    let answer = explorer.sync(long());
     assert_eq!((answer.ended, answer.version.0), (Ended::Synced, 3));
     let answer = explorer.sync(soon);
     assert_eq!((answer.ended, answer.version.0), (Ended::TimedOut, 3));
     training.step = 3;
-    assert!(training.sync(LONG).is_synced());
-    let answer = explorer.sync(LONG);
+    assert!(training.sync(long()).is_synced());
+    let answer = explorer.sync(long());
     assert_eq!((answer.ended, answer.version.0), (Ended::Synced, 4));
     training.trainer.leave(None);
-    let answer = explorer.sync(LONG);
+    let answer = explorer.sync(long());
     assert_eq!((answer.ended, answer.version.0), (Ended::NothingNewer, 4));
 }
 
@@ -134,12 +134,12 @@ fn synchronizer_outlives_the_trainer() {
         };
         let mut training = Training::join(&world.sync, PartyOptions::new("trainer"), scheme, 0);
         training.step = 1;
-        assert!(training.sync(LONG).is_synced());
+        assert!(training.sync(long()).is_synced());
         training.trainer.leave(None);
         drop(training.sender);
         // Its memory is gone, and the synchronizer has the version.
         let mut explorer = Exploring::join(&world.sync, PartyOptions::new("late"));
-        let answer = explorer.sync(LONG);
+        let answer = explorer.sync(long());
         assert!(answer.is_synced(), "{answer}");
         assert_eq!((explorer.runs, answer.steps_behind), (Some(1), 0));
     }
@@ -152,7 +152,11 @@ fn words_choose_the_method() {
     let training = Training::join(&world.sync, options, "shared-mem", 0);
     assert_eq!(training.trainer.method(), Method::Direct);
     let options = PartyOptions::new("other").method(Method::Memory);
-    let refused = world.sync.explorer(options, LONG).unwrap_err().to_string();
+    let refused = world
+        .sync
+        .explorer(options, long())
+        .unwrap_err()
+        .to_string();
     assert!(refused.contains("method=memory"), "{refused}");
 }
 
@@ -169,14 +173,14 @@ fn explorer_that_dies_in_a_meeting_is_named() {
             let sync = &world.sync;
             let mut training = Training::join(sync, PartyOptions::new("trainer"), scheme, 0);
             let mut lives = Exploring::join(sync, PartyOptions::new("lives"));
-            let mut dies = sync.explorer(PartyOptions::new("dies"), LONG).unwrap();
+            let mut dies = sync.explorer(PartyOptions::new("dies"), long()).unwrap();
             (lives.step, training.step) = (1, 1);
-            let living = scope.spawn(move || lives.sync(LONG));
+            let living = scope.spawn(move || lives.sync(long()));
             let dying = scope.spawn(move || {
                 let died = |_: &Fetch| panic!("as a test has it");
-                dies.sync(Some(1), LONG, died)
+                dies.sync(Some(1), long(), died)
             });
-            let answer = training.sync(LONG);
+            let answer = training.sync(long());
             assert!(dying.join().is_err());
             assert!(living.join().unwrap().is_synced());
             assert!(answer.is_synced(), "{answer}");

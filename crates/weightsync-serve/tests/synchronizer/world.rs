@@ -4,13 +4,16 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use weightsync::{SendOptions, Sender, SenderSetup, Tensors, Version, WaitFor};
+use weightsync_conformance::scale::patience;
 use weightsync_serve::synchronizer::{
     Ended, Explorer, Fetcher, PartyOptions, Style, StyleWords, SyncAnswer, Synchronizer,
     SynchronizerOptions, Trainer, TrainerAnswer,
 };
 
 /// Longer than anything here takes.
-pub(crate) const LONG: Option<Duration> = Some(Duration::from_secs(60));
+pub(crate) fn long() -> Option<Duration> {
+    Some(patience(20))
+}
 
 /// More than one block.
 const ELEMENTS: u64 = 1 << 20;
@@ -84,9 +87,9 @@ impl Training {
             .scheme(scheme.parse::<weightsync::scheme::AnyScheme>().unwrap())
             .unwrap();
         let info = setup.init_info();
-        let mut trainer = sync.trainer(options.step(step), info, LONG).unwrap();
-        let open = |version| setup.open_at(&first, version, LONG);
-        let sender = trainer.first(LONG, open).unwrap();
+        let mut trainer = sync.trainer(options.step(step), info, long()).unwrap();
+        let open = |version| setup.open_at(&first, version, long());
+        let sender = trainer.first(long(), open).unwrap();
         Self {
             trainer,
             sender,
@@ -111,12 +114,12 @@ impl Training {
                     break;
                 }
                 if self.trainer.need_sync(None).unwrap().is_needed() {
-                    self.sync(LONG);
+                    self.sync(long());
                 }
             }
             self.step += 1;
             if self.trainer.need_sync(Some(self.step)).unwrap().is_needed() {
-                self.sync(LONG);
+                self.sync(long());
             }
         }
         let last = self.step;
@@ -137,7 +140,7 @@ pub(crate) struct Exploring {
 impl Exploring {
     pub(crate) fn join(sync: &Synchronizer, options: PartyOptions) -> Self {
         Self {
-            explorer: sync.explorer(options, LONG).unwrap(),
+            explorer: sync.explorer(options, long()).unwrap(),
             fetcher: Fetcher::default(),
             step: 0,
             runs: None,
@@ -185,7 +188,7 @@ impl Exploring {
                 .unwrap()
                 .is_needed()
             {
-                let answer = self.sync(LONG);
+                let answer = self.sync(long());
                 let is_over = matches!(answer.ended, Ended::NothingNewer | Ended::OutOfReach);
                 answers.push(answer);
                 if is_over && self.step >= steps {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use weightsync_conformance::scale::PATIENCE;
+use weightsync_conformance::scale::longest;
 use weightsync_engine::{
     Expect, InitInfo, Receiver, ReceiverSetup, SendOptions, Sender, SenderSetup, WaitFor,
 };
@@ -20,7 +20,7 @@ fn send(dir: &std::path::Path) -> (Sender, InitInfo) {
     let setup = SenderSetup::new(MODEL, &first).expect("plain tensors");
     let setup = setup.scheme(scheme).expect("a scheme");
     let info = setup.init_info();
-    let sender = setup.connect(&first, Expect::Count(0), Some(PATIENCE));
+    let sender = setup.connect(&first, Expect::Count(0), Some(longest()));
     (sender.expect("an empty directory"), info)
 }
 
@@ -33,7 +33,7 @@ fn publish(sender: &mut Sender, number: u64) {
 
 fn join(info: &InitInfo, worker: u32) -> Receiver {
     let setup = ReceiverSetup::new(info.clone(), worker);
-    let mut receiver = setup.connect(Some(PATIENCE)).expect("the sender is there");
+    let mut receiver = setup.connect(Some(longest())).expect("the sender is there");
     // The weights that came with it.
     receiver.recv().expect("the first version");
     receiver
@@ -42,7 +42,7 @@ fn join(info: &InitInfo, worker: u32) -> Receiver {
 /// The number of the next version, and how many bytes were read for it.
 fn next(receiver: &mut Receiver) -> (u64, u64) {
     let before = receiver.travelled().expect("it reads files");
-    let snapshot = receiver.recv_timeout(PATIENCE).expect("a version");
+    let snapshot = receiver.recv_timeout(longest()).expect("a version");
     let came = receiver.travelled().expect("it reads files") - before;
     (number(&snapshot.expect("in time")).expect("whole"), came)
 }
@@ -83,8 +83,8 @@ pub fn follower_needs_no_file_that_it_has_read() {
     // One that has nothing of it is told which file is damaged.
     let setup = ReceiverSetup::new(info.clone(), 1);
     let joined = setup
-        .connect(Some(PATIENCE))
-        .and_then(|mut late| late.recv_timeout(PATIENCE));
+        .connect(Some(longest()))
+        .and_then(|mut late| late.recv_timeout(longest()));
     let error = joined.expect_err("it is damaged").to_string();
     assert!(error.contains(".safetensors"), "{error}");
 }

@@ -5,7 +5,7 @@ use std::thread;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync_conformance::scale::{self, Dice, PATIENCE};
+use weightsync_conformance::scale::{self, Dice, longest};
 use weightsync_core::{ModelId, Version};
 use weightsync_engine::worker::{Event, Spawn, WorkerProcess, Workers};
 use weightsync_store::{SaveOptions, Store, StoreError, Which, Writer};
@@ -103,7 +103,7 @@ impl Stage {
     /// Takes what a process has said, until it has ended.
     fn hear(&mut self, workers: &Workers) {
         loop {
-            match workers.recv_any(Some(PATIENCE)) {
+            match workers.recv_any(Some(longest())) {
                 Some((_, Event::Frame(frame))) => self.note(&frame),
                 Some((_, Event::Exited(exit))) => {
                     let killed = exit.to_string().contains("signal 9");
@@ -178,7 +178,7 @@ fn kill(keep: &str, rounds: u64) {
         let writer = start(&Role::Writer(plan.clone()));
         if dice.below(8) > 0 {
             // It may be killed while it claims; most are killed while they save.
-            match writer.recv_any(Some(PATIENCE)) {
+            match writer.recv_any(Some(longest())) {
                 Some((_, Event::Frame(frame))) => stage.note(&frame),
                 other => panic!("the writer of round {round} saved nothing: {other:?}"),
             }
@@ -195,7 +195,7 @@ fn kill(keep: &str, rounds: u64) {
         }
         if dice.below(10) == 0 {
             reader.kill(0).expect("it was not killed yet");
-            let said = reader.recv_any(Some(PATIENCE));
+            let said = reader.recv_any(Some(longest()));
             let Some((_, Event::Exited(exit))) = said else {
                 panic!("the reader said {said:?}");
             };
@@ -210,9 +210,9 @@ fn kill(keep: &str, rounds: u64) {
         stage.check(if round % 50 == 0 { usize::MAX } else { 20 });
     }
     reader
-        .send(0, b"end", Some(PATIENCE))
+        .send(0, b"end", Some(longest()))
         .expect("a reader that lives");
-    let loads = match reader.recv_any(Some(PATIENCE)) {
+    let loads = match reader.recv_any(Some(longest())) {
         Some((_, Event::Frame(frame))) => u64::from_le_bytes(frame.try_into().expect("8")),
         other => panic!("the reader said {other:?}"),
     };

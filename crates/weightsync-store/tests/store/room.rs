@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use weightsync_conformance::scale::PATIENCE;
+use weightsync_conformance::scale::longest;
 use weightsync_engine::worker::{Event, Spawn};
 use weightsync_store::{SaveOptions, Store, StoreError, Which, Writer};
 
@@ -25,7 +25,7 @@ fn isolate(role: &Role) {
         .expect("plain data")
         .start()
         .expect("unshare");
-    match workers.recv_any(Some(PATIENCE)) {
+    match workers.recv_any(Some(longest())) {
         Some((_, Event::Exited(exit))) => {
             assert!(exit.is_success(), "{exit}: {}", exit.stderr_text())
         }

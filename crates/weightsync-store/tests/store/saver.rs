@@ -5,7 +5,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use weightsync_conformance::scale::PATIENCE;
+use weightsync_conformance::scale::longest;
 use weightsync_core::Version;
 use weightsync_engine::Snapshot;
 use weightsync_store::{SaveOptions, SaveOutcome, Saver, Saving, Store, StoreError, Which, Writer};
@@ -26,7 +26,7 @@ fn snapshot(writer: &Writer, number: u64) -> Snapshot {
 }
 
 fn end(saving: &Saving) -> SaveOutcome {
-    let ended = saving.wait(Some(PATIENCE)).expect("nothing interrupts it");
+    let ended = saving.wait(Some(longest())).expect("nothing interrupts it");
     ended.expect("every save ends")
 }
 

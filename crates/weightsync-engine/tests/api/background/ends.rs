@@ -18,11 +18,11 @@ fn stopping_ends_the_wait_and_gives_everything_back() {
         .send_with(&number(2.0), &until(WaitFor::Staged))
         .unwrap();
     background
-        .wait(Some(SOON), |status| !status.staged.is_empty())
+        .wait(Some(soon()), |status| !status.staged.is_empty())
         .unwrap();
     let begun = Instant::now();
     let (mut receiver, model) = background.stop().unwrap();
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < soon(), "{:?}", begun.elapsed());
     assert_eq!(value(&model), 1.0);
     // What was staged is what comes next, and then a wait is a wait.
     let mut own = model;
@@ -46,7 +46,7 @@ fn a_second_thread_ends_as_the_first_did() {
     }
     let begun = Instant::now();
     let (_, model) = background.stop().unwrap();
-    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < soon(), "{:?}", begun.elapsed());
     assert_eq!(value(&model), 4.0);
 }
 
@@ -100,7 +100,7 @@ fn a_restarted_sender_is_found_again() {
     assert_eq!(status.state, BackgroundState::Closed, "{background:?}");
     assert_eq!(value(&background.read().unwrap()), 1.0);
 
-    let next = setup().connect(&number(9.0), Expect::Count(1), Some(SOON));
+    let next = setup().connect(&number(9.0), Expect::Count(1), Some(soon()));
     let mut next = next.unwrap();
     let model = background.read().unwrap();
     assert_eq!((value(&model), model.version().unwrap()), (9.0, Version(1)));
@@ -139,7 +139,7 @@ fn old_versions_are_not_reported_to_the_next_sender() {
         ready: Mutex::new(ready),
     };
     let next = thread::scope(|scope| {
-        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(SOON)));
+        let next = scope.spawn(|| setup().connect(&unready, Expect::Count(0), Some(soon())));
         joined(BackgroundState::Following);
         // It belongs to the run before, and so says the worker.
         assert!(background.safe_point().unwrap().is_some());
@@ -171,7 +171,7 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
     let run = dir.path().join("run");
     let setup = || setup().run_dir(&run).unwrap();
     for _ in 0..3 {
-        let earlier = setup().connect(&number(0.0), Expect::Count(0), Some(SOON));
+        let earlier = setup().connect(&number(0.0), Expect::Count(0), Some(soon()));
         earlier.unwrap().shutdown();
     }
     let (first, background) = numbers(SafePoints::Implied, setup());
@@ -183,10 +183,10 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
     // Older copies of the directory are put back.
     for (before, words) in [(1, "a newer trainer"), (3, "higher epoch")] {
         std::fs::write(run.join("epoch"), before.to_string()).unwrap();
-        let other = setup().connect(&number(5.0), Expect::Count(0), Some(SOON));
+        let other = setup().connect(&number(5.0), Expect::Count(0), Some(soon()));
         let mut other = other.unwrap();
         let mut looks = 0;
-        let there = background.wait(Some(SOON), |status| {
+        let there = background.wait(Some(soon()), |status| {
             let found = status.failure.as_ref();
             looks += u32::from(found.is_some_and(|failure| failure.contains(words)));
             looks > 12
@@ -199,9 +199,9 @@ fn why_a_sender_is_not_followed_is_in_the_status() {
         other.shutdown();
         sees(&background, |status| status.failure.is_none());
     }
-    let next = setup().connect(&number(9.0), Expect::Count(1), Some(SOON));
+    let next = setup().connect(&number(9.0), Expect::Count(1), Some(soon()));
     let next = next.unwrap();
-    let there = background.wait(Some(SOON), |status| status.run == next.run());
+    let there = background.wait(Some(soon()), |status| status.run == next.run());
     assert!(there.unwrap(), "{background:?}");
     let status = background.status().unwrap();
     assert_eq!(
@@ -325,14 +325,14 @@ fn failed_receiver_reports_it_when_returned() {
         reports: Reports::default(),
     });
     let mut sender = setup()
-        .connect(&number(1.0), Expect::Count(0), Some(SOON))
+        .connect(&number(1.0), Expect::Count(0), Some(soon()))
         .unwrap();
     let join = |worker| ReceiverSetup::new(sender.init_info(), worker).scheme(fragile.clone());
-    let receiver = join(0).connect(Some(SOON)).unwrap();
+    let receiver = join(0).connect(Some(soon())).unwrap();
     let background = receiver.in_background(number(0.0), SafePoints::Implied);
     let background = background.unwrap();
-    let cascade = Cascade::join(join(1), Some(SOON)).unwrap();
-    let cascade = cascade.connect(Expect::Count(0), Some(SOON)).unwrap();
+    let cascade = Cascade::join(join(1), Some(soon())).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), Some(soon())).unwrap();
     let cascade = cascade.in_background().unwrap();
 
     breaks.store(true, Ordering::SeqCst);
@@ -369,7 +369,7 @@ fn failed_receiver_reports_it_when_returned() {
 #[test]
 fn status_has_a_version_before_its_report() {
     let mut sender = setup()
-        .connect(&number(1.0), Expect::Count(0), Some(SOON))
+        .connect(&number(1.0), Expect::Count(0), Some(soon()))
         .unwrap();
     let info = sender.init_info();
     let join = |worker| {
@@ -390,7 +390,7 @@ fn status_has_a_version_before_its_report() {
         fails_at: vec![2.0],
         ..Moody::default()
     };
-    let receiver = worker.connect(Some(SOON)).unwrap();
+    let receiver = worker.connect(Some(soon())).unwrap();
     let background = receiver.in_background(moody, SafePoints::Implied).unwrap();
     let background = Arc::new(background);
     let (weak, tell) = (Arc::downgrade(&background), say.clone());
@@ -401,7 +401,7 @@ fn status_has_a_version_before_its_report() {
     let _ = reports.0.set(Box::new(look));
 
     let (worker, reports) = join(1);
-    let receiver = worker.connect(Some(SOON)).unwrap();
+    let receiver = worker.connect(Some(soon())).unwrap();
     let snapshots = Arc::new(receiver.snapshots_in_background().unwrap());
     let (weak, tell) = (Arc::downgrade(&snapshots), say.clone());
     let look = move || {
@@ -412,8 +412,8 @@ fn status_has_a_version_before_its_report() {
     let _ = reports.0.set(Box::new(look));
 
     let (worker, reports) = join(2);
-    let cascade = Cascade::join(worker, Some(SOON)).unwrap();
-    let cascade = cascade.connect(Expect::Count(0), Some(SOON)).unwrap();
+    let cascade = Cascade::join(worker, Some(soon())).unwrap();
+    let cascade = cascade.connect(Expect::Count(0), Some(soon())).unwrap();
     let cascade = Arc::new(cascade.in_background().unwrap());
     let (weak, tell) = (Arc::downgrade(&cascade), say);
     let look = move || {

@@ -58,7 +58,7 @@ fn a_thread_that_holds_may_hold_again_but_not_change() {
     let begun = Instant::now();
     let others = || background.try_hold().unwrap().is_some();
     while thread::scope(|scope| scope.spawn(others).join().unwrap()) {
-        assert!(begun.elapsed() < SOON, "others still get in");
+        assert!(begun.elapsed() < soon(), "others still get in");
     }
     let begun = Instant::now();
     for _ in 0..1000 {
@@ -98,7 +98,7 @@ fn model_hold_does_not_delay_shutdown() {
     // It interrupts nobody's wait any more.
     drop(held);
     assert_eq!(
-        receiver.loading(&mut model).recv_timeout(SOON).unwrap(),
+        receiver.loading(&mut model).recv_timeout(soon()).unwrap(),
         Some(Version(2))
     );
     assert!(pending.wait(None).unwrap().all_applied());
@@ -171,7 +171,7 @@ fn waiter_for_the_loader_lock_sleeps() {
         let begun = Instant::now();
         while loading.try_recv().is_err() {
             drop(background.try_hold().unwrap());
-            assert!(begun.elapsed() < SOON, "{background:?}");
+            assert!(begun.elapsed() < soon(), "{background:?}");
             thread::yield_now();
         }
         assert!(background.try_hold().unwrap().is_none());
@@ -190,7 +190,7 @@ fn waiter_for_the_loader_lock_sleeps() {
                 stat.rsplit_once(") ").unwrap().1.starts_with('S')
             };
             while !is_asleep() {
-                assert!(begun.elapsed() < SOON, "it is never asleep");
+                assert!(begun.elapsed() < soon(), "it is never asleep");
                 thread::yield_now();
             }
             drop(locked);

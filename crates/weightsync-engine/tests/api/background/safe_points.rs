@@ -23,7 +23,7 @@ fn a_model_does_not_change_while_its_guard_is_held() {
     let again = background.read().unwrap();
     assert_eq!(value(&again), 1.0);
     drop((model, again));
-    let report = pending.wait(Some(SOON)).unwrap();
+    let report = pending.wait(Some(soon())).unwrap();
     assert!(report.all_applied(), "{report}");
     let model = background.read().unwrap();
     assert_eq!((value(&model), model.version().unwrap()), (6.0, Version(6)));
@@ -59,11 +59,11 @@ fn a_send_waits_for_the_declared_safe_point() {
     let pending = sender
         .send_async(&number(2.0), &until(WaitFor::Applied))
         .unwrap();
-    let staged = background.wait(Some(SOON), |status| !status.staged.is_empty());
+    let staged = background.wait(Some(soon()), |status| !status.staged.is_empty());
     assert!(staged.unwrap());
     assert!(!pending.is_settled().unwrap());
     assert!(background.safe_point().unwrap().is_some());
-    let report = pending.wait(Some(SOON)).unwrap();
+    let report = pending.wait(Some(soon())).unwrap();
     assert!(report.all_applied(), "{report}");
 }
 
@@ -112,7 +112,7 @@ fn wait_applies_staged_versions_after_other_guards() {
             (brief.unwrap(), whole.unwrap())
         });
         for _ in 0..2 {
-            looks.recv_timeout(SOON).unwrap();
+            looks.recv_timeout(soon()).unwrap();
         }
         reading.take();
         assert_eq!(waiting.join().unwrap(), (false, true));
@@ -127,7 +127,7 @@ fn safe_point_does_nothing_while_a_thread_reads() {
         .send_with(&number(2.0), &until(WaitFor::Staged))
         .unwrap();
     background
-        .wait(Some(SOON), |status| !status.staged.is_empty())
+        .wait(Some(soon()), |status| !status.staged.is_empty())
         .unwrap();
     let model = background.read().unwrap();
     let elsewhere = thread::scope(|scope| scope.spawn(|| background.safe_point()).join().unwrap());
@@ -233,7 +233,7 @@ fn long_guards_that_overlap_keep_no_version_out() {
 fn long_guards_that_overlap_keep_no_move_out() {
     let (_sender, background) = numbers(SafePoints::Implied, setup());
     let moved = among_long_guards(&background, || {
-        background.hand_over(Some(SOON), || Ok::<_, ()>(7))
+        background.hand_over(Some(soon()), || Ok::<_, ()>(7))
     });
     assert_eq!(moved.unwrap(), Ok(7));
 }
@@ -256,7 +256,9 @@ fn move_ends_by_its_deadline_if_a_guard_is_held() {
     sender
         .send_with(&number(2.0), &until(WaitFor::Staged))
         .unwrap();
-    let there = background.wait(Some(SOON), |status| status.version().unwrap() == Version(2));
+    let there = background.wait(Some(soon()), |status| {
+        status.version().unwrap() == Version(2)
+    });
     assert!(there.unwrap(), "{background:?}");
     assert_eq!(
         background.hand_over(None, || Ok::<_, ()>(3)).unwrap(),

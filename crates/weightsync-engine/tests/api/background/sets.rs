@@ -71,12 +71,12 @@ fn failed_load_at_a_safe_point_shows_on_both_sides() {
     let set = Set::new().with("actor", &two).with("critic", &two);
     let pending = sender.send_async(&set, &until(WaitFor::Applied)).unwrap();
     background
-        .wait(Some(SOON), |status| !status.staged.is_empty())
+        .wait(Some(soon()), |status| !status.staged.is_empty())
         .unwrap();
     let error = background.safe_point().unwrap_err();
     assert!(matches!(error, Error::Load { .. }), "{error}");
     assert_eq!(both(&background), (1.0, 1.0));
-    let report = pending.wait(Some(SOON)).unwrap();
+    let report = pending.wait(Some(soon())).unwrap();
     assert!(
         reason(report.workers[0].outcome.clone()).contains("like 2"),
         "{report}"
@@ -91,7 +91,7 @@ fn a_set_after_a_refused_one_is_loaded_whole() {
     let mut receive = |sends: &mut dyn FnMut()| {
         sends();
         let mut models = loaders(&mut own);
-        let received = receiver.loading_set(&mut models).recv_timeout(SOON);
+        let received = receiver.loading_set(&mut models).recv_timeout(soon());
         (received, value(&own.actor), value(&own.critic.tensors))
     };
     let sent = until(WaitFor::Sent);

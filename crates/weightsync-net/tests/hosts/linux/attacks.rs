@@ -17,7 +17,7 @@ use weightsync_net::wire::message::{
 };
 
 use super::roles::token;
-use super::scale::{Dice, PATIENCE};
+use super::scale::{Dice, longest};
 
 /// The kinds of attacks.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -176,7 +176,7 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
     let run = run_of(root, dice)?;
     let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
     for _ in 0..50 {
-        let status = Status::ask(root, &token().secret(), None, Some(PATIENCE))?;
+        let status = Status::ask(root, &token().secret(), None, Some(longest()))?;
         let fetch = ToParent::Fetch(Wanted {
             run,
             agent: 0,
@@ -246,7 +246,7 @@ pub(crate) fn let_in(
 fn dial(root: &str) -> io::Result<TcpStream> {
     let socket = TcpStream::connect(root)?;
     socket.set_nodelay(true)?;
-    socket.set_read_timeout(Some(PATIENCE / 2))?;
+    socket.set_read_timeout(Some(longest() / 2))?;
     Ok(socket)
 }
 
@@ -280,7 +280,7 @@ fn shake(
 
 /// Reads what the trainer says until it hangs up, as it must.
 fn is_closed(socket: &mut TcpStream) -> Outcome {
-    let until = Instant::now() + PATIENCE / 2;
+    let until = Instant::now() + longest() / 2;
     let mut buffer = [0; 4096];
     loop {
         match socket.read(&mut buffer) {

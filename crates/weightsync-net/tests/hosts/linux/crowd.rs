@@ -18,7 +18,7 @@ use weightsync_net::wire::message::{Delivery, FromRoot, Item, Message, ToRoot, W
 use super::attacks;
 use super::messages::{Crowd, Notice, Simulated, emit};
 use super::roles::token;
-use super::scale::PATIENCE;
+use super::scale::longest;
 
 type Outcome = Result<(), Box<dyn Error>>;
 
@@ -35,7 +35,7 @@ pub(crate) fn work(crowd: &Crowd) -> Outcome {
     for number in 0..crowd.count {
         let setup = ReceiverSetup::new(crowd.info.clone(), crowd.first + number);
         let setup = setup;
-        workers.push(setup.connect(Some(PATIENCE))?);
+        workers.push(setup.connect(Some(longest()))?);
         if (number + 1) % SOME == 0 {
             emit(&Notice::Together(number + 1));
         }
@@ -101,7 +101,7 @@ impl Agent {
             // So many strangers connect at once that the oldest are disconnected.
             match attacks::let_in(root, &token(), Role::Control, number.into()) {
                 Ok(socket) => break socket,
-                Err(error) if begun.elapsed() > PATIENCE => return Err(error.into()),
+                Err(error) if begun.elapsed() > longest() => return Err(error.into()),
                 Err(_) => thread::sleep(BEAT / 10),
             }
         };

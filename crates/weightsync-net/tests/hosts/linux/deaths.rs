@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 
-use super::scale::SECOND;
+use super::scale::second;
 use super::stage::{Actor, Stage, chain};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -39,7 +39,7 @@ fn worker() {
     let killed = stage.kill(Actor::Worker(11));
     let (at, sent) = stage.report_at(word);
     stage.note(&format!("named {:?} after its death", at - killed));
-    assert!(at - killed < SECOND, "{sent:?}");
+    assert!(at - killed < second(), "{sent:?}");
     assert_eq!(sent.outcome(11), "Died", "{sent:?}");
     assert_eq!(sent.failed(), [11], "{sent:?}");
     stage.start_workers(1, &[11]);
@@ -61,7 +61,7 @@ fn fetching_worker() {
     let line = line.expect("a line").clone();
     // Nothing of it lives when it is known: `after` is since the version went live.
     stage.note(&format!("known {:?} after the version", line.after));
-    assert!(line.after < killed.elapsed() + SECOND, "{sent:?}");
+    assert!(line.after < killed.elapsed() + second(), "{sent:?}");
     stage.start_workers(2, &[20]);
     stage.send_everywhere();
 }
@@ -149,7 +149,7 @@ fn idle_relays() {
         for line in &sent.workers {
             let is_its = line.worker as usize / 10 == host;
             assert!(line.outcome == "Applied" || is_its, "{sent:?}");
-            assert!(line.after < SECOND, "{sent:?}");
+            assert!(line.after < second(), "{sent:?}");
         }
         stage.until_all_newest();
         came_back(&mut stage, host);

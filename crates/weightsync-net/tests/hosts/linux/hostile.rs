@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::attacks::ATTACKS;
-use super::scale::{PATIENCE, seed};
+use super::scale::{longest, seed};
 use super::stage::{Actor, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] =
@@ -47,7 +47,7 @@ fn under_attack() {
         worst = worst.max(sent.took);
         sends += 1;
         most = most.max(memory(&stage));
-        if begun.elapsed() > PATIENCE {
+        if begun.elapsed() > longest() {
             stage.fail("an attack never ends");
         }
         stage.listen(Instant::now() + Duration::from_millis(20));

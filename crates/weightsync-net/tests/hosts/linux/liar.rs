@@ -16,7 +16,7 @@ use weightsync_net::wire::message::{FromRoot, Message, ToChild, ToParent, ToRoot
 use super::attacks::{let_in, read_frame};
 use super::messages::{Content, Notice, emit};
 use super::roles::token;
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::stage::{Actor, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -110,7 +110,7 @@ fn verified() {
 
 /// Joins, and lies to those who fetch from it.
 pub(crate) fn lie(root: &str) -> Result<(), Box<dyn std::error::Error>> {
-    let status = Status::ask(root, &token().secret(), None, Some(PATIENCE))?;
+    let status = Status::ask(root, &token().secret(), None, Some(longest()))?;
     let bytes = status.models[0].bytes;
     let listener = TcpListener::bind("0.0.0.0:0")?;
     let port = listener.local_addr()?.port();

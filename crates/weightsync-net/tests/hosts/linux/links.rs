@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_conformance::hosts::{Hosts, HostsError};
 
-use super::scale::SECOND;
+use super::scale::second;
 use super::stage::{Actor, GIGABIT, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -68,7 +68,7 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
             let named = at - (sent.took - after);
             let late = named.saturating_duration_since(since);
             stage.note(&format!("worker {worker} is named {late:?} after that"));
-            assert!(late < SECOND, "{late:?}: {sent:?}");
+            assert!(late < second(), "{late:?}: {sent:?}");
         }
         stage.listen(since + BROKEN);
         let restored = stage.hosts.restore(host);

@@ -19,7 +19,7 @@ use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token, Verify};
 
 use super::logs::Lines;
 use super::messages::{Content, Join, Lead, Notice, Order, Role, Seen, Sent, TOKEN, emit};
-use super::scale::PATIENCE;
+use super::scale::longest;
 use super::{attacks, crowd, liar};
 
 type Outcome = Result<(), Box<dyn Error>>;
@@ -102,11 +102,11 @@ fn train(lead: &Lead) -> Outcome {
     let setup = SenderSetup::new("policy", &versions.tensors)?
         .scheme(scheme)?
         .run_dir(&lead.run_dir)?
-        .send_timeout(Some(PATIENCE));
+        .send_timeout(Some(longest()));
     let info = setup.init_info();
     let address = info.endpoint().address().to_owned();
     emit(&Notice::Info(info));
-    let sender = setup.connect(&versions.tensors, Expect::Count(0), Some(PATIENCE))?;
+    let sender = setup.connect(&versions.tensors, Expect::Count(0), Some(longest()))?;
     emit(&Notice::Ready {
         epoch: sender.run().epoch.0,
     });
@@ -121,12 +121,12 @@ fn train(lead: &Lead) -> Outcome {
     for line in std::io::stdin().lines() {
         match serde_json::from_str(&line?)? {
             Order::Status => {
-                let (secret, limit) = (token().secret(), Some(PATIENCE));
+                let (secret, limit) = (token().secret(), Some(longest()));
                 let status = Status::ask(&address, &secret, tls.as_ref(), limit)?;
                 emit(&Notice::Status(Box::new(status)));
             }
             Order::Scrub => {
-                let (secret, limit) = (token().secret(), Some(PATIENCE));
+                let (secret, limit) = (token().secret(), Some(longest()));
                 let scrub = Scrub::ask(&address, &secret, tls.as_ref(), limit)?;
                 emit(&Notice::Scrubbed(Box::new(scrub)));
             }
@@ -196,7 +196,8 @@ fn work(join: Join) -> Outcome {
             Ok(receiver) => break receiver,
             // There is no sender for longer than that.
             Err(weightsync_engine::Error::NoSender { .. }) => {}
-            Err(weightsync_engine::Error::NoInitialWeights { .. }) if join.patience < PATIENCE => {}
+            Err(weightsync_engine::Error::NoInitialWeights { .. }) if join.patience < longest() => {
+            }
             Err(error) => return Err(error.into()),
         }
     };
@@ -205,7 +206,7 @@ fn work(join: Join) -> Outcome {
         let received = match pulls {
             // One question, without a limit.
             true => receiver.pull(Pull::at_least(next)),
-            false => receiver.recv_timeout(PATIENCE),
+            false => receiver.recv_timeout(longest()),
         };
         if let Ok(Some(snapshot)) = &received {
             next = snapshot.version().next();

@@ -3,11 +3,13 @@
 
 use std::time::Duration;
 
-use weightsync_conformance::scale::rounds_of;
-pub(crate) use weightsync_conformance::scale::{Dice, PATIENCE, seed};
+pub(crate) use weightsync_conformance::scale::{Dice, longest, seed};
+use weightsync_conformance::scale::{rounds_of, slowness};
 
 /// Within this `send` names who is gone: a second, and what a busy machine adds.
-pub(crate) const SECOND: Duration = Duration::from_millis(1500);
+pub(crate) fn second() -> Duration {
+    Duration::from_millis(1500).mul_f64(slowness())
+}
 
 /// The part of the full count that is tried every day.
 const DAILY: f64 = 0.1;

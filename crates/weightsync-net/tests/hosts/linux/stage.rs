@@ -25,7 +25,7 @@ use super::attacks::Attack;
 use super::messages::{
     Content, Crowd, Join, Lead, Notice, Order, ROLE, Role, Seen, Sent, Simulated,
 };
-use super::scale::PATIENCE;
+use super::scale::longest;
 
 /// How often what is not said but looked at is looked at.
 const GLANCE: Duration = Duration::from_millis(20);
@@ -120,7 +120,7 @@ impl Stage {
 
     /// Starts a worker on a host, and does not wait for it to join.
     pub(crate) fn begin_worker(&mut self, worker: u32, host: usize) {
-        self.begin_worker_with(worker, host, PATIENCE);
+        self.begin_worker_with(worker, host, longest());
     }
 
     /// The same of a worker whose `connect` calls take no longer than that.
@@ -284,7 +284,7 @@ impl Stage {
 
     /// Begins a send to everybody; the word of its version.
     pub(crate) fn begin_send(&mut self) -> u64 {
-        self.begin_send_within(PATIENCE)
+        self.begin_send_within(longest())
     }
 
     pub(crate) fn begin_send_within(&mut self, deadline: Duration) -> u64 {
@@ -350,7 +350,7 @@ impl Stage {
         what: &str,
         mut done: impl FnMut(&Status) -> bool,
     ) -> Status {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + longest();
         loop {
             let status = self.status();
             if done(&status) {
@@ -375,7 +375,7 @@ impl Stage {
     pub(crate) fn until(&mut self, what: &str, mut done: impl FnMut(&Self) -> bool) -> Duration {
         let begun = Instant::now();
         while !done(self) {
-            if begun.elapsed() > PATIENCE {
+            if begun.elapsed() > longest() {
                 self.fail(&format!("never came true: {what}"));
             }
             self.receive(GLANCE);

@@ -1,0 +1,265 @@
+//! Processes that outlive the test that started them: each is ended, and the run lists it.
+//!
+//! xtask adopts what its steps leave behind (it is their *subreaper*). A process is ended only where
+//! its environment has the mark of this step, so nothing that another program started is touched.
+//! Tests kill processes on purpose and look at what the children of these do, so a process that was
+//! adopted lives on while its test runs.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::process::{Child, Command, ExitStatus};
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
+
+/// Marks what a step starts. Its value differs between steps.
+const MARK: &str = "WEIGHTSYNC_TEST_STEP";
+
+/// Names the test in the environment of what nextest starts; one of each attempt to run a test.
+const ATTEMPT: &str = "NEXTEST_ATTEMPT_ID";
+
+/// What a report calls a test of nextest.
+const TEST: &str = "NEXTEST_TEST_NAME";
+
+/// How often a running step is looked at.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Looks after what one step starts.
+pub struct Watch {
+    mark: String,
+    ended: Mutex<Vec<String>>,
+}
+
+impl Watch {
+    /// Marks the step, which has not been started.
+    pub fn begin(command: &mut Command) -> Self {
+        static STEPS: AtomicUsize = AtomicUsize::new(0);
+        let own = rustix::process::getpid();
+        // Without it a step leaves behind what it always did.
+        if let Err(error) = set_child_subreaper(Some(own)) {
+            eprintln!("warning: what tests leave behind is not found: {error}");
+        }
+        let number = STEPS.fetch_add(1, Ordering::Relaxed);
+        let mark = format!("{}-{number}", own.as_raw_nonzero());
+        command.env(MARK, &mark);
+        Self {
+            mark,
+            ended: Mutex::default(),
+        }
+    }
+
+    /// Waits for the step. What a test leaves behind is ended meanwhile.
+    pub fn until_it_ends(&self, step: &mut Child) -> io::Result<ExitStatus> {
+        let root = step.id();
+        std::thread::scope(|scope| {
+            let (stop, stopped) = channel::<()>();
+            scope.spawn(move || {
+                while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+                    self.sweep(Some(root));
+                }
+            });
+            let status = step.wait();
+            drop(stop);
+            status
+        })
+    }
+
+    /// Ends what is left once the step has ended, and says what was ended.
+    pub fn end(self) -> Vec<String> {
+        // The children of a process that is ended are adopted in turn.
+        while self.sweep(None) > 0 {}
+        self.ended
+            .into_inner()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the adopted processes whose test has ended, and returns their number. `step` is the
+    /// command that runs, which is this process's own child; without one, every test has ended.
+    fn sweep(&self, step: Option<u32>) -> usize {
+        let own = std::process::id();
+        let all = processes();
+        let mut ended = 0;
+        for process in &all {
+            if process.parent != own || Some(process.pid) == step {
+                continue;
+            }
+            if process.zombie {
+                process.reap(WaitOptions::NOHANG);
+            } else if process.variable(MARK) == Some(&self.mark)
+                && (step.is_none() || !process.test_runs(&all))
+            {
+                ended += 1;
+                let line = process.to_string();
+                eprintln!("── a test left a process behind, which is ended: {line}");
+                process.end();
+                let mut lines = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+                lines.push(line);
+            }
+        }
+        ended
+    }
+}
+
+/// A process of this machine.
+#[derive(Debug)]
+struct Process {
+    pid: u32,
+    parent: u32,
+    zombie: bool,
+    /// `NAME=value`, as it was started with. Empty for processes of other users.
+    environment: Vec<String>,
+}
+
+impl Process {
+    fn read(pid: u32) -> Option<Self> {
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The name before it may have any characters.
+        let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+        let zombie = fields.next()? == "Z";
+        let parent = fields.next()?.parse().ok()?;
+        let environment = words(pid, "environ");
+        Some(Self {
+            pid,
+            parent,
+            zombie,
+            environment,
+        })
+    }
+
+    fn variable(&self, name: &str) -> Option<&str> {
+        self.environment
+            .iter()
+            .find_map(|one| one.strip_prefix(name)?.strip_prefix('='))
+    }
+
+    /// Whether the test that started it runs: a process of the same attempt has a parent that is
+    /// not this process, which is nextest, or a process of the test. pytest's own processes adopt
+    /// what their tests leave behind, so nothing of a test of theirs that runs comes here.
+    fn test_runs(&self, all: &[Process]) -> bool {
+        let Some(attempt) = self.variable(ATTEMPT) else {
+            return false;
+        };
+        let of_attempt = |one: &&Process| one.variable(ATTEMPT) == Some(attempt);
+        all.iter().filter(of_attempt).any(|one| {
+            let parent = all.iter().find(|other| other.pid == one.parent);
+            // nextest itself is of no attempt, and neither is this process.
+            parent.is_some_and(|parent| {
+                parent.variable(ATTEMPT).is_none() && parent.pid != std::process::id()
+            })
+        })
+    }
+
+    fn end(&self) {
+        if let Some(pid) = self.id() {
+            // It may have ended meanwhile.
+            let _ = kill_process(pid, Signal::KILL);
+            self.reap(WaitOptions::empty());
+        }
+    }
+
+    fn reap(&self, how: WaitOptions) {
+        if let Some(pid) = self.id() {
+            let _ = waitpid(Some(pid), how);
+        }
+    }
+
+    fn id(&self) -> Option<Pid> {
+        i32::try_from(self.pid).ok().and_then(Pid::from_raw)
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let command = words(self.pid, "cmdline").join(" ");
+        let shown: String = command.chars().take(120).collect();
+        write!(f, "process {} ({shown})", self.pid)?;
+        match self.variable(TEST) {
+            Some(test) => write!(f, " of {test}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The words of a file of a process that ends each with a zero byte.
+fn words(pid: u32, file: &str) -> Vec<String> {
+    let bytes = fs::read(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    bytes
+        .split(|byte| *byte == 0)
+        .filter(|word| !word.is_empty())
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect()
+}
+
+fn processes() -> Vec<Process> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| Process::read(entry.file_name().to_str()?.parse().ok()?))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::step;
+
+    /// Runs a shell as a step, and returns what it left behind.
+    fn left_by(script: &str) -> Vec<String> {
+        let mut shell = Command::new("sh");
+        // This test is one of nextest's, too.
+        shell.args(["-c", script]).env_remove(ATTEMPT);
+        let (outcome, ended) = step::run_tests("shell", &mut shell);
+        outcome.expect("the shell ends well");
+        ended
+    }
+
+    #[test]
+    fn process_that_outlives_its_step_is_ended_and_named() {
+        let file = tempfile::NamedTempFile::new().expect("a file");
+        let path = file.path().display();
+        // In a session of its own, as a daemon.
+        let ended = left_by(&format!(
+            "setsid sleep 86399 & echo $! > {path}; sleep 86398 & disown 2>/dev/null; true"
+        ));
+        assert_eq!(ended.len(), 2, "{ended:?}");
+        assert!(
+            ended.iter().any(|line| line.contains("sleep 86399")),
+            "{ended:?}"
+        );
+        let pid = fs::read_to_string(path.to_string()).expect("a number");
+        assert!(Process::read(pid.trim().parse().expect("a number")).is_none());
+    }
+
+    #[test]
+    fn process_of_a_test_that_runs_is_left_alone_until_the_test_ends() {
+        // The outer shell stands for nextest, and the inner ones for tests: the first ends and
+        // leaves a process, the second does so and goes on until the first one's is gone.
+        let file = tempfile::tempdir().expect("a folder");
+        let folder = file.path().display();
+        let ended = left_by(&format!(
+            "cd {folder}
+             {ATTEMPT}=one sh -c 'sleep 86397 & echo $! > one'
+             {ATTEMPT}=two sh -c '
+                 sh -c \"sleep 86396 & echo \\$! > two\"
+                 while kill -0 $(cat one) 2>/dev/null; do sleep 0.01; done
+                 kill -0 $(cat two) && touch lived'"
+        ));
+        assert_eq!(ended.len(), 2, "{ended:?}");
+        assert!(file.path().join("lived").exists(), "{ended:?}");
+    }
+
+    #[test]
+    fn process_without_the_mark_is_left_alone() {
+        let mut sleep = Command::new("setsid");
+        let mut other = sleep.args(["sleep", "86395"]).spawn().expect("sleep");
+        let ended = left_by("true");
+        assert_eq!(ended, Vec::<String>::new());
+        assert_eq!(other.try_wait().expect("its state"), None);
+        other.kill().expect("killed");
+        other.wait().expect("ended");
+    }
+}
