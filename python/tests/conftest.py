@@ -1,11 +1,11 @@
 """What every test is held to: it ends in its time, and no process outlives it.
 
-The process that runs the tests adopts what their processes leave behind (it is their *subreaper*). So
-a worker of a trainer that was killed is found here too.
+A process counts as the test's if it is below the process that runs the tests, or if its environment
+names the test: a worker whose trainer was killed is found by that.
 """
 
 import contextlib
-import ctypes
+import itertools
 import os
 import signal
 import time
@@ -13,7 +13,8 @@ import time
 import pytest
 from patience import patience
 
-_PR_SET_CHILD_SUBREAPER = 36
+# Names the test in the environment of what it starts.
+_TEST = "WEIGHTSYNC_TEST"
 
 # Helpers of multiprocessing, which serve the whole run. What the first one forks is a test's own.
 _FORK_SERVER = b"multiprocessing.forkserver"
@@ -28,6 +29,8 @@ _failed = pytest.StashKey[bool]()
 # Processes of fixtures that outlive a test, by number and time of their start.
 _kept: set[tuple[int, str]] = set()
 
+_number = itertools.count()
+
 
 def pytest_configure(config):
     config.stash[_ended] = []
@@ -35,7 +38,6 @@ def pytest_configure(config):
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,6 +51,18 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in soak]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Has one process run all tests with clusters of Ray, each of which takes a core to start."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "ray" if "/ray_actors/" in nodeid else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     """Sets the test's time limit, by the load of the machine when it begins."""
@@ -57,6 +71,7 @@ def pytest_runtest_protocol(item, nextitem):
         limit = mark.args[0] if mark else float(item.config.getini("timeout"))
         how = mark.kwargs if mark else {}
         item.add_marker(pytest.mark.timeout(patience(limit), **how), append=False)
+    os.environ[_TEST] = f"{os.getpid()}-{next(_number)}"
     return (yield)
 
 
@@ -72,9 +87,9 @@ def pytest_fixture_setup(fixturedef, request):
     """Keeps what a fixture starts for more than one test."""
     if fixturedef.scope == "function":
         return (yield)
-    before = set(_descendants())
+    before = _below_this(_processes())
     result = yield
-    _kept.update(one for one in _descendants() if one not in before)
+    _kept.update(_below_this(_processes()) - before)
     return result
 
 
@@ -110,7 +125,7 @@ def pytest_testnodedown(node, error):
 
 def pytest_unconfigure(config):
     """Ends what is left, however the run ended."""
-    for one in _descendants():
+    for one in _below_this(_processes()):
         _end(one, "the run")
 
 
@@ -122,41 +137,62 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def _left_behind():
-    """The processes below this one that no fixture and no helper accounts for."""
-    left, kept = [], set()
-    for pid, start, parent, command in _below(os.getpid()):
-        helper = parent == os.getpid() and any(name in command for name in _HELPERS)
-        if helper or (pid, start) in _kept or parent in kept:
-            # What a fork server forks is not its own.
-            if _FORK_SERVER not in command:
-                kept.add(pid)
-        else:
+    """The processes of the test that no fixture and no helper accounts for."""
+    processes = _processes()
+    below = _below_this(processes)
+    mark = f"{_TEST}={os.environ[_TEST]}".encode()
+    left = []
+    for pid, (start, parent) in processes.items():
+        mine = (pid, start) in below or mark in _read(pid, "environ").split(b"\0")
+        if pid != os.getpid() and mine and not _accounted(pid, parent, processes):
             left.append((pid, start))
     return left
 
 
-def _descendants():
-    return [(pid, start) for pid, start, _, _ in _below(os.getpid())]
+def _accounted(pid, parent, processes):
+    """Whether a fixture keeps the process or one above it, or it is a helper of multiprocessing."""
+    if parent == os.getpid() and any(name in _read(pid, "cmdline") for name in _HELPERS):
+        return True
+    while pid in processes:
+        start, parent = processes[pid]
+        if (pid, start) in _kept:
+            return True
+        # What a fork server forks is not its own.
+        if _FORK_SERVER in _read(parent, "cmdline"):
+            return False
+        pid = parent
+    return False
 
 
-def _below(root):
-    """The living processes below one, parents first."""
-    for task in _listed(f"/proc/{root}/task"):
-        with contextlib.suppress(OSError), open(f"/proc/{root}/task/{task}/children") as file:
-            children = [int(word) for word in file.read().split()]
-            for pid in children:
-                with contextlib.suppress(OSError):
-                    with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline", "rb") as cmd:
-                        fields, command = stat.read().rpartition(")")[2].split(), cmd.read()
-                    if fields[0] != "Z":
-                        yield pid, fields[19], root, command
-                yield from _below(pid)
+def _below_this(processes):
+    """The processes below this one."""
+    below, found = {os.getpid()}, True
+    while found:
+        found = {pid for pid, (_, parent) in processes.items() if parent in below} - below
+        below |= found
+    return {(pid, processes[pid][0]) for pid in below if pid != os.getpid()}
 
 
-def _listed(folder):
-    with contextlib.suppress(OSError):
-        return os.listdir(folder)
-    return []
+def _processes():
+    """Every living process of the machine: the time of its start, and its parent."""
+    processes = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            state, parent, *rest = _fields(name) or ("Z", 0)
+            if state != "Z":
+                processes[int(name)] = rest[17], int(parent)
+    return processes
+
+
+def _fields(pid):
+    # The name before them may have any characters.
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _read(pid, name):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
+    return b""
 
 
 def _end(process, of):
@@ -167,11 +203,9 @@ def _end(process, of):
         # The file descriptor stays that of this process, whatever takes the number.
         descriptor = os.pidfd_open(pid)
         try:
-            with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline", "rb") as cmd:
-                if stat.read().rpartition(")")[2].split()[19] == start:
-                    words = cmd.read().decode(errors="replace").split("\0")
-                    line += ": " + " ".join(words)[:120]
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            if _fields(pid)[19:20] == [start]:
+                line += ": " + " ".join(_read(pid, "cmdline").decode(errors="replace").split("\0"))[:120]
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         finally:
             os.close(descriptor)
     return line

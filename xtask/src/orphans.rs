@@ -137,12 +137,12 @@ impl Process {
             .find_map(|one| one.strip_prefix(name)?.strip_prefix('='))
     }
 
-    /// Whether the test that started it runs: a process of the same attempt has a parent that is
-    /// not this process, which is nextest, or a process of the test. pytest's own processes adopt
-    /// what their tests leave behind, so nothing of a test of theirs that runs comes here.
+    /// Whether the test that started it runs: a process of the same attempt is a child of nextest.
+    /// Python's tests have no attempt: pytest ends what each leaves behind (python/tests/conftest.py),
+    /// and what it misses is ended with the step.
     fn test_runs(&self, all: &[Process]) -> bool {
         let Some(attempt) = self.variable(ATTEMPT) else {
-            return false;
+            return true;
         };
         let of_attempt = |one: &&Process| one.variable(ATTEMPT) == Some(attempt);
         all.iter().filter(of_attempt).any(|one| {

@@ -51,7 +51,7 @@ impl Served {
     fn get(&self, path: &str, headers: &str) -> String {
         let mut stream = TcpStream::connect(&self.at).unwrap();
         stream
-            .set_read_timeout(Some(Duration::from_secs(60)))
+            .set_read_timeout(Some(Duration::from_secs(600)))
             .unwrap();
         let at = &self.at;
         write!(

@@ -27,9 +27,12 @@ fn demo_learns_and_writes_the_curve_and_the_policy() {
     let taken = dir.path().join("weightsync-demo");
     let out = dir.path().join("weightsync-demo-2");
     fs::create_dir(&taken).unwrap();
-    let demo = demo(&["--seed", "2", "--time-limit", "600"], None)
-        .current_dir(dir.path())
-        .output();
+    let demo = demo(
+        &["--seed", "2", "--goal", "200", "--time-limit", "600"],
+        None,
+    )
+    .current_dir(dir.path())
+    .output();
     let Output {
         status,
         stdout,
@@ -156,7 +159,7 @@ fn a_worker_that_hangs_does_not_hold_ctrl_c() {
     let begun = Instant::now();
     running.signal(Signal::INT);
     assert_eq!(running.end(), Some(130));
-    assert!(begun.elapsed() < Duration::from_secs(20));
+    assert!(begun.elapsed() < longest());
     assert!(!out.exists());
     all_end(&workers);
 }

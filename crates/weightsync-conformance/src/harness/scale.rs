@@ -21,7 +21,7 @@ pub fn prompt_limit() -> Duration {
 pub const BRIEF: Duration = Duration::from_millis(150);
 
 /// The part of the full counts that is tried every day.
-const DAILY: f64 = 0.02;
+const DAILY: f64 = 0.01;
 
 /// Whether the schemes of this program are slow; see
 /// [`Subjects::slow`](crate::Subjects::slow). The same in all its processes.

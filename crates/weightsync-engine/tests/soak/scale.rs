@@ -11,7 +11,7 @@ pub fn longest() -> Duration {
 }
 
 /// The part of the full counts that is tried every day.
-const DAILY: f64 = 0.05;
+const DAILY: f64 = 0.01;
 
 /// `full` is the number of checks asked for; scaled by `WEIGHTSYNC_SOAK`, but at
 /// least `least`.

@@ -7,6 +7,8 @@ mod faults;
 mod files;
 mod forks;
 mod hostile;
+#[path = "../../../weightsync-conformance/src/harness/patience.rs"]
+mod patience;
 mod private;
 mod relay;
 mod remote_readers;
@@ -15,7 +17,7 @@ mod swap;
 mod waiters;
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
 use weightsync_mem::{
@@ -30,7 +32,7 @@ const RUN: Run = Run {
 };
 
 fn within(seconds: u64) -> Deadline {
-    Some(Instant::now() + Duration::from_secs(seconds))
+    Some(Instant::now() + patience::patience(seconds))
 }
 
 /// A name no other test, thread or process uses.

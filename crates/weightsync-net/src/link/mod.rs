@@ -2,8 +2,9 @@
 //!
 //! **Guarantee.** Every message of a link comes from a process that has the key, whole and in
 //! order. Each end sends something at least every 200 ms. An end that has sent nothing for 800
-//! ms counts as silent, and the link ends. No wait on a link is unbounded: a link also ends if
-//! its peer does not read.
+//! ms, and whose host has not answered what this end sent, counts as silent, and the link ends; so
+//! does an end that has sent nothing for 5 s though its host answers. No wait on a link is unbounded:
+//! a link also ends if its peer does not read.
 
 mod admission;
 pub(crate) mod blocking;
@@ -15,6 +16,7 @@ pub(crate) mod stream;
 use std::io;
 use std::marker::PhantomData;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -26,6 +28,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{timeout, timeout_at};
 use weightsync_core::Remedy;
+use weightsync_mem::HostAnswers;
 
 pub(crate) use self::secure::Credentials;
 pub use self::stream::AsyncStream;
@@ -39,8 +42,12 @@ use crate::wire::message::{FromRoot, Message, MessageError, ToRoot};
 /// How often an idle end sends a sign of life.
 const HEARTBEAT: Duration = Duration::from_millis(200);
 
-/// A link on which nothing arrives for this long is silent.
+/// A link on which nothing arrives for this long is silent, if the other host answers nothing either.
 pub(crate) const SUSPECT: Duration = Duration::from_millis(800);
+
+/// A link on which nothing arrives for this long is silent although the other host answers: its
+/// process is stopped, or has not got to run for all this time.
+const STARVED: Duration = Duration::from_secs(5);
 
 /// A peer that reads nothing for this long is stuck.
 const STUCK: Duration = Duration::from_secs(5);
@@ -84,7 +91,7 @@ pub(crate) enum LinkEnd {
     /// The peer closed the connection.
     HungUp,
     /// Nothing arrived for too long.
-    Silent,
+    Silent(Duration),
     /// The peer reads nothing.
     Stuck,
     /// The peer reads more slowly than this end sends.
@@ -104,7 +111,7 @@ impl LinkEnd {
             Self::Behind => Some("behind"),
             Self::Frame(_) => Some("frame"),
             Self::Message(_) => Some("message"),
-            Self::HungUp | Self::Silent | Self::Failed(_) => None,
+            Self::HungUp | Self::Silent(_) | Self::Failed(_) => None,
         }
     }
 }
@@ -113,7 +120,7 @@ impl std::fmt::Display for LinkEnd {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::HungUp => f.write_str("it hung up"),
-            Self::Silent => write!(f, "nothing arrived from it for {SUSPECT:?}"),
+            Self::Silent(time) => write!(f, "nothing arrived from it for {time:?}"),
             Self::Stuck => write!(f, "it has read nothing for {STUCK:?}"),
             Self::Behind => write!(f, "{QUEUE} messages wait for it"),
             Self::Failed(error) => write!(f, "{error}"),
@@ -151,13 +158,15 @@ impl<Out: ControlMessage> Link<Out> {
         events: &mpsc::Sender<E>,
         event: impl Fn(Result<In, LinkEnd>) -> E + Send + Sync + Clone + 'static,
     ) -> Self {
+        // Both halves have the connection for themselves.
+        let host = socket.socket().as_fd().try_clone_to_owned().ok();
         let (reader, writer) = tokio::io::split(socket);
         let (sender, receiver) = mpsc::channel(QUEUE);
         let (sink, make) = (events.clone(), event.clone());
         let sign = Arc::new(AtomicBool::new(false));
         let signs = sign.clone();
         let read = tokio::spawn(async move {
-            if let Some(end) = read_all(reader, &sink, &make, &signs).await {
+            if let Some(end) = read_all(reader, host, &sink, &make, &signs).await {
                 let _ = sink.send(make(Err(end))).await;
             }
         });
@@ -249,19 +258,30 @@ pub(crate) fn frames<M: Message>(messages: &[M]) -> Result<Arc<[u8]>, MessageErr
 
 async fn read_all<In: ControlMessage, E>(
     mut reader: ReadHalf<AsyncStream>,
+    host: Option<OwnedFd>,
     events: &mpsc::Sender<E>,
     event: &(impl Fn(Result<In, LinkEnd>) -> E + Sync),
     sign: &AtomicBool,
 ) -> Option<LinkEnd> {
     let mut decoder = Decoder::new(&[Kind::Control]);
     let mut buffer = vec![0; 64 << 10];
+    let mut silent = Duration::ZERO;
     loop {
         let read = match timeout(SUSPECT, reader.read(&mut buffer)).await {
-            Err(_) => return Some(LinkEnd::Silent),
+            Err(_) => {
+                // This end's own standstill is not silence of the other, hence no clock.
+                silent += SUSPECT;
+                let answers = host.as_ref().and_then(weightsync_mem::host_answers);
+                if silent < STARVED && answers.is_some_and(is_there) {
+                    continue;
+                }
+                return Some(LinkEnd::Silent(silent));
+            }
             Ok(Err(error)) => return Some(LinkEnd::Failed(error)),
             Ok(Ok(0)) => return Some(LinkEnd::HungUp),
             Ok(Ok(read)) => read,
         };
+        silent = Duration::ZERO;
         let signs = sign.swap(false, Ordering::Relaxed);
         let mut input = &buffer[..read];
         loop {
@@ -283,6 +303,12 @@ async fn read_all<In: ControlMessage, E>(
             events.send(event(Ok(In::ping()))).await.ok()?;
         }
     }
+}
+
+/// Whether the other host has answered what this end sends every [`HEARTBEAT`]. A process that does
+/// not get to run, or is stopped, cannot keep its system from answering.
+fn is_there(answers: HostAnswers) -> bool {
+    answers.unanswered == 0
 }
 
 async fn write_all<Out: ControlMessage>(

@@ -305,7 +305,7 @@ impl Driver {
                             let before = self.link.take();
                             // A sender that gets to run again would take a closed link for the
                             // death of this process.
-                            self.before = before.filter(|_| matches!(end, LinkEnd::Silent));
+                            self.before = before.filter(|_| matches!(end, LinkEnd::Silent(_)));
                             if let Some(ending) = self.reconnect(&end, &mut inbox).await {
                                 break ending;
                             }

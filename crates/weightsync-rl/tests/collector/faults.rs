@@ -9,6 +9,8 @@ use weightsync_rl::{
     collector::{Batch, Ending, MultiAsync, MultiSync, Restarted, Sync, Task},
 };
 
+use weightsync_conformance::scale::{patience, slowness};
+
 use crate::{MISCHIEF, Outcome, pid, trials, weights};
 
 trials! {
@@ -104,7 +106,7 @@ fn a_worker_that_hangs_is_replaced() -> Outcome {
     let mut collector = MultiSync::builder(Task::CartPole)
         .workers(3)
         .frames_per_batch(60)
-        .timeout(Duration::from_secs(2))
+        .timeout(Duration::from_secs(2).mul_f64(slowness()))
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
@@ -123,7 +125,7 @@ fn first_come_goes_on_while_one_hangs() -> Outcome {
     let mut collector = MultiAsync::builder(Task::CartPole)
         .workers(2)
         .frames_per_batch(20)
-        .timeout(Duration::from_secs(2))
+        .timeout(Duration::from_secs(2).mul_f64(slowness()))
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(0)).ok_or("no worker 0")?;
@@ -237,7 +239,7 @@ fn retries_collect_what_the_first_try_would_have() -> Outcome {
             }
         }
         kill_process(stopped, Signal::CONT)?;
-        collector.set_deadline(Duration::from_secs(30));
+        collector.set_deadline(patience(10));
         // No worker has collected a part that nobody takes.
         let batch = collector.next_batch()?;
         assert_eq!(batch.frames, expected.next_batch()?.frames);

@@ -1,6 +1,6 @@
 //! Tasks of Gymnasium, stepped by Python, compared with the built-in ones.
 
-use std::{env, fs, io, time::Duration};
+use std::{env, fs, io};
 
 use rand::SeedableRng;
 use rustix::{
@@ -13,6 +13,8 @@ use weightsync_rl::{
     env::{Acrobot, CartPole, Env, EnvRng, Gym},
     frames::Frames,
 };
+
+use weightsync_conformance::scale::patience;
 
 use crate::{Outcome, discrete, pid, trials, weights};
 
@@ -141,7 +143,7 @@ fn gym_workers_collect_and_are_replaced() -> Outcome {
         .workers(2)
         .envs_per_worker(2)
         .frames_per_batch(80)
-        .deadline(Duration::from_secs(120))
+        .deadline(patience(30))
         .start(&weights)?;
     assert_eq!(collector.next_batch()?.frames.shape, [2, 2, 20]);
     let victim = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
@@ -158,7 +160,7 @@ fn gym_workers_collect_and_are_replaced() -> Outcome {
 fn gym_python_ends_with_its_killed_worker() -> Outcome {
     let mut collector = Async::builder(found("CartPole-v1")?)
         .frames_per_batch(20)
-        .deadline(Duration::from_secs(120))
+        .deadline(patience(30))
         .start(&weights()?)?;
     collector.next_batch()?;
     let worker = collector.pid(WorkerId(0)).ok_or("no worker")?;

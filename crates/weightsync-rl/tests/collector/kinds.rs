@@ -10,6 +10,8 @@ use weightsync_rl::{
     frames::{CatResults, Frames},
 };
 
+use weightsync_conformance::scale::patience;
+
 use crate::{Outcome, discrete, pid, trials, weights};
 
 trials! {
@@ -238,7 +240,7 @@ fn first_come_gives_up_at_the_deadline() -> Outcome {
     };
     assert_eq!(missing, [WorkerId(0)]);
     kill_process(worker, Signal::CONT)?;
-    collector.set_deadline(Duration::from_secs(30));
+    collector.set_deadline(patience(10));
     for _ in 0..5 {
         batches.push(collector.next_batch()?);
     }

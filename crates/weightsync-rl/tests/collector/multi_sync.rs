@@ -12,6 +12,8 @@ use weightsync_rl::{
     collector::{Batch, Builder, MultiSync, Task},
 };
 
+use weightsync_conformance::scale::patience;
+
 use crate::{MISCHIEF, Outcome, discrete, pid, trials, weights};
 
 trials! {
@@ -170,10 +172,7 @@ fn workers_that_cannot_start_are_given_up() -> Outcome {
         }
         other => panic!("{other:?}"),
     }
-    assert!(
-        begun.elapsed() < Duration::from_secs(20),
-        "an event, not a deadline"
-    );
+    assert!(begun.elapsed() < patience(10), "an event, not a deadline");
     Ok(())
 }
 
@@ -214,7 +213,7 @@ fn a_worker_given_up_is_tried_again_by_the_next_batch() -> Outcome {
             }
             other => panic!("{other:?}"),
         }
-        assert!(begun.elapsed() < Duration::from_secs(20), "no deadline");
+        assert!(begun.elapsed() < patience(10), "no deadline");
     }
     std::fs::remove_file(&broken)?;
     let batch = collect_after_deaths(&mut collector)?;
@@ -247,17 +246,17 @@ fn a_stopped_worker_costs_the_deadline_and_is_named() -> Outcome {
     match collector.next_batch() {
         Err(Error::CollectTimeout { missing, waited }) => {
             assert!(missing.contains(&WorkerId(2)), "{missing:?}");
-            assert!(waited >= deadline && waited < Duration::from_secs(20));
+            assert!(waited >= deadline && waited < patience(10));
         }
         other => panic!("{other:?}"),
     }
     let report = collector.update_policy_weights(&weights()?)?;
     let late: Vec<_> = report.failed().map(|line| line.worker).collect();
     assert!(late.contains(&WorkerId(2)), "{report}");
-    assert!(report.took < Duration::from_secs(20), "{report}");
+    assert!(report.took < patience(10), "{report}");
 
     kill_process(stopped, Signal::CONT)?;
-    collector.set_deadline(Duration::from_secs(30));
+    collector.set_deadline(patience(10));
     let batch = collector.next_batch()?;
     assert_eq!(batch.frames.policy_versions, vec![2; 300]);
     assert!(batch.restarts.is_empty());

@@ -7,6 +7,7 @@ use weightsync_mem::ModelSpec;
 
 use super::*;
 use crate::access::Access;
+use crate::link::SUSPECT;
 use crate::link::stream::AsyncStream;
 use crate::relay::{AgentAddress, runtime};
 
@@ -102,7 +103,7 @@ fn silent_senders_link_stays_open_until_it_answers() {
         // The sender does not get to run for a while, and the agent looks for it.
         let silent = |number| Event::Root {
             number,
-            what: Err(LinkEnd::Silent),
+            what: Err(LinkEnd::Silent(SUSPECT)),
         };
         events.send(silent(0)).await.unwrap();
         let (again, _) = timeout(SOON, listener.accept()).await.unwrap().unwrap();

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_conformance::hosts::{Hosts, HostsError};
 
-use super::scale::second;
+use super::scale::{longest, second, slowness};
 use super::stage::{Actor, GIGABIT, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -209,11 +209,11 @@ fn slow() {
     // The loss is noticed after some seconds, as long as a version takes.
     let begun = Instant::now();
     stage.publish();
-    let status = stage.until_status("the slow one is at the end", |status| {
+    // A host that does not get to run may be missing for a moment.
+    stage.until_status("the slow one is at the end", |status| {
         let last = status.relays.last();
-        last.is_some_and(|last| last.address == first)
+        status.relays.len() == 4 && last.is_some_and(|last| last.address == first)
     });
-    assert_eq!(status.relays.len(), 4, "{status:#?}");
     stage.note(&format!("it is last after {:?}", begun.elapsed()));
     stage.until_all_newest();
     // From here on the others do not wait for it, and it gets what it can.
@@ -231,7 +231,7 @@ fn slow() {
         stage.listen(published + Duration::from_millis(100));
         of_slow += u64::from(stage.seen(slow_worker) != seen);
         assert!(
-            begun.elapsed() < Duration::from_secs(110),
+            begun.elapsed() < longest() * 2,
             "starved: {before:?}, {:?}",
             stage.seen(slow_worker)
         );
@@ -242,7 +242,9 @@ fn slow() {
     ));
     // One of its versions takes ten seconds, which all of theirs would take if they waited for it.
     // The pauses of a busy machine are few among many.
-    let long = took.iter().filter(|one| **one > Duration::from_secs(2));
+    let long = took
+        .iter()
+        .filter(|one| **one > Duration::from_secs(2).mul_f64(slowness()));
     assert!(
         long.count() * 10 <= took.len() && took.len() > 20,
         "{took:?}"

@@ -3,8 +3,8 @@
 
 use std::time::Duration;
 
-pub(crate) use weightsync_conformance::scale::{Dice, longest, seed};
-use weightsync_conformance::scale::{rounds_of, slowness};
+use weightsync_conformance::scale::rounds_of;
+pub(crate) use weightsync_conformance::scale::{Dice, longest, seed, slowness};
 
 /// Within this `send` names who is gone: a second, and what a busy machine adds.
 pub(crate) fn second() -> Duration {
