@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from patience import patience
@@ -34,6 +35,11 @@ _number = itertools.count()
 
 def pytest_configure(config):
     config.stash[_ended] = []
+    # What was there before the run is not a test's.
+    _kept.update(_below_this(_processes()))
+    # What tests start as programs imports `patience` too.
+    places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     # A shell has what it runs in the background ignore Ctrl-C, and so would the processes of tests.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,14 +47,16 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves tests for the soak to it: a cheaper test can fail for the same reasons."""
-    factor = os.environ.get("WEIGHTSYNC_SOAK") or "1"
-    if factor == "full" or float(factor) > 1.0:
+    """Leaves out what the soak runs, and what tests another package, unless it is asked for."""
+    if config.getoption("markexpr"):
         return
-    soak = [item for item in items if item.get_closest_marker("soak")]
-    if soak and len(soak) < len(items):
-        config.hook.pytest_deselected(items=soak)
-        items[:] = [item for item in items if item not in soak]
+    factor = os.environ.get("WEIGHTSYNC_SOAK") or "1"
+    soaks = factor == "full" or float(factor) > 1.0
+    left = ["peers"] if soaks else ["peers", "soak"]
+    out = [item for item in items if any(map(item.get_closest_marker, left))]
+    if len(out) < len(items):
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in out]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -96,17 +104,21 @@ def pytest_fixture_setup(fixturedef, request):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
     """Ends what the test has left behind, and fails the test if it had passed."""
-    result = yield
-    failed = item.stash.get(_failed, False)
-    # A process that was told to end takes a moment. After a failure nothing was told.
-    until = time.monotonic() + (0.0 if failed else patience(_ENDING))
-    while (left := _left_behind()) and time.monotonic() < until:
-        time.sleep(0.005)
-    ended = [_end(one, item.nodeid) for one in left]
-    item.config.stash[_ended] += ended
-    if ended:
-        item.add_report_section("teardown", "processes ended", "\n".join(ended))
-    if ended and not failed:
+    passed = False
+    try:
+        result = yield
+        passed = not item.stash.get(_failed, False)
+    finally:
+        # A process that was told to end takes a moment. After a failure nothing was told.
+        until, pause = time.monotonic() + (patience(_ENDING) if passed else 0.0), 0.005
+        while (left := _left_behind()) and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        ended = [_end(one, item.nodeid) for one in left]
+        item.config.stash[_ended] += ended
+        if ended:
+            item.add_report_section("teardown", "processes ended", "\n".join(ended))
+    if ended and passed:
         pytest.fail("the test left processes behind:\n" + "\n".join(ended), pytrace=False)
     return result
 
@@ -125,7 +137,8 @@ def pytest_testnodedown(node, error):
 
 def pytest_unconfigure(config):
     """Ends what is left, however the run ended."""
-    for one in _below_this(_processes()):
+    # Multiprocessing's helpers end with this process, and tidy up.
+    for one in _left_behind():
         _end(one, "the run")
 
 
@@ -140,7 +153,7 @@ def _left_behind():
     """The processes of the test that no fixture and no helper accounts for."""
     processes = _processes()
     below = _below_this(processes)
-    mark = f"{_TEST}={os.environ[_TEST]}".encode()
+    mark = f"{_TEST}={os.environ.get(_TEST)}".encode()
     left = []
     for pid, (start, parent) in processes.items():
         mine = (pid, start) in below or mark in _read(pid, "environ").split(b"\0")

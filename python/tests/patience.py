@@ -16,7 +16,7 @@ def slowness() -> float:
     with open("/proc/loadavg") as file:
         average, _, _, running, _ = file.read().split()
     wanted = max(float(average), float(running.partition("/")[0]))
-    return max(1.0, wanted / (os.cpu_count() or 1))
+    return max(1.0, wanted / len(os.sched_getaffinity(0)))
 
 
 def patience(seconds: float) -> float:

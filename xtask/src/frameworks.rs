@@ -31,7 +31,7 @@ pub struct Framework {
     sources: &'static [&'static str],
 }
 
-const FRAMEWORKS: &[Framework] = &[OLDEST_TORCH, VLLM, TRL, VERL, SGLANG];
+const FRAMEWORKS: &[Framework] = &[OLDEST_TORCH, TORCHRL, VLLM, TRL, VERL, SGLANG];
 
 /// The oldest torch that the package supports: sending from and loading into modules, tensors of
 /// every dtype, threads that share a module, and the guard, without torch's own compiler of code.
@@ -64,6 +64,16 @@ const OLDEST_TORCH: Framework = Framework {
         "python/weightsync/sender.py",
         "python/weightsync/snapshot.py",
     ],
+};
+
+/// TorchRL's own schemes, by the checks that ours pass: they show which checks can fail, and change
+/// with TorchRL alone.
+const TORCHRL: Framework = Framework {
+    name: "torchrl",
+    environment: &python::TESTS,
+    tests: &["python/tests/torchrl"],
+    options: &["-m", "peers", "--numprocesses=4"],
+    sources: &[],
 };
 
 const VLLM: Framework = Framework {
@@ -230,7 +240,8 @@ fn these(places: &Places, report: &mut Report, chosen: &[&Framework]) -> Result<
         .iter()
         .map(|one| Ok((*one, one.mark(places.root())?)))
         .collect::<Result<_, Error>>()?;
-    let wheel = report.step("wheel for frameworks", "cargo xtask wheel", || {
+    let alone = format!("cargo xtask test frameworks {}", chosen[0].name);
+    let wheel = report.step("wheel for frameworks", &alone, || {
         wheel::build(places, &python::TESTS.provide(places)?, Profile::Tests)
     });
     for (one, mark) in marked {

@@ -1,7 +1,8 @@
 //! Processes that outlive the test that started them: each is ended, and the run lists it.
 //!
 //! xtask adopts what its steps leave behind (it is their *subreaper*). A process is ended only where
-//! its environment has the mark of this step, so nothing that another program started is touched.
+//! its environment has the mark of this step and that of a test, so nothing that another program
+//! started, or a compiler, is touched.
 //! Tests kill processes on purpose and look at what the children of these do, so a process that was
 //! adopted lives on while its test runs.
 
@@ -25,6 +26,9 @@ const ATTEMPT: &str = "NEXTEST_ATTEMPT_ID";
 
 /// What a report calls a test of nextest.
 const TEST: &str = "NEXTEST_TEST_NAME";
+
+/// Names the test in the environment of what Python's tests start.
+const PYTHON_TEST: &str = "WEIGHTSYNC_TEST";
 
 /// How often a running step is looked at.
 const LOOK: Duration = Duration::from_millis(500);
@@ -91,6 +95,7 @@ impl Watch {
             if process.zombie {
                 process.reap(WaitOptions::NOHANG);
             } else if process.variable(MARK) == Some(&self.mark)
+                && process.is_of_a_test()
                 && (step.is_none() || !process.test_runs(&all))
             {
                 ended += 1;
@@ -137,8 +142,14 @@ impl Process {
             .find_map(|one| one.strip_prefix(name)?.strip_prefix('='))
     }
 
+    fn is_of_a_test(&self) -> bool {
+        [ATTEMPT, PYTHON_TEST]
+            .iter()
+            .any(|name| self.variable(name).is_some())
+    }
+
     /// Whether the test that started it runs: a process of the same attempt is a child of nextest.
-    /// Python's tests have no attempt: pytest ends what each leaves behind (python/tests/conftest.py),
+    /// Python's tests have no attempt. pytest ends what each leaves behind (python/tests/conftest.py),
     /// and what it misses is ended with the step.
     fn test_runs(&self, all: &[Process]) -> bool {
         let Some(attempt) = self.variable(ATTEMPT) else {
@@ -212,6 +223,7 @@ mod tests {
         let mut shell = Command::new("sh");
         // This test is one of nextest's, too.
         shell.args(["-c", script]).env_remove(ATTEMPT);
+        shell.env(PYTHON_TEST, "a test");
         let (outcome, ended) = step::run_tests("shell", &mut shell);
         outcome.expect("the shell ends well");
         ended

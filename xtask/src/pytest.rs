@@ -77,7 +77,7 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
                 true => one.arguments(),
                 false => rest.iter().map(|arg| (*arg).to_owned()).collect(),
             };
-            step::run_last(one.name, tests.args(chosen))
+            step::run_tests(one.name, tests.args(chosen)).0.map(drop)
         }
         chosen => {
             // Most tests do without. The others say so themselves.
@@ -87,7 +87,8 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
                 }
             }
             let own = installed(places, Profile::Tests)?;
-            step::run_last("python tests", command(places, &own)?.args(chosen))
+            let mut tests = command(places, &own)?;
+            step::run_tests("python", tests.args(chosen)).0.map(drop)
         }
     }
 }

@@ -104,11 +104,16 @@ impl Report {
         let tests = fs::read_to_string(&file)
             .ok()
             .and_then(|text| Tests::read(&text, runner));
-        let passed = outcome.is_ok();
+        let failure = match outcome {
+            Err(error) => Some(error.to_string()),
+            Ok(_) if !ended.is_empty() => Some("tests left processes behind".into()),
+            Ok(_) => None,
+        };
+        let passed = failure.is_none();
         self.steps.push(Step {
             name: name.into(),
             took: begun.elapsed(),
-            failure: outcome.err().map(|error| error.to_string()),
+            failure,
             alone: alone.into(),
             tests: tests.unwrap_or_default(),
             ended,
@@ -176,10 +181,8 @@ impl Report {
             for test in &step.tests.failed {
                 let _ = writeln!(text, "   {}\n      {}", test.name, test.alone);
             }
-            if step.tests.failed.is_empty() {
-                let why = step.failure.as_deref().unwrap_or_default();
-                let _ = writeln!(text, "   {}: {why}\n      {}", step.name, step.alone);
-            }
+            let why = step.failure.as_deref().unwrap_or_default();
+            let _ = writeln!(text, "   {}: {why}\n      {}", step.name, step.alone);
         }
         let count = |of: fn(&Tests) -> usize| self.steps.iter().map(|one| of(&one.tests)).sum();
         let (passed, failed, skipped): (usize, usize, usize) = (
@@ -210,9 +213,9 @@ impl Runner<'_> {
             Runner::Nextest { .. } => {
                 format!("cargo xtask nextest -E 'binary_id(={suite}) & test(={name})'")
             }
-            Runner::Pytest { with: None } => format!("cargo xtask pytest '{suite}::{name}'"),
-            Runner::Pytest { with: Some(with) } => {
-                format!("cargo xtask pytest --with {with} '{suite}::{name}'")
+            Runner::Pytest { with } => {
+                let with = with.map_or_else(String::new, |with| format!("--with {with} "));
+                format!("cargo xtask pytest {with}'{suite}::{name}'")
             }
         }
     }
@@ -249,10 +252,14 @@ impl Tests {
                     Runner::Pytest { .. } => attribute("file"),
                 };
                 let name = attribute("name");
-                let failed = FailedTest {
+                let mut failed = FailedTest {
                     name: format!("{suite}::{name}"),
                     alone: runner.alone(suite, name),
                 };
+                if attribute("classname").is_empty() {
+                    // A file that pytest could not read has its own name for that of a test.
+                    failed.alone = failed.alone.replace(&format!("::{name}"), "");
+                }
                 // pytest reports a test twice whose end fails too.
                 if !tests.failed.contains(&failed) {
                     tests.failed.push(failed);
@@ -289,9 +296,9 @@ mod tests {
             }]
         );
         let pytest = r#"<testsuites><testsuite>
-            <testcase file="python/tests/core/test_a.py" name="test_b[1]"><error/></testcase>
-            <testcase file="python/tests/core/test_a.py" name="test_b[1]"><failure/></testcase>
-            <testcase file="python/tests/core/test_a.py" name="test_c"><skipped/></testcase>
+            <testcase classname="a" file="python/tests/core/test_a.py" name="test_b[1]"><error/></testcase>
+            <testcase classname="a" file="python/tests/core/test_a.py" name="test_b[1]"><failure/></testcase>
+            <testcase classname="a" file="python/tests/core/test_a.py" name="test_c"><skipped/></testcase>
             </testsuite></testsuites>"#;
         for (with, option) in [(None, ""), (Some("vllm"), "--with vllm ")] {
             let tests = Tests::read(pytest, Runner::Pytest { with }).expect("a report");

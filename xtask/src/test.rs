@@ -66,6 +66,9 @@ const PARTS: &[Part] = &[
 
 /// Runs every part, or those with these names.
 pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
+    if names.is_empty() {
+        provide(places)?;
+    }
     let mut report = Report::begin();
     parts(places, &mut report, names)?;
     report.end()
@@ -75,7 +78,8 @@ pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
 ///
 /// # Errors
 ///
-/// What the machine lacks, before anything runs. A part that fails is noted in the report.
+/// What the machine lacks ([`provide`] looks before anything runs), or a name that no part has. A part
+/// that fails is noted in the report.
 pub fn parts(places: &Places, report: &mut Report, names: &[&str]) -> Result<(), Error> {
     let known: Vec<&str> = PARTS.iter().map(|part| part.name).collect();
     if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
@@ -91,7 +95,7 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str]) -> Result<(),
     if names.is_empty() {
         eprintln!(
             "this runs the doc tests, loom, the Python tests, then every other Rust test: some 10 \
-             minutes on 2 quiet cores. The first run also builds everything and downloads some 2 \
+             minutes on 2 quiet cores. The first run also builds everything and downloads some 1 \
              GB, which takes longer than the tests. `cargo xtask test quick` takes a minute once \
              it is built"
         );
@@ -176,7 +180,7 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     if !args.iter().any(|arg| ["-p", "--package"].contains(arg)) {
         tests.args(["--workspace", "--exclude", "weightsync-python"]);
     }
-    step::run_last("rust", tests.args(args))
+    step::run_tests("rust", tests.args(args)).0.map(drop)
 }
 
 /// Runs the tests for daily work; see [`QUICK`].
@@ -193,7 +197,7 @@ pub fn quick(places: &Places) -> Result<(), Error> {
         .args("nextest run --workspace --all-features --no-tests=fail".split(' '))
         .args(QUICK_TARGETS.split_whitespace())
         .args(["--filterset", QUICK]);
-    step::run_last("quick tests", &mut tests)
+    step::run_tests("quick tests", &mut tests).0.map(drop)
 }
 
 /// How long the long tests run.

@@ -1,10 +1,9 @@
 //! The Python package as its users get it: a wheel, built once, and installed where it is tested.
 //!
-//! Three places have it. One sees the packages of the tests' environment behind it: there the Python
-//! tests run, and the benchmarks that compare with other packages. One sees those of the oldest torch.
-//! The third is empty but for the wheel, and holds it to what it promises: no compiler, no other
-//! package. Each run makes all three again, in the build directory: an old package file would
-//! hide that the wheel lacks it.
+//! One place has it before the packages of the tests' environment: there the Python tests run, and the
+//! benchmarks that compare with other packages. Each framework has such a place. One is empty but for
+//! the wheel, and holds it to what it promises: no compiler, no other package. Each run makes its
+//! places again, in the build directory: an old package file would hide that the wheel lacks it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

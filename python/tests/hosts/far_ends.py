@@ -3,13 +3,9 @@
 import json
 import os
 import sys
-from pathlib import Path
 
 import torch
 import weightsync
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from patience import patience
 
 LONG = patience(30)

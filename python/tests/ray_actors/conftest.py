@@ -11,7 +11,7 @@ import pytest
 
 # Files that tests and their actors import; those of TorchRL are with its other tests.
 HERE = Path(__file__).parent
-PLACES = [str(HERE), str(HERE.parent / "torchrl"), str(HERE.parent)]
+PLACES = [str(HERE), str(HERE.parent / "torchrl")]
 sys.path += [PLACES[1], str(HERE.parent / "sync")]
 
 

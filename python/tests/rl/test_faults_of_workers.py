@@ -523,17 +523,14 @@ def test_death_is_noticed_where_a_child_lives_on() -> None:
 
     with rl.MultiSyncCollector([Forking], zeros, frames_per_batch=10) as collector:
         collector.next()
-        pid = collector.pid(0)
         with pytest.raises(weightsync.PeerError, match="SIGKILL"):
             collector.next()
-    for child in Path("/proc").glob("[0-9]*/cmdline"):
-        # The child that the worker left: it was reparented, and has the worker's arguments.
+    # The child that the worker left has the worker's environment, which names this test.
+    mark = f"WEIGHTSYNC_TEST={os.environ['WEIGHTSYNC_TEST']}".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            text = child.read_text()
-            if "weightsync.rl._worker" in text and int(child.parent.name) != pid:
-                stat = (child.parent / "stat").read_text()
-                if stat.split()[3] == "1":
-                    os.kill(int(child.parent.name), 9)
+            if mark in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def test_long_last_words_are_cut() -> None:

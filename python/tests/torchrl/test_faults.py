@@ -38,6 +38,7 @@ def test_ours_has_not_fault(ours, check, scheme, _):
     bounded(check, ours, scheme)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("check, scheme, said", CASES)
 def test_torchrl_has_fault(check, scheme, said):
     with pytest.raises(AssertionError, match=said):
@@ -52,6 +53,7 @@ ABSENT = [
 ]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("check, scheme", ABSENT)
 def test_torchrl_has_not_fault(check, scheme):
     """So these checks can pass, with whichever schemes."""

@@ -120,6 +120,7 @@ def test_ours(ours, scenario, args):
     bounded(scenario, ours, *args)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("scenario, args", cases(of_all=False))
 def test_theirs(scenario, args):
     bounded(scenario, "theirs", *args)

@@ -302,10 +302,12 @@ impl Driver {
                     match what {
                         Ok(message) => self.on_message(message),
                         Err(end) => {
-                            let before = self.link.take();
+                            let link = self.link.take();
                             // A sender that gets to run again would take a closed link for the
                             // death of this process.
-                            self.before = before.filter(|_| matches!(end, LinkEnd::Silent(_)));
+                            if matches!(end, LinkEnd::Silent(_)) {
+                                self.before = link;
+                            }
                             if let Some(ending) = self.reconnect(&end, &mut inbox).await {
                                 break ending;
                             }
@@ -354,7 +356,7 @@ impl Driver {
         }
         let last = self.relay.last_events();
         self.near(last);
-        if let Some((_, link)) = self.link.take().or(self.before.take()) {
+        for (_, link) in [self.link.take(), self.before.take()].into_iter().flatten() {
             link.send(&ToRoot::Goodbye);
             link.finish().await;
         }
