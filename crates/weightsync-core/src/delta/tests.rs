@@ -124,7 +124,7 @@ fn digest(image: &[u8]) -> Digest {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
     #[test]
     fn a_delta_makes_the_new_of_the_old(
