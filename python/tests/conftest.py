@@ -59,18 +59,6 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in out]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Has one process run all tests with clusters of Ray, each of which takes a core to start."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return "ray" if "/ray_actors/" in nodeid else super()._split_scope(nodeid)
-
-    return Scheduling(config, log)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item, nextitem):
     """Sets the test's time limit, by the load of the machine when it begins."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patience
 import numpy as np
 import pytest
 
@@ -64,7 +65,7 @@ def test_the_program_says_what_each_takes(tmp_path, width):
     for name, version in zip(("old", "new"), versions(places, width), strict=True):
         version.tofile(tmp_path / name)
     program = [sys.executable, PROGRAM, "old", "new", "--width", str(width), "--rounds", "1"]
-    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=patience(50))
     assert done.returncode == 0, done.stderr
     told = {line["peer"]: line for line in map(json.loads, done.stdout.splitlines())}
     assert list(told) == list(PEERS.WAYS)

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import patience
 import numpy as np
 import pytest
 import weightsync
@@ -212,7 +213,7 @@ def test_the_versions_are_those_the_tests_run_with():
 def be_a_worker(info, worker, go, joined, stop):
     go.acquire()
     receiver = weightsync.Receiver(info, worker)
-    receiver.connect(timeout=30)
+    receiver.connect(timeout=patience(15))
     joined.release()
     stop.acquire()
 
@@ -225,7 +226,7 @@ def test_worker_uses_the_descriptors_counted_for_it():
     workers = 3
     context = multiprocessing.get_context("spawn")
     go, joined, stop = (context.Semaphore(0) for _ in range(3))
-    sender = weightsync.Sender({"weights": np.zeros(4, np.float32)}, timeout=30)
+    sender = weightsync.Sender({"weights": np.zeros(4, np.float32)}, timeout=patience(15))
     arguments = [(sender.init_info, index, go, joined, stop) for index in range(workers)]
     processes = [
         context.Process(target=be_a_worker, args=one, daemon=True) for one in arguments
@@ -234,12 +235,12 @@ def test_worker_uses_the_descriptors_counted_for_it():
         # The count before includes what each process costs its parent.
         for process in processes:
             process.start()
-        sender.connect(0, timeout=30)
+        sender.connect(0, timeout=patience(15))
         before = descriptors()
         for index in range(workers):
             go.release()
-            sender.wait_for(index + 1, timeout=30)
-            assert joined.acquire(timeout=30)
+            sender.wait_for(index + 1, timeout=patience(15))
+            assert joined.acquire(timeout=patience(15))
             # The sender's threads hold a descriptor more for a moment while a worker joins.
             expected = before + (index + 1) * doctor.FILES_PER_WORKER
             deadline = time.monotonic() + 30
@@ -330,7 +331,7 @@ def test_limits_of_control_groups_are_read(tmp_path, monkeypatch, files, memory,
 
 def run(*arguments, **options):
     command = [sys.executable, "-m", "weightsync", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(30), **options)
 
 
 def test_this_machine_runs_the_local_schemes():
@@ -373,7 +374,7 @@ def test_doctor_exits_with_1_if_an_attempt_fails(limit, topic, says):
 def test_the_doctor_does_not_load_torch():
     code = "import sys; from weightsync import doctor; doctor.examine(); print('torch' in sys.modules)"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30), check=True)
     assert done.stdout.strip() == "False"
 
 

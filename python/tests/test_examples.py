@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import patience
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -14,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def run(arguments, cwd):
     """Runs a program as its user would; its output."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=110
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, timeout=patience(55)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -48,7 +49,7 @@ def test_standalone_whose_workers_ask(tmp_path):
 
 def test_standalone_says_that_none_carries_nothing(tmp_path):
     command = [sys.executable, ROOT / "examples/torch_standalone.py", "--scheme", "none"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(55))
     assert done.returncode == 2 and "carries nothing" in done.stderr, done.stderr
 
 
@@ -61,7 +62,7 @@ def test_slow_and_fast_explorers_synchronise(tmp_path):
 
 def test_host_worker_asks_for_the_trainer_first(tmp_path):
     command = [sys.executable, ROOT / "examples/torch_hosts.py", "worker", "join.json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(55))
     assert done.returncode == 1, done.stderr
     assert "start the trainer" in done.stderr and "Traceback" not in done.stderr
 
@@ -101,7 +102,7 @@ def test_cartpole(tmp_path, scheme):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patience(55),
     )
     # Not after so few frames.
     assert done.returncode == 1, done.stdout + done.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patience
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ def checked(text):
     """The documents of a text, and what is wrong with them."""
     assert PYTHON in os.environ, f"{PYTHON} is not set: run `cargo xtask pytest`, which sets it"
     command = [os.environ[PYTHON], "-c", CHECK, *VERSIONS]
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=patience(30))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -86,7 +87,7 @@ def test_commands_have_the_flags_that_are_used(pods):
     assert sorted(name for name, _ in used) == ["relay", "serve", "status"]
     for name, arguments in used:
         helped = subprocess.run(
-            [COMMAND, name, "--help"], capture_output=True, text=True, timeout=60, check=True
+            [COMMAND, name, "--help"], capture_output=True, text=True, timeout=patience(30), check=True
         )
         flags = re.findall(r"--[a-z-]+", arguments)
         missing = set(flags) - set(re.findall(r"--[a-z-]+", helped.stdout))
@@ -110,7 +111,7 @@ def test_variables_are_those_of_the_code(pods):
 def test_secrets_have_the_files_of_certs_new(pods, tmp_path):
     hosts = "trainer,synchronizer"
     made = [COMMAND, "certs", "new", "--out", tmp_path / "pki", "--hosts", hosts]
-    subprocess.run(made, stdout=subprocess.DEVNULL, timeout=60, check=True)
+    subprocess.run(made, stdout=subprocess.DEVNULL, timeout=patience(30), check=True)
     parts = {"synchronizer": "trainer"}
     for name, pod in pods.items():
         part = parts.get(name, name)

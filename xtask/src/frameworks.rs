@@ -31,7 +31,7 @@ pub struct Framework {
     sources: &'static [&'static str],
 }
 
-const FRAMEWORKS: &[Framework] = &[OLDEST_TORCH, TORCHRL, VLLM, TRL, VERL, SGLANG];
+const FRAMEWORKS: &[Framework] = &[OLDEST_TORCH, TORCHRL, RAY, VLLM, TRL, VERL, SGLANG];
 
 /// The oldest torch that the package supports: sending from and loading into modules, tensors of
 /// every dtype, threads that share a module, and the guard, without torch's own compiler of code.
@@ -74,6 +74,25 @@ const TORCHRL: Framework = Framework {
     tests: &["python/tests/torchrl"],
     options: &["-m", "peers", "--numprocesses=4"],
     sources: &[],
+};
+
+/// Ray's actors, a cluster on this host for each file: it takes a core to start.
+const RAY: Framework = Framework {
+    name: "ray",
+    environment: &python::TESTS,
+    tests: &["python/tests/ray_actors"],
+    options: &["--numprocesses=2", "--dist=loadscope"],
+    sources: &[
+        "python/tests/patience.py",
+        "python/tests/sync/trinity_world.py",
+        "python/tests/torchrl/crew.py",
+        "python/weightsync/_stream.py",
+        "python/weightsync/ray",
+        "python/weightsync/torchrl/_group.py",
+        "python/weightsync/torchrl/_ray.py",
+        "python/weightsync/torchrl/_remote_updaters.py",
+        "python/weightsync/trinity",
+    ],
 };
 
 const VLLM: Framework = Framework {

@@ -38,8 +38,8 @@ usage: cargo xtask <command>
   test [PARTS]                    every test, with what the tests need set up first, or some parts:
                                   doc, loom, python, rust
   test quick                      the tests for daily work, in a minute once they are built
-  test frameworks [NAMES]         the package with other frameworks: oldest-torch, torchrl, vllm,
-                                  trl, verl, sglang (some 18 GB in all)
+  test frameworks [NAMES]         the package with other frameworks: oldest-torch, torchrl, ray,
+                                  vllm, trl, verl, sglang (some 18 GB of disk in all)
   test platforms [NAMES]          what can be shown of other machines here: aarch64, macos
   ci [--all]                      every check, then every test; the frameworks and platforms that
                                   something has changed for, or all of them

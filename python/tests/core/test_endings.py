@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 
+from patience import patience
 import pytest
 import weightsync
 from actors import Raised

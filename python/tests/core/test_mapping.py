@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+from patience import patience
 import numpy as np
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_a_mapping_works_in_the_background(side):
         with receiver.start_background() as background:
             worker.is_of(trainer)
         _changed(trainer)
-        assert sender.send(timeout=30).all_applied
+        assert sender.send(timeout=patience(15)).all_applied
         with background:
             worker.is_of(trainer)
 
@@ -135,7 +136,7 @@ def test_a_mapping_takes_what_is_given_to_send():
         with pytest.raises(weightsync.WrongWeightsError, match=r"qkv\.weight.*lacks.*k\.weight"):
             sender.send({"layers.0.q.weight": trainer.layers[0]["q"].weight}, partial=True)
         for_each = sender.send_each({0: trainer}, wait="sent")
-        assert for_each.version == receiver.receive(timeout=30)
+        assert for_each.version == receiver.receive(timeout=patience(15))
 
 
 @pytest.mark.parametrize("side", ["trainer", "worker"])
@@ -161,12 +162,12 @@ def test_a_mapping_that_leads_elsewhere_names_it_all():
 
     def join():
         with pytest.raises(weightsync.WrongWeightsError) as raised:
-            receiver.connect(timeout=30)
+            receiver.connect(timeout=patience(15))
         said.append(str(raised.value))
 
     with all_ended(sender, receiver):
         with beside(join), pytest.raises(weightsync.WrongWeightsError, match="worker 0"):
-            sender.connect(timeout=30)
+            sender.connect(timeout=patience(15))
     (words,) = said
     for name in ["head.weight", "model.layers.1.qkv.weight", "gate_up", '"up"']:
         assert name in words, words

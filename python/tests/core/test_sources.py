@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+from patience import patience
 import numpy as np
 import pytest
 import torch
@@ -401,12 +402,12 @@ def test_wrong_worker_tensor_is_named_at_both_ends(wrong):
 
     def connect():
         with pytest.raises(weightsync.WrongWeightsError) as refused:
-            receiver.connect(timeout=30)
+            receiver.connect(timeout=patience(15))
         seen.append(str(refused.value))
 
     with all_ended(sender, receiver):
         with beside(connect), pytest.raises(weightsync.WrongWeightsError) as refused:
-            sender.connect([7], timeout=30)
+            sender.connect([7], timeout=patience(15))
         for said in (seen[0], str(refused.value)):
             for word in named:
                 assert word in said

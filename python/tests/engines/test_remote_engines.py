@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from patience import patience
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -52,7 +53,7 @@ class Server:
 
     def ask(self, path: str, **body: Any) -> Any:
         request = urllib.request.Request(self.url + path, json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=patience(30)) as answer:
             return json.loads(answer.read())
 
     def kill(self) -> None:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from patience import patience
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
@@ -16,7 +17,7 @@ def ranks():
     """Makes as many ranks of one gloo group as asked for; all are ended with the test."""
     with actors() as make:
 
-        def start(world, timeout=60.0):
+        def start(world, timeout=patience(30)):
             port = free_port()
             return [make(Rank, rank, world, port, timeout) for rank in range(world)]
 

@@ -1,10 +1,11 @@
 """Versions over a process group: what arrives, what is refused, how ends open and close."""
 
+from patience import patience
 import pytest
 from actors import Raised
 
 
-def start(ranks, world=3, kind="net", fill=0.0, timeout=60.0, **how):
+def start(ranks, world=3, kind="net", fill=0.0, timeout=patience(30), **how):
     """Ranks with open ends: the sender has other values than the receivers."""
     made = ranks(world, timeout)
     for at, one in enumerate(made):

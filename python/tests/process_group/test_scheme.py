@@ -2,6 +2,7 @@
 
 import threading
 
+from patience import patience
 import pytest
 from group_ranks import LONG
 from test_process_group import raised
@@ -89,7 +90,7 @@ def test_shutdown_inside_frozen_ends(ranks):
 
 def test_connect_without_first_weights_names_the_rank(ranks):
     made = ranks(2, 3.0)
-    made[0].order("open", "net", 1.0, timeout=60.0)
+    made[0].order("open", "net", 1.0, timeout=patience(30))
     made[1].order("scheme")
     kind, said = raised(made[1].answer)
     assert kind == "DeadlineError" and "rank 0 has not sent the first weights" in said

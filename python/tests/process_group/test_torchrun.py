@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patience
 import pytest
 
 HERE = Path(__file__).parent
@@ -16,7 +17,7 @@ def torchrun(*program):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "4", *map(str, program)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=patience(55))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

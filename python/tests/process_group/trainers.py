@@ -2,6 +2,7 @@
 
 import sys
 
+from patience import patience
 import torch
 import torch.distributed as dist
 import weightsync
@@ -35,7 +36,7 @@ def be_late(sender, rank, group):
 
 def send_by_scheme(rank, model, group):
     """A rank whose call fails before it gathers goes on with the others at the next call."""
-    scheme = ProcessGroupWeightSyncScheme(timeout=60)
+    scheme = ProcessGroupWeightSyncScheme(timeout=patience(30))
     scheme.init_on_sender(model_id="policy", model=model)
     scheme.connect()
     scheme._sender._timeout = 1.0
@@ -57,7 +58,7 @@ def send_by_scheme(rank, model, group):
 
 
 def take_by_scheme(rank, model):
-    scheme = ProcessGroupWeightSyncScheme(timeout=60, ranks=[2, 3])
+    scheme = ProcessGroupWeightSyncScheme(timeout=patience(30), ranks=[2, 3])
     scheme.init_on_receiver(model_id="policy", model=model, worker_idx=rank - 2)
     scheme.connect()
     assert scheme.receive(60) is not None and scheme.version == 2
@@ -80,7 +81,7 @@ def main(kind):
         if kind == "scheme":
             send_by_scheme(rank, model, trainers.get_group())
             return end(rank)
-        sender = weightsync.process_group.Sender(model, timeout=60)
+        sender = weightsync.process_group.Sender(model, timeout=patience(30))
         if kind == "late":
             be_late(sender, rank, trainers.get_group())
         for version in (1, 2):
@@ -107,7 +108,7 @@ def main(kind):
             state = model.state_dict()
             assert all(torch.equal(state[name], one) for name, one in want.items())
             return end(rank)
-        receiver = weightsync.process_group.Receiver(model, timeout=60)
+        receiver = weightsync.process_group.Receiver(model, timeout=patience(30))
         for version in (1, 2):
             assert receiver.receive() == version
             state = model.state_dict()

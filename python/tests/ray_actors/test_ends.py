@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+from patience import patience
 import pytest
 import torch
 from ray_world import Trainer, Worker, kill, net
@@ -157,7 +158,7 @@ def test_end_joins_nothing_after_ray_has_shut_down(cluster):
         "print('ended', flush=True)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, cluster.address], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program, cluster.address], capture_output=True, text=True, timeout=patience(100)
     )
     assert done.stdout == "ended\n", done.stderr
 

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from patience import patience
 import pytest
 from hosts import FAR, NEAR, hosts  # noqa: F401
 
@@ -70,7 +71,7 @@ def test_far_actors_share_the_relay_of_their_host(hosts, address, allowed):  # n
     command = [*hosts[0].inside(), sys.executable, HERE / "far_driver.py", address]
     if allowed == "driver":
         command = ["env", "WEIGHTSYNC_INSECURE_PLAINTEXT=1", *command, f"{NEAR}:0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(150))
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     if allowed == "nothing":

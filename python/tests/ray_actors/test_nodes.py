@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import patience
 import pytest
 from ray_world import Trainer, Worker, kill
 
@@ -16,7 +17,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples/ray_actors.py"
 
 def test_ray_example_runs_in_a_cluster(cluster):
     command = [sys.executable, EXAMPLE, cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(100))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "policy v3 was applied by 3 of 3 workers" in done.stdout
     assert done.stdout.endswith("3 actors act with version 3\n")
@@ -87,7 +88,7 @@ def test_actors_of_a_job_end_with_it(cluster):
         "import os; os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, cluster.address], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", program, cluster.address], capture_output=True, text=True, timeout=patience(100)
     )
     assert done.stdout == "1\n", done.stderr
     while True:

@@ -2,6 +2,7 @@
 
 import sys
 
+from patience import patience
 import torch
 
 from weightsync import Synchronizer
@@ -17,7 +18,7 @@ def trainer(address, method, store, step):
     for line in sys.stdin:
         step = int(line)
         fill(model, step)
-        trained = party.sync(step, timeout=60)
+        trained = party.sync(step, timeout=patience(30))
         explorers = ",".join(f"{one.name}={one.version}" for one in trained.explorers)
         print(trained.ended.replace(" ", "_"), trained.version, explorers or "-", flush=True)
     party.shutdown()
@@ -31,7 +32,7 @@ def explorer(address, name):
     party = sync.explorer(name, model, style="fully_async")
     print("joined", flush=True)
     for line in sys.stdin:
-        synced = party.sync(int(line), timeout=60)
+        synced = party.sync(int(line), timeout=patience(30))
         (value,) = {float(one) for tensor in model.parameters() for one in tensor.detach().aminmax()}
         print(synced.ended.replace(" ", "_"), synced.version, synced.step, value, flush=True)
     party.shutdown()

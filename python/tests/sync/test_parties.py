@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
+from patience import patience
 import pytest
 import torch
 
@@ -78,7 +79,7 @@ def test_more_explorers_wait_than_asyncio_has_threads():
                 await sync.explorer_async(name, model(1.0, 4), style="explorer_driven") for name in names
             ]
             waiting = [
-                asyncio.create_task(explorer.wait_need_sync_async(timeout=60)) for explorer in explorers
+                asyncio.create_task(explorer.wait_need_sync_async(timeout=patience(30))) for explorer in explorers
             ]
             # Nobody holds the trainer up.
             need = await asyncio.wait_for(trainer.need_sync_async(1), 30)
@@ -187,7 +188,7 @@ def test_trainer_killed_during_a_load_leaves_the_version():
         trainer = start(0)
         with sync.explorer("e0", policy, style="fully_async") as explorer:
             tell(trainer, 1)
-            assert explorer.sync(1, timeout=60)
+            assert explorer.sync(1, timeout=patience(30))
             before, load = explorer.version, explorer._load
 
             def killed(*arguments):
@@ -197,7 +198,7 @@ def test_trainer_killed_during_a_load_leaves_the_version():
 
             explorer._load = killed
             tell(trainer, 2)
-            synced = explorer.sync(2, timeout=60)
+            synced = explorer.sync(2, timeout=patience(30))
             # It may have the version already, or not; in either case the label is what it has.
             if synced:
                 assert (explorer.version, value_of(policy)) == (before + 1, 2.0)
@@ -209,7 +210,7 @@ def test_trainer_killed_during_a_load_leaves_the_version():
                 stream.close()
             again = start(2)
             tell(again, 3)
-            assert explorer.sync(3, timeout=60)
+            assert explorer.sync(3, timeout=patience(30))
             assert value_of(policy) == 3.0
             again.stdin.close()
             assert again.wait(60) == 0
@@ -234,12 +235,12 @@ def test_nccl_explorers_that_come_one_by_one_all_load(mode):
                 ended = []
                 asking = threading.Thread(
                     target=lambda explorer=explorer, step=step, ended=ended: ended.append(
-                        explorer.sync(step, timeout=60)
+                        explorer.sync(step, timeout=patience(30))
                     )
                 )
                 asking.start()
-                assert trainer.wait_need_sync(timeout=60)
-                assert trainer.sync(step, timeout=60)
+                assert trainer.wait_need_sync(timeout=patience(30))
+                assert trainer.sync(step, timeout=patience(30))
                 asking.join()
                 assert ended[0]
                 assert value_of(policy) == float(step)
@@ -255,10 +256,10 @@ def test_waiting_trainer_serves_an_explorer_before_it_is_due():
             sync.explorer("e0", policy, style="explorer_driven") as explorer,
         ):
             assert explorer.sync(0)
-            asking = threading.Thread(target=lambda: explorer.sync(1, timeout=60))
+            asking = threading.Thread(target=lambda: explorer.sync(1, timeout=patience(30)))
             asking.start()
             # It waits for samples, and the explorer waits for weights.
-            need = trainer.wait_need_sync(timeout=60, step=2)
+            need = trainer.wait_need_sync(timeout=patience(30), step=2)
             assert need.asked_by == ("e0",)
             # While it makes steps, its style counts.
             assert not trainer.need_sync(3)

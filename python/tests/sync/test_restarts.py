@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from patience import patience
 import pytest
 
 from weightsync import Store
@@ -117,7 +118,7 @@ def test_each_process_restarts_and_carries_on(world, method):
     assert explorer.ask(3) == ["synced", "5", "3", "3.0"]
 
     # All but the synchronizer's store are gone. It saves while training goes on.
-    assert Store(world.store).load(at_least=5, timeout=60).version == 5
+    assert Store(world.store).load(at_least=5, timeout=patience(30)).version == 5
     for one in (trainer, server, explorer):
         one.kill()
     server = world.serve(method)

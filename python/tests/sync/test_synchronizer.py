@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 
+from patience import patience
 import pytest
 import torch
 
@@ -79,13 +80,13 @@ def test_nccl_trainer_meets_explorers(sync):
     results = [None, None]
 
     def explore(index):
-        results[index] = explorers[index].sync(1, timeout=60)
+        results[index] = explorers[index].sync(1, timeout=patience(30))
 
     threads = [threading.Thread(target=explore, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     # It begins when both have come.
-    done = trainer.sync(1, timeout=60)
+    done = trainer.sync(1, timeout=patience(30))
     for thread in threads:
         thread.join()
     assert done, str(done)
@@ -116,11 +117,11 @@ def test_trainer_is_woken_by_an_explorer_that_asks(sync):
     with sync.trainer(trained, style="explorer_driven") as trainer:
         with sync.explorer("e0", policy, style="explorer_driven", interval=1) as explorer:
             assert explorer.sync(0)
-            asked = threading.Thread(target=lambda: explorer.sync(1, timeout=60))
+            asked = threading.Thread(target=lambda: explorer.sync(1, timeout=patience(30)))
             woken = []
 
             def wait():
-                woken.append(trainer.wait_need_sync(timeout=60))
+                woken.append(trainer.wait_need_sync(timeout=patience(30)))
 
             waiting = threading.Thread(target=wait)
             waiting.start()
@@ -140,7 +141,7 @@ def test_model_that_does_not_fit_raises_and_is_told(sync):
         wrong = torch.nn.Linear(3, 2)
         with sync.explorer("e0", wrong) as explorer:
             with pytest.raises(weightsync.WrongWeightsError, match="weight"):
-                explorer.sync(1, timeout=60)
+                explorer.sync(1, timeout=patience(30))
             done = trainer.sync(1)
             assert done.explorers[0].ended == "failed"
             assert "weight" in done.explorers[0].reason
@@ -211,7 +212,7 @@ def test_explorer_evaluates_every_stored_version(tmp_path, method, mode):
                     assert trainer.sync(step)
                     # The synchronizer saves while training goes on, and passes over what is not the
                     # newest any more.
-                    saved.load(at_least=1 + step, timeout=60)
+                    saved.load(at_least=1 + step, timeout=patience(30))
                 assert explorer.sync(2).version == 3
                 seen = []
                 with explorer.evaluating():
@@ -310,8 +311,8 @@ def test_async_calls_leave_the_loop_running(sync):
                         await asyncio.sleep(0.001)
 
                 ticking = asyncio.create_task(tick())
-                asked = asyncio.create_task(explorer.sync_async(1, timeout=60))
-                need = await trainer.wait_need_sync_async(timeout=60)
+                asked = asyncio.create_task(explorer.sync_async(1, timeout=patience(30)))
+                need = await trainer.wait_need_sync_async(timeout=patience(30))
                 assert need.asked_by == ("e0",)
                 assert await trainer.sync_async(1)
                 assert await asked
@@ -342,7 +343,7 @@ def test_party_ends_with_its_synchronizer():
 
     def wait():
         try:
-            explorer.sync(1, timeout=60)
+            explorer.sync(1, timeout=patience(30))
         except weightsync.WeightsyncError as error:
             ended.append(str(error))
 

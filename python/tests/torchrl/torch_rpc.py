@@ -12,9 +12,10 @@ import threading
 import time
 from concurrent import futures
 
+from patience import patience
 import torch
 import weightsync
-from crew import PATIENCE, SOON, Probe, _die_with_parent, hurry, line, refused
+from crew import SOON, Probe, _die_with_parent, hurry, line, refused
 from tiny import weights_of
 from torch import multiprocessing as mp
 from torch.distributed import rpc
@@ -231,7 +232,7 @@ def dead_worker(module):
         started[0].join()
         for value in (2.0, 3.0):
             with hurry("a send without a worker", PROMPT):
-                report = scheme.send(Probe(value), timeout=60.0)
+                report = scheme.send(Probe(value), timeout=patience(30))
             assert line(report, 0) == "died" and line(report, 1) == "applied", report
             assert rpc.rpc_sync(names[1], read, args=(1,))[1] == (value, value)
 
@@ -240,7 +241,7 @@ def refusal(module):
     """A worker that cannot load a version says why at once, and takes the next one."""
     with following(module, strategy=Refusing) as (scheme, names, _):
         with hurry("a send that is refused", PROMPT):
-            report = scheme.send(Probe(2.0), timeout=60.0)
+            report = scheme.send(Probe(2.0), timeout=patience(30))
         assert [one.outcome for one in report.failed] == ["refused"] * 2, report
         assert "no twos here" in report.failed[0].reason
         with hurry("a send", PROMPT):
@@ -285,7 +286,7 @@ def failed_call(module):
     with following(module) as (scheme, names, _), heard() as said:
         rpc.rpc_sync(names[1], follow_again, args=(1,))
         with hurry("a send whose call fails", PROMPT):
-            report = scheme.send(Probe(2.0), timeout=SOON * PATIENCE)
+            report = scheme.send(Probe(2.0), timeout=8 * SOON)
         assert line(report, 0) == "applied" and line(report, 1) == "late", report
         assert any("the call of worker 1 failed" in one and "not joined" in one for one in said)
 
@@ -331,7 +332,7 @@ def interrupted(module):
         os.kill(os.getpid(), signal.SIGINT)
 
     with processes(1) as (names, _):
-        call = rpc.rpc_async(names[0], time.sleep, args=(SOON * PATIENCE,))
+        call = rpc.rpc_async(names[0], time.sleep, args=(8 * SOON,))
         with hurry("the end of a wait", PROMPT):
             try:
                 threading.Thread(target=interrupt, daemon=True).start()

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 from shutil import copytree
 
+from patience import patience
 import pytest
 from weightsync import transfer
 from weightsync.errors import SettingError
@@ -21,7 +22,7 @@ def test_documented_example_runs(tmp_path):
     (program,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.S | re.M)
     (tmp_path / "program.py").write_text(program)
     command = [sys.executable, tmp_path / "program.py"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(55))
     assert (done.returncode, done.stdout) == (0, "version 1\n"), done.stderr
 
 
@@ -40,7 +41,7 @@ def test_installed_strategy_syncs(tmp_path, monkeypatch):
         with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
             monkeypatch.setenv("RAY_TMPDIR", folder)
             done = subprocess.run(
-                [sys.executable, source / "sync.py"], capture_output=True, text=True, timeout=280
+                [sys.executable, source / "sync.py"], capture_output=True, text=True, timeout=patience(140)
             )
         # Ray gives its own processes 15 s to start, and ends where the machine is too busy.
         if done.returncode == 0 or "Started a local Ray instance" in done.stderr:

@@ -89,12 +89,17 @@ fn a_worker_of_no_numbers_fails_and_says_so() -> Outcome {
     Ok(())
 }
 
+/// After this time for one part a worker counts as hung, which no other worker may.
+fn limit() -> Duration {
+    Duration::from_secs(2).mul_f64(slowness())
+}
+
 /// Checks how a worker ended that was stopped.
-fn assert_hung(restarted: &Restarted, worker: u32, stopped: u32) {
+fn assert_hung(restarted: &Restarted, worker: u32, stopped: u32, limit: Duration) {
     assert_eq!(restarted.worker, WorkerId(worker));
     match &restarted.exit {
         Ending::GivenUp { reason, exit } => {
-            assert_eq!(reason, "it took more than 2s for one part");
+            assert_eq!(*reason, format!("it took more than {limit:?} for one part"));
             let exit = exit.as_ref().expect("a process");
             assert_eq!((exit.signal, exit.pid), (Some(9), stopped));
         }
@@ -103,10 +108,11 @@ fn assert_hung(restarted: &Restarted, worker: u32, stopped: u32) {
 }
 
 fn a_worker_that_hangs_is_replaced() -> Outcome {
+    let limit = limit();
     let mut collector = MultiSync::builder(Task::CartPole)
         .workers(3)
         .frames_per_batch(60)
-        .timeout(Duration::from_secs(2).mul_f64(slowness()))
+        .timeout(limit)
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
@@ -115,17 +121,18 @@ fn a_worker_that_hangs_is_replaced() -> Outcome {
     assert_eq!(batch.frames.shape, [3, 20]);
     let of_it = |restarted: &&Restarted| restarted.worker == WorkerId(1);
     let restarted = batch.restarts.iter().find(of_it);
-    assert_hung(restarted.ok_or("it was not replaced")?, 1, stopped);
+    assert_hung(restarted.ok_or("it was not replaced")?, 1, stopped, limit);
     assert_ne!(collector.pid(WorkerId(1)), Some(stopped));
     assert_eq!(collector.next_batch()?.frames.len(), 60);
     Ok(())
 }
 
 fn first_come_goes_on_while_one_hangs() -> Outcome {
+    let limit = limit();
     let mut collector = MultiAsync::builder(Task::CartPole)
         .workers(2)
         .frames_per_batch(20)
-        .timeout(Duration::from_secs(2).mul_f64(slowness()))
+        .timeout(limit)
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(0)).ok_or("no worker 0")?;
@@ -136,7 +143,7 @@ fn first_come_goes_on_while_one_hangs() -> Outcome {
         // Worker 1 has always delivered something, so no batch waits for the limit.
         let batch = collector.next_batch()?;
         if let Some(restarted) = batch.restarts.iter().find(of_it) {
-            assert_hung(restarted, 0, stopped);
+            assert_hung(restarted, 0, stopped, limit);
             break;
         }
         from_the_other += usize::from(batch.workers == [WorkerId(1)]);
