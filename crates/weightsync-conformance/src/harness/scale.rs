@@ -38,7 +38,10 @@ pub(crate) fn short() -> Duration {
     } else {
         1.0
     };
-    Duration::from_millis(300).mul_f64(factor * slowness())
+    // A store of objects forgets a worker that has said nothing for ten seconds.
+    Duration::from_millis(300)
+        .mul_f64(factor * slowness())
+        .min(Duration::from_secs(5))
 }
 
 /// `full` rounds scaled by `WEIGHTSYNC_SOAK`, but at least `least`.
