@@ -201,7 +201,8 @@ impl Report {
 impl Runner<'_> {
     fn file(self, places: &Places, name: &str) -> PathBuf {
         match self {
-            Runner::Nextest { profile } => places.target().join("nextest").join(profile),
+            // nextest keeps it in the clone, wherever it builds to.
+            Runner::Nextest { profile } => places.root().join("target/nextest").join(profile),
             Runner::Pytest { .. } => places.target().join("pytest").join(name),
         }
         .join("junit.xml")
