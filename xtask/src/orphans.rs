@@ -14,7 +14,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
 
@@ -32,6 +32,9 @@ const PYTHON_TEST: &str = "WEIGHTSYNC_TEST";
 
 /// How often a running step is looked at.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// How long a process may take to end once its step has.
+const ENDING: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 20_000 });
 
 /// Looks after what one step starts.
 pub struct Watch {
@@ -75,11 +78,35 @@ impl Watch {
 
     /// Ends what is left once the step has ended, and says what was ended.
     pub fn end(self) -> Vec<String> {
+        // What serves a process, as multiprocessing's helpers do, ends a moment after it.
+        let until = Instant::now() + ENDING;
+        while self.has_left() && Instant::now() < until {
+            std::thread::sleep(LOOK / 10);
+        }
         // The children of a process that is ended are adopted in turn.
         while self.sweep(None) > 0 {}
         self.ended
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a process of this step is there. Those that have ended are reaped.
+    fn has_left(&self) -> bool {
+        let own = std::process::id();
+        let adopted = |process: &Process| process.parent == own;
+        let mut left = false;
+        for process in processes().into_iter().filter(adopted) {
+            match process.zombie {
+                true => process.reap(WaitOptions::NOHANG),
+                false => left |= self.started(&process),
+            }
+        }
+        left
+    }
+
+    /// Whether a test of this step has started it.
+    fn started(&self, process: &Process) -> bool {
+        process.variable(MARK) == Some(&self.mark) && process.is_of_a_test()
     }
 
     /// Ends the adopted processes whose test has ended, and returns their number. `step` is the
@@ -94,10 +121,7 @@ impl Watch {
             }
             if process.zombie {
                 process.reap(WaitOptions::NOHANG);
-            } else if process.variable(MARK) == Some(&self.mark)
-                && process.is_of_a_test()
-                && (step.is_none() || !process.test_runs(&all))
-            {
+            } else if self.started(process) && (step.is_none() || !process.test_runs(&all)) {
                 ended += 1;
                 let line = process.to_string();
                 eprintln!("── a test left a process behind, which is ended: {line}");
