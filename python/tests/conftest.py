@@ -47,13 +47,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what the soak runs, and what tests another package, unless it is asked for."""
+    """Leaves out what tests another package, unless it is asked for."""
     if config.getoption("markexpr"):
         return
-    factor = os.environ.get("WEIGHTSYNC_SOAK") or "1"
-    soaks = factor == "full" or float(factor) > 1.0
-    left = ["peers"] if soaks else ["peers", "soak"]
-    out = [item for item in items if any(map(item.get_closest_marker, left))]
+    out = [item for item in items if item.get_closest_marker("peers")]
     if len(out) < len(items):
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]

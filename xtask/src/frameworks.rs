@@ -201,12 +201,11 @@ impl Framework {
 
 /// The framework of this name.
 pub fn named(name: &str) -> Result<&'static Framework, Error> {
-    let known = || FRAMEWORKS.iter().map(|one| one.name);
     FRAMEWORKS
         .iter()
         .find(|one| one.name == name)
         .ok_or_else(|| {
-            let known: Vec<&str> = known().collect();
+            let known: Vec<&str> = FRAMEWORKS.iter().map(|one| one.name).collect();
             Error::Usage(format!(
                 "there is no framework `{name}`: expected some of {}",
                 known.join(", ")
