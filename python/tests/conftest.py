@@ -35,6 +35,7 @@ _number = itertools.count()
 
 def pytest_configure(config):
     config.stash[_ended] = []
+    config.pluginmanager.register(_Fixtures())
     # What was there before the run is not a test's.
     _kept.update(_below_this(_processes()))
     # What tests start as programs imports `patience` too.
@@ -75,15 +76,18 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(fixturedef, request):
-    """Keeps what a fixture starts for more than one test."""
-    if fixturedef.scope == "function":
-        return (yield)
-    before = _below_this(_processes())
-    result = yield
-    _kept.update(_below_this(_processes()) - before)
-    return result
+class _Fixtures:
+    """A plugin of its own: pytest asks no conftest.py below its root about fixtures of the session."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        """Keeps what a fixture starts for more than one test."""
+        if fixturedef.scope == "function":
+            return (yield)
+        before = _below_this(_processes())
+        result = yield
+        _kept.update(_below_this(_processes()) - before)
+        return result
 
 
 @pytest.hookimpl(wrapper=True)

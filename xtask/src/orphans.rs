@@ -10,13 +10,12 @@ use std::fmt;
 use std::fs;
 use std::io;
 use std::process::{Child, Command, ExitStatus};
-
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, WaitOptions, kill_process, set_child_subreaper, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 
 /// Marks what a step starts. Its value differs between steps.
 const MARK: &str = "WEIGHTSYNC_TEST_STEP";
@@ -47,8 +46,9 @@ impl Watch {
     pub fn begin(command: &mut Command) -> Self {
         static STEPS: AtomicUsize = AtomicUsize::new(0);
         let own = rustix::process::getpid();
-        // Without it a step leaves behind what it always did.
-        if let Err(error) = set_child_subreaper(Some(own)) {
+        // Only Linux has it. Without it a step leaves behind what it always did.
+        #[cfg(target_os = "linux")]
+        if let Err(error) = rustix::process::set_child_subreaper(Some(own)) {
             eprintln!("warning: what tests leave behind is not found: {error}");
         }
         let number = STEPS.fetch_add(1, Ordering::Relaxed);
@@ -237,7 +237,7 @@ fn processes() -> Vec<Process> {
         .collect()
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_os = "linux"))]
 mod tests {
     use super::*;
     use crate::step;

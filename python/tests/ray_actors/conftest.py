@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-# Files that tests and their actors import; those of TorchRL are with its other tests.
+# Folders of the files that tests and their actors import.
 HERE = Path(__file__).parent
-PLACES = [str(HERE), str(HERE.parent / "torchrl")]
-sys.path += [PLACES[1], str(HERE.parent / "sync")]
+PLACES = [str(HERE), str(HERE.parent / "torchrl"), str(HERE.parent / "sync")]
+sys.path += PLACES[1:]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,16 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cluster(alone):
+def places():
+    """Ray's processes find what they import."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(PLACES), prepend=os.pathsep)
+        yield
+
+
+@pytest.fixture(scope="module")
+def cluster(alone, places):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -33,9 +42,7 @@ def cluster(alone):
     Path(folder, "ray").mkdir()
     node = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_TMPDIR", folder)
-        patch.setenv("PYTHONPATH", os.pathsep.join(PLACES), prepend=os.pathsep)
         made = Cluster(initialize_head=True, head_node_args=node)
         del node["include_dashboard"]
         made.nodes = [made.add_node(**node, resources={f"node{at}": 9}) for at in range(2)]

@@ -137,24 +137,20 @@ class Member(Party):
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def cluster(alone, places):
     ray = pytest.importorskip("ray")
     # Sockets lie below it, whose paths may not be long.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # Its processes import this file.
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        ray.init(
-            num_cpus=2,
-            object_store_memory=80 << 20,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=folder,
-        )
-        yield ray
-        ray.shutdown()
+    ray.init(
+        num_cpus=2,
+        object_store_memory=80 << 20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _temp_dir=folder,
+    )
+    yield ray
+    ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
 
 

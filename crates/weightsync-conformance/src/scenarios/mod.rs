@@ -175,6 +175,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         receive::a_worker_asks_for_the_newest_or_one_it_names[Weights Pull],
         receive::a_version_that_is_not_kept_is_said_to_be_so[Weights Pull],
         receive::a_worker_waits_for_a_version_to_come[Weights Pull],
+        receive::a_worker_that_passed_over_a_version_is_not_waited_for[Weights Pull],
         receive::an_answer_takes_nothing_from_what_is_sent[Weights Push Pull Newest],
         receive::a_model_without_shapes_takes_the_senders[Weights Push],
         receive::a_version_is_loaded_once[Weights Push],

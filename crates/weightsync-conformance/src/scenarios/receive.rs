@@ -336,6 +336,25 @@ pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
     script.close();
 }
 
+/// The worker knows the version already, and asks for a later one only then.
+pub(crate) fn a_worker_that_passed_over_a_version_is_not_waited_for(subject: &Subject) {
+    let (mut script, _) = Script::open(subject, TrainerSetup::words(64), 1);
+    script.act(TrainerCommand::SendAsync(
+        Payload::Word(2),
+        SendSettings::default(),
+    ));
+    assert_eq!(
+        script.deed(0, WorkerCommand::Pull(Want::AtLeast(3), Some(BRIEF))),
+        Answer::Nothing
+    );
+    script.tell_worker(0, WorkerCommand::Pull(Want::AtLeast(3), None));
+    let sent = script.act(TrainerCommand::Await(0, None)).sent();
+    assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Asks)], "{}", sent.text);
+    script.send(Payload::Word(3), SendSettings::wait(Wait::Sent));
+    assert_eq!(script.answer_of(0).seen().one(), (3, 3));
+    script.close();
+}
+
 /// What is sent is no answer, and what is asked for takes nothing from what was
 /// sent: the next receive never goes back.
 pub(crate) fn an_answer_takes_nothing_from_what_is_sent(subject: &Subject) {

@@ -441,8 +441,9 @@ impl Published {
             match life {
                 Life::Left => Outcome::Left,
                 Life::Dead => lost(&*self.storage),
-                Life::Here if status.staged >= self.sequence => Outcome::Staged,
+                // It may have staged this version before it began to ask for a later one.
                 Life::Here if self.is_below(&status) => Outcome::Asks,
+                Life::Here if status.staged >= self.sequence => Outcome::Staged,
                 Life::Here => Outcome::Late,
             }
         };
