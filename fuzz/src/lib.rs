@@ -14,7 +14,7 @@
 //! A failure prints the input in hex, shrunk, and the seed that leads to it. Put the bytes into
 //! the corpus (`xxd -r -p`) together with the fix.
 //!
-//! Time per target: `WEIGHTSYNC_FUZZ_SECONDS`, else 3 s, times `WEIGHTSYNC_SOAK`, or a minute where
+//! Time per target: `WEIGHTSYNC_FUZZ_SECONDS`, else 1 s, times `WEIGHTSYNC_SOAK`, or a minute where
 //! that is `full`. The targets are bolero's, so `cargo bolero test --package weightsync-fuzz <target>`
 //! runs the same ones guided by coverage, where that is installed.
 

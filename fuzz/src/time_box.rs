@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-const DEFAULT_SECONDS: f64 = 3.0;
+const DEFAULT_SECONDS: f64 = 1.0;
 const FULL_SECONDS: f64 = 60.0;
 
 /// The time one target may take, from `WEIGHTSYNC_FUZZ_SECONDS` and `WEIGHTSYNC_SOAK`.
@@ -46,9 +46,9 @@ mod tests {
     #[test]
     fn the_time_follows_both_variables() {
         let cases = [
-            (None, None, Some(3000)),
-            (None, Some(""), Some(3000)),
-            (None, Some("0.1"), Some(300)),
+            (None, None, Some(1000)),
+            (None, Some(""), Some(1000)),
+            (None, Some("0.1"), Some(100)),
             (None, Some("full"), Some(60_000)),
             (Some("10"), None, Some(10_000)),
             (Some("10"), Some("2"), Some(20_000)),

@@ -48,10 +48,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what tests another package, unless it is asked for."""
-    if config.getoption("markexpr"):
+    """Leaves out what tests another package and what is for soaks, unless it is asked for."""
+    if config.getoption("markexpr") or any("::" in one for one in config.args):
         return
-    out = [item for item in items if item.get_closest_marker("peers")]
+    out = [item for item in items if any(map(item.get_closest_marker, ("peers", "soak")))]
     if len(out) < len(items):
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]

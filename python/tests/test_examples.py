@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from patience import patience
 import pytest
+from patience import patience
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,6 @@ def run(arguments, cwd):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
 
 
 def test_readme(tmp_path):
@@ -34,7 +33,9 @@ def test_readme(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"]
 
 
-@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])
+@pytest.mark.parametrize(
+    "scheme", ["shared-mem", pytest.param("multi-process", marks=pytest.mark.soak)]
+)
 def test_standalone(tmp_path, scheme):
     program = ROOT / "examples/torch_standalone.py"
     said = run([program, "--steps", "5", "--scheme", scheme], tmp_path)
@@ -42,6 +43,7 @@ def test_standalone(tmp_path, scheme):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.soak
 def test_standalone_whose_workers_ask(tmp_path):
     said = run([ROOT / "examples/torch_standalone.py", "--scheme", "shared-mem:pull"], tmp_path)
     assert [line for line in said.splitlines() if line.startswith("worker 1: error")], said
@@ -67,7 +69,14 @@ def test_host_worker_asks_for_the_trainer_first(tmp_path):
     assert "start the trainer" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("scheme", ["distributed", "distributed:share=none", "rpc:initial=connect"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "distributed",
+        pytest.param("distributed:share=none", marks=pytest.mark.soak),
+        pytest.param("rpc:initial=connect", marks=pytest.mark.soak),
+    ],
+)
 def test_hosts(tmp_path, scheme):
     """Each is started separately, and finds the trainer by a file."""
     example, info = [sys.executable, ROOT / "examples/torch_hosts.py"], tmp_path / "join.json"
@@ -93,7 +102,9 @@ def test_hosts(tmp_path, scheme):
     assert [path.name for path in tmp_path.iterdir()] == ["join.json"]
 
 
-@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])
+@pytest.mark.parametrize(
+    "scheme", ["shared-mem", pytest.param("multi-process", marks=pytest.mark.soak)]
+)
 def test_cartpole(tmp_path, scheme):
     """Some batches of it: whether it learns is a matter of minutes, and of its own command."""
     program = ROOT / "examples/torchrl_cartpole.py"

@@ -41,7 +41,8 @@ const CHECKS: &[Check] = &[
 ];
 
 /// Runs the checks, then the tests; those with other frameworks and for other platforms where
-/// something has changed for them, or all of them with `--all`. With names: these checks alone.
+/// something has changed for them. With `--all`: all of them, and what is else left to soaks. With
+/// names: these checks alone.
 ///
 /// Everything that is needed is looked for before the first check runs, so a missing component
 /// costs seconds and not the time of the checks before it.
@@ -75,7 +76,7 @@ pub fn run(places: &Places, args: &[&str]) -> Result<(), Error> {
         };
         platforms(places, &mut report)?;
         frameworks(places, &mut report)?;
-        test::parts(places, &mut report, &[])?;
+        test::parts(places, &mut report, &[], all)?;
     }
     report.end()
 }

@@ -42,7 +42,7 @@ usage: cargo xtask <command>
                                   vllm, trl, verl, sglang (some 18 GB of disk in all)
   test platforms [NAMES]          what can be shown of other machines here: aarch64, macos
   ci [--all]                      every check, then every test; the frameworks and platforms that
-                                  something has changed for, or all of them
+                                  something has changed for, or all of them and the soaks
   ci CHECKS                       some checks: fmt, arrows, deny, clippy, docs
   pytest [--with FRAMEWORK] [ARGS]  every test of the Python package, or those that ARGS ask for
   nextest [ARGS]                  the Rust tests that ARGS ask for
@@ -52,7 +52,8 @@ usage: cargo xtask <command>
   bench GROUP [--json] [--plot]   one group of benchmarks
 
 environment:
-  WEIGHTSYNC_SOAK    how long the long tests run: a factor such as 0.1 or 3, or `full`
+  WEIGHTSYNC_SOAK    how long the long tests run: a factor such as 0.1 or 3, or `full`. Above 1,
+                     tests run too that are left to soaks
   CARGO_TARGET_DIR   build output; unset, a cache outside the clone is used";
 
 fn main() -> ExitCode {

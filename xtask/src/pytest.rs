@@ -22,8 +22,9 @@ const SIDE_BY_SIDE: &[&str] = &["--numprocesses=4", "--dist=loadscope"];
 
 /// Builds and installs the package, and tests it with the environment of the tests.
 ///
-/// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml.
-pub fn all(places: &Places, report: &mut Report, timeout: Option<u32>) {
+/// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml. `is_whole`:
+/// with what is else left to soaks.
+pub fn all(places: &Places, report: &mut Report, timeout: Option<u32>, is_whole: bool) {
     let alone = "cargo xtask test python";
     let built = report.step("wheel", alone, || {
         let python = python::TESTS.provide(places)?;
@@ -45,6 +46,9 @@ pub fn all(places: &Places, report: &mut Report, timeout: Option<u32>) {
         Ok(tests) => {
             let mut tests = timed(tests, timeout);
             tests.args(SIDE_BY_SIDE);
+            if is_whole {
+                tests.args(["-m", "not peers"]);
+            }
             let runner = Runner::Pytest { with: None };
             report.tests(places, "python", alone, runner, &mut tests);
         }

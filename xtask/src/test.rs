@@ -42,7 +42,7 @@ const QUICK_TARGETS: &str = "--lib --bins --test api --test segment --test wire 
 /// A part of the tests, which runs alone by its name.
 struct Part {
     name: &'static str,
-    run: fn(&Places, &mut Report, Soak) -> Result<(), Error>,
+    run: fn(&Places, &mut Report, Extent) -> Result<(), Error>,
 }
 
 const PARTS: &[Part] = &[
@@ -70,17 +70,17 @@ pub fn run(places: &Places, names: &[&str]) -> Result<(), Error> {
         provide(places)?;
     }
     let mut report = Report::begin();
-    parts(places, &mut report, names)?;
+    parts(places, &mut report, names, false)?;
     report.end()
 }
 
-/// The same, as steps of a longer run.
+/// The same, as steps of a longer run; with `all`, also what is else left to soaks.
 ///
 /// # Errors
 ///
 /// What the machine lacks ([`provide`] looks before anything runs), or a name that no part has. A part
 /// that fails is noted in the report.
-pub fn parts(places: &Places, report: &mut Report, names: &[&str]) -> Result<(), Error> {
+pub fn parts(places: &Places, report: &mut Report, names: &[&str], all: bool) -> Result<(), Error> {
     let known: Vec<&str> = PARTS.iter().map(|part| part.name).collect();
     if let Some(unknown) = names.iter().find(|name| !known.contains(name)) {
         return Err(Error::Usage(format!(
@@ -102,7 +102,7 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str]) -> Result<(),
     }
     for part in PARTS {
         if names.is_empty() || names.contains(&part.name) {
-            (part.run)(places, report, soak)?;
+            (part.run)(places, report, Extent { soak, all })?;
         }
     }
     Ok(())
@@ -119,7 +119,7 @@ pub fn provide(places: &Places) -> Result<(), Error> {
     python::OBJECTS.provide(places).map(drop)
 }
 
-fn doc(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
+fn doc(places: &Places, report: &mut Report, _: Extent) -> Result<(), Error> {
     report.step("doc tests", "cargo xtask test doc", || {
         let mut doc = places.cargo();
         doc.args("test --workspace --all-features --doc --quiet".split(' '));
@@ -132,7 +132,7 @@ fn doc(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
 ///
 /// Integration tests use what loom does not model, hence the library's own tests only. Models that
 /// went missing would pass silently, so nextest is told to fail where it finds none.
-fn loom(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
+fn loom(places: &Places, report: &mut Report, _: Extent) -> Result<(), Error> {
     let nextest = tools::NEXTEST.provide(places)?;
     report.step("loom", "cargo xtask test loom", || {
         let mut command = places.command(&nextest);
@@ -145,17 +145,25 @@ fn loom(places: &Places, report: &mut Report, _: Soak) -> Result<(), Error> {
     Ok(())
 }
 
-fn python_package(places: &Places, report: &mut Report, soak: Soak) -> Result<(), Error> {
+fn python_package(places: &Places, report: &mut Report, extent: Extent) -> Result<(), Error> {
     provide(places)?;
-    pytest::all(places, report, soak.pytest_timeout());
+    pytest::all(
+        places,
+        report,
+        extent.soak.pytest_timeout(),
+        extent.is_whole(),
+    );
     Ok(())
 }
 
-fn rust(places: &Places, report: &mut Report, soak: Soak) -> Result<(), Error> {
+fn rust(places: &Places, report: &mut Report, extent: Extent) -> Result<(), Error> {
     provide(places)?;
-    let profile = soak.nextest_profile();
+    let profile = extent.soak.nextest_profile();
     let mut tests = nextest(places, profile)?;
     tests.args(["--workspace", "--exclude", "weightsync-python"]);
+    if extent.is_whole() {
+        tests.arg("--ignore-default-filter");
+    }
     let runner = Runner::Nextest { profile };
     report.tests(places, "rust", "cargo xtask test rust", runner, &mut tests);
     Ok(())
@@ -198,6 +206,20 @@ pub fn quick(places: &Places) -> Result<(), Error> {
         .args(QUICK_TARGETS.split_whitespace())
         .args(["--filterset", QUICK]);
     step::run_tests("quick tests", &mut tests).0.map(drop)
+}
+
+/// How much is tested.
+#[derive(Debug, Clone, Copy)]
+struct Extent {
+    soak: Soak,
+    all: bool,
+}
+
+impl Extent {
+    /// Whether nothing is left to soaks.
+    fn is_whole(self) -> bool {
+        self.all || self.soak.nextest_profile() == "soak"
+    }
 }
 
 /// How long the long tests run.

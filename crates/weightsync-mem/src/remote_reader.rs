@@ -333,6 +333,9 @@ impl RemoteReader {
         let answer = self.shared.decide(&mut state, |plan, steps| {
             plan.ask(self.key, question, want, records, steps)
         });
+        drop(state);
+        // A send does not wait for a worker that asks for a later version.
+        self.wake_sender();
         match (answer, want) {
             (Answer::Notified | Answer::Later | Answer::Gone, _) => Ok(()),
             (

@@ -71,7 +71,9 @@ def test_background_receiver_sees_an_orderly_end(tmp_path, scheme):
 
 # As long as one took that was given up: by ten seconds of silence, and for `rpc` of as much
 # again for another attempt.
-@pytest.mark.parametrize(("scheme", "seconds"), list(zip(FAR, [14, 32], strict=True)))
+@pytest.mark.parametrize(
+    ("scheme", "seconds"), [(FAR[0], 14), pytest.param(FAR[1], 32, marks=pytest.mark.soak)]
+)
 def test_a_trainer_that_was_stopped_finds_its_workers(actor, scheme, seconds):
     trainer = actor(Trainer, scheme)
     info = trainer.ask("info")

@@ -105,8 +105,15 @@ def trainer():
     return model, bits(embeddings(model)), bits(embeddings(encoder(values=False)))
 
 
-@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process"])
-@pytest.mark.parametrize("mode", ["bind", "copy"])
+@pytest.mark.parametrize(
+    ("mode", "scheme"),
+    [
+        ("bind", "shared-mem"),
+        pytest.param("copy", "shared-mem", marks=pytest.mark.soak),
+        pytest.param("bind", "multi-process", marks=pytest.mark.soak),
+        pytest.param("copy", "multi-process", marks=pytest.mark.soak),
+    ],
+)
 def test_embeddings_are_the_trainers(started, trainer, scheme, mode):
     import weightsync
 
@@ -121,6 +128,7 @@ def test_embeddings_are_the_trainers(started, trainer, scheme, mode):
         assert answer(pipe) == untrained
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["SharedMemWeightSyncScheme", "MultiProcessWeightSyncScheme"])
 def test_embeddings_through_torchrls_schemes(started, trainer, name):
     import weightsync.torchrl

@@ -30,12 +30,13 @@ def test_torchrun_runs_the_page(tmp_path):
     assert re.search(r"v3, .* to 3 ranks", said) and said.count("has v3") == 3
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("tensor parallel", marks=pytest.mark.soak)])
 def test_sharded_trainer_sends_whole_tensors(kind):
     said = torchrun(HERE / "trainers.py", kind)
     assert said.count("is done") == 4
 
 
+@pytest.mark.soak
 def test_late_trainer_rank_is_named_and_group_goes_on():
     said = torchrun(HERE / "trainers.py", "late")
     assert said.count("is done") == 4

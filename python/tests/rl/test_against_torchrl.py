@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -74,8 +75,17 @@ def test_single_collector_gives_their_frames(settings: dict[str, Any], count: in
     other.shutdown()
 
 
-@pytest.mark.parametrize("cat_results", ["stack", 0, -1])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("cat_results", "count"),
+    [
+        ("stack", 2),
+        *(
+            pytest.param(how, count, marks=pytest.mark.soak)
+            for how, count in itertools.product(["stack", 0, -1], [1, 2])
+            if (how, count) != ("stack", 2)
+        ),
+    ],
+)
 def test_multi_sync_gives_their_frames(cat_results: Any, count: int) -> None:
     frames = 2 * 8 * count
     env: Any = theirs if count == 1 else SerialEnv(count, theirs)

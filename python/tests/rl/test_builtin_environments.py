@@ -227,8 +227,15 @@ def prefer(policy: Any, action: int) -> None:
         policy[-1].bias[action] = 100.0
 
 
-@pytest.mark.parametrize("hidden, frames", [((8,), 20_000), ((256, 256), 1000)], ids=["copied", "bound"])
-@pytest.mark.parametrize("workers", KINDS)
+@pytest.mark.parametrize(
+    ("workers", "hidden", "frames"),
+    [
+        pytest.param("processes", (8,), 20_000, id="processes-copied"),
+        pytest.param("threads", (256, 256), 1000, id="threads-bound"),
+        pytest.param("processes", (256, 256), 1000, id="processes-bound", marks=pytest.mark.soak),
+        pytest.param("threads", (8,), 20_000, id="threads-copied", marks=pytest.mark.soak),
+    ],
+)
 def test_weights_come_between_two_steps(workers: Any, hidden: Any, frames: int) -> None:
     """Every version chooses one action, and no frame mixes two of them."""
     policy = rl.MLP(4, 2, hidden)
@@ -286,6 +293,7 @@ def test_batches_have_the_shapes_of_others(cat_results: Any, count: int | None) 
         assert mine._batch_size() == theirs.next().batch_size
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("restart", [True, False])
 def test_killed_worker_is_replaced(restart: bool) -> None:
     policy = rl.MLP(4, 2)

@@ -44,7 +44,9 @@ def faulty(fault: str) -> list[Any]:
     return [Counting, lambda: Counting(fault=fault, at=12)]
 
 
-@pytest.mark.parametrize("fault", WORDS)
+@pytest.mark.parametrize(
+    "fault", [one if one == "kill" else pytest.param(one, marks=pytest.mark.soak) for one in WORDS]
+)
 def test_failed_worker_is_replaced_where_asked(fault: str) -> None:
     settings: dict[str, Any] = {"timeout": 20.0 if fault == "hang" else 100.0}
     policy = Constant(1)
@@ -105,7 +107,7 @@ def test_other_columns_may_be_infinite() -> None:
         assert batch["logits"][:, 1:].isneginf().all()
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", ["raise", pytest.param("kill", marks=pytest.mark.soak)])
 def test_failure_is_an_error_of_a_sync_collector(fault: str) -> None:
     with rl.MultiSyncCollector(
         faulty(fault), zeros, frames_per_batch=20, workers=where(fault)
@@ -117,7 +119,7 @@ def test_failure_is_an_error_of_a_sync_collector(fault: str) -> None:
         assert collector.next().batch_size == (2, 10)
 
 
-@pytest.mark.parametrize("fault", ["raise", "kill"])
+@pytest.mark.parametrize("fault", [pytest.param("raise", marks=pytest.mark.soak), "kill"])
 def test_others_go_on_where_one_failed(fault: str) -> None:
     with rl.MultiAsyncCollector(
         faulty(fault), zeros, frames_per_batch=10, workers=where(fault)
@@ -472,7 +474,7 @@ print("whole", flush=True)
 """
 
 
-@pytest.mark.parametrize("kind", ["single", "sync", "async"])
+@pytest.mark.parametrize("kind", ["single", "sync", pytest.param("async", marks=pytest.mark.soak)])
 def test_collector_goes_on_after_ctrl_c(kind: str) -> None:
     program = INTERRUPTED.format(here=str(Path(__file__).parent), kind=kind)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -30,7 +30,14 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("settings", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"reset_at_each_iter": True}, marks=pytest.mark.soak),
+        pytest.param({"max_frames_per_traj": 3}, marks=pytest.mark.soak),
+    ],
+)
 def test_parallel_frames_equal_serial_ones(settings: dict[str, Any]) -> None:
     makers = [lambda: Counting(3), Counting, lambda: Counting(7)]
     batches = []
@@ -45,6 +52,7 @@ def test_parallel_frames_equal_serial_ones(settings: dict[str, Any]) -> None:
             assert np.array_equal(parallel.columns()[key], value), key
 
 
+@pytest.mark.soak
 def test_parallel_environments_have_nested_columns() -> None:
     env = rl.ParallelEnv(2, Pixels, context="spawn")
     with rl.Collector(
@@ -55,7 +63,7 @@ def test_parallel_environments_have_nested_columns() -> None:
     assert (batch["next", "pixels"] == 7).all()
 
 
-@pytest.mark.parametrize("fault", ["", "hang"])
+@pytest.mark.parametrize("fault", ["", pytest.param("hang", marks=pytest.mark.soak)])
 def test_parallel_environments_end_with_their_worker(fault: str) -> None:
     envs = rl.ParallelEnv(2, lambda: Counting(fault=fault, at=12))
     with rl.MultiSyncCollector([envs], zeros, frames_per_batch=20) as collector:

@@ -119,10 +119,10 @@ def check_frames(directory: Path, told: int) -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        "MultiSyncCollector",
+        pytest.param("MultiSyncCollector", marks=pytest.mark.soak),
         "MultiAsyncCollector",
-        "DistributedSyncDataCollector",
-        "DistributedDataCollector",
+        pytest.param("DistributedSyncDataCollector", marks=pytest.mark.soak),
+        pytest.param("DistributedDataCollector", marks=pytest.mark.soak),
     ],
 )
 def test_kills_at_random_lose_nothing(kind: str, tmp_path: Path) -> None:

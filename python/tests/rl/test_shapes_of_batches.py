@@ -105,7 +105,13 @@ def test_environments_must_be_of_one_kind() -> None:
         rl.MultiSyncCollector("CartPole-v1", zeros, frames_per_batch=8)
 
 
-@pytest.mark.parametrize("kind", [rl.MultiSyncCollector, rl.DistributedSyncDataCollector])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        rl.MultiSyncCollector,
+        pytest.param(rl.DistributedSyncDataCollector, marks=pytest.mark.soak),
+    ],
+)
 def test_workers_may_name_columns_in_any_order(kind: Any) -> None:
     def policy(names: list[str]) -> Any:
         numbers = {"action": 2, "value": 7, "entropy": 3}

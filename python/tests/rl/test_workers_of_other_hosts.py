@@ -57,7 +57,9 @@ def wait_until_gone(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("cat_results", ["stack", 0, -1])
+@pytest.mark.parametrize(
+    "cat_results", ["stack", *(pytest.param(one, marks=pytest.mark.soak) for one in (0, -1))]
+)
 def test_frames_equal_those_of_processes(cat_results: Any) -> None:
     envs = [lambda: rl.SerialEnv(2, lambda: Counting(3)), lambda: rl.SerialEnv(2, Counting)]
     settings: dict[str, Any] = {"frames_per_batch": 32, "cat_results": cat_results, "seed": 3}
@@ -94,6 +96,7 @@ def test_weights_reach_workers_before_their_next_part() -> None:
             assert collector.update_policy_weights_(policy.choose((version + 1) % 3)).all_applied
 
 
+@pytest.mark.soak
 def test_first_worker_comes_first() -> None:
     with rl.DistributedDataCollector([Counting] * 2, zeros, frames_per_batch=10) as collector:
         assert isinstance(collector, rl.MultiAsyncCollector)
@@ -118,7 +121,13 @@ def test_nothing_is_left_after_shutdown() -> None:
     assert len(os.listdir("/proc/self/fd")) < before
 
 
-@pytest.mark.parametrize("fault", ["raise", "refuse", "kill", "exit", "hang"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "kill",
+        *(pytest.param(one, marks=pytest.mark.soak) for one in ("raise", "refuse", "exit", "hang")),
+    ],
+)
 def test_failed_worker_is_launched_again(fault: str) -> None:
     words = {
         "raise": "the pole broke",
@@ -144,7 +153,7 @@ def test_failed_worker_is_launched_again(fault: str) -> None:
         assert collector.update_policy_weights_().all_applied
 
 
-@pytest.mark.parametrize("fault", ["cut", "damaged"])
+@pytest.mark.parametrize("fault", ["damaged", pytest.param("cut", marks=pytest.mark.soak)])
 def test_part_that_breaks_off_is_collected_again(fault: str) -> None:
     """The link breaks in the middle of the first part of 32 MiB."""
     did: list[int] = []
@@ -250,6 +259,7 @@ def test_launcher_that_fails_is_reported() -> None:
         )
 
 
+@pytest.mark.soak
 def test_launcher_is_a_command_for_each_host(tmp_path: Path) -> None:
     told = ["sh", "-c", f'echo $1 $2 > {tmp_path}/$2; exec "$0" -m weightsync.rl.worker']
     command = [*told, sys.executable, "{host}", "{worker}"]
@@ -269,6 +279,7 @@ def launcher(script: str, *arguments: object) -> list[str]:
     return ["sh", "-c", script, sys.executable, *map(str, arguments)]
 
 
+@pytest.mark.soak
 def test_launcher_of_a_dead_host_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,7 +488,7 @@ for far in fars:
 """
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_worker_of_another_host_that_is_silent(
     token: None, encrypted: bool, tmp_path: Path
 ) -> None:

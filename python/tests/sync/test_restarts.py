@@ -91,7 +91,7 @@ def world(tmp_path):
         running.end()
 
 
-@pytest.mark.parametrize("method", ["memory", "checkpoint"])
+@pytest.mark.parametrize("method", ["memory", pytest.param("checkpoint", marks=pytest.mark.soak)])
 def test_each_process_restarts_and_carries_on(world, method):
     server = world.serve(method)
     trainer, joined = world.trainer(method)
@@ -135,6 +135,7 @@ def test_each_process_restarts_and_carries_on(world, method):
     assert server.process.wait(60) == 128 + signal.SIGTERM
 
 
+@pytest.mark.soak
 def test_nccl_processes_restart_and_meet_again(world):
     server = world.serve("nccl")
     trainer, _ = world.trainer("nccl")

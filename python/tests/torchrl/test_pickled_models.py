@@ -5,8 +5,15 @@ import pytest
 from crew import bounded
 
 
-@pytest.mark.parametrize("mode", ["bind", "copy"])
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [
+        ("small", "bind"),
+        pytest.param("small", "copy", marks=pytest.mark.soak),
+        pytest.param("large", "bind", marks=pytest.mark.soak),
+        pytest.param("large", "copy", marks=pytest.mark.soak),
+    ],
+)
 def test_load_leaves_learner_of_a_pickled_model(ours, size, mode):
     bounded(scenarios.standalone, ours, size, mode)
 

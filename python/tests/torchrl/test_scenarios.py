@@ -112,7 +112,16 @@ for kind in ("multi-sync", "multi-async", "async"):
 
 
 def cases(of_all):
-    return [pytest.param(run, args, id=said) for said, run, args, both in CASES if both or of_all]
+    return [
+        pytest.param(run, args, id=said, marks=[pytest.mark.soak] * is_for_soaks(*args))
+        for said, run, args, both in CASES
+        if both or of_all
+    ]
+
+
+def is_for_soaks(name, *args):
+    """A spawned process imports TorchRL, which takes seconds: one scheme does."""
+    return "spawn" in args and name != SHARED
 
 
 @pytest.mark.parametrize("scenario, args", cases(of_all=True))

@@ -8,13 +8,17 @@ from crew import bounded
 from weightsync.torchrl import DistributedTransport, RPCTransport
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "basic"])
 def test_queue_transport(ours, start, asynchronous):
     bounded(transports.queue_transport, ours, start, asynchronous)
 
 
-@pytest.mark.parametrize("per_worker", [False, True], ids=["one-for-all", "per-worker"])
+@pytest.mark.parametrize(
+    "per_worker",
+    [pytest.param(False, marks=pytest.mark.soak), True],
+    ids=["one-for-all", "per-worker"],
+)
 def test_shared_transport(ours, per_worker):
     bounded(transports.shared_transport, ours, per_worker)
 

@@ -40,7 +40,7 @@ pub(crate) fn grown(before: ResourceCensus) -> Option<String> {
                 descriptors()
             ));
         }
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 
@@ -69,7 +69,7 @@ impl Census {
         // The orphans of a killed process take a moment to be ended.
         let deadline = Instant::now() + longest();
         while !self.processes().is_empty() && Instant::now() < deadline {
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         let left: Vec<_> = self.processes().into_iter().map(describe).collect();
         assert!(left.is_empty(), "processes are left: {left:#?}");

@@ -554,7 +554,7 @@ impl<'a> Script<'a> {
         let deadline = Instant::now() + longest();
         while state(pid) != Some(wanted) {
             assert!(Instant::now() < deadline, "{}", describe(pid));
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }

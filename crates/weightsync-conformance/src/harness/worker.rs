@@ -209,7 +209,7 @@ impl Worker {
             scope.spawn(|| {
                 let until = Instant::now() + longest();
                 while state(std::process::id()) != Some('S') && Instant::now() < until {
-                    std::thread::yield_now();
+                    std::thread::sleep(Duration::from_millis(1));
                 }
                 interrupter.interrupt();
             });

@@ -132,7 +132,7 @@ fn workers_that_have_left_in_order_have_been_there() {
     join(ReceiverSetup::new(info, 4)).unwrap().fail("no disk");
     // Until the sender has heard of it, the worker counts as joined.
     while sender.workers().iter().any(|one| one.worker.0 == 4) {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(1));
     }
     let expect = Expect::workers([4]);
     let error = sender.wait_for(&expect, Some(brief)).unwrap_err();

@@ -67,7 +67,7 @@ fn assert_nothing_left(before: &BTreeMap<String, usize>) {
             "before {before:#?}, after {:#?}",
             held()
         );
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 

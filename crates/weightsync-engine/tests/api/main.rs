@@ -80,7 +80,7 @@ fn until_all_have_left(sender: &Sender) {
             "{:?} are still there",
             sender.workers()
         );
-        thread::yield_now();
+        thread::sleep(Duration::from_millis(1));
     }
 }
 

@@ -38,7 +38,7 @@ impl Census {
         while (!self.processes().is_empty() || count("/proc/self/task") > self.threads)
             && Instant::now() < deadline
         {
-            std::thread::yield_now();
+            std::thread::sleep(std::time::Duration::from_millis(1));
         }
         let left = self.processes();
         let told: Vec<_> = left.iter().map(|pid| describe(*pid)).collect();
@@ -111,7 +111,7 @@ pub fn same_descriptors(before: &mut Option<[usize; 2]>, holds: bool) -> Result<
                 "it had {fds} descriptors and {maps} mapped segments, and has {fds_now} and {maps_now}"
             ));
         }
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
 }
 

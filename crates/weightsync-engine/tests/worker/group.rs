@@ -369,7 +369,7 @@ pub fn worker_that_keeps_dying_waits_for_its_end_event() {
     starts();
     workers.kill(0).expect("it can be killed");
     while workers.running() > 0 {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(1));
     }
     let exits = workers.shutdown(Some(longest()));
     assert_eq!(exits.len(), 1);

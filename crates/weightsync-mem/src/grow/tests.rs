@@ -113,7 +113,7 @@ fn a_slot_is_waited_for_before_one_more_is_made() {
     });
     // The sender sleeps: it has found no slot, and makes none.
     while !shared.header().sender.0.sleeping() {
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
     drop(first);
     let writer = sending.join().unwrap();

@@ -30,7 +30,7 @@ fn rejoining_worker_leaves_first() {
     let held = taken(&relay, worker);
     let again = joining(&address);
     while !relay.waits(first + 1) {
-        std::thread::yield_now();
+        std::thread::sleep(std::time::Duration::from_millis(1));
     }
     let events = relay.wait(within(20)).unwrap();
     let place = |is: fn(&Event) -> bool| events.iter().position(is);

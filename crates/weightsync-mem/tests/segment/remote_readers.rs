@@ -1,11 +1,12 @@
 //! Readers of other hosts, for whom somebody in the sender's process acts.
 
 use std::thread;
+use std::time::{Duration, Instant};
 
-use weightsync_core::{Epoch, WorkerId};
+use weightsync_core::{Epoch, Version, WorkerId};
 use weightsync_mem::{
     Delivery, Departure, Level, Models, Outcome, RemoteReader, RemoteReaderOptions, RemoteReaders,
-    Targets, Writer,
+    Targets, Want, Writer,
 };
 
 use crate::{address, outcomes, send, settle, slots, small, within, workers};
@@ -64,6 +65,34 @@ fn any_word_of_a_guest_wakes_its_wait() {
     let lines = settle(&writer, &publication);
     assert_eq!(lines[0].outcome, Outcome::Applied);
     assert_eq!(lines[1].outcome, Outcome::Applied);
+}
+
+/// The guest has the version already, and the wait may sleep when it asks for a later one.
+#[test]
+fn question_of_a_guest_ends_the_wait_for_it() {
+    let mut writer = small(&address(), 1, slots(2, 2));
+    let guest = join(&writer, 0, Delivery::Newest);
+    for question in 1..=20 {
+        let publication = send(&mut writer, &[0], &Targets::All);
+        let waiter = writer.waiter();
+        let begun = Instant::now();
+        let waits = thread::spawn(move || waiter.settle(&publication, Level::Applied, within(20)));
+        if question % 2 == 0 {
+            thread::sleep(Duration::from_millis(5));
+        }
+        // Each send is the next version.
+        let asks = Want::AtLeast {
+            model: 0,
+            version: Version(question + 1),
+        };
+        guest.ask(question, asks).unwrap();
+        let lines = waits.join().unwrap().unwrap();
+        assert_eq!(outcomes(&lines), [(0, Outcome::Asks)]);
+        assert!(
+            begun.elapsed() < Duration::from_secs(20),
+            "nothing ended the wait"
+        );
+    }
 }
 
 /// Readers that had a version; one that leaves in order has a single line.

@@ -294,7 +294,7 @@ fn place_that_was_cut_is_written_no_more() {
         while write_pieces(&socket, &[1; MAX_PIECE]).is_ok() {}
     });
     while file.metadata().unwrap().len() == 0 {
-        std::thread::yield_now();
+        std::thread::sleep(Duration::from_millis(1));
     }
     place.cut();
     let len = file.metadata().unwrap().len();
@@ -510,7 +510,7 @@ fn worker_in_the_middle_of_a_part_ends_with_its_trainer() {
     std::thread::scope(|scope| {
         let sending = scope.spawn(|| while joined.link.send_part(1, &[&bytes]).is_ok() {});
         while file.metadata().unwrap().len() == 0 {
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(1));
         }
         // The trainer reads nothing any more, and the worker may wait for room.
         place.cut();

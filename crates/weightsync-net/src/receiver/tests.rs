@@ -116,7 +116,7 @@ fn child_of_a_worker_ends_only_with_the_worker() {
         }
         assert!(Instant::now() < until, "the relay does not go");
         drop(state);
-        thread::yield_now();
+        thread::sleep(Duration::from_millis(1));
     }
     Shared::notice(&shared);
     assert!(shared.state().found.is_some());
@@ -150,7 +150,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
             break;
         }
         assert!(Instant::now() < until, "{status:#?}");
-        thread::yield_now();
+        thread::sleep(Duration::from_millis(1));
     }
     let mut weights = Tensors::new();
     weights.insert("bias", [2], vec![2.5_f32, 3.5]).unwrap();
@@ -484,7 +484,7 @@ fn impostor_at_the_address_does_not_end_a_background() {
                 break;
             }
             assert!(Instant::now() < until, "{complaint}");
-            thread::yield_now();
+            thread::sleep(Duration::from_millis(1));
         }
         drop(runtime);
     }

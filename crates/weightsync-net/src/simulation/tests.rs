@@ -14,8 +14,8 @@ use super::{Event, World};
 /// for what it changed. Others are drawn when `WEIGHTSYNC_SOAK` is set.
 const EVERY_DAY: u64 = 0x5eed;
 
-/// How many schedules, every day; ten times as many with `WEIGHTSYNC_SOAK=full`.
-const SCHEDULES: u64 = 1000;
+/// How many schedules, every day; 25 times as many with `WEIGHTSYNC_SOAK=full`.
+const SCHEDULES: u64 = 400;
 
 /// Schedules that failed before what they found was mended. They are the same schedules
 /// for as long as nothing is drawn in another order; what they found in an agent has a
@@ -290,7 +290,7 @@ fn worker_restarted_elsewhere_joins_at_any_time() {
 /// How many schedules, as `WEIGHTSYNC_SOAK` scales them.
 fn schedules() -> u64 {
     match std::env::var("WEIGHTSYNC_SOAK") {
-        Ok(text) if text == "full" => 10 * SCHEDULES,
+        Ok(text) if text == "full" => 25 * SCHEDULES,
         Ok(text) if !text.is_empty() => {
             let factor: f64 = text.parse().expect("WEIGHTSYNC_SOAK: a factor or `full`");
             ((SCHEDULES as f64 * factor) as u64).max(1)

@@ -187,7 +187,7 @@ fn late_digest_reaches_workers_that_join_later() {
         assert!(begun.elapsed() < soon(), "no digest is made");
         match sent.published_digest() {
             Some(made) => break made,
-            None => std::thread::yield_now(),
+            None => std::thread::sleep(Duration::from_millis(1)),
         }
     };
     assert_eq!(made, sent.digest());
@@ -216,7 +216,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
                 Some(other) => panic!("{other:?}"),
             }
             assert!(begun.elapsed() < soon(), "it does not come back");
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(1));
         };
         assert!(receive(&mut receiver) == value, "{report}");
         // The report reaches the sender after `receive` has returned.
@@ -227,7 +227,7 @@ fn a_worker_goes_on_where_its_connections_broke() {
                 break;
             }
             assert!(begun.elapsed() < soon(), "{status:?}");
-            std::thread::yield_now();
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 }
@@ -294,7 +294,7 @@ fn a_worker_that_asks_while_it_registers_again_waits() {
         let begun = Instant::now();
         while proxy.answered() < 80 || !sends(&mut sender, 2.0) {
             assert!(begun.elapsed() < soon(), "it does not come back");
-            thread::yield_now();
+            thread::sleep(Duration::from_millis(1));
         }
         let got = asks.join().expect("no panic").expect("its sender lives");
         assert!(got.is_some_and(|got| got.version() >= Version(2)));
@@ -316,7 +316,7 @@ fn a_worker_whose_connection_was_given_up_asks_again() {
         let begun = Instant::now();
         while proxy.answered() < 1 {
             assert!(begun.elapsed() < soon(), "it does not ask");
-            thread::yield_now();
+            thread::sleep(Duration::from_millis(1));
         }
         proxy.cut();
         while !sends(&mut sender, 2.0) {

@@ -83,6 +83,15 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
+/// The requests that are spoiled, one after the other: every third every day, and all in a soak.
+fn places() -> impl Iterator<Item = u64> {
+    let step = match std::env::var_os("WEIGHTSYNC_SOAK") {
+        Some(_) => 1,
+        None => 3,
+    };
+    (1..).step_by(step)
+}
+
 /// Weights that tell one number from another: some change with it, most do not.
 fn weights(number: u64, elements: usize) -> Tensors {
     let mut values: Vec<u32> = (0..elements as u32).collect();
@@ -215,7 +224,7 @@ fn spoil_saves(
         saved.expect("no fault yet");
     }
     let (mut number, mut failed) = (6, 0);
-    for at in 1.. {
+    for at in places() {
         proxy.arm(at, fault);
         let result = ledger.save(&mut writer, number, elements);
         let Some(spoiled) = proxy.disarm() else {
@@ -402,7 +411,7 @@ fn claims(proxy: &Proxy, fault: Fault) {
     let mut ledger = Ledger::default();
     let mut failed = 0;
     let mut number = 1;
-    for at in 1.. {
+    for at in places() {
         // A store that has asked for nothing yet.
         let store = store(name);
         proxy.arm(at, fault);
