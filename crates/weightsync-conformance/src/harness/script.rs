@@ -400,12 +400,14 @@ impl<'a> Script<'a> {
     }
 
     /// Takes what comes until it is this, in order. Older ones may be on their way to a
-    /// worker that is far from its sender; a near one is never given them.
+    /// worker that is far from its sender, and one that was given up and is back is given the
+    /// newest again; a near one is never given them.
     pub(crate) fn take_until(&mut self, worker: u32, take: &WorkerCommand, had: u64, word: u64) {
         let mut last = had;
         while last < word {
             let seen = self.deed(worker, take.clone()).seen();
-            let in_order = (last + 1..=word).contains(&seen.word());
+            let from = last + u64::from(self.is_near());
+            let in_order = (from..=word).contains(&seen.word());
             assert!(in_order, "{seen:?} after {last}");
             assert!(!self.is_near() || seen.word() == word, "{seen:?}");
             last = seen.word();
@@ -414,6 +416,25 @@ impl<'a> Script<'a> {
 
     pub(crate) fn pid(&self, process: usize) -> u32 {
         self.workers.pid(process).expect("it runs")
+    }
+
+    /// Has the trainer send this number to all, which have had `had`, and all of these workers
+    /// take it; see [`take_until`](Self::take_until). It is the trainer's first send that waits
+    /// for nobody.
+    pub(crate) fn deliver_after(
+        &mut self,
+        had: u64,
+        word: u64,
+        how: SendSettings,
+        workers: &[u32],
+    ) {
+        let send = TrainerCommand::SendAsync(Payload::Word(word), how);
+        self.act(send).began();
+        for worker in workers {
+            self.take_until(*worker, &self.take_deed(), had, word);
+        }
+        let sent = self.act(TrainerCommand::Await(0, None)).sent();
+        self.assert_applied(&sent, workers);
     }
 
     /// Kills a process, and waits until it is dead.

@@ -414,7 +414,7 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
     // What it held is whole, and what comes is the newest.
     assert_eq!(script.deed(0, WorkerCommand::Reread(3)).held()[0].word(), 1);
     assert_eq!(script.take(0).one(), (4, 4));
-    script.deliver_word(5, &[0, 1, 2]);
+    script.deliver_after(4, 5, SendSettings::default(), &[0, 1, 2]);
     script.close();
 }
 
@@ -491,14 +491,7 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         while script.take(0).word() < last {}
         script.until_status(|workers| workers.iter().all(|one| one.versions == [last]));
     }
-    for worker in 0..2 {
-        script.tell_worker(worker, WorkerCommand::Receive(None));
-    }
-    let sent = script.send(Payload::Word(14), passing);
-    for worker in 0..2 {
-        assert_eq!(script.answer_of(worker).seen().word(), 14);
-    }
-    script.assert_applied(&sent, &[0, 1]);
+    script.deliver_after(last, 14, passing, &[0, 1]);
     script.close();
 }
 

@@ -24,6 +24,9 @@ fn chain() {
     }
     stage.kill(Actor::Relay(1));
     stage.start_relay(1);
+    // The relay's worker may be looking for another route.
+    stage.send();
+    stage.until_all_newest();
     stage.send_everywhere();
     let status = stage.until_status("it is known", |status| status.relays.len() >= 3);
     assert!(status.served > 0);
