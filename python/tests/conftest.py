@@ -27,8 +27,8 @@ _ENDING = 10.0
 _ended = pytest.StashKey[list[str]]()
 _failed = pytest.StashKey[bool]()
 
-# Processes of fixtures that outlive a test, by number and time of their start.
-_kept: set[tuple[int, str]] = set()
+# Processes of fixtures that outlive a test, by number and time of their start; and their commands.
+_kept: dict[tuple[int, str], bytes] = {}
 
 _number = itertools.count()
 
@@ -37,7 +37,7 @@ def pytest_configure(config):
     config.stash[_ended] = []
     config.pluginmanager.register(_Fixtures())
     # What was there before the run is not a test's.
-    _kept.update(_below_this(_processes()))
+    _keep(_below_this(_processes()))
     # What tests start as programs imports `patience` too.
     places = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
@@ -86,7 +86,7 @@ class _Fixtures:
             return (yield)
         before = _below_this(_processes())
         result = yield
-        _kept.update(_below_this(_processes()) - before)
+        _keep(_below_this(_processes()) - before)
         return result
 
 
@@ -157,13 +157,27 @@ def _accounted(pid, parent, processes):
         return True
     while pid in processes:
         start, parent = processes[pid]
-        if (pid, start) in _kept:
+        if (pid, start) in _kept or _is_started_again(pid, parent, processes):
             return True
         # What a fork server forks is not its own.
         if _FORK_SERVER in _read(parent, "cmdline"):
             return False
         pid = parent
     return False
+
+
+def _keep(those):
+    _kept.update({one: _read(one[0], "cmdline") for one in those})
+
+
+def _is_started_again(pid, parent, processes):
+    """Whether it takes the place of a fixture's process, which a test has ended."""
+    command = _read(pid, "cmdline")
+    # The commands of multiprocessing's processes do not tell them apart.
+    if parent != os.getpid() or b"multiprocessing" in command:
+        return False
+    ended = (one for one in _kept if processes.get(one[0], ("",))[0] != one[1])
+    return any(_kept[one] == command for one in ended)
 
 
 def _below_this(processes):

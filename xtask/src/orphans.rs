@@ -4,18 +4,20 @@
 //! its environment has the mark of this step and that of a test, so nothing that another program
 //! started, or a compiler, is touched.
 //! Tests kill processes on purpose and look at what the children of these do, so a process that was
-//! adopted lives on while its test runs.
+//! adopted lives on while its test runs. Ctrl-C ends the run once nothing of the step is left.
 
 use std::fmt;
 use std::fs;
 use std::io;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag::{register, register_conditional_default};
 
 /// Marks what a step starts. Its value differs between steps.
 const MARK: &str = "WEIGHTSYNC_TEST_STEP";
@@ -34,6 +36,40 @@ const LOOK: Duration = Duration::from_millis(500);
 
 /// How long a process may take to end once its step has.
 const ENDING: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 20_000 });
+
+/// What Ctrl-C and SIGTERM do.
+static STOP: LazyLock<Stop> = LazyLock::new(Stop::new);
+
+struct Stop {
+    asked: Arc<AtomicBool>,
+    /// SIGTERM, which comes to this process alone. A terminal's Ctrl-C comes to the step too.
+    terminated: Arc<AtomicBool>,
+    /// Whether a signal ends this process at once: no step is watched.
+    at_once: Arc<AtomicBool>,
+}
+
+impl Stop {
+    fn new() -> Self {
+        let stop = Self {
+            asked: Arc::default(),
+            terminated: Arc::default(),
+            at_once: Arc::default(),
+        };
+        for signal in [SIGINT, SIGTERM] {
+            let (asked, at_once) = (stop.asked.clone(), stop.at_once.clone());
+            let registered = register_conditional_default(signal, at_once)
+                .and_then(|_| register(signal, asked))
+                .and_then(|_| match signal {
+                    SIGTERM => register(signal, stop.terminated.clone()).map(drop),
+                    _ => Ok(()),
+                });
+            if let Err(error) = registered {
+                eprintln!("warning: Ctrl-C leaves processes of tests behind: {error}");
+            }
+        }
+        stop
+    }
+}
 
 /// Looks after what one step starts.
 pub struct Watch {
@@ -63,17 +99,31 @@ impl Watch {
     /// Waits for the step. What a test leaves behind is ended meanwhile.
     pub fn until_it_ends(&self, step: &mut Child) -> io::Result<ExitStatus> {
         let root = step.id();
-        std::thread::scope(|scope| {
+        STOP.at_once.store(false, Ordering::SeqCst);
+        let status = std::thread::scope(|scope| {
             let (stop, stopped) = channel::<()>();
             scope.spawn(move || {
                 while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                     self.sweep(Some(root));
+                    if STOP.terminated.swap(false, Ordering::SeqCst)
+                        && let Some(step) = pid(root)
+                    {
+                        // It may have ended meanwhile.
+                        let _ = kill_process(step, Signal::TERM);
+                    }
                 }
             });
             let status = step.wait();
             drop(stop);
             status
-        })
+        });
+        if STOP.asked.load(Ordering::SeqCst) {
+            while self.sweep(None) > 0 {}
+            // As a shell says that a signal ended a command.
+            std::process::exit(130);
+        }
+        STOP.at_once.store(true, Ordering::SeqCst);
+        status
     }
 
     /// Ends what is left once the step has ended, and says what was ended.
@@ -204,7 +254,7 @@ impl Process {
     }
 
     fn id(&self) -> Option<Pid> {
-        i32::try_from(self.pid).ok().and_then(Pid::from_raw)
+        pid(self.pid)
     }
 }
 
@@ -218,6 +268,10 @@ impl fmt::Display for Process {
             None => Ok(()),
         }
     }
+}
+
+fn pid(number: u32) -> Option<Pid> {
+    i32::try_from(number).ok().and_then(Pid::from_raw)
 }
 
 /// The words of a file of a process that ends each with a zero byte.
@@ -239,6 +293,8 @@ fn processes() -> Vec<Process> {
 
 #[cfg(all(test, target_os = "linux"))]
 mod tests {
+    use std::process::Stdio;
+
     use super::*;
     use crate::step;
 
@@ -286,6 +342,39 @@ mod tests {
         ));
         assert_eq!(ended.len(), 2, "{ended:?}");
         assert!(file.path().join("lived").exists(), "{ended:?}");
+    }
+
+    #[test]
+    fn run_that_is_terminated_leaves_nothing_behind() {
+        const INNER: &str = "WEIGHTSYNC_INNER_RUN";
+        if std::env::var_os(INNER).is_some() {
+            left_by("setsid sleep 86394 & sleep 86393");
+            panic!("the signal ends this process");
+        }
+        let sleeps = || {
+            let all = processes();
+            let mut commands = all.iter().map(|one| words(one.pid, "cmdline"));
+            commands.any(|words| {
+                words
+                    .iter()
+                    .any(|word| ["86394", "86393"].contains(&&**word))
+            })
+        };
+        let test = "orphans::tests::run_that_is_terminated_leaves_nothing_behind";
+        let program = std::env::current_exe().expect("this program");
+        let mut inner = Command::new(program);
+        inner
+            .args(["--exact", test])
+            .env(INNER, "1")
+            .stdout(Stdio::null());
+        let mut inner = inner.spawn().expect("this program, once more");
+        while !sleeps() {
+            std::thread::sleep(LOOK / 10);
+        }
+        let number = pid(inner.id()).expect("its number");
+        kill_process(number, Signal::TERM).expect("it runs");
+        assert_eq!(inner.wait().expect("its end").code(), Some(130));
+        assert!(!sleeps());
     }
 
     #[test]

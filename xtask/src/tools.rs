@@ -14,8 +14,8 @@ use crate::step;
 /// Runs the tests: one process per test, a time limit on each.
 pub const NEXTEST: Tool = Tool {
     name: "cargo-nextest",
-    // The first with a leak limit that fails the test.
-    at_least: Version(0, 9, 95),
+    // Older ones may not name the attempt that a test is, which `orphans` reads.
+    at_least: Version(0, 9, 138),
     install: Version(0, 9, 143),
 };
 

@@ -24,7 +24,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def places():
+def importable():
     """Ray's processes find what they import."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -33,7 +33,7 @@ def places():
 
 
 @pytest.fixture(scope="module")
-def cluster(alone, places):
+def cluster(alone, importable):
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 

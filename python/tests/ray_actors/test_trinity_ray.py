@@ -137,7 +137,7 @@ class Member(Party):
 
 
 @pytest.fixture(scope="module")
-def cluster(alone, places):
+def cluster(alone, importable):
     ray = pytest.importorskip("ray")
     # Sockets lie below it, whose paths may not be long.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")

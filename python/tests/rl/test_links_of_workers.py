@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from counting import Counting, zeros
 import weightsync
 from weightsync import rl
 from weightsync._native import TrainerLink, TrainerPort
-from weightsync.rl import _remote
+from weightsync.rl import _remote, worker
 
 #: The columns of a worker that keeps to its orders.
 COLUMNS: list[Any] = [
@@ -195,17 +195,26 @@ def test_forked_child_does_not_touch_a_workers_link() -> None:
         ("", "ended before"),
     ],
 )
-def test_line_of_no_trainer_is_refused(line: str, words: str) -> None:
-    command = [sys.executable, "-m", "weightsync.rl.worker"]
-    ended = subprocess.run(command, input=line and line + "\n", capture_output=True, text=True)
-    assert ended.returncode != 0
-    assert words in ended.stderr
-    assert not {"Traceback", "sesame"} & set(ended.stderr.replace('"', " ").split())
+def test_line_of_no_trainer_is_refused(
+    line: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line.encode())))
+    assert ended([]) != 0
+    said = capsys.readouterr().err
+    assert words in said
+    assert not {"Traceback", "sesame"} & set(said.replace('"', " ").split())
 
 
 @pytest.mark.parametrize("number", ["-1", "1.5", str(1 << 32)])
-def test_number_of_no_worker_is_refused(number: str) -> None:
-    command = [sys.executable, "-m", "weightsync.rl.worker", "--join", "127.0.0.1:1", "--worker"]
-    ended = subprocess.run([*command, number], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert "expected a number from 0 on" in ended.stderr or "expected one argument" in ended.stderr
+def test_number_of_no_worker_is_refused(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(["--join", "127.0.0.1:1", "--worker", number]) == 2
+    said = capsys.readouterr().err
+    assert "expected a number from 0 on" in said or "expected one argument" in said
+
+
+def ended(arguments: list[str]) -> Any:
+    """The exit status of the command."""
+    try:
+        return worker.main(arguments)
+    except SystemExit as end:
+        return end.code
