@@ -49,9 +49,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Leaves out what tests another package and what is for soaks, unless it is asked for."""
-    if config.getoption("markexpr") or any("::" in one for one in config.args):
+    if config.getoption("markexpr"):
         return
-    out = [item for item in items if any(map(item.get_closest_marker, ("peers", "soak")))]
+    named = tuple(one for one in config.args if "::" in one)
+    marked = (item for item in items if any(map(item.get_closest_marker, ("peers", "soak"))))
+    out = [item for item in marked if not item.nodeid.startswith(named)]
     if len(out) < len(items):
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]
@@ -173,8 +175,9 @@ def _keep(those):
 def _is_started_again(pid, parent, processes):
     """Whether it takes the place of a fixture's process, which a test has ended."""
     command = _read(pid, "cmdline")
-    # The commands of multiprocessing's processes do not tell them apart.
-    if parent != os.getpid() or b"multiprocessing" in command:
+    # The commands of multiprocessing's processes, and of forked ones, do not tell them apart.
+    is_own = command and command != _read(os.getpid(), "cmdline")
+    if parent != os.getpid() or not is_own or b"multiprocessing" in command:
         return False
     ended = (one for one in _kept if processes.get(one[0], ("",))[0] != one[1])
     return any(_kept[one] == command for one in ended)

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag::{register, register_conditional_default};
+use signal_hook::flag::{register_conditional_default, register_usize};
 
 /// Marks what a step starts. Its value differs between steps.
 const MARK: &str = "WEIGHTSYNC_TEST_STEP";
@@ -37,38 +37,50 @@ const LOOK: Duration = Duration::from_millis(500);
 /// How long a process may take to end once its step has.
 const ENDING: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 20_000 });
 
+/// How long a step may take to end after Ctrl-C, before it is told again, and after that.
+const STOPPING: Duration = Duration::from_secs(5);
+
 /// What Ctrl-C and SIGTERM do.
 static STOP: LazyLock<Stop> = LazyLock::new(Stop::new);
 
+/// The signal that has come, or 0. Where no step is watched, a signal ends this process at once.
 struct Stop {
-    asked: Arc<AtomicBool>,
-    /// SIGTERM, which comes to this process alone. A terminal's Ctrl-C comes to the step too.
-    terminated: Arc<AtomicBool>,
-    /// Whether a signal ends this process at once: no step is watched.
+    signal: Arc<AtomicUsize>,
     at_once: Arc<AtomicBool>,
 }
 
 impl Stop {
     fn new() -> Self {
         let stop = Self {
-            asked: Arc::default(),
-            terminated: Arc::default(),
-            at_once: Arc::default(),
+            signal: Arc::default(),
+            at_once: Arc::new(AtomicBool::new(true)),
         };
+        let ignored = ignored_signals();
         for signal in [SIGINT, SIGTERM] {
-            let (asked, at_once) = (stop.asked.clone(), stop.at_once.clone());
+            // A shell has what it runs in the background ignore Ctrl-C.
+            if ignored >> (signal - 1) & 1 == 1 {
+                continue;
+            }
+            let (come, at_once) = (stop.signal.clone(), stop.at_once.clone());
             let registered = register_conditional_default(signal, at_once)
-                .and_then(|_| register(signal, asked))
-                .and_then(|_| match signal {
-                    SIGTERM => register(signal, stop.terminated.clone()).map(drop),
-                    _ => Ok(()),
-                });
+                .and_then(|_| register_usize(signal, come, signal as usize));
             if let Err(error) = registered {
                 eprintln!("warning: Ctrl-C leaves processes of tests behind: {error}");
             }
         }
         stop
     }
+
+    fn signal(&self) -> Option<usize> {
+        Some(self.signal.load(Ordering::SeqCst)).filter(|signal| *signal > 0)
+    }
+}
+
+fn ignored_signals() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .unwrap_or(0)
 }
 
 /// Looks after what one step starts.
@@ -81,6 +93,7 @@ impl Watch {
     /// Marks the step, which has not been started.
     pub fn begin(command: &mut Command) -> Self {
         static STEPS: AtomicUsize = AtomicUsize::new(0);
+        STOP.at_once.store(false, Ordering::SeqCst);
         let own = rustix::process::getpid();
         // Only Linux has it. Without it a step leaves behind what it always did.
         #[cfg(target_os = "linux")]
@@ -99,34 +112,25 @@ impl Watch {
     /// Waits for the step. What a test leaves behind is ended meanwhile.
     pub fn until_it_ends(&self, step: &mut Child) -> io::Result<ExitStatus> {
         let root = step.id();
-        STOP.at_once.store(false, Ordering::SeqCst);
-        let status = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let (stop, stopped) = channel::<()>();
             scope.spawn(move || {
+                let mut asked = None;
                 while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
                     self.sweep(Some(root));
-                    if STOP.terminated.swap(false, Ordering::SeqCst)
-                        && let Some(step) = pid(root)
-                    {
-                        // It may have ended meanwhile.
-                        let _ = kill_process(step, Signal::TERM);
+                    if let Some(signal) = STOP.signal() {
+                        stop_step(root, signal, &mut asked);
                     }
                 }
             });
             let status = step.wait();
             drop(stop);
             status
-        });
-        if STOP.asked.load(Ordering::SeqCst) {
-            while self.sweep(None) > 0 {}
-            // As a shell says that a signal ended a command.
-            std::process::exit(130);
-        }
-        STOP.at_once.store(true, Ordering::SeqCst);
-        status
+        })
     }
 
-    /// Ends what is left once the step has ended, and says what was ended.
+    /// Ends what is left once the step has ended, and says what was ended. Ends this process where a
+    /// signal asked for it.
     pub fn end(self) -> Vec<String> {
         // What serves a process, as multiprocessing's helpers do, ends a moment after it.
         let until = Instant::now() + ENDING;
@@ -135,6 +139,11 @@ impl Watch {
         }
         // The children of a process that is ended are adopted in turn.
         while self.sweep(None) > 0 {}
+        STOP.at_once.store(true, Ordering::SeqCst);
+        if let Some(signal) = STOP.signal() {
+            // As a shell says that a signal ended a command.
+            std::process::exit(128 + signal as i32);
+        }
         self.ended
             .into_inner()
             .unwrap_or_else(PoisonError::into_inner)
@@ -154,9 +163,10 @@ impl Watch {
         left
     }
 
-    /// Whether a test of this step has started it.
+    /// Whether a test of this step has started it; or the step itself, which a signal has ended.
     fn started(&self, process: &Process) -> bool {
-        process.variable(MARK) == Some(&self.mark) && process.is_of_a_test()
+        let of_step = process.variable(MARK) == Some(&self.mark);
+        of_step && (process.is_of_a_test() || STOP.signal().is_some())
     }
 
     /// Ends the adopted processes whose test has ended, and returns their number. `step` is the
@@ -181,6 +191,22 @@ impl Watch {
             }
         }
         ended
+    }
+}
+
+/// Has a step end. A terminal's Ctrl-C has told it already; another signal came to this process alone.
+fn stop_step(step: u32, signal: usize, asked: &mut Option<(Instant, usize)>) {
+    let (since, times) =
+        asked.get_or_insert((Instant::now(), usize::from(signal == SIGINT as usize)));
+    let step = pid(step).filter(|_| since.elapsed() >= STOPPING * *times as u32);
+    if let Some(step) = step {
+        let how = match *times {
+            0 | 1 => Signal::INT,
+            _ => Signal::KILL,
+        };
+        *times += 1;
+        // It may have ended meanwhile.
+        let _ = kill_process(step, how);
     }
 }
 
@@ -346,35 +372,33 @@ mod tests {
 
     #[test]
     fn run_that_is_terminated_leaves_nothing_behind() {
+        /// How long the inner run's processes sleep, which tells them from others.
         const INNER: &str = "WEIGHTSYNC_INNER_RUN";
-        if std::env::var_os(INNER).is_some() {
-            left_by("setsid sleep 86394 & sleep 86393");
+        if let Ok(long) = std::env::var(INNER) {
+            left_by(&format!("setsid sleep {long} & exec sleep {long}"));
             panic!("the signal ends this process");
         }
-        let sleeps = || {
-            let all = processes();
-            let mut commands = all.iter().map(|one| words(one.pid, "cmdline"));
-            commands.any(|words| {
-                words
-                    .iter()
-                    .any(|word| ["86394", "86393"].contains(&&**word))
-            })
+        let long = (90_000 + std::process::id()).to_string();
+        let sleeping = || {
+            let all = processes().into_iter();
+            all.filter(|one| words(one.pid, "cmdline").contains(&long))
+                .collect::<Vec<_>>()
         };
         let test = "orphans::tests::run_that_is_terminated_leaves_nothing_behind";
         let program = std::env::current_exe().expect("this program");
         let mut inner = Command::new(program);
-        inner
-            .args(["--exact", test])
-            .env(INNER, "1")
-            .stdout(Stdio::null());
-        let mut inner = inner.spawn().expect("this program, once more");
-        while !sleeps() {
+        let inner = inner.args(["--exact", test]).env(INNER, &long);
+        let mut inner = inner.stdout(Stdio::null()).spawn().expect("this program");
+        while sleeping().len() < 2 && inner.try_wait().expect("its state").is_none() {
             std::thread::sleep(LOOK / 10);
         }
         let number = pid(inner.id()).expect("its number");
-        kill_process(number, Signal::TERM).expect("it runs");
-        assert_eq!(inner.wait().expect("its end").code(), Some(130));
-        assert!(!sleeps());
+        kill_process(number, Signal::TERM).expect("it is not reaped");
+        let ended = inner.wait().expect("its end");
+        let left = sleeping();
+        left.iter().for_each(Process::end);
+        assert_eq!(ended.code(), Some(128 + SIGTERM));
+        assert!(left.is_empty(), "{left:?}");
     }
 
     #[test]

@@ -20,6 +20,9 @@ const MODULE: &str = "weightsync._native";
 /// tests that no other has begun, and tests that share a fixture of their file stay together.
 const SIDE_BY_SIDE: &[&str] = &["--numprocesses=4", "--dist=loadscope"];
 
+/// Everything but TorchRL's own schemes.
+const WITH_SOAKS: [&str; 2] = ["-m", "not peers"];
+
 /// Builds and installs the package, and tests it with the environment of the tests.
 ///
 /// `timeout` is the limit of each test in seconds where it is not that of pyproject.toml. `is_whole`:
@@ -47,7 +50,7 @@ pub fn all(places: &Places, report: &mut Report, timeout: Option<u32>, is_whole:
             let mut tests = timed(tests, timeout);
             tests.args(SIDE_BY_SIDE);
             if is_whole {
-                tests.args(["-m", "not peers"]);
+                tests.args(WITH_SOAKS);
             }
             let runner = Runner::Pytest { with: None };
             report.tests(places, "python", alone, runner, &mut tests);
@@ -92,6 +95,9 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
             }
             let own = installed(places, Profile::Tests)?;
             let mut tests = command(places, &own)?;
+            if test::is_soak()? && !chosen.contains(&"-m") {
+                tests.args(WITH_SOAKS);
+            }
             step::run_tests("python", tests.args(chosen)).0.map(drop)
         }
     }

@@ -31,7 +31,7 @@ pub fn run_tests(name: &str, command: &mut Command) -> (Result<Duration, Error>,
     begin(name, command);
     let begun = Instant::now();
     let outcome = match command.stdin(Stdio::null()).spawn().map_err(start(name)) {
-        Err(error) => return (Err(error), Vec::new()),
+        Err(error) => return (Err(error), watch.end()),
         Ok(mut child) => watch
             .until_it_ends(&mut child)
             .map_err(start(name))

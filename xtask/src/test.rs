@@ -21,6 +21,9 @@ use crate::tools;
 /// The variable that says how long the long tests run. The tests read it themselves.
 const SOAK: &str = "WEIGHTSYNC_SOAK";
 
+/// The variable that has a test try all that it can, where it tries a part every day.
+const WHOLE: &str = "WEIGHTSYNC_WHOLE";
+
 /// The variable that says which Python has what [`python::OBJECTS`] has.
 pub const OBJECTS_PYTHON: &str = "WEIGHTSYNC_OBJECTS_PYTHON";
 
@@ -162,7 +165,7 @@ fn rust(places: &Places, report: &mut Report, extent: Extent) -> Result<(), Erro
     let mut tests = nextest(places, profile)?;
     tests.args(["--workspace", "--exclude", "weightsync-python"]);
     if extent.is_whole() {
-        tests.arg("--ignore-default-filter");
+        tests.arg("--ignore-default-filter").env(WHOLE, "1");
     }
     let runner = Runner::Nextest { profile };
     report.tests(places, "rust", "cargo xtask test rust", runner, &mut tests);
@@ -185,6 +188,10 @@ fn nextest(places: &Places, profile: &str) -> Result<Command, Error> {
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     let mut tests = nextest(places, soak.nextest_profile())?;
+    if !args.is_empty() {
+        // Also what is left to soaks.
+        tests.arg("--ignore-default-filter");
+    }
     if !args.iter().any(|arg| ["-p", "--package"].contains(arg)) {
         tests.args(["--workspace", "--exclude", "weightsync-python"]);
     }
@@ -213,6 +220,12 @@ pub fn quick(places: &Places) -> Result<(), Error> {
 struct Extent {
     soak: Soak,
     all: bool,
+}
+
+/// Whether the environment asks for what is else left to soaks.
+pub fn is_soak() -> Result<bool, Error> {
+    let soak = Soak::parse(std::env::var_os(SOAK))?;
+    Ok(Extent { soak, all: false }.is_whole())
 }
 
 impl Extent {

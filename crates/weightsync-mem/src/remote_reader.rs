@@ -357,6 +357,8 @@ impl RemoteReader {
     pub fn withdraw(&self) {
         if self.shared.header.map.usable().is_ok() {
             self.shared.state().plan.withdraw(self.key);
+            // The sender may wait for the slot of an answer.
+            self.wake_sender();
         }
     }
 

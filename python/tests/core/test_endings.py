@@ -6,12 +6,12 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import weightsync
 from actors import Raised
 from ends import LONG, PUSHING, Net, all_ended, beside, meet
-from patience import patience
 
 # Each has another way of telling the sender.
 SCHEMES = ["shared-mem", "distributed:share=none", "rpc", "rpc:initial=connect"]
@@ -205,6 +205,9 @@ def test_worker_that_leaves_after_connect_counts(scheme):
 
 
 class Dies:
+    def is_there(self):
+        return True
+
     def join(self, info):
         self.receiver = worker(info, 1)
         self.receiver.connect(timeout=LONG)
@@ -213,14 +216,17 @@ class Dies:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_worker_that_joined_and_was_killed_is_named(actor, scheme):
     dies = actor(Dies)
+    assert dies.ask("is_there")
     with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
         raised = []
 
         def connect():
-            with pytest.raises(weightsync.DeadlineError) as error:
-                # All of it passes, for worker 0 never comes.
-                sender.connect([0, 1], timeout=patience(0.5))
-            raised.append(error.value)
+            until = time.monotonic() + LONG
+            while time.monotonic() < until and "died" not in str(raised):
+                # Worker 0 never comes.
+                with pytest.raises(weightsync.DeadlineError) as error:
+                    sender.connect([0, 1], timeout=1.0)
+                raised[:] = [error.value]
 
         waits = threading.Thread(target=connect)
         waits.start()

@@ -77,6 +77,14 @@ def server(checkpoint: Path) -> Iterator[Server]:
     made.kill()
 
 
+@pytest.fixture
+def fresh(checkpoint: Path) -> Iterator[Server]:
+    """A server that has had no version."""
+    made = Server(checkpoint)
+    yield made
+    made.kill()
+
+
 def tokens(model: LlamaForCausalLM) -> list[int]:
     ids = torch.tensor([[1, 5, 9]])
     with torch.no_grad():
@@ -122,8 +130,9 @@ def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_pa
 
 @pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.soak), 1])
 def test_refused_load_brings_the_old_weights_back(
-    server: Server, checkpoint: Path, before: int
+    request: pytest.FixtureRequest, checkpoint: Path, before: int
 ) -> None:
+    server: Server = request.getfixturevalue("server" if before else "fresh")
     model = llama(1)
     with weightsync.Sender(model) as sender:
         trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)])
@@ -220,12 +229,8 @@ def test_redirect_is_no_success(server: Server, checkpoint: Path) -> None:
     ("path", "outcome", "words"),
     [
         ("/cut", "dead", "IncompleteRead"),
-        pytest.param(
-            "/no-json", "held", "answered with text that is not JSON", marks=pytest.mark.soak
-        ),
-        pytest.param(
-            "/long", "held", "answered with more than 1,048,576 bytes", marks=pytest.mark.soak
-        ),
+        ("/no-json", "held", "answered with text that is not JSON"),
+        ("/long", "held", "answered with more than 1,048,576 bytes"),
     ],
 )
 def test_broken_answer_is_no_success(

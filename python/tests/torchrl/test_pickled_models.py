@@ -8,9 +8,9 @@ from crew import bounded
 @pytest.mark.parametrize(
     ("size", "mode"),
     [
-        ("small", "bind"),
+        ("large", "bind"),
+        pytest.param("small", "bind", marks=pytest.mark.soak),
         pytest.param("small", "copy", marks=pytest.mark.soak),
-        pytest.param("large", "bind", marks=pytest.mark.soak),
         pytest.param("large", "copy", marks=pytest.mark.soak),
     ],
 )

@@ -400,17 +400,20 @@ impl<'a> Script<'a> {
     }
 
     /// Takes what comes until it is this, in order. Older ones may be on their way to a
-    /// worker that is far from its sender, and one that was given up and is back is given the
-    /// newest again; a near one is never given them.
+    /// worker that is far from its sender; a near one is never given them.
     pub(crate) fn take_until(&mut self, worker: u32, take: &WorkerCommand, had: u64, word: u64) {
-        let mut last = had;
-        while last < word {
+        self.take_from(had + 1, worker, take, word);
+    }
+
+    /// The same, where the first is this one or a later one.
+    fn take_from(&mut self, first: u64, worker: u32, take: &WorkerCommand, word: u64) {
+        let mut from = first;
+        while from <= word {
             let seen = self.deed(worker, take.clone()).seen();
-            let from = last + u64::from(self.is_near());
             let in_order = (from..=word).contains(&seen.word());
-            assert!(in_order, "{seen:?} after {last}");
+            assert!(in_order, "{seen:?}, and not one from {from} on");
             assert!(!self.is_near() || seen.word() == word, "{seen:?}");
-            last = seen.word();
+            from = seen.word() + 1;
         }
     }
 
@@ -419,8 +422,8 @@ impl<'a> Script<'a> {
     }
 
     /// Has the trainer send this number to all, which have had `had`, and all of these workers
-    /// take it; see [`take_until`](Self::take_until). It is the trainer's first send that waits
-    /// for nobody.
+    /// take it. A worker that is far from its sender may have been given up: one that is back is
+    /// given the version again that it had. It is the trainer's first send that waits for nobody.
     pub(crate) fn deliver_after(
         &mut self,
         had: u64,
@@ -431,7 +434,8 @@ impl<'a> Script<'a> {
         let send = TrainerCommand::SendAsync(Payload::Word(word), how);
         self.act(send).began();
         for worker in workers {
-            self.take_until(*worker, &self.take_deed(), had, word);
+            let first = had + u64::from(self.is_near());
+            self.take_from(first, *worker, &self.take_deed(), word);
         }
         let sent = self.act(TrainerCommand::Await(0, None)).sent();
         self.assert_applied(&sent, workers);

@@ -67,7 +67,7 @@ fn any_word_of_a_guest_wakes_its_wait() {
     assert_eq!(lines[1].outcome, Outcome::Applied);
 }
 
-/// The guest has the version already, and the wait may sleep when it asks for a later one.
+/// The wait may sleep when the guest asks for a later version.
 #[test]
 fn question_of_a_guest_ends_the_wait_for_it() {
     let mut writer = small(&address(), 1, slots(2, 2));

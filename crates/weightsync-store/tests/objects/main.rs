@@ -83,13 +83,13 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// The requests that are spoiled, one after the other: every third every day, and all in a soak.
-fn places() -> impl Iterator<Item = u64> {
-    let step = match std::env::var_os("WEIGHTSYNC_SOAK") {
-        Some(_) => 1,
-        None => 3,
-    };
-    (1..).step_by(step)
+/// The requests that a fault spoils, one after the other: every third every day, and all of them
+/// where a run leaves nothing out. Together the faults spoil every request.
+fn places(fault: Fault) -> impl Iterator<Item = u64> {
+    match std::env::var_os("WEIGHTSYNC_WHOLE") {
+        Some(_) => (1..).step_by(1),
+        None => (1 + fault as u64 % 3..).step_by(3),
+    }
 }
 
 /// Weights that tell one number from another: some change with it, most do not.
@@ -224,7 +224,7 @@ fn spoil_saves(
         saved.expect("no fault yet");
     }
     let (mut number, mut failed) = (6, 0);
-    for at in places() {
+    for at in places(fault) {
         proxy.arm(at, fault);
         let result = ledger.save(&mut writer, number, elements);
         let Some(spoiled) = proxy.disarm() else {
@@ -254,7 +254,7 @@ fn spoil_saves(
     assert_eq!(newest(&store), before);
     // What is denied is not tried again, and everything else is.
     match fault {
-        Fault::Denied => assert!(failed > 2, "{failed}"),
+        Fault::Denied => assert!(failed > 0),
         _ => assert_eq!(failed, 0),
     }
 }
@@ -405,13 +405,13 @@ fn careless(proxy: &Proxy, fault: Fault) {
     }
 }
 
-/// Spoils every request of a claim and the first save after it.
+/// Spoils the requests of a claim and of the first save after it.
 fn claims(proxy: &Proxy, fault: Fault) {
     let name = "claims";
     let mut ledger = Ledger::default();
     let mut failed = 0;
     let mut number = 1;
-    for at in places() {
+    for at in places(fault) {
         // A store that has asked for nothing yet.
         let store = store(name);
         proxy.arm(at, fault);
