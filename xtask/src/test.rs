@@ -97,7 +97,7 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str], all: bool) ->
     eprintln!("build output: {}", places.target().display());
     if names.is_empty() {
         eprintln!(
-            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 10 \
+            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 15 \
              minutes on 2 quiet cores. The first run also builds everything and downloads some 1 \
              GB, which takes longer than the tests. `cargo xtask test quick` takes a minute once \
              it is built"

@@ -346,8 +346,8 @@ mod tests {
     #[test]
     fn tool_needs_the_same_minor_and_a_recent_patch() {
         let cases = [
-            (Version(0, 9, 94), false),
-            (Version(0, 9, 95), true),
+            (Version(0, 9, 137), false),
+            (Version(0, 9, 138), true),
             (Version(0, 9, 143), true),
             (Version(0, 10, 0), false),
             (Version(1, 9, 100), false),
