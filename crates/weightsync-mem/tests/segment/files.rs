@@ -1,5 +1,9 @@
 //! Senders that may have few files open, in processes of their own.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use weightsync_mem::{CopyOptions, Error, Reader, raise_files};
 
@@ -42,12 +46,17 @@ fn sender_raises_its_limit_for_a_thousand_workers() {
 fn a_sender_out_of_files_does_not_blame_its_workers() {
     const WORKERS: u32 = 60;
     let address = address();
+    let gone = Arc::new(AtomicBool::new(false));
     let coming = std::thread::spawn({
-        let address = address.clone();
+        let (address, gone) = (address.clone(), gone.clone());
         move || {
-            let join = |worker| Reader::attach(&attach(&address, worker), within(2));
-            let joined = (0..WORKERS).map_while(|worker| join(worker).ok());
-            joined.collect::<Vec<_>>()
+            let mut joined = Vec::new();
+            while joined.len() < WORKERS as usize && !gone.load(Ordering::Relaxed) {
+                let soon = Some(Instant::now() + Duration::from_secs(1));
+                let info = attach(&address, joined.len() as u32);
+                joined.extend(Reader::attach(&info, soon));
+            }
+            joined
         }
     });
     let sender = Parent::fork(|| {
@@ -66,5 +75,6 @@ fn a_sender_out_of_files_does_not_blame_its_workers() {
         std::mem::forget(writer);
     });
     drop(sender);
+    gone.store(true, Ordering::Relaxed);
     assert!(coming.join().unwrap().len() < WORKERS as usize);
 }

@@ -225,10 +225,11 @@ fn parent_is_not_blamed_for_blocks_taken_elsewhere() {
         asked.recv_timeout(LONG).unwrap();
         // As a stopped fetch takes them, after this one has requested them.
         let taken = [1, 2, 5].map(|index| child.slot.take(index).unwrap());
-        go.notify_one();
         if keeps {
             taken.into_iter().for_each(BlockWrite::keep);
+            go.notify_one();
         } else {
+            go.notify_one();
             // Block 4 comes after 1 and 2 were skipped.
             let came = || child.slot.read(4).is_some();
             child.store.wait_until(came, LONG);
