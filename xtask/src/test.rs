@@ -100,7 +100,7 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str], all: bool) ->
     eprintln!("build output: {}", places.target().display());
     if names.is_empty() {
         eprintln!(
-            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 15 \
+            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 20 \
              minutes on 2 quiet cores. The first run also builds everything and downloads some 1 \
              GB, which takes longer than the tests. `cargo xtask test quick` takes a minute once \
              it is built"
@@ -191,8 +191,8 @@ fn nextest(places: &Places, profile: &str) -> Result<Command, Error> {
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     let mut tests = nextest(places, soak.nextest_profile())?;
-    if !args.is_empty() {
-        // Also what is left to soaks.
+    if args.iter().any(|arg| ["-E", "--filterset"].contains(arg)) {
+        // A test that is named runs, also where it is left to soaks.
         tests.arg("--ignore-default-filter");
     }
     if !args.iter().any(|arg| ["-p", "--package"].contains(arg)) {

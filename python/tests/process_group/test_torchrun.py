@@ -36,7 +36,6 @@ def test_sharded_trainer_sends_whole_tensors(kind):
     assert said.count("is done") == 4
 
 
-@pytest.mark.soak
 def test_late_trainer_rank_is_named_and_group_goes_on():
     said = torchrun(HERE / "trainers.py", "late")
     assert said.count("is done") == 4

@@ -293,8 +293,7 @@ def test_batches_have_the_shapes_of_others(cat_results: Any, count: int | None) 
         assert mine._batch_size() == theirs.next().batch_size
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("restart", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_killed_worker_is_replaced(restart: bool) -> None:
     policy = rl.MLP(4, 2)
     envs = [rl.BuiltinEnv("CartPole-v1", 4)] * 2

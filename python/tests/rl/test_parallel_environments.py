@@ -52,7 +52,6 @@ def test_parallel_frames_equal_serial_ones(settings: dict[str, Any]) -> None:
             assert np.array_equal(parallel.columns()[key], value), key
 
 
-@pytest.mark.soak
 def test_parallel_environments_have_nested_columns() -> None:
     env = rl.ParallelEnv(2, Pixels, context="spawn")
     with rl.Collector(

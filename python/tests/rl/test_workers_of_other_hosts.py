@@ -96,7 +96,6 @@ def test_weights_reach_workers_before_their_next_part() -> None:
             assert collector.update_policy_weights_(policy.choose((version + 1) % 3)).all_applied
 
 
-@pytest.mark.soak
 def test_first_worker_comes_first() -> None:
     with rl.DistributedDataCollector([Counting] * 2, zeros, frames_per_batch=10) as collector:
         assert isinstance(collector, rl.MultiAsyncCollector)
@@ -259,7 +258,6 @@ def test_launcher_that_fails_is_reported() -> None:
         )
 
 
-@pytest.mark.soak
 def test_launcher_is_a_command_for_each_host(tmp_path: Path) -> None:
     told = ["sh", "-c", f'echo $1 $2 > {tmp_path}/$2; exec "$0" -m weightsync.rl.worker']
     command = [*told, sys.executable, "{host}", "{worker}"]
@@ -279,7 +277,6 @@ def launcher(script: str, *arguments: object) -> list[str]:
     return ["sh", "-c", script, sys.executable, *map(str, arguments)]
 
 
-@pytest.mark.soak
 def test_launcher_of_a_dead_host_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,6 @@ def test_each_process_restarts_and_carries_on(world, method):
     assert server.process.wait(60) == 128 + signal.SIGTERM
 
 
-@pytest.mark.soak
 def test_nccl_processes_restart_and_meet_again(world):
     server = world.serve("nccl")
     trainer, _ = world.trainer("nccl")
