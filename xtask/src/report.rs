@@ -1,5 +1,5 @@
 //! What a run has done: every step runs, whatever became of the steps before it, and the last lines
-//! name all that failed, each with the command that runs it alone.
+//! name all that failed, each with its reason and the command that runs it alone.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -10,6 +10,9 @@ use std::time::{Duration, Instant};
 use crate::error::Error;
 use crate::places::Places;
 use crate::step;
+
+/// How many lines of a failed test's report are repeated at the end.
+const LAST_LINES: usize = 12;
 
 /// The steps of one run, in their order.
 #[derive(Debug)]
@@ -180,6 +183,9 @@ impl Report {
         for step in failed {
             for test in &step.tests.failed {
                 let _ = writeln!(text, "   {}\n      {}", test.name, test.alone);
+                for line in &test.why {
+                    let _ = writeln!(text, "      | {line}");
+                }
             }
             let why = step.failure.as_deref().unwrap_or_default();
             let _ = writeln!(text, "   {}: {why}\n      {}", step.name, step.alone);
@@ -234,6 +240,8 @@ struct Tests {
 struct FailedTest {
     name: String,
     alone: String,
+    /// The last lines of what its runner says of the failure.
+    why: Vec<String>,
 }
 
 impl Tests {
@@ -256,14 +264,16 @@ impl Tests {
                 let mut failed = FailedTest {
                     name: format!("{suite}::{name}"),
                     alone: runner.alone(suite, name),
+                    why: why(case),
                 };
                 if attribute("classname").is_empty() {
                     // A file that pytest could not read has its own name for that of a test.
                     failed.alone = failed.alone.replace(&format!("::{name}"), "");
                 }
                 // pytest reports a test twice whose end fails too.
-                if !tests.failed.contains(&failed) {
-                    tests.failed.push(failed);
+                match tests.failed.iter_mut().find(|one| one.name == failed.name) {
+                    Some(known) => known.why.append(&mut failed.why),
+                    None => tests.failed.push(failed),
                 }
             } else if has("skipped") {
                 tests.skipped += 1;
@@ -275,6 +285,20 @@ impl Tests {
     }
 }
 
+/// The last lines that a failed case's report has: the output of a Rust test, and pytest's trace.
+fn why(case: roxmltree::Node<'_, '_>) -> Vec<String> {
+    let text: String = case
+        .children()
+        .filter(|node| node.has_tag_name("failure") || node.has_tag_name("error"))
+        .filter_map(|node| node.text())
+        .collect();
+    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    lines[lines.len().saturating_sub(LAST_LINES)..]
+        .iter()
+        .map(|line| line.trim_end().to_owned())
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -283,7 +307,9 @@ mod tests {
     fn failed_tests_are_read_from_reports_with_the_command_that_runs_each() {
         let nextest = r#"<testsuites><testsuite name="weightsync-net::hosts">
             <testcase name="links::a" classname="weightsync-net::hosts"/>
-            <testcase name="links::b" classname="weightsync-net::hosts"><failure/></testcase>
+            <testcase name="links::b" classname="weightsync-net::hosts"><failure>first
+
+second </failure></testcase>
             </testsuite></testsuites>"#;
         let tests = Tests::read(nextest, Runner::Nextest { profile: "default" }).expect("a report");
         assert_eq!((tests.passed, tests.skipped), (1, 0));
@@ -294,6 +320,7 @@ mod tests {
                 alone: "cargo xtask nextest -E 'binary_id(=weightsync-net::hosts) & \
                         test(=links::b)'"
                     .into(),
+                why: vec!["first".into(), "second".into()],
             }]
         );
         let pytest = r#"<testsuites><testsuite>

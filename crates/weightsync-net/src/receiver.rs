@@ -277,19 +277,23 @@ impl Shared {
                 Self::take_in(&self, found);
             }
             Ok(None) => {}
-            // A successor or no sender: the caller looks again.
-            other => {
-                let ended = match other {
-                    Err(error) if !matches!(error, Error::SenderDied { .. }) => {
-                        tracing::warn!("no other route to the sender: {error}");
-                        Ended::Hindered(error.to_string())
-                    }
-                    _ => Ended::Died,
-                };
-                self.state().ended = Some(ended);
-                self.changed.notify_all();
+            // A successor: the caller looks again, and would be refused for its own number if this
+            // place were not left first.
+            Ok(Some(found)) => {
+                drop(found);
+                self.end(Ended::Died);
+            }
+            Err(Error::SenderDied { .. }) => self.end(Ended::Died),
+            Err(error) => {
+                tracing::warn!("no other route to the sender: {error}");
+                self.end(Ended::Hindered(error.to_string()));
             }
         }
+    }
+
+    fn end(&self, ended: Ended) {
+        self.state().ended = Some(ended);
+        self.changed.notify_all();
     }
 
     /// The error of a call without a segment. If the sender may restart, the session looks again
