@@ -292,7 +292,10 @@ fn why(case: roxmltree::Node<'_, '_>) -> Vec<String> {
         .filter(|node| node.has_tag_name("failure") || node.has_tag_name("error"))
         .filter_map(|node| node.text())
         .collect();
-    let lines: Vec<&str> = text.lines().filter(|line| !line.trim().is_empty()).collect();
+    let lines: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.trim().is_empty())
+        .collect();
     lines[lines.len().saturating_sub(LAST_LINES)..]
         .iter()
         .map(|line| line.trim_end().to_owned())

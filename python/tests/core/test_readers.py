@@ -4,7 +4,11 @@ In processes of their own: what waits for itself there keeps the interpreter's l
 """
 
 import functools
+import hashlib
 import os
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
@@ -12,6 +16,7 @@ import torch
 import weightsync
 from ends import LONG, all_ended, beside
 from torch import nn
+from weightsync._targets.module import _let_others_run, _processor_time
 
 LAYERS = 24
 SENDS = 60
@@ -175,3 +180,40 @@ def test_worker_forks_while_a_thread_reads_parameters(actor):
     with all_ended(sender):
         worker = actor(Reader, sender.init_info, "bind")
         assert _sent_to(worker, sender, trainer, "fork_beside_readers", sends=15)
+
+
+def test_old_memory_is_kept_until_preempted_threads_have_run():
+    """A thread that the system has stopped may be about to use it."""
+    processor = min(os.sched_getaffinity(0))
+    own, over, started = [], threading.Event(), threading.Event()
+
+    def work():
+        own.append(threading.get_native_id())
+        os.sched_setaffinity(0, {processor})
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        started.set()
+        # This runs without the interpreter's lock, as torch's operators do.
+        while not over.is_set():
+            hashlib.sha256(bytes(1 << 20))
+
+    busy = f"import os; os.sched_setaffinity(0, {{{processor}}}); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other, beside(work):
+        try:
+            other.stdout.readline()
+            started.wait()
+            for _ in range(3):
+                since = _processor_time(own[0])
+                _let_others_run(longest=LONG)
+                assert _processor_time(own[0]) > since, "it has not run"
+        finally:
+            over.set()
+            other.kill()
+
+
+def test_old_memory_is_not_kept_for_threads_that_sleep():
+    over = threading.Event()
+    begun = time.monotonic()
+    with beside(over.wait, over.wait):
+        _let_others_run(longest=LONG)
+        over.set()
+    assert time.monotonic() - begun < LONG

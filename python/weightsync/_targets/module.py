@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 import weakref
 from typing import Any, NamedTuple
 
@@ -106,8 +108,9 @@ class ModuleTarget(Target):
                 [(at, tensor.data_ptr(), tensor.nbytes) for _, at, tensor in plan.copied]
             )
         bound = made[: len(plan.bound)]
-        _exchange(bound)
+        # First: Ctrl-C may end the exchange.
         self._bound = [tensor for tensor, _ in bound]
+        _exchange(bound)
         copy_all(made[len(bound) :])
         del memory
         if plan.changed:
@@ -349,11 +352,64 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> None:
     import torch
 
     set_data = torch.ops.aten.set_data.default
-    # Another thread may be about to add a reference to the memory that is replaced.
+    # An operator of another thread, which runs without the interpreter's lock, may have read where
+    # the memory is and not yet counted itself among its users. If the memory were freed then, the
+    # process would crash.
     before = [tensor.detach() for tensor, _ in pairs]
     for tensor, other in pairs:
         set_data(tensor, other)
+    if before:
+        _let_others_run()
     del before
+
+
+# Processor time, in nanoseconds, in which a thread leaves those few instructions.
+_A_FEW_INSTRUCTIONS = 20_000
+
+
+def _let_others_run(longest: float = 5.0) -> None:
+    """Waits until every other thread of this process has run for a moment, or sleeps.
+
+    A busy machine may leave a thread between two instructions for a second. One that the system
+    does not let run for `longest` seconds is not waited for.
+    """
+    own = threading.get_native_id()
+    try:
+        _processor_time(own)
+        threads = {int(name) for name in os.listdir("/proc/self/task")} - {own}
+    except OSError:
+        # Other systems do not tell.
+        if threading.active_count() > 1:
+            time.sleep(0.01)
+        return
+    left = dict.fromkeys(threads, 0)
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            left[thread] = _processor_time(thread)
+    until, pause = time.monotonic() + longest, 50e-6
+    while left := {one: since for one, since in left.items() if not _slept_or_ran(one, since)}:
+        if time.monotonic() > until:
+            return
+        time.sleep(pause)
+        pause = min(2 * pause, 1e-3)
+
+
+def _slept_or_ran(thread: int, since: int) -> bool:
+    try:
+        if _processor_time(thread) - since > _A_FEW_INSTRUCTIONS:
+            return True
+        with open(f"/proc/self/task/{thread}/stat", "rb") as file:
+            # The state follows the name, which may have any characters.
+            return not file.read().rpartition(b") ")[2].startswith(b"R")
+    except OSError:
+        # The thread has ended.
+        return True
+
+
+def _processor_time(thread: int) -> int:
+    """What a thread has used, in nanoseconds, by the system's number of it."""
+    # As pthread_getcpuclockid(3) numbers the clocks.
+    return time.clock_gettime_ns(~thread << 3 | 6)
 
 
 # A forked child does not have the memory that modules are bound to. So modules get memory of

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, sockopt};
 use tokio::io::AsyncWriteExt;
+use weightsync_conformance::scale::patience;
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
@@ -23,7 +24,9 @@ use crate::wire::hello::Role;
 use crate::wire::message::{self, FromRoot, Message, ToRoot, model_messages};
 
 /// More than anything here takes.
-pub(crate) const LONG: Duration = Duration::from_secs(20);
+pub(crate) fn long() -> Duration {
+    patience(20)
+}
 
 /// A trainer whose workers do not read its memory.
 pub(crate) fn trainer() -> (Sender, InitInfo) {
@@ -34,7 +37,7 @@ pub(crate) fn trainer() -> (Sender, InitInfo) {
     let setup = setup.scheme(scheme).unwrap();
     let info = setup.init_info();
     let sender = setup
-        .connect(&weights, Expect::Count(0), Some(LONG))
+        .connect(&weights, Expect::Count(0), Some(long()))
         .unwrap();
     (sender, info)
 }
@@ -52,7 +55,7 @@ pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
         };
         relay.run(notify).unwrap();
     });
-    has_joined.recv_timeout(LONG).unwrap();
+    has_joined.recv_timeout(long()).unwrap();
     (stop, running)
 }
 
@@ -124,7 +127,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
-    let error = Status::ask(at.address(), &another, None, Some(LONG)).unwrap_err();
+    let error = Status::ask(at.address(), &another, None, Some(long())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::Hello { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
@@ -139,9 +142,9 @@ fn status_request_gets_the_reason_for_no_answer() {
         access: Access::default(),
         nearer: Vec::new(),
     };
-    let agent = Agent::start(options, LONG.into(), || true).unwrap();
+    let agent = Agent::start(options, long().into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
-    let error = Status::ask(&port, at.secret(), None, Some(LONG)).unwrap_err();
+    let error = Status::ask(&port, at.secret(), None, Some(long())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.
@@ -245,8 +248,8 @@ fn an_agent_fetches_only_where_it_may() {
         nearer: Vec::new(),
     };
     let messages = runtime.spawn(misleads(listener, Credentials::plain(&options.secret)));
-    let _agent = Agent::start(options, LONG.into(), || true).unwrap();
-    let messages = runtime.block_on(async { tokio::time::timeout(LONG, messages).await });
+    let _agent = Agent::start(options, long().into(), || true).unwrap();
+    let messages = runtime.block_on(async { tokio::time::timeout(long(), messages).await });
     let messages = messages.expect("it says something").unwrap();
     assert!(
         matches!(messages, ToRoot::ParentLost { parent: 9, .. }),
@@ -266,12 +269,12 @@ fn agent_does_not_start_on_the_senders_host() {
         nearer: names(at.secret(), at.address(), Owner::Sender),
         ..joining("")
     };
-    let ended = Agent::start(options.clone(), LONG.into(), || true).unwrap_err();
+    let ended = Agent::start(options.clone(), long().into(), || true).unwrap_err();
     assert!(matches!(ended, StartError::Nearer), "{ended:?}");
     assert!(!weightsync_mem::is_served(&own).unwrap());
     // The sender goes on; where nobody is at a name, there is no other way.
     let nearer = names(at.secret(), at.address(), Owner::Host);
-    let agent = Agent::start(AgentOptions { nearer, ..options }, LONG.into(), || true);
+    let agent = Agent::start(AgentOptions { nearer, ..options }, long().into(), || true);
     assert!(agent.is_ok(), "{agent:?}");
 }
 
@@ -288,7 +291,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
         let listener = tokio::net::TcpListener::from_std(own).unwrap();
         misleads(listener, credentials).await
     });
-    let agent = Agent::start(options, LONG.into(), || true).unwrap();
+    let agent = Agent::start(options, long().into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
     // Ends the tasks and the links. Later connections get no answer.
     drop(runtime);
@@ -393,21 +396,26 @@ fn joining(root: &str) -> AgentOptions {
 #[test]
 fn join_ends_at_its_deadline_and_when_cancelled() {
     let (_runtime, root, seen) = drones("127.0.0.1:0", &[5; 16], long_welcome());
-    let came_and_left = || {
-        for expected in [Seen::Accepted, Seen::Left] {
-            assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
-        }
-    };
     let begun = Instant::now();
-    let patience = |until| Patience { dial: LONG, until };
-    let soon = patience(Some(begun + Duration::from_millis(300)));
+    let within = |until| Patience {
+        dial: long(),
+        until,
+    };
+    let soon = within(Some(begun + Duration::from_millis(300)));
     let ended = Agent::start(joining(&root), soon, || true).unwrap_err();
     assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
-    came_and_left();
-    let ended = Agent::start(joining(&root), patience(None), || false).unwrap_err();
+    for expected in [Seen::Accepted, Seen::Left] {
+        assert_eq!(seen.recv_timeout(long()).unwrap(), expected);
+    }
+    let mut is_in = false;
+    let goes_on = || {
+        is_in |= seen.try_recv().is_ok();
+        !is_in
+    };
+    let ended = Agent::start(joining(&root), within(None), goes_on).unwrap_err();
     assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
-    came_and_left();
-    assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+    assert_eq!(seen.recv_timeout(long()).unwrap(), Seen::Left);
+    assert!(begun.elapsed() < long() / 2, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -417,11 +425,11 @@ fn a_relay_that_joins_stops_at_once() {
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
     let running = thread::spawn(move || relay.run(|event| panic!("{event}")));
-    assert_eq!(seen.recv_timeout(LONG).unwrap(), Seen::Accepted);
+    assert_eq!(seen.recv_timeout(long()).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     stop.stop();
     running.join().unwrap().unwrap();
-    assert!(begun.elapsed() < LONG / 4, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < long() / 4, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -436,7 +444,7 @@ fn joined_relay_outlasts_an_impostor_at_the_address() {
             let _ = sends.send(event);
         })
     });
-    let next = || events.recv_timeout(LONG).expect("it goes on");
+    let next = || events.recv_timeout(long()).expect("it goes on");
     assert!(matches!(next(), RelayEvent::Joined { .. }));
     sender.shutdown();
     let (_runtime, ..) = drones(at.address(), &[9; 16], Vec::new());
@@ -465,7 +473,7 @@ fn relay_searches_for_its_sender_after_any_failure() {
     });
     for _ in 0..3 {
         for expected in [Seen::Accepted, Seen::Left] {
-            assert_eq!(seen.recv_timeout(LONG).unwrap(), expected);
+            assert_eq!(seen.recv_timeout(long()).unwrap(), expected);
         }
     }
     stop.stop();

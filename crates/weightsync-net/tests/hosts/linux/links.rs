@@ -3,8 +3,9 @@
 use std::time::{Duration, Instant};
 
 use weightsync_conformance::hosts::{Hosts, HostsError};
+use weightsync_conformance::scale::patience;
 
-use super::scale::{longest, second, slowness};
+use super::scale::{second, slowness};
 use super::stage::{Actor, GIGABIT, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
@@ -230,11 +231,10 @@ fn slow() {
         // Ten a second at most, so that it misses many.
         stage.listen(published + Duration::from_millis(100));
         of_slow += u64::from(stage.seen(slow_worker) != seen);
-        assert!(
-            begun.elapsed() < longest() * 2,
-            "starved: {before:?}, {:?}",
-            stage.seen(slow_worker)
-        );
+        if begun.elapsed() > patience(20) {
+            let seen = stage.seen(slow_worker);
+            stage.fail(&format!("starved: {before:?}, {seen:?}"));
+        }
     }
     stage.note(&format!(
         "{} versions at the fast ones, in {took:?}; {of_slow} at the slow one",
