@@ -1,9 +1,13 @@
+use weightsync_conformance::scale::patience;
+
 use super::*;
 use crate::relay::runtime;
 use crate::tls::{Part, Tls};
 
 /// Longer than anything here takes.
-const SOON: Duration = Duration::from_secs(20);
+fn soon() -> Duration {
+    patience(5)
+}
 
 /// Two ends of a connection.
 async fn pair() -> (TcpStream, TcpStream) {
@@ -45,7 +49,7 @@ async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
         tokio::task::yield_now().await;
     }
     let end = tokio::select! {
-        end = timeout(SOON, inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
+        end = timeout(soon(), inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
         () = pings => unreachable!("it goes on for ever"),
     };
     assert!(
@@ -193,13 +197,13 @@ fn encrypted_link_carries_messages_both_ways() {
         }
         assert!(worker.send(&ToRoot::Goodbye));
         for _ in 0..500 {
-            let came = timeout(SOON, ones.recv()).await.unwrap().unwrap();
+            let came = timeout(soon(), ones.recv()).await.unwrap().unwrap();
             assert_eq!(came.unwrap(), part());
         }
-        let said = timeout(SOON, others.recv()).await.unwrap().unwrap();
+        let said = timeout(soon(), others.recv()).await.unwrap().unwrap();
         assert!(matches!(said.unwrap(), ToRoot::Goodbye));
         root.finish().await;
-        let end = timeout(SOON, ones.recv()).await.unwrap().unwrap();
+        let end = timeout(soon(), ones.recv()).await.unwrap().unwrap();
         assert!(matches!(end.unwrap_err(), LinkEnd::HungUp));
     });
 }
@@ -285,7 +289,7 @@ fn encrypted_stream_reads_and_writes_in_two_threads() {
         ));
         (address, accepted)
     });
-    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(SOON));
+    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(soon()));
     let one = blocking::dial(address, &with(Some(&worker)), peer, Role::Collector, limit);
     let (one, other) = (one.unwrap(), accepted.recv().unwrap().unwrap());
     let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 3) as u8).collect();

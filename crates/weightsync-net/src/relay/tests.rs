@@ -103,7 +103,7 @@ fn names_that_others_keep_hold_up_no_relay() {
     let took = begun.elapsed();
     stop.stop();
     running.join().unwrap();
-    assert!(took < Duration::from_secs(2), "{took:?}");
+    assert!(took < long() / 8, "{took:?}");
 }
 
 #[test]
@@ -300,7 +300,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     let begun = Instant::now();
     drop(agent);
     let took = begun.elapsed();
-    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert!(took < long() / 16, "{took:?}");
 }
 
 /// Connections that a false sender has seen.

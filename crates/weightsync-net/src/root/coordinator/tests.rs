@@ -8,6 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
+use weightsync_conformance::scale::{patience, slowness};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_engine::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 
@@ -27,7 +28,9 @@ use crate::wire::message::{
 };
 
 /// Longer than anything here takes.
-const SOON: Duration = Duration::from_secs(20);
+fn soon() -> Duration {
+    patience(5)
+}
 
 fn sender() -> (Sender, InitInfo) {
     let mut weights = Tensors::new();
@@ -37,7 +40,7 @@ fn sender() -> (Sender, InitInfo) {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let sender = setup
-        .connect(&weights, Expect::Count(0), Some(SOON))
+        .connect(&weights, Expect::Count(0), Some(soon()))
         .unwrap();
     (sender, info)
 }
@@ -59,7 +62,7 @@ async fn wait_for<T: Send + 'static>(
     let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
     let ask = move || {
         loop {
-            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(SOON)).unwrap()) {
+            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(soon())).unwrap()) {
                 return answer;
             }
         }
@@ -93,7 +96,7 @@ impl Fake {
 
     /// The sender's next message, or how it ended the link.
     async fn on_message(&mut self) -> Result<FromRoot, LinkEnd> {
-        let on_event = timeout(SOON, self.on_event.recv()).await;
+        let on_event = timeout(soon(), self.on_event.recv()).await;
         on_event.expect("in time").expect("an end, at last")
     }
 
@@ -498,7 +501,7 @@ fn status_query_waits_its_turn_among_many() {
             panic!("nobody asks");
         };
         answer.send("{}".into()).unwrap();
-        timeout(SOON, asks.read_u8()).await.unwrap().unwrap();
+        timeout(soon(), asks.read_u8()).await.unwrap().unwrap();
     });
 }
 
@@ -543,13 +546,18 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
         }],
     });
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();
-    let first = timeout(SOON, socket.read_u8()).await;
+    let first = timeout(soon(), socket.read_u8()).await;
     first.expect("in time").expect("a block");
     socket
 }
 
 /// Bytes of a model that no connection takes without being read.
 const LARGE: usize = 48 << 20;
+
+/// Less than a child may read nothing for, which a send would wait for.
+fn three_seconds() -> Duration {
+    Duration::from_secs(3).mul_f64(slowness())
+}
 
 #[test]
 fn stalled_children_hold_no_slot_of_the_trainer() {
@@ -561,7 +569,7 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&weights, Expect::Count(0), Some(SOON))
+        .connect(&weights, Expect::Count(0), Some(soon()))
         .unwrap();
     run(async {
         let mut fake = Fake::dial(&info).await;
@@ -574,18 +582,11 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
             let begun = Instant::now();
             sender.send(&weights).unwrap();
             // The oldest goes on, and of the others one after the other is cut off.
-            assert!(
-                begun.elapsed() < Duration::from_secs(3),
-                "version {version}"
-            );
+            assert!(begun.elapsed() < three_seconds(), "version {version}");
             children.push(stuck(&info, run, version).await);
         }
         let begun = Instant::now();
         sender.send(&weights).unwrap();
-        assert!(
-            begun.elapsed() < Duration::from_secs(3),
-            "{:?}",
-            begun.elapsed()
-        );
+        assert!(begun.elapsed() < three_seconds(), "{:?}", begun.elapsed());
     });
 }
