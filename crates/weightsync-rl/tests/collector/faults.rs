@@ -113,6 +113,7 @@ fn a_worker_that_hangs_is_replaced() -> Outcome {
         .workers(3)
         .frames_per_batch(60)
         .timeout(limit)
+        .deadline(patience(30))
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(1)).ok_or("no worker 1")?;
@@ -133,6 +134,7 @@ fn first_come_goes_on_while_one_hangs() -> Outcome {
         .workers(2)
         .frames_per_batch(20)
         .timeout(limit)
+        .deadline(patience(30))
         .start(&weights()?)?;
     collector.next_batch()?;
     let stopped = collector.pid(WorkerId(0)).ok_or("no worker 0")?;
