@@ -89,7 +89,7 @@ fn question_of_a_guest_ends_the_wait_for_it() {
         let lines = waits.join().unwrap().unwrap();
         assert_eq!(outcomes(&lines), [(0, Outcome::Asks)]);
         assert!(
-            begun.elapsed() < patience::patience(5),
+            begun.elapsed() < crate::patience::patience(5),
             "nothing ended the wait"
         );
     }
