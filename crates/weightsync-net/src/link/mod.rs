@@ -143,7 +143,7 @@ pub(crate) struct Link<Out> {
     sender: mpsc::Sender<Outgoing>,
     /// The queue was full, so a message was lost.
     full: Arc<Notify>,
-    /// The next ping goes to the events, too.
+    /// A sign of life is expected: see [`Link::expect_sign`].
     sign: Arc<AtomicBool>,
     tasks: [JoinHandle<()>; 2],
     out: PhantomData<fn(Out)>,
@@ -212,7 +212,8 @@ impl<Out: ControlMessage> Link<Out> {
         sent.is_ok()
     }
 
-    /// Follows the next thing that is read with a ping among the events, whatever it is.
+    /// Follows the next thing that arrives with a ping among the events, whatever it is. What has
+    /// arrived already, read or not, may be the last words of a process that is gone.
     pub(crate) fn expect_sign(&self) {
         self.sign.store(true, Ordering::Relaxed);
     }
@@ -266,8 +267,18 @@ async fn read_all<In: ControlMessage, E>(
     let mut decoder = Decoder::new(&[Kind::Control]);
     let mut buffer = vec![0; 64 << 10];
     let mut silent = Duration::ZERO;
+    // A sign is expected, and all that came before has been read.
+    let (mut expects, mut is_drained) = (false, false);
     loop {
-        let read = match timeout(SUSPECT, reader.read(&mut buffer)).await {
+        let most = match expects && !is_drained {
+            true => Duration::ZERO,
+            false => SUSPECT,
+        };
+        let read = match timeout(most, reader.read(&mut buffer)).await {
+            Err(_) if most.is_zero() => {
+                is_drained = true;
+                continue;
+            }
             Err(_) => {
                 // This end's own standstill is not silence of the other, hence no clock.
                 silent += SUSPECT;
@@ -282,7 +293,11 @@ async fn read_all<In: ControlMessage, E>(
             Ok(Ok(read)) => read,
         };
         silent = Duration::ZERO;
-        let signs = sign.swap(false, Ordering::Relaxed);
+        let signs = expects && is_drained;
+        expects = !signs && expects;
+        if sign.swap(false, Ordering::Relaxed) {
+            (expects, is_drained) = (true, false);
+        }
         let mut input = &buffer[..read];
         loop {
             let frame = match decoder.next(&mut input) {

@@ -60,6 +60,25 @@ async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
     assert!(!link.send(&FromRoot::Ping));
 }
 
+/// A sender that has not got to run reads them once their process is gone and another one asks for
+/// its number.
+#[test]
+fn last_words_of_a_peer_are_no_sign_of_life() {
+    runtime("weightsync-test").unwrap().block_on(async {
+        let (one, mut other) = pair().await;
+        let words = ToRoot::Goodbye.frame().unwrap();
+        other.write_all(&words).await.unwrap();
+        drop(other);
+        let (events, mut inbox) = mpsc::channel(8);
+        let ours = AsyncStream::plain(one);
+        let link = Link::<FromRoot>::start(ours, &events, |what: Result<ToRoot, _>| what);
+        link.expect_sign();
+        let mut next = async || timeout(soon(), inbox.recv()).await.unwrap().unwrap();
+        assert!(matches!(next().await, Ok(ToRoot::Goodbye)));
+        assert!(matches!(next().await, Err(LinkEnd::HungUp)));
+    });
+}
+
 /// A relay that stops a fetch, say, while it connects.
 #[test]
 fn a_client_that_hangs_up_is_not_one_that_is_refused() {

@@ -93,6 +93,8 @@ pub(crate) struct Driver {
     plan: Plan,
     parent: Option<Parent>,
     coming: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
+    /// How many blocks of a version were here when its fetch was last moved to another parent.
+    moved: BTreeMap<Item, usize>,
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
@@ -136,7 +138,7 @@ struct Worker {
 struct Fetching {
     number: u64,
     parent: Parent,
-    /// The fetch goes to the sender instead of the parent.
+    /// The fetch goes to the sender instead of the parent, or to an earlier parent.
     instead: bool,
     /// Dropping this stops the fetch.
     fetch: Fetch,
@@ -234,6 +236,7 @@ impl Driver {
             plan: Plan::new(),
             parent: None,
             coming: BTreeMap::new(),
+            moved: BTreeMap::new(),
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,

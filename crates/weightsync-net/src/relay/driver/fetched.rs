@@ -24,7 +24,12 @@ impl Driver {
         else {
             return;
         };
+        // The fetch went on at an earlier parent: the next one is there already.
+        let is_earlier = parent.agent != 0 && self.parent.is_some_and(|now| now != parent);
         match end {
+            FetchEnd::Broken(_) | FetchEnd::NotThere if is_earlier => {
+                self.step([Input::Broken { item }]);
+            }
             FetchEnd::Whole => {
                 let committed = match self.coming.get(&item) {
                     Some((slot, _)) => slot.commit(),
@@ -94,8 +99,12 @@ impl Driver {
                     version: item.version,
                     block: block as u32,
                 });
-                self.leave_parent();
-                self.step([Input::Broken { item }, Input::NoParent]);
+                if is_earlier {
+                    self.step([Input::Broken { item }]);
+                } else {
+                    self.leave_parent();
+                    self.step([Input::Broken { item }, Input::NoParent]);
+                }
             }
             FetchEnd::BaseMismatch(error) => self.start_anew(item.model, &error),
             // The missing blocks are fetched from the same parent.

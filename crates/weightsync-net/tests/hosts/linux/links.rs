@@ -233,7 +233,8 @@ fn slow() {
         of_slow += u64::from(stage.seen(slow_worker) != seen);
         if begun.elapsed() > patience(20) {
             let seen = stage.seen(slow_worker);
-            stage.fail(&format!("starved: {before:?}, {seen:?}"));
+            let status = stage.status();
+            stage.fail(&format!("starved: {before:?}, {seen:?}; {status:#?}"));
         }
     }
     stage.note(&format!(

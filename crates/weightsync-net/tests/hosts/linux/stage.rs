@@ -454,11 +454,13 @@ impl Stage {
     }
 
     pub(crate) fn fail(&self, why: &str) -> ! {
-        let from = self.transcript.len().saturating_sub(400);
-        for line in &self.transcript[from..] {
+        const PART: usize = 250;
+        let (first, rest) = self.transcript.split_at(self.transcript.len().min(PART));
+        let left_out = rest.len().saturating_sub(PART);
+        for line in first.iter().chain(&rest[left_out..]) {
             eprintln!("{line}");
         }
-        panic!("{why}");
+        panic!("{why} ({left_out} lines in between are left out)");
     }
 
     fn is_up(&self, who: Actor) -> bool {

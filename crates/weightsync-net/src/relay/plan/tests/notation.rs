@@ -71,7 +71,7 @@ fn input(text: &str) -> Input {
                 },
                 "gone" => Input::NotThere { item, sender: true },
                 "no-room" => Input::NoRoom { item },
-                "from-sender" => Input::FromSender { item },
+                "goes-on" => Input::GoesOn { item },
                 "want" => Input::Wanted { item },
                 "unwant" => Input::Unwanted { item },
                 other => panic!("no input: {other}"),
