@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::digest::Digest;
-use weightsync_core::{Run, WorkerId};
+use weightsync_core::{Run, Version, WorkerId};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
     self as mem, Delivery, Ending, Listener, PartialSlot, Relay, SegmentOptions, Snapshot,
@@ -93,8 +93,9 @@ pub(crate) struct Driver {
     plan: Plan,
     parent: Option<Parent>,
     coming: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
-    /// How many blocks of a version were here when its fetch was last moved to another parent.
-    moved: BTreeMap<Item, usize>,
+    /// By model: the version whose fetch was last moved to another parent, and how many of its blocks
+    /// were here then.
+    moved: BTreeMap<usize, (Version, usize)>,
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,

@@ -38,6 +38,7 @@ impl Driver {
                 match committed {
                     Ok(snapshot) => {
                         self.failures = 0;
+                        self.moved.remove(&item.model);
                         self.store.deltas().trim(item.model);
                         self.whole.insert(item, snapshot);
                         self.send(&ToRoot::Holds {

@@ -58,7 +58,6 @@ impl Driver {
             Effect::Release { item } => {
                 self.store.remove(item);
                 self.coming.remove(&item);
-                self.moved.remove(&item);
                 if self.whole.remove(&item).is_some() {
                     self.send(&ToRoot::Holds {
                         have: Vec::new(),
