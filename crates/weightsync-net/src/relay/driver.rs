@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::digest::Digest;
-use weightsync_core::{Run, Version, WorkerId};
+use weightsync_core::{Run, WorkerId};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
     self as mem, Delivery, Ending, Listener, PartialSlot, Relay, SegmentOptions, Snapshot,
@@ -93,9 +93,6 @@ pub(crate) struct Driver {
     plan: Plan,
     parent: Option<Parent>,
     coming: BTreeMap<Item, (Arc<PartialSlot>, Arc<Held>)>,
-    /// By model: the version whose fetch was last moved to another parent, and how many of its blocks
-    /// were here then.
-    moved: BTreeMap<usize, (Version, usize)>,
     whole: BTreeMap<Item, Snapshot>,
     fetching: BTreeMap<Item, Fetching>,
     fetches: u64,
@@ -139,7 +136,7 @@ struct Worker {
 struct Fetching {
     number: u64,
     parent: Parent,
-    /// The fetch goes to the sender instead of the parent, or to an earlier parent.
+    /// The fetch goes to the sender instead of the parent.
     instead: bool,
     /// Dropping this stops the fetch.
     fetch: Fetch,
@@ -237,7 +234,6 @@ impl Driver {
             plan: Plan::new(),
             parent: None,
             coming: BTreeMap::new(),
-            moved: BTreeMap::new(),
             whole: BTreeMap::new(),
             fetching: BTreeMap::new(),
             fetches: 0,

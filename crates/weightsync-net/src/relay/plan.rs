@@ -82,9 +82,8 @@ pub enum Input {
     Broken { item: Item },
     /// The parent does not have the version; with `sender`, the sender itself does not have it.
     NotThere { item: Item, sender: bool },
-    /// The fetch goes on where it is, which is no longer the parent. What is missing in the end
-    /// comes from the sender itself.
-    GoesOn { item: Item },
+    /// The version is fetched from the sender itself, which is no longer the parent.
+    FromSender { item: Item },
     /// There may be room for a version now.
     MayHaveRoom,
     /// There was no room to fetch the version into.
@@ -251,7 +250,7 @@ impl Plan {
                 self.fetching.remove(&item);
                 self.give_up(item, effects);
             }
-            Input::GoesOn { item } => {
+            Input::FromSender { item } => {
                 if self.fetching.contains(&item) {
                     self.items.insert(item, State::FromSender);
                 }

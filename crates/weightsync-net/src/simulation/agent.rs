@@ -289,7 +289,7 @@ impl World {
                 })
                 .collect();
             for (item, number) in firsts {
-                inputs.push(Input::GoesOn { item });
+                inputs.push(Input::FromSender { item });
                 if let Some(transfer) = self.transfers.get_mut(&number) {
                     transfer.instead = true;
                 }

@@ -24,12 +24,7 @@ impl Driver {
         else {
             return;
         };
-        // The fetch went on at an earlier parent: the next one is there already.
-        let is_earlier = parent.agent != 0 && self.parent.is_some_and(|now| now != parent);
         match end {
-            FetchEnd::Broken(_) | FetchEnd::NotThere if is_earlier => {
-                self.step([Input::Broken { item }]);
-            }
             FetchEnd::Whole => {
                 let committed = match self.coming.get(&item) {
                     Some((slot, _)) => slot.commit(),
@@ -38,7 +33,6 @@ impl Driver {
                 match committed {
                     Ok(snapshot) => {
                         self.failures = 0;
-                        self.moved.remove(&item.model);
                         self.store.deltas().trim(item.model);
                         self.whole.insert(item, snapshot);
                         self.send(&ToRoot::Holds {
@@ -100,12 +94,8 @@ impl Driver {
                     version: item.version,
                     block: block as u32,
                 });
-                if is_earlier {
-                    self.step([Input::Broken { item }]);
-                } else {
-                    self.leave_parent();
-                    self.step([Input::Broken { item }, Input::NoParent]);
-                }
+                self.leave_parent();
+                self.step([Input::Broken { item }, Input::NoParent]);
             }
             FetchEnd::BaseMismatch(error) => self.start_anew(item.model, &error),
             // The missing blocks are fetched from the same parent.

@@ -141,31 +141,18 @@ impl Driver {
         self.step([Input::Joined { who, delivery }]);
     }
 
-    /// The fetches that go on where they are when the sender names another parent.
-    ///
-    /// At the sender itself those of sets to finish: the new parent may not have these versions, and
-    /// the sender keeps them only while somebody fetches them. Elsewhere all, if no block has come since
-    /// a fetch of that model was last moved: hosts whose order changes all the time would have this one
-    /// begin again and again, each time with a version that the next parent has replaced.
-    fn goes_on(&mut self, next: Parent) -> Vec<Input> {
-        let (plan, coming, moved) = (&self.plan, &self.coming, &mut self.moved);
-        let fetching = self.fetching.iter_mut().filter(|(_, one)| !one.instead);
-        let fetching = fetching.filter(|(item, one)| {
-            let kept = coming.get(item).map_or(0, |(slot, _)| slot.kept());
-            let is_first = one.parent.agent == 0 && next.agent != 0 && plan.is_first(item);
-            let before = moved.get(&item.model).copied();
-            let is_stuck = before.is_some_and(|(version, before)| match version == item.version {
-                true => kept == before,
-                false => kept == 0,
-            });
-            if !is_first && !is_stuck {
-                moved.insert(item.model, (item.version, kept));
-            }
-            is_first || is_stuck
-        });
+    /// The fetches that go on at the sender when it names another parent: those of sets to finish.
+    /// The new parent may not have these versions, and the sender keeps them only while somebody
+    /// fetches them.
+    fn goes_on_at_the_sender(&mut self, next: Parent) -> Vec<Input> {
+        let plan = &self.plan;
+        let fetching = self
+            .fetching
+            .iter_mut()
+            .filter(|(item, one)| one.parent.agent == 0 && next.agent != 0 && plan.is_first(item));
         let inputs = fetching.map(|(item, one)| {
             one.instead = true;
-            Input::GoesOn { item: *item }
+            Input::FromSender { item: *item }
         });
         inputs.collect()
     }
@@ -175,7 +162,7 @@ impl Driver {
         if self.parent == Some(parent) && !self.fetching.is_empty() {
             return;
         }
-        let mut inputs = self.goes_on(parent);
+        let mut inputs = self.goes_on_at_the_sender(parent);
         self.leave_parent();
         self.parent = Some(parent);
         // A pending complaint is about an earlier parent, so the sender would ignore it; and the

@@ -190,35 +190,6 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
     });
 }
 
-/// The order of other hosts may change faster than a block comes.
-#[test]
-fn fetch_without_a_block_is_moved_once() {
-    runtime("weightsync-test").unwrap().block_on(async {
-        let mut around = driver("moves").await;
-        let (driver, item) = (&mut around.driver, ITEM);
-        driver.step([Input::Wanted { item }]);
-        let address = Some(around.address.to_string());
-        for (agent, fetches) in [(3, 3), (4, 4), (5, 4), (6, 4)] {
-            let address = address.clone();
-            driver.on_message(FromRoot::Parent { agent, address });
-            assert_eq!(driver.parent.map(|parent| parent.agent), Some(agent));
-            assert_eq!(driver.fetching[&item].parent.agent, fetches);
-        }
-        // The next attempt is at the parent of then.
-        driver.fetched(Fetched {
-            number: driver.fetching[&item].number,
-            item,
-            parent: 4,
-            end: FetchEnd::Broken(std::io::Error::other("cut")),
-            came: Transferred::default(),
-        });
-        assert!(driver.complain.is_none());
-        assert_eq!(driver.fetching[&item].parent.agent, 6);
-        assert!(around.events.send(Event::Stop).await.is_ok());
-        around.driver.run(around.inbox).await;
-    });
-}
-
 #[test]
 fn rest_of_a_version_comes_from_the_same_parent() {
     runtime("weightsync-test").unwrap().block_on(async {

@@ -400,10 +400,10 @@ fn transfer_from_the_sender_survives_the_parent() {
     play(
         "join 1 newest, parent      >
          tell 1 #1 a1+b1            > fetch a1, fetch b1
-         goes-on a1, no-parent, parent > fetch b1
+         from-sender a1, no-parent, parent > fetch b1
          broken a1, no-parent       >
          parent                     > fetch a1, fetch b1
-         goes-on a2             >
+         from-sender a2             >
          whole a1, whole b1         > tell 1 #1 a1+b1",
     );
 }

@@ -71,7 +71,7 @@ fn input(text: &str) -> Input {
                 },
                 "gone" => Input::NotThere { item, sender: true },
                 "no-room" => Input::NoRoom { item },
-                "goes-on" => Input::GoesOn { item },
+                "from-sender" => Input::FromSender { item },
                 "want" => Input::Wanted { item },
                 "unwant" => Input::Unwanted { item },
                 other => panic!("no input: {other}"),
