@@ -244,7 +244,7 @@ class Rank:
         def fill(weights, at, buffer):
             plain(weights, at, buffer)
             if at == piece:
-                weights.gathered += 1000.0
+                weights.gathered += 1e6
 
         module.Weights.fill = fill
 
