@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 
 /// A worker dies while the first version is on its way to its relay, and another follows,
 /// while versions are published. What had come is kept: the other begins with that version, which is
-/// the newest no more.
+/// no longer the newest.
 fn first() {
     let bytes = 16 * MIB;
     let mut stage = Stage::new(2, bytes as usize);
