@@ -285,7 +285,8 @@ impl Tests {
     }
 }
 
-/// The last lines that a failed case's report has: the output of a Rust test, and pytest's trace.
+/// The last lines that a failed case's report has: what a Rust test said as it panicked, without its
+/// backtrace, and the end of pytest's trace.
 fn why(case: roxmltree::Node<'_, '_>) -> Vec<String> {
     let text: String = case
         .children()
@@ -294,6 +295,7 @@ fn why(case: roxmltree::Node<'_, '_>) -> Vec<String> {
         .collect();
     let lines: Vec<&str> = text
         .lines()
+        .take_while(|line| *line != "stack backtrace:")
         .filter(|line| !line.trim().is_empty())
         .collect();
     lines[lines.len().saturating_sub(LAST_LINES)..]
@@ -310,9 +312,11 @@ mod tests {
     fn failed_tests_are_read_from_reports_with_the_command_that_runs_each() {
         let nextest = r#"<testsuites><testsuite name="weightsync-net::hosts">
             <testcase name="links::a" classname="weightsync-net::hosts"/>
-            <testcase name="links::b" classname="weightsync-net::hosts"><failure>first
+            <testcase name="links::b" classname="weightsync-net::hosts"><failure>thread 'main' panicked
 
-second </failure></testcase>
+it broke 
+stack backtrace:
+   0: __rustc::rust_begin_unwind</failure></testcase>
             </testsuite></testsuites>"#;
         let tests = Tests::read(nextest, Runner::Nextest { profile: "default" }).expect("a report");
         assert_eq!((tests.passed, tests.skipped), (1, 0));
@@ -323,7 +327,7 @@ second </failure></testcase>
                 alone: "cargo xtask nextest -E 'binary_id(=weightsync-net::hosts) & \
                         test(=links::b)'"
                     .into(),
-                why: vec!["first".into(), "second".into()],
+                why: vec!["thread 'main' panicked".into(), "it broke".into()],
             }]
         );
         let pytest = r#"<testsuites><testsuite>
