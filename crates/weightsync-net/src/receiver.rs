@@ -268,21 +268,15 @@ impl Shared {
         let handoff = self.state().handoff.clone();
         let found = self
             .route
-            .find_again(&handoff, &self.closed, Waits::default());
+            .find_again(self.run, &handoff, &self.closed, Waits::default());
         match found {
-            Ok(Some(mut found)) if found.attached.run() == self.run => {
+            Ok(Some(mut found)) => {
                 if let Err(error) = found.attached.take_over(handoff) {
                     tracing::error!("going on at another relay: {error}");
                 }
                 Self::take_in(&self, found);
             }
             Ok(None) => {}
-            // A successor: the caller looks again, and would be refused for its own number if this
-            // place were not left first.
-            Ok(Some(found)) => {
-                drop(found);
-                self.end(Ended::Died);
-            }
             Err(Error::SenderDied { .. }) => self.end(Ended::Died),
             Err(error) => {
                 tracing::warn!("no other route to the sender: {error}");

@@ -87,6 +87,9 @@ class Links:
 
     def _form(self, store: Any, backend: str, device: Any) -> None:
         """Returns when all members are there."""
+        # Before any link: a member that left one behind would be the others' error.
+        if backend != "gloo" and not (backend == "nccl" and hasattr(dist, "ProcessGroupNCCL")):
+            raise UnsupportedError(f"backend: expected gloo or nccl of this torch, got {backend!r}")
         # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.
         limit = self._limit(2)
         options = dist.ProcessGroupGloo._Options()
@@ -96,11 +99,9 @@ class Links:
         self._control = dist.ProcessGroupGloo(control, self._rank, self.size, options)
         if backend == "gloo":
             self._data = self._control
-        elif backend == "nccl" and hasattr(dist, "ProcessGroupNCCL"):
+        else:
             data = dist.PrefixStore("data", store)
             self._data = dist.ProcessGroupNCCL(data, self._rank, self.size, limit)
-        else:
-            raise UnsupportedError(f"backend: expected gloo or nccl of this torch, got {backend!r}")
 
     def _start_broadcast(self, tensor: torch.Tensor) -> Any:
         """Begins a broadcast from rank 0, and returns its work."""

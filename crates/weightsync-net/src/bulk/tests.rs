@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::Notify;
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version};
 use weightsync_mem::{BlockWrite, Listener, ModelSpec, PartialSlot, Relay, SegmentOptions};
 
@@ -21,11 +21,6 @@ use crate::wire::message::{Message, ToChild};
 
 mod deltas;
 mod verify;
-
-/// More than anything here takes.
-fn long() -> Duration {
-    patience(5)
-}
 
 const SECRET: [u8; 16] = [3; 16];
 
@@ -198,7 +193,7 @@ fn parent_that_ends_early_is_blamed() {
         let whole = answer.len();
         let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
         let child = child(name, address, 1);
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         assert!(matches!(ended, FetchEnd::Broken(_)), "{name}: {ended:?}");
     }
 }
@@ -211,7 +206,7 @@ fn parent_that_only_says_it_has_nothing_is_blamed() {
     let mut connections = Connections::new(Credentials::plain(&SECRET), (RUN, 1), 1, None);
     connections.withheld = Duration::ZERO;
     let child = child_by("withheld", address, connections, ITEM);
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     let FetchEnd::Broken(error) = ended else {
         panic!("{ended:?}");
     };
@@ -225,7 +220,7 @@ fn parent_is_not_blamed_for_blocks_taken_elsewhere() {
     for (name, keeps, expected) in [("kept", true, "Whole"), ("released", false, "Partly")] {
         let (address, asked, go) = held_parent(&runtime, answer.clone());
         let child = child(name, address, 1);
-        asked.recv_timeout(long()).unwrap();
+        asked.recv_timeout(longest()).unwrap();
         // As a stopped fetch takes them, after this one has requested them.
         let taken = [1, 2, 5].map(|index| child.slot.take(index).unwrap());
         if keeps {
@@ -235,10 +230,10 @@ fn parent_is_not_blamed_for_blocks_taken_elsewhere() {
             go.notify_one();
             // Block 4 comes after 1 and 2 were skipped.
             let came = || child.slot.read(4).is_some();
-            child.store.wait_until(came, long());
+            child.store.wait_until(came, longest());
             drop(taken);
         }
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         let ended = format!("{ended:?}");
         assert!(ended.starts_with(expected), "{name}: {ended}");
     }
@@ -258,7 +253,7 @@ fn blocks_that_may_not_come_are_refused() {
         let whole = answer.len();
         let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
         let child = child(name, address, connections);
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         let FetchEnd::Broken(error) = ended else {
             panic!("{name}: {ended:?}");
         };
@@ -278,7 +273,7 @@ fn block_changed_in_transit_is_rejected() {
         let whole = answer.len();
         let address = runtime.block_on(parent(answer, whole, Duration::ZERO));
         let child = child(name, address, 1);
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         let FetchEnd::Broken(error) = ended else {
             panic!("{name}: {ended:?}");
         };
@@ -326,7 +321,7 @@ fn relay_does_not_search_for_an_unknown_model() {
     let address = runtime.block_on(listen(serving));
     let item = Item { model: 1, ..ITEM };
     let child = child_of("model", address, 1, item, None);
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
     assert_eq!(served.try_iter().next(), None);
 }

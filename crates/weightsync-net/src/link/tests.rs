@@ -1,13 +1,8 @@
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::longest;
 
 use super::*;
 use crate::relay::runtime;
 use crate::tls::{Part, Tls};
-
-/// Longer than anything here takes.
-fn soon() -> Duration {
-    patience(5)
-}
 
 /// Two ends of a connection.
 async fn pair() -> (TcpStream, TcpStream) {
@@ -49,7 +44,7 @@ async fn does_not_read(ours: AsyncStream, mut theirs: AsyncStream) {
         tokio::task::yield_now().await;
     }
     let end = tokio::select! {
-        end = timeout(soon(), inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
+        end = timeout(longest(), inbox.recv()) => end.unwrap().unwrap().unwrap_err(),
         () = pings => unreachable!("it goes on for ever"),
     };
     assert!(
@@ -73,7 +68,7 @@ fn last_words_of_a_peer_are_no_sign_of_life() {
         let ours = AsyncStream::plain(one);
         let link = Link::<FromRoot>::start(ours, &events, |what: Result<ToRoot, _>| what);
         link.expect_sign();
-        let mut next = async || timeout(soon(), inbox.recv()).await.unwrap().unwrap();
+        let mut next = async || timeout(longest(), inbox.recv()).await.unwrap().unwrap();
         assert!(matches!(next().await, Ok(ToRoot::Goodbye)));
         assert!(matches!(next().await, Err(LinkEnd::HungUp)));
     });
@@ -216,13 +211,13 @@ fn encrypted_link_carries_messages_both_ways() {
         }
         assert!(worker.send(&ToRoot::Goodbye));
         for _ in 0..500 {
-            let came = timeout(soon(), ones.recv()).await.unwrap().unwrap();
+            let came = timeout(longest(), ones.recv()).await.unwrap().unwrap();
             assert_eq!(came.unwrap(), part());
         }
-        let said = timeout(soon(), others.recv()).await.unwrap().unwrap();
+        let said = timeout(longest(), others.recv()).await.unwrap().unwrap();
         assert!(matches!(said.unwrap(), ToRoot::Goodbye));
         root.finish().await;
-        let end = timeout(soon(), ones.recv()).await.unwrap().unwrap();
+        let end = timeout(longest(), ones.recv()).await.unwrap().unwrap();
         assert!(matches!(end.unwrap_err(), LinkEnd::HungUp));
     });
 }
@@ -308,7 +303,7 @@ fn encrypted_stream_reads_and_writes_in_two_threads() {
         ));
         (address, accepted)
     });
-    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(soon()));
+    let (peer, limit) = (Peer::Trainer("127.0.0.1"), Some(longest()));
     let one = blocking::dial(address, &with(Some(&worker)), peer, Role::Collector, limit);
     let (one, other) = (one.unwrap(), accepted.recv().unwrap().unwrap());
     let bytes: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 3) as u8).collect();

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use weightsync_engine::transport::{
-    Attached, Deadline, Endpoint, Handoff, Joining, SILENT_SENDER, interrupt,
+    Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
-use weightsync_engine::{Error, Result};
+use weightsync_engine::{Error, Result, Run};
 use weightsync_mem::{AttachOptions, Origin, Reader};
 
 use crate::access::Access;
@@ -155,10 +155,12 @@ impl Route {
         }
     }
 
-    /// Finds another route after a relay has gone, until the end is `closed` or the sender is gone
-    /// too. A problem may have passed at the next attempt, so only one that lasts is final.
+    /// Finds another route to the sender of `run` after a relay has gone, until the end is `closed`
+    /// or the sender is gone too. A problem may have passed at the next attempt, so only one that
+    /// lasts is final.
     pub(super) fn find_again(
         &self,
+        run: Run,
         handoff: &Handoff,
         closed: &AtomicBool,
         waits: Waits,
@@ -172,7 +174,15 @@ impl Route {
         let goes_on = || !closed.load(Ordering::SeqCst);
         while goes_on() {
             let reach = match self.look(handoff, None, goes_on) {
-                Ok(SearchResult::Found(found)) => return Ok(Some(*found)),
+                Ok(SearchResult::Found(found)) if found.attached.run() == run => {
+                    return Ok(Some(*found));
+                }
+                // A successor. The caller joins it again, and would be refused for its own number if
+                // `found` were still there then.
+                Ok(SearchResult::Found(found)) => {
+                    drop(found);
+                    return Err(Error::SenderDied { pid: None });
+                }
                 Ok(SearchResult::Nothing(reach, _)) => {
                     denied = None;
                     reach

@@ -7,15 +7,16 @@ use std::sync::Barrier;
 use std::time::Duration;
 use std::{env, thread};
 
+use weightsync_conformance::scale::{longest, prompt_limit};
 use weightsync_engine::transport::{Capabilities, Opening, Scheme, SenderTransport};
 use weightsync_engine::{
-    AnyScheme, BackgroundState, Expect, InitInfo, ModelId, ReceiverSetup, SendOptions, SenderSetup,
-    SnapshotsInBackground, Tensors, WaitFor,
+    AnyScheme, BackgroundState, Epoch, Expect, InitInfo, ModelId, ReceiverSetup, SendOptions,
+    SenderSetup, SnapshotsInBackground, Tensors, WaitFor,
 };
 
 use super::*;
 use crate::relay::local::{self, Owner};
-use crate::relay::tests::{Seen, drones, long, long_welcome, relay, trainer};
+use crate::relay::tests::{Seen, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
 use crate::status::Status;
 
@@ -55,14 +56,14 @@ impl Scheme for Joins {
 fn joining(info: &InitInfo) -> Joining {
     let joins = Joins::default();
     let setup = ReceiverSetup::new(info.clone(), 1).scheme(joins.clone());
-    setup.connect(Some(long())).expect_err("it only listens");
+    setup.connect(Some(longest())).expect_err("it only listens");
     joins.0.lock().unwrap().take().unwrap()
 }
 
 fn worker(info: &InitInfo) -> NetReceiver {
     let joining = joining(info);
     let scheme = Distributed::new().share(Share::Relay);
-    let deadline = Some(Instant::now() + long());
+    let deadline = Some(Instant::now() + longest());
     NetReceiver::join(&scheme, info.endpoint(), &joining, deadline).unwrap()
 }
 
@@ -70,7 +71,7 @@ fn worker(info: &InitInfo) -> NetReceiver {
 fn interrupt_ends_a_wait_while_the_segment_changes() {
     let (_sender, info) = trainer();
     let mut receiver = worker(&info);
-    let deadline = || Some(Instant::now() + long());
+    let deadline = || Some(Instant::now() + longest());
     assert!(receiver.next(deadline()).unwrap().is_some());
     let interrupter = receiver.interrupter().unwrap();
     for has_segment in [false, true] {
@@ -91,7 +92,7 @@ fn interrupt_ends_a_wait_while_the_segment_changes() {
         // The new segment may have the version for it before this wait begins.
         while receiver.next(deadline()).unwrap().is_some() {}
         assert!(
-            begun.elapsed() < long() / 2,
+            begun.elapsed() < longest() / 2,
             "{has_segment}: not interrupted"
         );
         // And no other.
@@ -109,7 +110,7 @@ fn child_of_a_worker_ends_only_with_the_worker() {
     shared.closed.store(true, Ordering::SeqCst);
     stop.stop();
     running.join().unwrap();
-    let until = Instant::now() + long();
+    let until = Instant::now() + longest();
     loop {
         Shared::notice(&shared);
         let state = shared.state();
@@ -130,7 +131,7 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     let (mut sender, info) = trainer();
     let mut receiver = worker(&info);
     let shared = receiver.shared.clone();
-    let deadline = || Some(Instant::now() + long());
+    let deadline = || Some(Instant::now() + longest());
     let first = receiver.next(deadline()).unwrap().unwrap();
     receiver.applied(&first).unwrap();
     assert!(shared.state().found.as_ref().unwrap().is_its_own_agents());
@@ -142,9 +143,9 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     });
     let (stop, running) = relay(&info);
     let at = info.endpoint();
-    let until = Instant::now() + long();
+    let until = Instant::now() + longest();
     loop {
-        let status = Status::ask(at.address(), at.secret(), None, Some(long())).unwrap();
+        let status = Status::ask(at.address(), at.secret(), None, Some(longest())).unwrap();
         let mut relays = status.relays.iter();
         let own = std::process::id();
         // Both are this process: the relay is the one that serves.
@@ -184,7 +185,7 @@ fn as_a_trainer() {
     let setup = setup.scheme(scheme).unwrap();
     println!("\n{}", serde_json::to_string(&setup.init_info()).unwrap());
     let mut sender = setup
-        .connect(&weights, Expect::Count(0), Some(long()))
+        .connect(&weights, Expect::Count(0), Some(longest()))
         .unwrap();
     for line in std::io::stdin().lines() {
         line.unwrap();
@@ -217,9 +218,14 @@ fn a_trainer_that_was_stopped_is_found_again() {
     let scheme = format!("distributed:listen=127.8.{high}.{low}:7070,share=none");
     let (mut trainer, info) = trainer_apart(&scheme);
     let setup = ReceiverSetup::new(info, 1);
-    let mut receiver = setup.connect(Some(long())).unwrap();
+    let mut receiver = setup.connect(Some(longest())).unwrap();
     assert_eq!(
-        receiver.recv_timeout(long()).unwrap().unwrap().version().0,
+        receiver
+            .recv_timeout(longest())
+            .unwrap()
+            .unwrap()
+            .version()
+            .0,
         1
     );
     let signal = |name: &str| {
@@ -233,11 +239,16 @@ fn a_trainer_that_was_stopped_is_found_again() {
     signal("-CONT");
     writeln!(trainer.stdin.as_mut().unwrap()).unwrap();
     assert_eq!(
-        receiver.recv_timeout(long()).unwrap().unwrap().version().0,
+        receiver
+            .recv_timeout(longest())
+            .unwrap()
+            .unwrap()
+            .version()
+            .0,
         2
     );
     drop(trainer.stdin.take());
-    let error = receiver.recv_timeout(long()).unwrap_err();
+    let error = receiver.recv_timeout(longest()).unwrap_err();
     assert!(error.is_sender_closed(), "{error}");
     trainer.wait().unwrap();
 }
@@ -251,7 +262,7 @@ fn endless_wait_ends_with_a_trainer_at_its_own_port() {
             let scheme = format!("distributed:listen=127.7.{high}.{low}:7070,share={share}");
             let (mut trainer, info) = trainer_apart(&scheme);
             let setup = ReceiverSetup::new(info, 1);
-            let receiver = setup.connect(Some(long())).unwrap();
+            let receiver = setup.connect(Some(longest())).unwrap();
             let background = receiver.snapshots_in_background().unwrap();
             let (tell, ended) = std::sync::mpsc::channel();
             let waits = thread::spawn(move || {
@@ -263,7 +274,7 @@ fn endless_wait_ends_with_a_trainer_at_its_own_port() {
                 true => trainer.kill().unwrap(),
                 false => drop(trainer.stdin.take()),
             }
-            let ended = ended.recv_timeout(long());
+            let ended = ended.recv_timeout(longest());
             trainer.wait().unwrap();
             assert!(ended.is_ok(), "{scheme}, {killed}: it still waits");
             let (nothing, state) = waits.join().unwrap();
@@ -286,12 +297,12 @@ fn join_of_a_slow_sender_ends_by_deadline_and_signal() {
         let begun = Instant::now();
         let setup = ReceiverSetup::new(info.clone(), 1);
         let ended = setup.connect(deadline).unwrap_err();
-        assert!(begun.elapsed() < long() / 2, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < longest() / 2, "{:?}", begun.elapsed());
         ended
     };
     let ended = join(Some(Duration::from_millis(100)));
     assert!(matches!(ended, Error::NoSender { .. }), "{ended}");
-    let ended = weightsync_engine::interruptible(|| true, || join(Some(3 * long())));
+    let ended = weightsync_engine::interruptible(|| true, || join(Some(3 * longest())));
     assert!(matches!(ended, Error::Interrupted), "{ended}");
 }
 
@@ -313,10 +324,10 @@ fn searching(dir: &Path) -> (InitInfo, SnapshotsInBackground) {
     let setup = restarted(dir);
     let info = setup.init_info();
     let sender = setup
-        .connect(&weights(), Expect::Count(0), Some(long()))
+        .connect(&weights(), Expect::Count(0), Some(longest()))
         .unwrap();
     let receiver = ReceiverSetup::new(info.clone(), 1);
-    let receiver = receiver.connect(Some(long())).unwrap();
+    let receiver = receiver.connect(Some(longest())).unwrap();
     let background = receiver.snapshots_in_background().unwrap();
     sender.shutdown();
     (info, background)
@@ -328,10 +339,10 @@ fn background_receiver_joining_a_successor_ends() {
     let (info, background) = searching(dir.path());
     let at = info.endpoint();
     let (_runtime, _, seen) = drones(at.address(), at.secret(), long_welcome());
-    assert_eq!(seen.recv_timeout(long()).unwrap(), Seen::Accepted);
+    assert_eq!(seen.recv_timeout(longest()).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     drop(background);
-    assert!(begun.elapsed() < long() / 4, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -347,11 +358,11 @@ fn failed_attempt_does_not_end_the_route_search() {
     let (own, ends) = (shared.clone(), closed.clone());
     let search = thread::spawn(move || {
         own.route
-            .find_again(&Handoff::default(), &ends, Waits::default())
+            .find_again(own.run, &Handoff::default(), &ends, Waits::default())
     });
     for _ in 0..3 {
         for expected in [Seen::Accepted, Seen::Left] {
-            assert_eq!(seen.recv_timeout(long()).unwrap(), expected);
+            assert_eq!(seen.recv_timeout(longest()).unwrap(), expected);
         }
     }
     closed.store(true, Ordering::SeqCst);
@@ -371,8 +382,8 @@ fn a_sender_that_answers_nobody_is_dead_after_a_while() {
         silent: Duration::from_secs(3),
         ..Waits::default()
     };
-    let route = &receiver.shared.route;
-    let found = route.find_again(&Handoff::default(), &closed, waits);
+    let Shared { route, run, .. } = &*receiver.shared;
+    let found = route.find_again(*run, &Handoff::default(), &closed, waits);
     assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
     assert!(begun.elapsed() >= waits.silent, "{:?}", begun.elapsed());
 }
@@ -434,11 +445,11 @@ fn worker_finds_its_trainer_by_each_name() {
     let names = local::names(at.secret(), at.address(), Owner::Sender);
     let _silent = weightsync_mem::Listener::at(&names[0]).unwrap();
     let _sender = setup
-        .connect(&weights(), Expect::Count(0), Some(long()))
+        .connect(&weights(), Expect::Count(0), Some(longest()))
         .unwrap();
     let route = Route::new(&Distributed::new(), at, &joining(&info)).unwrap();
     let found = route
-        .find(&Handoff::default(), Some(Instant::now() + long()))
+        .find(&Handoff::default(), Some(Instant::now() + longest()))
         .unwrap();
     assert!(!found.is_its_own_agents() && !found.is_a_relays());
 }
@@ -450,23 +461,44 @@ fn worker_whose_number_stays_taken_gets_an_error() {
     let scheme = Distributed::new().share(Share::Relay);
     let route = Route::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
     let closed = AtomicBool::new(false);
+    let run = first.shared.run;
     let look = |denied| {
         let waits = Waits {
             denied,
             ..Waits::default()
         };
-        route.find_again(&Handoff::default(), &closed, waits)
+        route.find_again(run, &Handoff::default(), &closed, waits)
     };
     let found = look(Duration::from_millis(100));
     let is_denied = matches!(&found, Err(Error::Denied { .. }));
     assert!(is_denied, "{found:?}");
     // The sender may not have noticed yet that the other worker has gone.
     let found = thread::scope(|scope| {
-        let search = scope.spawn(|| look(long()));
+        let search = scope.spawn(|| look(longest()));
         drop(first);
         search.join().unwrap()
     });
     assert!(matches!(found, Ok(Some(_))), "{found:?}");
+}
+
+/// It would be refused for its own number.
+#[test]
+fn worker_has_left_a_successor_before_it_joins_it() {
+    let (_sender, info) = trainer();
+    let scheme = Distributed::new().share(Share::Relay);
+    let route = Route::new(&scheme, info.endpoint(), &joining(&info)).unwrap();
+    let before = Run {
+        epoch: Epoch(0),
+        id: [1; 16],
+    };
+    let closed = AtomicBool::new(false);
+    for _ in 0..5 {
+        let handoff = Handoff::default();
+        let found = route.find_again(before, &handoff, &closed, Waits::default());
+        assert!(matches!(found, Err(Error::SenderDied { .. })), "{found:?}");
+        let deadline = Some(Instant::now() + longest());
+        drop(route.find(&handoff, deadline).unwrap());
+    }
 }
 
 #[test]
@@ -480,7 +512,7 @@ fn impostor_at_the_address_does_not_end_a_background() {
         ([9; 16], "refused the token"),
     ] {
         let (runtime, ..) = drones(at.address(), &secret, Vec::new());
-        let until = Instant::now() + long();
+        let until = Instant::now() + longest();
         loop {
             let status = background.status().unwrap();
             let says = status.failure.is_some_and(|why| why.contains(complaint));
@@ -500,7 +532,7 @@ fn impostor_at_the_address_does_not_end_a_background() {
     // Which it has joined by then.
     let setup = restarted(dir.path());
     let sender = setup
-        .connect(&weights(), Expect::Count(1), Some(long()))
+        .connect(&weights(), Expect::Count(1), Some(longest()))
         .unwrap();
     drop(background);
     sender.shutdown();
@@ -511,10 +543,10 @@ fn a_call_says_why_there_is_no_other_way() {
     let (_sender, info) = trainer();
     let mut receiver = worker(&info);
     receiver.shared.state().ended = Some(Ended::Hindered("no room".into()));
-    let error = receiver.next(Some(Instant::now() + long())).unwrap_err();
+    let error = receiver.next(Some(Instant::now() + longest())).unwrap_err();
     assert!(error.to_string().contains("no room"), "{error}");
     receiver.shared.state().ended = Some(Ended::Died);
-    let error = receiver.next(Some(Instant::now() + long())).unwrap_err();
+    let error = receiver.next(Some(Instant::now() + longest())).unwrap_err();
     assert!(matches!(error, Error::SenderDied { .. }), "{error}");
 }
 
@@ -538,7 +570,7 @@ fn one_of_two_workers_gets_a_contested_number() {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let near = setup.init_info();
     let mut sender = setup
-        .connect(&weights(), Expect::Count(0), Some(long()))
+        .connect(&weights(), Expect::Count(0), Some(longest()))
         .unwrap();
     let mut far = serde_json::to_value(&near).unwrap();
     far["scheme"] = "distributed:share=none".into();
@@ -550,14 +582,14 @@ fn one_of_two_workers_gets_a_contested_number() {
         let join = |info: &InitInfo| {
             let setup = ReceiverSetup::new(info.clone(), number);
             start.wait();
-            setup.connect(Some(long()))
+            setup.connect(Some(longest()))
         };
         let begun = Instant::now();
         let both = thread::scope(|scope| {
             let far = scope.spawn(|| join(&far));
             [join(&near), far.join().unwrap()]
         });
-        assert!(begun.elapsed() < long() / 2, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < longest() / 2, "{:?}", begun.elapsed());
         let mut there = Vec::new();
         for (route, joined) in both.into_iter().enumerate() {
             match joined {
@@ -580,7 +612,7 @@ fn one_of_two_workers_gets_a_contested_number() {
         let options = SendOptions::new().wait(WaitFor::Sent);
         let report = sender.send_with(&weights(), &options).unwrap();
         let sent = report.version().unwrap();
-        while winner.recv_timeout(long()).unwrap().unwrap().version() < sent {}
+        while winner.recv_timeout(longest()).unwrap().unwrap().version() < sent {}
     }
     println!("{won:?} came first by memory and by a link");
 }

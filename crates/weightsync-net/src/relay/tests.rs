@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, sockopt};
 use tokio::io::AsyncWriteExt;
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::{longest, prompt_limit};
 use weightsync_core::{Dtype, Layout};
 use weightsync_engine::{Error, Expect, InitInfo, Remedy, Sender, SenderSetup, Tensors};
 
@@ -23,11 +23,6 @@ use crate::tls::Peer;
 use crate::wire::hello::Role;
 use crate::wire::message::{self, FromRoot, Message, ToRoot, model_messages};
 
-/// More than anything here takes.
-pub(crate) fn long() -> Duration {
-    patience(20)
-}
-
 /// A trainer whose workers do not read its memory.
 pub(crate) fn trainer() -> (Sender, InitInfo) {
     let mut weights = Tensors::new();
@@ -37,7 +32,7 @@ pub(crate) fn trainer() -> (Sender, InitInfo) {
     let setup = setup.scheme(scheme).unwrap();
     let info = setup.init_info();
     let sender = setup
-        .connect(&weights, Expect::Count(0), Some(long()))
+        .connect(&weights, Expect::Count(0), Some(longest()))
         .unwrap();
     (sender, info)
 }
@@ -55,7 +50,7 @@ pub(crate) fn relay(info: &InitInfo) -> (RelayStop, thread::JoinHandle<()>) {
         };
         relay.run(notify).unwrap();
     });
-    has_joined.recv_timeout(long()).unwrap();
+    has_joined.recv_timeout(longest()).unwrap();
     (stop, running)
 }
 
@@ -103,7 +98,7 @@ fn names_that_others_keep_hold_up_no_relay() {
     let took = begun.elapsed();
     stop.stop();
     running.join().unwrap();
-    assert!(took < long() / 8, "{took:?}");
+    assert!(took < prompt_limit(), "{took:?}");
 }
 
 #[test]
@@ -127,7 +122,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
-    let error = Status::ask(at.address(), &another, None, Some(long())).unwrap_err();
+    let error = Status::ask(at.address(), &another, None, Some(longest())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::Hello { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
@@ -142,9 +137,9 @@ fn status_request_gets_the_reason_for_no_answer() {
         access: Access::default(),
         nearer: Vec::new(),
     };
-    let agent = Agent::start(options, long().into(), || true).unwrap();
+    let agent = Agent::start(options, longest().into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
-    let error = Status::ask(&port, at.secret(), None, Some(long())).unwrap_err();
+    let error = Status::ask(&port, at.secret(), None, Some(longest())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.
@@ -248,8 +243,8 @@ fn an_agent_fetches_only_where_it_may() {
         nearer: Vec::new(),
     };
     let messages = runtime.spawn(misleads(listener, Credentials::plain(&options.secret)));
-    let _agent = Agent::start(options, long().into(), || true).unwrap();
-    let messages = runtime.block_on(async { tokio::time::timeout(long(), messages).await });
+    let _agent = Agent::start(options, longest().into(), || true).unwrap();
+    let messages = runtime.block_on(async { tokio::time::timeout(longest(), messages).await });
     let messages = messages.expect("it says something").unwrap();
     assert!(
         matches!(messages, ToRoot::ParentLost { parent: 9, .. }),
@@ -269,12 +264,14 @@ fn agent_does_not_start_on_the_senders_host() {
         nearer: names(at.secret(), at.address(), Owner::Sender),
         ..joining("")
     };
-    let ended = Agent::start(options.clone(), long().into(), || true).unwrap_err();
+    let ended = Agent::start(options.clone(), longest().into(), || true).unwrap_err();
     assert!(matches!(ended, StartError::Nearer), "{ended:?}");
     assert!(!weightsync_mem::is_served(&own).unwrap());
     // The sender goes on; where nobody is at a name, there is no other way.
     let nearer = names(at.secret(), at.address(), Owner::Host);
-    let agent = Agent::start(AgentOptions { nearer, ..options }, long().into(), || true);
+    let agent = Agent::start(AgentOptions { nearer, ..options }, longest().into(), || {
+        true
+    });
     assert!(agent.is_ok(), "{agent:?}");
 }
 
@@ -291,7 +288,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
         let listener = tokio::net::TcpListener::from_std(own).unwrap();
         misleads(listener, credentials).await
     });
-    let agent = Agent::start(options, long().into(), || true).unwrap();
+    let agent = Agent::start(options, longest().into(), || true).unwrap();
     runtime.block_on(misleads).unwrap();
     // Ends the tasks and the links. Later connections get no answer.
     drop(runtime);
@@ -300,7 +297,7 @@ fn an_agent_that_looks_for_its_sender_leaves_at_once() {
     let begun = Instant::now();
     drop(agent);
     let took = begun.elapsed();
-    assert!(took < long() / 16, "{took:?}");
+    assert!(took < prompt_limit(), "{took:?}");
 }
 
 /// Connections that a false sender has seen.
@@ -398,14 +395,14 @@ fn join_ends_at_its_deadline_and_when_cancelled() {
     let (_runtime, root, seen) = drones("127.0.0.1:0", &[5; 16], long_welcome());
     let begun = Instant::now();
     let within = |until| Patience {
-        dial: long(),
+        dial: longest(),
         until,
     };
     let soon = within(Some(begun + Duration::from_millis(300)));
     let ended = Agent::start(joining(&root), soon, || true).unwrap_err();
     assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
     for expected in [Seen::Accepted, Seen::Left] {
-        assert_eq!(seen.recv_timeout(long()).unwrap(), expected);
+        assert_eq!(seen.recv_timeout(longest()).unwrap(), expected);
     }
     let mut is_in = false;
     let goes_on = || {
@@ -414,8 +411,8 @@ fn join_ends_at_its_deadline_and_when_cancelled() {
     };
     let ended = Agent::start(joining(&root), within(None), goes_on).unwrap_err();
     assert!(matches!(ended, StartError::Unreachable(..)), "{ended:?}");
-    assert_eq!(seen.recv_timeout(long()).unwrap(), Seen::Left);
-    assert!(begun.elapsed() < long() / 2, "{:?}", begun.elapsed());
+    assert_eq!(seen.recv_timeout(longest()).unwrap(), Seen::Left);
+    assert!(begun.elapsed() < longest() / 2, "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -425,11 +422,11 @@ fn a_relay_that_joins_stops_at_once() {
     let relay = Relay::with_token(root, &token);
     let stop = relay.stopper();
     let running = thread::spawn(move || relay.run(|event| panic!("{event}")));
-    assert_eq!(seen.recv_timeout(long()).unwrap(), Seen::Accepted);
+    assert_eq!(seen.recv_timeout(longest()).unwrap(), Seen::Accepted);
     let begun = Instant::now();
     stop.stop();
     running.join().unwrap().unwrap();
-    assert!(begun.elapsed() < long() / 4, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
 }
 
 #[test]
@@ -444,7 +441,7 @@ fn joined_relay_outlasts_an_impostor_at_the_address() {
             let _ = sends.send(event);
         })
     });
-    let next = || events.recv_timeout(long()).expect("it goes on");
+    let next = || events.recv_timeout(longest()).expect("it goes on");
     assert!(matches!(next(), RelayEvent::Joined { .. }));
     sender.shutdown();
     let (_runtime, ..) = drones(at.address(), &[9; 16], Vec::new());
@@ -473,7 +470,7 @@ fn relay_searches_for_its_sender_after_any_failure() {
     });
     for _ in 0..3 {
         for expected in [Seen::Accepted, Seen::Left] {
-            assert_eq!(seen.recv_timeout(long()).unwrap(), expected);
+            assert_eq!(seen.recv_timeout(longest()).unwrap(), expected);
         }
     }
     stop.stop();

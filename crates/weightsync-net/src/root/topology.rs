@@ -14,6 +14,11 @@
 //! slow agent says nothing about the agent itself. So an agent that looks no faster than its
 //! slow parent is put first once; then the sender measures it. It is put first again if it
 //! later looks much slower behind another parent.
+//!
+//! A busy machine makes a fast link look slow for a moment. So the order heeds a higher speed at
+//! once, and a lower one once transfers were that slow for a second in all. Otherwise the agents
+//! would change places all the time, and an agent whose fetch takes long would get another parent
+//! before it ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -34,6 +39,10 @@ const MAY_BE_HELD_UP: f64 = 33_554_432.0;
 /// The weight of the newest measurement in the estimate of a link's speed.
 const FRESH: f64 = 0.5;
 
+/// How long transfers must be slower than before until the order of the agents heeds it. A link
+/// that delays a version by less is no reason to move an agent.
+const LASTS: Duration = Duration::from_secs(1);
+
 /// How long an agent does not get a parent back after a fetch from it failed. The time doubles if
 /// the parent fails again soon after it was given back.
 const AVOIDED: Duration = Duration::from_secs(30);
@@ -49,9 +58,9 @@ pub(crate) struct Topology {
     /// The agents that serve.
     order: Vec<AgentId>,
     agents: BTreeMap<AgentId, Agent>,
-    /// The known speeds of the agents in the order.
+    /// The settled speeds of the agents in the order.
     speeds: BTreeSet<Rank>,
-    /// The known speeds of the other agents.
+    /// The mean speeds of the other agents.
     beside: BTreeSet<Rank>,
     /// Until when an agent does not get a parent: (until, agent, parent).
     avoided: BTreeSet<(Duration, AgentId, AgentId)>,
@@ -83,15 +92,64 @@ impl Endpoint {
 struct Agent {
     /// Where the agent serves, if it does.
     endpoint: Option<Endpoint>,
-    /// The agent's speed in bytes a second while data for it was ready, and the parent of the last
-    /// measurement.
-    speed: Option<(f64, AgentId)>,
+    speed: Option<Speed>,
     /// The parent that was last announced to the agent.
     parent: Option<AgentId>,
     /// Whether the agent was measured while it fetched from the sender itself.
     by_sender: bool,
     /// The parents from which a fetch of this agent failed.
     failed: BTreeMap<AgentId, Failed>,
+}
+
+/// An agent's speed while data for it was ready.
+#[derive(Clone, Copy, Debug)]
+struct Speed {
+    /// The mean of the last measurements through one parent.
+    mean: Measured,
+    /// The speed that the order goes by: the highest that was measured lately.
+    settled: Measured,
+    /// The highest measurement since they are below `settled`, and how long the transfers took.
+    lower: Option<(Measured, Duration)>,
+}
+
+/// A speed in bytes a second, and the parent through which it was measured.
+type Measured = (f64, AgentId);
+
+impl Speed {
+    /// The speed after a transfer that took `busy`.
+    fn next(before: Option<Self>, measured: Measured, busy: Duration) -> Self {
+        let Some(before) = before else {
+            return Self {
+                mean: measured,
+                settled: measured,
+                lower: None,
+            };
+        };
+        let mean = match before.mean {
+            // The mean of times, not of speeds: with speeds, a link that became a thousand times
+            // slower would still look half as fast.
+            (mean, by) if by == measured.1 => 1.0 / ((1.0 - FRESH) / mean + FRESH / measured.0),
+            // A measurement through another parent says nothing about this one: the other may have
+            // been slow without being known to be.
+            _ => measured.0,
+        };
+        let (highest, took) = before.lower.unwrap_or((measured, Duration::ZERO));
+        let highest = match highest.0 > measured.0 {
+            true => highest,
+            false => measured,
+        };
+        let (settled, lower) = match took + busy {
+            // What was measured before is too long ago.
+            _ if measured.0 >= before.settled.0 || busy >= LASTS => (measured, None),
+            took if took >= LASTS => (highest, None),
+            took => (before.settled, Some((highest, took))),
+        };
+        Self {
+            mean: (mean, measured.1),
+            settled,
+            lower,
+        }
+    }
 }
 
 /// The record of a parent from which a fetch failed.
@@ -138,7 +196,12 @@ impl Agent {
     }
 
     fn is_slow(&self, fastest: f64) -> bool {
-        self.speed.is_some_and(|(speed, _)| speed * SLOW < fastest)
+        self.settled()
+            .is_some_and(|(speed, _)| speed * SLOW < fastest)
+    }
+
+    fn settled(&self) -> Option<Measured> {
+        self.speed.map(|speed| speed.settled)
     }
 }
 
@@ -213,20 +276,20 @@ impl Topology {
     pub(crate) fn leave(&mut self, agent: AgentId) -> Vec<Assigned> {
         let gone = self.agents.remove(&agent);
         self.tried.take_if(|tried| *tried == agent);
-        if let Some((speed, _)) = gone.as_ref().and_then(|gone| gone.speed) {
-            self.beside.remove(&(speed.to_bits(), agent));
+        if let Some(speed) = gone.as_ref().and_then(|gone| gone.speed) {
+            self.beside.remove(&(speed.mean.0.to_bits(), agent));
         }
         let Some(gone) = gone.filter(|gone| gone.endpoint.is_some()) else {
             return Vec::new();
         };
-        self.rank(agent, gone.speed, None);
+        self.rank(agent, gone.settled(), None);
         // Agent numbers are never used again, so nothing may be left under this one.
         for (parent, failed) in gone.failed {
             self.avoided.remove(&(failed.until, agent, parent));
         }
         let mut measured_by_it = false;
         for (number, other) in &mut self.agents {
-            measured_by_it |= other.speed.is_some_and(|(_, by)| by == agent);
+            measured_by_it |= other.settled().is_some_and(|(_, by)| by == agent);
             if let Some(failed) = other.failed.remove(&agent) {
                 self.avoided.remove(&(failed.until, *number, agent));
             }
@@ -317,35 +380,28 @@ impl Topology {
         let Some(one) = self.agents.get_mut(&agent) else {
             return Vec::new();
         };
-        let speed = match one.speed {
-            // The mean of times, not of speeds: with speeds, a link that became a thousand times
-            // slower would still look half as fast.
-            Some((before, by)) if by == parent => 1.0 / ((1.0 - FRESH) / before + FRESH / measured),
-            // A measurement through another parent says nothing about this one: the other may have
-            // been slow without being known to be.
-            _ => measured,
-        };
         let mut trial_ends = false;
-        match one.speed {
+        let speed = Speed::next(one.speed, (measured, parent), busy);
+        let before = one.speed.replace(speed);
+        match before.map(|before| before.settled) {
             _ if parent == 0 => {
                 one.by_sender = true;
                 trial_ends = self.tried.take_if(|tried| *tried == agent).is_some();
             }
             // The sender measured this agent as much faster than its parent does. The parent may be
             // slow without being known to be, so the agent may have another trial.
-            Some((before, 0)) if measured * SLOW < before => one.by_sender = false,
+            Some((before, 0)) if speed.settled.0 * SLOW < before => one.by_sender = false,
             _ => {}
         }
-        let now = Some((speed, parent));
-        let before = std::mem::replace(&mut one.speed, now);
         if one.endpoint.is_none() {
-            if let Some((before, _)) = before {
-                self.beside.remove(&(before.to_bits(), agent));
+            if let Some(before) = before {
+                self.beside.remove(&(before.mean.0.to_bits(), agent));
             }
-            self.beside.insert((speed.to_bits(), agent));
+            self.beside.insert((speed.mean.0.to_bits(), agent));
             return Vec::new();
         }
-        let moves = self.rank(agent, before, now);
+        let before = before.map(|before| before.settled);
+        let moves = self.rank(agent, before, Some(speed.settled));
         let held_up = self.may_be_held_up(agent);
         // A slow agent must not stay first, where its trial put it.
         if !moves && !held_up && !trial_ends {
@@ -365,12 +421,13 @@ impl Topology {
         let Some(one) = self.agents.get(&agent).filter(unknown) else {
             return false;
         };
-        let Some((speed, by)) = one.speed.filter(|(speed, _)| *speed < MAY_BE_HELD_UP) else {
+        let Some((speed, by)) = one.settled().filter(|(speed, _)| *speed < MAY_BE_HELD_UP) else {
             return false;
         };
         // An agent much faster than its parent would have shown it.
         let as_slow = |parent: f64| parent <= speed * SLOW;
-        self.speed(by).is_some_and(as_slow)
+        let by = self.agents.get(&by).and_then(Agent::settled);
+        by.is_some_and(|(parent, _)| as_slow(parent))
     }
 
     fn put_first(&mut self, agent: AgentId) {
@@ -409,7 +466,7 @@ impl Topology {
 
     /// The measured speed of the link to an agent, in bytes a second.
     pub(crate) fn speed(&self, agent: AgentId) -> Option<f64> {
-        self.agents.get(&agent)?.speed.map(|(speed, _)| speed)
+        self.agents.get(&agent)?.speed.map(|speed| speed.mean.0)
     }
 
     fn fastest(&self) -> Option<f64> {
@@ -417,12 +474,7 @@ impl Topology {
     }
 
     /// Updates the rank of an agent that serves. Returns whether agents have to move.
-    fn rank(
-        &mut self,
-        agent: AgentId,
-        before: Option<(f64, AgentId)>,
-        after: Option<(f64, AgentId)>,
-    ) -> bool {
+    fn rank(&mut self, agent: AgentId, before: Option<Measured>, after: Option<Measured>) -> bool {
         // Below this limit a link is slow.
         let limit = |own: &Self| own.fastest().unwrap_or(0.0) / SLOW;
         let old = limit(self);
@@ -471,16 +523,16 @@ impl Topology {
         // before the slow ones, so that they are measured again.
         let doubtful =
             |by: AgentId| slow.contains(&by) || by != 0 && !self.agents.contains_key(&by);
-        let by = |agent: &AgentId| self.agents.get(agent)?.speed.map(|(_, by)| by);
+        let by = |agent: &AgentId| Some(self.agents.get(agent)?.settled()?.1);
         let doubtful = slow.iter().filter(|agent| by(agent).is_some_and(doubtful));
         for agent in doubtful.copied().collect::<Vec<_>>() {
             let one = self.agents.get_mut(&agent);
-            if let Some((speed, _)) = one.and_then(|one| one.speed.take()) {
-                self.speeds.remove(&(speed.to_bits(), agent));
+            if let Some(speed) = one.and_then(|one| one.speed.take()) {
+                self.speeds.remove(&(speed.settled.0.to_bits(), agent));
             }
         }
         let slow = |agent: &AgentId| {
-            let (speed, _) = self.agents.get(agent)?.speed?;
+            let (speed, _) = self.agents.get(agent)?.settled()?;
             slow.contains(agent).then_some(speed)
         };
         let mut slowest: Vec<(AgentId, f64)> = Vec::new();

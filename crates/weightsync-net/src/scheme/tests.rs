@@ -4,10 +4,10 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, setrlimit};
+use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, SenderSetup, Tensors};
 
 use super::*;
-use crate::relay::tests::long;
 
 fn place(scheme: &Distributed) -> Result<Endpoint> {
     scheme.allocate_endpoint(&["policy".parse()?], None)
@@ -143,14 +143,14 @@ fn as_a_sender_with_few_files() {
     let setup = SenderSetup::new("policy", &weights).unwrap();
     let setup = setup.scheme(Distributed::new()).unwrap();
     let address = setup.init_info().endpoint().address().to_owned();
-    let mut sender = setup.open(&weights, Some(long())).unwrap();
+    let mut sender = setup.open(&weights, Some(longest())).unwrap();
     println!("\nat {address}");
     std::io::stdin().read_line(&mut String::new()).unwrap();
     let since = Instant::now();
     let error = loop {
         let second = Some(Duration::from_secs(1));
         let error = sender.wait_for(&Expect::Count(1), second).unwrap_err();
-        if !matches!(error, Error::MissingWorkers { .. }) || since.elapsed() > long() {
+        if !matches!(error, Error::MissingWorkers { .. }) || since.elapsed() > longest() {
             break error;
         }
     };

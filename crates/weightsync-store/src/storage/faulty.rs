@@ -1,5 +1,6 @@
 //! A directory that fails when a test says so.
 
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -43,6 +44,17 @@ struct Plan {
     late: Mutex<Option<(u64, Swap)>>,
     /// Whether a late replacement has changed the head.
     landed: AtomicBool,
+    /// What happens meanwhile, and the call before which it does.
+    meanwhile: Mutex<Option<(u64, Event)>>,
+}
+
+/// What others do.
+struct Event(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an event")
+    }
 }
 
 /// A file, and its bytes before and after.
@@ -56,6 +68,7 @@ impl Faulty {
             fault,
             late: Mutex::new(None),
             landed: AtomicBool::new(false),
+            meanwhile: Mutex::new(None),
         };
         Self {
             directory,
@@ -67,6 +80,12 @@ impl Faulty {
     pub(crate) fn fail_at(&self, call: u64) {
         self.plan.calls.store(0, Ordering::SeqCst);
         self.plan.at.store(call, Ordering::SeqCst);
+    }
+
+    /// Counts from 0 again. Before this call, others do something; no call fails.
+    pub(crate) fn meanwhile(&self, call: u64, event: impl FnOnce() + Send + 'static) {
+        self.fail_at(u64::MAX);
+        *self.plan.meanwhile.lock().unwrap() = Some((call, Event(Box::new(event))));
     }
 
     /// Counts from 0 again. What is late is done before this call. False if nothing is.
@@ -105,6 +124,14 @@ impl Faulty {
 impl Plan {
     fn call<T>(&self, run: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let call = self.calls.fetch_add(1, Ordering::SeqCst);
+        let event = self
+            .meanwhile
+            .lock()
+            .unwrap()
+            .take_if(|(at, _)| *at == call);
+        if let Some((_, Event(event))) = event {
+            event();
+        }
         let at = self.at.load(Ordering::SeqCst);
         let failed = || Err(io::Error::other(format!("call {call} fails")));
         match self.fault {

@@ -34,6 +34,10 @@ impl Writer {
         let runs = self.head.runs.iter().map(|run| run.last);
         let highest = all.map(|place| place.sequence).chain(runs).max();
         self.next = highest.unwrap_or(0).saturating_add(1);
+        // The data were listed after the claim. Those of a later run belong to a writer that has taken
+        // over meanwhile, and this one does not know its versions.
+        let own = self.head.run.epoch;
+        let data: Vec<_> = data.into_iter().filter(|place| place.epoch < own).collect();
         // The newest manifests may be damaged or missing: the head knows their versions.
         self.tried.extend(self.head.versions.clone());
         for &place in &catalog.listed {

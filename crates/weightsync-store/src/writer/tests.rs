@@ -459,6 +459,64 @@ fn fenced_save_counts_if_it_was_published() {
     }
 }
 
+/// A successor claims the store and publishes before each call of a claim and two saves in turn.
+#[test]
+fn overtaken_writer_removes_nothing_of_its_successor() {
+    for keep in ["1", "2", "all"] {
+        for call in 0.. {
+            let dir = memory();
+            let faulty = Faulty::new(Directory::new(dir.path()), Fault::Refused);
+            let keep: Keep = keep.parse().unwrap();
+            let mut first = Trainer::new(Arc::new(Directory::new(dir.path())), keep);
+            first.claim().unwrap();
+            for _ in 0..3 {
+                first.save(&["policy", "critic"]).unwrap();
+            }
+            let new = Arc::new(std::sync::Mutex::new(Trainer::new(
+                Arc::new(Directory::new(dir.path())),
+                keep,
+            )));
+            let successor = new.clone();
+            faulty.meanwhile(call, move || {
+                let mut new = successor.lock().unwrap();
+                new.count = 1000;
+                new.claim().unwrap();
+                new.writer.as_mut().unwrap().read_base().unwrap();
+                for _ in 0..2 {
+                    new.save(&["policy"]).unwrap();
+                }
+            });
+            let mut old = Trainer::new(Arc::new(faulty.clone()), keep);
+            old.count = 100;
+            let worked = old
+                .claim()
+                .and_then(|()| old.save(&["policy"]))
+                .and_then(|_| old.save(&["critic"]));
+            if faulty.mend() <= call {
+                assert!(call > 20, "{call} calls are too few for what is done");
+                worked.unwrap();
+                break;
+            }
+            let mut new = new.lock().unwrap();
+            let all = new.store.versions().unwrap();
+            assert_eq!(all.damage, [], "call {call}");
+            for version in &all.versions {
+                for stored in &version.models {
+                    let which = which(stored.model.as_str(), stored.version);
+                    let loaded = new.store.load(&which);
+                    loaded.unwrap_or_else(|error| panic!("call {call}: {error}"));
+                }
+            }
+            let last = new.saved.last().map(|(_, version, _)| *version);
+            if worked.is_err() {
+                let newest = all.versions.last().map(|one| one.models[1].version);
+                assert_eq!(newest, last, "call {call}");
+                new.save(&["policy"]).unwrap();
+            }
+        }
+    }
+}
+
 /// The head is replaced long after the writer has heard that it cannot be: before any call of the next
 /// save.
 #[test]

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
@@ -17,11 +17,6 @@ const RUN: Run = Run {
     epoch: Epoch(1),
     id: [7; 16],
 };
-
-/// Longer than anything here takes.
-fn soon() -> Duration {
-    patience(5)
-}
 
 fn serving() -> Serving {
     let (store, threads) = (Arc::new(Store::of_relay()), Arc::default());
@@ -50,7 +45,7 @@ fn fetch(run: Run, version: u64, (first, count): (u32, u32)) -> ToParent {
 fn connect(serving: &Serving) -> TcpStream {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let socket = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    socket.set_read_timeout(Some(soon())).unwrap();
+    socket.set_read_timeout(Some(longest())).unwrap();
     let (other, _) = listener.accept().unwrap();
     let serving = serving.clone();
     tokio::spawn(async move {
@@ -138,7 +133,7 @@ fn waiting_children_take_turns() {
             let mut quick = child(&serving, other, 1);
             let (word, _) = receive_all(&mut quick);
             assert!(matches!(word, Some(ToChild::Gone { .. })), "{word:?}");
-            assert!(begun.elapsed() < soon(), "{:?}", begun.elapsed());
+            assert!(begun.elapsed() < longest(), "{:?}", begun.elapsed());
             drop(waiting);
         }
     });
@@ -152,7 +147,7 @@ fn waiting_children_take_turns() {
     let begun = Instant::now();
     let all_gone = || serving.children.available_permits() == CHILDREN;
     while !all_gone() || wanted.load(Ordering::Relaxed) != 0 {
-        assert!(begun.elapsed() < soon(), "{wanted:?} are wanted still");
+        assert!(begun.elapsed() < longest(), "{wanted:?} are wanted still");
         runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
     }
 }
@@ -259,7 +254,7 @@ fn waiting_child_releases_a_withdrawn_version() {
         serving.store.remove(ITEM);
         let begun = Instant::now();
         while kept.strong_count() > 0 {
-            assert!(begun.elapsed() < soon(), "it waits, and holds it");
+            assert!(begun.elapsed() < longest(), "it waits, and holds it");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let heard = tokio::task::spawn_blocking(move || receive_all(&mut child));

@@ -160,10 +160,10 @@ fn fetch_verified(
             let _ = note.send(end);
         },
     );
-    asked.recv_timeout(long()).unwrap();
+    asked.recv_timeout(longest()).unwrap();
     between();
     go.notify_one();
-    ends.recv_timeout(long()).unwrap()
+    ends.recv_timeout(longest()).unwrap()
 }
 
 fn fetched(name: &str, answer: Vec<u8>, has_base: bool) -> Fetched {

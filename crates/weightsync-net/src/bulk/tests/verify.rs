@@ -68,7 +68,7 @@ fn published_blocks_are_taken_from_a_relay() {
         let address = serving(&runtime, published.clone());
         let name = format!("verify-taken-{connections}");
         let child = child_of(&name, address, connections, ITEM, Some(digests));
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
         assert_eq!(child.slot.commit().unwrap().bytes(), image());
     }
@@ -84,7 +84,7 @@ fn altered_block_is_noticed_and_not_kept() {
         let address = answer(&runtime, lie(about));
         let name = format!("verify-lie-{about}");
         let child = child_of(&name, address, 1, ITEM, Some(digests));
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         let block = about as usize;
         assert!(
             matches!(ended, FetchEnd::Altered { block: found } if found == block),
@@ -96,7 +96,7 @@ fn altered_block_is_noticed_and_not_kept() {
         // Nobody looks: only the checksum is compared, and the relay made that of its own bytes.
         let name = format!("verify-trusts-{about}");
         let child = child_of(&name, address, 1, ITEM, None);
-        let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+        let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
         assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
     }
 }
@@ -109,14 +109,14 @@ fn nothing_is_taken_where_the_sender_tells_nothing() {
     let digests = sender(&runtime, Version(9), other);
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-gone", address, 1, ITEM, Some(digests));
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
     assert!((0..BLOCKS as usize).all(|index| child.slot.read(index).is_none()));
 }
 
 /// Returns once the first block is there and waits for its digest.
 fn wait_for_the_digest(child: &Child) {
-    let until = Instant::now() + long();
+    let until = Instant::now() + longest();
     while child.store.waits.load(Ordering::Acquire) == 0 {
         assert!(Instant::now() < until, "no block waits for its digest");
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -130,10 +130,10 @@ fn block_waits_for_a_digest_that_comes_late() {
     let (sender, asked, go) = held_parent(&runtime, told());
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-late", address, 1, ITEM, Some(sender));
-    asked.recv_timeout(long()).unwrap();
+    asked.recv_timeout(longest()).unwrap();
     wait_for_the_digest(&child);
     go.notify_one();
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::Whole), "{ended:?}");
 }
 
@@ -143,10 +143,10 @@ fn parent_is_not_blamed_while_a_digest_is_late() {
     let (sender, asked, go) = held_parent(&runtime, told());
     let address = runtime.block_on(quitter());
     let child = child_of("verify-blames", address, 1, ITEM, Some(sender));
-    asked.recv_timeout(long()).unwrap();
+    asked.recv_timeout(longest()).unwrap();
     wait_for_the_digest(&child);
     go.notify_one();
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::Partly), "{ended:?}");
     assert!(child.slot.read(0).is_some());
 }
@@ -161,14 +161,14 @@ fn reading_of_digests_ends_with_its_fetch() {
         held_parent(&runtime, ToChild::Gone { reason }.frame().unwrap())
     };
     let child = child_of("verify-ends", address, 1, ITEM, Some(sender));
-    asked.recv_timeout(long()).unwrap();
-    wanted.recv_timeout(long()).unwrap();
+    asked.recv_timeout(longest()).unwrap();
+    wanted.recv_timeout(longest()).unwrap();
     go.notify_one();
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
     drop(child.fetch);
     // The thread held the slot: nothing of the fetch is left.
-    let until = Instant::now() + long();
+    let until = Instant::now() + longest();
     while Arc::strong_count(&child.slot) > 1 {
         assert!(Instant::now() < until, "the slot is held");
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -184,7 +184,7 @@ fn relay_tells_no_digests() {
     // A child that asks it in the sender's place gets nothing to compare with.
     let address = answer(&runtime, lie(BLOCKS));
     let child = child_of("verify-asks-relay", address, 1, ITEM, Some(relay));
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::NotThere), "{ended:?}");
 }
 
@@ -244,6 +244,6 @@ fn altered_block_is_told_while_others_idle() {
     let digests = sender(&runtime, ITEM.version, published);
     let address = runtime.block_on(idler());
     let child = child_of("verify-idles", address, 2, ITEM, Some(digests));
-    let (ended, _) = child.ends.recv_timeout(long()).unwrap();
+    let (ended, _) = child.ends.recv_timeout(longest()).unwrap();
     assert!(matches!(ended, FetchEnd::Altered { block: 0 }), "{ended:?}");
 }

@@ -2,7 +2,7 @@
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::timeout;
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
 use weightsync_mem::ModelSpec;
 
@@ -11,11 +11,6 @@ use crate::access::Access;
 use crate::link::SUSPECT;
 use crate::link::stream::AsyncStream;
 use crate::relay::{AgentAddress, runtime};
-
-/// Longer than anything here takes.
-fn soon() -> Duration {
-    patience(5)
-}
 
 const SECRET: [u8; 16] = [3; 16];
 
@@ -109,13 +104,19 @@ fn silent_senders_link_stays_open_until_it_answers() {
             what: Err(LinkEnd::Silent(SUSPECT)),
         };
         events.send(silent(0)).await.unwrap();
-        let (again, _) = timeout(soon(), listener.accept()).await.unwrap().unwrap();
+        let (again, _) = timeout(longest(), listener.accept())
+            .await
+            .unwrap()
+            .unwrap();
         // A closed link would come before that: the sender would take it for a death.
         let end = timeout(Duration::from_millis(200), said.recv()).await;
         assert!(end.is_err(), "{end:?}");
         // Nobody listens any more: the sender is dead, and the agent ends.
         drop((again, listener));
-        assert_eq!(timeout(soon(), runs).await.unwrap().unwrap(), Ending::Died);
+        assert_eq!(
+            timeout(longest(), runs).await.unwrap().unwrap(),
+            Ending::Died
+        );
     });
 }
 
@@ -144,7 +145,7 @@ fn driver_checks_for_room_under_constant_messages() {
             move || while events.blocking_send(event()).is_ok() {}
         });
         // There is room, so it fetches.
-        let fetches = timeout(soon(), listener.accept()).await;
+        let fetches = timeout(longest(), listener.accept()).await;
         fetches.expect("in time").unwrap();
         assert!(events.send(Event::Stop).await.is_ok());
         runs.await.unwrap();
@@ -170,7 +171,7 @@ fn verdict_on_a_parent_is_not_applied_to_the_next() {
         let sender = false;
         driver.step([Input::NotThere { item, sender }]);
         assert!(driver.fetching[&item].instead);
-        driver.complain = Some((Instant::now() + soon(), 2, "it broke off".into()));
+        driver.complain = Some((Instant::now() + longest(), 2, "it broke off".into()));
         driver.on_message(FromRoot::Parent {
             agent: 3,
             address: Some(address.to_string()),

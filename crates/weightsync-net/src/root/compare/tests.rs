@@ -2,16 +2,11 @@ use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use weightsync_conformance::scale::patience;
+use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};
 
 use crate::scheme::{Deltas, Distributed, Share};
 use crate::status::Status;
-
-/// Longer than anything here takes.
-fn long() -> Duration {
-    patience(15)
-}
 
 /// Tensors of several widths over more than two spans, the last of which is short.
 fn weights() -> Tensors {
@@ -63,7 +58,7 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
     let info = info.clone();
     let work = move || {
         let setup = ReceiverSetup::new(info, number);
-        let mut receiver = setup.connect(Some(long())).unwrap();
+        let mut receiver = setup.connect(Some(longest())).unwrap();
         while let Ok(snapshot) = receiver.recv() {
             if got
                 .send((snapshot.version().0, bytes_of(&snapshot)))
@@ -79,7 +74,7 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
 /// Bytes that each agent has fetched.
 fn received(info: &InitInfo) -> u64 {
     let endpoint = info.endpoint();
-    let status = Status::ask(endpoint.address(), endpoint.secret(), None, Some(long())).unwrap();
+    let status = Status::ask(endpoint.address(), endpoint.secret(), None, Some(longest())).unwrap();
     status.relays.iter().map(|relay| relay.received).sum()
 }
 
@@ -94,7 +89,7 @@ fn connect(weights: &Tensors) -> (InitInfo, impl FnOnce() -> Sender) {
     let weights = weights.clone();
     (info, move || {
         setup
-            .connect(&weights, Expect::Count(1), Some(long()))
+            .connect(&weights, Expect::Count(1), Some(longest()))
             .unwrap()
     })
 }
@@ -105,7 +100,7 @@ fn version_arrives_as_a_delta_bit_for_bit() {
     let (info, connect) = connect(&weights);
     let (worker, gets) = worker(&info, 0);
     let mut sender = connect();
-    let (first, got) = gets.recv_timeout(long()).unwrap();
+    let (first, got) = gets.recv_timeout(longest()).unwrap();
     assert!(first == 1 && got == bytes(&weights));
     let mut last = received(&info);
     for (step, every) in [100, 90, 1000, 3_000_000, 3, 100, 100]

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
-use weightsync_conformance::scale::{patience, slowness};
+use weightsync_conformance::scale::{longest, slowness};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 use weightsync_engine::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
 
@@ -27,11 +27,6 @@ use crate::wire::message::{
     BlockRange, Delivery, FromRoot, Message, RefusalRemedy, ToParent, ToRoot, Wanted,
 };
 
-/// Longer than anything here takes.
-fn soon() -> Duration {
-    patience(5)
-}
-
 fn sender() -> (Sender, InitInfo) {
     let mut weights = Tensors::new();
     let values = vec![1.0_f32; 256];
@@ -40,7 +35,7 @@ fn sender() -> (Sender, InitInfo) {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let sender = setup
-        .connect(&weights, Expect::Count(0), Some(soon()))
+        .connect(&weights, Expect::Count(0), Some(longest()))
         .unwrap();
     (sender, info)
 }
@@ -62,7 +57,8 @@ async fn wait_for<T: Send + 'static>(
     let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
     let ask = move || {
         loop {
-            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(soon())).unwrap()) {
+            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(longest())).unwrap())
+            {
                 return answer;
             }
         }
@@ -96,7 +92,7 @@ impl Fake {
 
     /// The sender's next message, or how it ended the link.
     async fn on_message(&mut self) -> Result<FromRoot, LinkEnd> {
-        let on_event = timeout(soon(), self.on_event.recv()).await;
+        let on_event = timeout(longest(), self.on_event.recv()).await;
         on_event.expect("in time").expect("an end, at last")
     }
 
@@ -501,7 +497,7 @@ fn status_query_waits_its_turn_among_many() {
             panic!("nobody asks");
         };
         answer.send("{}".into()).unwrap();
-        timeout(soon(), asks.read_u8()).await.unwrap().unwrap();
+        timeout(longest(), asks.read_u8()).await.unwrap().unwrap();
     });
 }
 
@@ -546,7 +542,7 @@ async fn stuck(info: &InitInfo, run: Run, version: u64) -> AsyncStream {
         }],
     });
     socket.write_all(&fetch.frame().unwrap()).await.unwrap();
-    let first = timeout(soon(), socket.read_u8()).await;
+    let first = timeout(longest(), socket.read_u8()).await;
     first.expect("in time").expect("a block");
     socket
 }
@@ -569,7 +565,7 @@ fn stalled_children_hold_no_slot_of_the_trainer() {
     let setup = setup.scheme(Distributed::new()).unwrap();
     let info = setup.init_info();
     let mut sender = setup
-        .connect(&weights, Expect::Count(0), Some(soon()))
+        .connect(&weights, Expect::Count(0), Some(longest()))
         .unwrap();
     run(async {
         let mut fake = Fake::dial(&info).await;

@@ -205,6 +205,45 @@ fn slow_link_is_noticed_at_once_and_recovery_later() {
     assert_eq!(parents(&chain), [(2, 0), (3, 2), (1, 3)]);
 }
 
+/// Of any three versions, each fast agent gets two a hundred times as slowly.
+#[test]
+fn agents_that_a_busy_machine_slows_down_for_moments_keep_their_places() {
+    let mut chain = with(1, 1..=4);
+    let (bytes, moment) = (1 << 20, Duration::from_millis(4));
+    for agent in 1..=4 {
+        chain.measured(agent - 1, agent, bytes, moment);
+        chain.measured(agent - 1, agent, bytes, moment * 3);
+    }
+    // This one gets slow, and a version takes it as long as hundreds take the others.
+    chain.measured(1, 2, bytes, 8 * SECOND);
+    let order = [(1, 0), (3, 1), (4, 3), (2, 4)];
+    assert_eq!(parents(&chain), order);
+    for round in 0..500 {
+        for (place, (agent, parent)) in order[..3].iter().enumerate() {
+            let factor = if (round + place) % 3 == 0 { 1 } else { 100 };
+            let moved = chain.measured(*parent, *agent, bytes, moment * factor);
+            assert_eq!(moved, [], "round {round}");
+        }
+    }
+}
+
+/// The others would wait for it with each version.
+#[test]
+fn agent_that_stays_a_little_slow_goes_to_the_end_after_a_second() {
+    let mut chain = with(1, 1..=3);
+    let (bytes, moment) = (1 << 20, Duration::from_millis(8));
+    for agent in 1..=3 {
+        chain.measured(agent - 1, agent, bytes, moment);
+    }
+    let mut took = Duration::ZERO;
+    while chain.measured(0, 1, bytes, 10 * moment).is_empty() {
+        took += 10 * moment;
+        assert!(took < 2 * SECOND, "it is first still");
+    }
+    assert!(took >= SECOND - 10 * moment, "{took:?}");
+    assert_eq!(parents(&chain), [(2, 0), (3, 2), (1, 3)]);
+}
+
 #[test]
 fn host_that_does_not_serve_has_no_children() {
     let mut chain = Topology::new(1);
