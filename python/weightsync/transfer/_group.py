@@ -87,7 +87,7 @@ class Links:
 
     def _form(self, store: Any, backend: str, device: Any) -> None:
         """Returns when all members are there."""
-        # Before any link: a member that left one behind would be the others' error.
+        # Before any link: the end of one would be all that the other members hear.
         if backend != "gloo" and not (backend == "nccl" and hasattr(dist, "ProcessGroupNCCL")):
             raise UnsupportedError(f"backend: expected gloo or nccl of this torch, got {backend!r}")
         # It bounds collectives, too: longer than the deadline that rank 0 keeps itself.

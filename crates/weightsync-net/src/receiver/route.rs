@@ -177,12 +177,9 @@ impl Route {
                 Ok(SearchResult::Found(found)) if found.attached.run() == run => {
                     return Ok(Some(*found));
                 }
-                // A successor. The caller joins it again, and would be refused for its own number if
-                // `found` were still there then.
-                Ok(SearchResult::Found(found)) => {
-                    drop(found);
-                    return Err(Error::SenderDied { pid: None });
-                }
+                // A successor, which this look leaves. The caller joins it again, and would be
+                // refused for its own number before that.
+                Ok(SearchResult::Found(_)) => return Err(Error::SenderDied { pid: None }),
                 Ok(SearchResult::Nothing(reach, _)) => {
                     denied = None;
                     reach

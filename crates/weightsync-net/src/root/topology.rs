@@ -15,8 +15,8 @@
 //! slow parent is put first once; then the sender measures it. It is put first again if it
 //! later looks much slower behind another parent.
 //!
-//! A busy machine makes a fast link look slow for a moment. So the order heeds a higher speed at
-//! once, and a lower one once transfers were that slow for a second in all. Otherwise the agents
+//! A busy machine makes a fast link look slow for a moment. So the order heeds a higher mean at
+//! once, and a lower speed once transfers were that slow for a second in all. Otherwise the agents
 //! would change places all the time, and an agent whose fetch takes long would get another parent
 //! before it ends.
 
@@ -106,9 +106,10 @@ struct Agent {
 struct Speed {
     /// The mean of the last measurements through one parent.
     mean: Measured,
-    /// The speed that the order goes by: the highest that was measured lately.
+    /// The speed that the order goes by.
     settled: Measured,
-    /// The highest measurement since they are below `settled`, and how long the transfers took.
+    /// While the mean is lower than `settled`: the highest measurement, and how long the transfers
+    /// took in all.
     lower: Option<(Measured, Duration)>,
 }
 
@@ -133,19 +134,23 @@ impl Speed {
             // been slow without being known to be.
             _ => measured.0,
         };
+        let mean = (mean, measured.1);
         let (highest, took) = before.lower.unwrap_or((measured, Duration::ZERO));
         let highest = match highest.0 > measured.0 {
             true => highest,
             false => measured,
         };
         let (settled, lower) = match took + busy {
-            // What was measured before is too long ago.
-            _ if measured.0 >= before.settled.0 || busy >= LASTS => (measured, None),
-            took if took >= LASTS => (highest, None),
+            // One high measurement may be of bytes that had waited in buffers: the mean counts.
+            _ if mean.0 >= before.settled.0 => (mean, None),
+            // This transfer alone took long enough.
+            _ if busy >= LASTS && measured.0 < before.settled.0 => (measured, None),
+            took if took >= LASTS && highest.0 < before.settled.0 => (highest, None),
+            took if took >= LASTS => (before.settled, None),
             took => (before.settled, Some((highest, took))),
         };
         Self {
-            mean: (mean, measured.1),
+            mean,
             settled,
             lower,
         }
@@ -374,10 +379,13 @@ impl Topology {
         });
         let rate = Transferred { bytes, busy }.rate();
         // Behind a slow parent an agent looks as slow as its parent, whatever its own link is.
-        let Some(measured) = rate.filter(|_| !slow) else {
+        let Some(one) = self.agents.get_mut(&agent) else {
             return Vec::new();
         };
-        let Some(one) = self.agents.get_mut(&agent) else {
+        // One that is faster than it is known to be is measured again elsewhere: it may have been
+        // stopped for a moment. Much faster, or two slow agents would change places by turns.
+        let is_faster = |rate: f64| one.settled().is_some_and(|(speed, _)| rate > 2.0 * speed);
+        let Some(measured) = rate.filter(|rate| !slow || is_faster(*rate)) else {
             return Vec::new();
         };
         let mut trial_ends = false;

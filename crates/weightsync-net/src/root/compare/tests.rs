@@ -1,6 +1,5 @@
 use std::sync::mpsc;
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};

@@ -227,6 +227,36 @@ fn agents_that_a_busy_machine_slows_down_for_moments_keep_their_places() {
     }
 }
 
+/// Bytes that have waited in buffers come at the speed of memory.
+#[test]
+fn one_high_measurement_moves_nobody() {
+    let mut chain = with(1, 1..=4);
+    for agent in 1..=4 {
+        let bytes = if agent == 4 { 2 << 20 } else { 110 << 20 };
+        chain.measured(agent - 1, agent, bytes, SECOND);
+    }
+    let moved = chain.measured(0, 1, 2 << 20, Duration::from_millis(1));
+    assert_eq!(moved, []);
+    assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 2), (4, 3)]);
+}
+
+/// It came behind a slow agent, where nothing else is measured.
+#[test]
+fn agent_that_was_stopped_for_a_moment_is_measured_again() {
+    let mut chain = with(1, 1..=4);
+    for agent in 1..=4 {
+        let bytes = if agent == 4 { 3 << 20 } else { 110 << 20 };
+        chain.measured(agent - 1, agent, bytes, SECOND);
+    }
+    chain.measured(1, 2, 1 << 20, 2 * SECOND);
+    assert_eq!(parents(&chain), [(1, 0), (3, 1), (4, 3), (2, 4)]);
+    // As fast as its slow parent is: the sender is to measure it.
+    chain.measured(4, 2, 3 << 20, SECOND);
+    assert_eq!(parents(&chain), [(2, 0), (1, 2), (3, 1), (4, 3)]);
+    chain.measured(0, 2, 110 << 20, SECOND);
+    assert_eq!(parents(&chain), [(2, 0), (1, 2), (3, 1), (4, 3)]);
+}
+
 /// The others would wait for it with each version.
 #[test]
 fn agent_that_stays_a_little_slow_goes_to_the_end_after_a_second() {
