@@ -140,13 +140,16 @@ impl Speed {
             true => highest,
             false => measured,
         };
+        let lesser = |speed: Measured| match speed.0 < before.settled.0 {
+            true => speed,
+            false => before.settled,
+        };
         let (settled, lower) = match took + busy {
             // One high measurement may be of bytes that had waited in buffers: the mean counts.
             _ if mean.0 >= before.settled.0 => (mean, None),
             // This transfer alone took long enough.
-            _ if busy >= LASTS && measured.0 < before.settled.0 => (measured, None),
-            took if took >= LASTS && highest.0 < before.settled.0 => (highest, None),
-            took if took >= LASTS => (before.settled, None),
+            _ if busy >= LASTS => (lesser(measured), None),
+            took if took >= LASTS => (lesser(highest), None),
             took => (before.settled, Some((highest, took))),
         };
         Self {
