@@ -12,7 +12,7 @@ use crate::places::Places;
 use crate::step;
 
 /// How many lines of a failed test's report are repeated at the end.
-const LAST_LINES: usize = 12;
+const LINES: usize = 12;
 
 /// The steps of one run, in their order.
 #[derive(Debug)]
@@ -226,6 +226,33 @@ impl Runner<'_> {
             }
         }
     }
+
+    /// Why a case failed, from its report: the first lines of what a Rust test said as it panicked,
+    /// without its backtrace, and the end of pytest's trace. A test that was ended has only the
+    /// message or the type of its end.
+    fn why(self, case: roxmltree::Node<'_, '_>) -> Vec<String> {
+        let text: Vec<&str> = case
+            .children()
+            .filter(|node| node.has_tag_name("failure") || node.has_tag_name("error"))
+            .filter_map(|node| {
+                let text = node.text().filter(|text| !text.trim().is_empty());
+                text.or(node.attribute("message"))
+                    .or(node.attribute("type"))
+            })
+            .collect();
+        let text = text.join("\n");
+        let lines: Vec<String> = text
+            .lines()
+            .take_while(|line| *line != "stack backtrace:")
+            .filter(|line| !line.trim().is_empty())
+            .map(|line| line.trim_end().to_owned())
+            .collect();
+        let left_out = lines.len().saturating_sub(LINES);
+        match self {
+            Runner::Nextest { .. } => lines.into_iter().take(LINES).collect(),
+            Runner::Pytest { .. } => lines.into_iter().skip(left_out).collect(),
+        }
+    }
 }
 
 /// What became of the tests of a step.
@@ -240,7 +267,7 @@ struct Tests {
 struct FailedTest {
     name: String,
     alone: String,
-    /// The last lines of what its runner says of the failure.
+    /// The lines of what its runner says of the failure that have the reason.
     why: Vec<String>,
 }
 
@@ -264,7 +291,7 @@ impl Tests {
                 let mut failed = FailedTest {
                     name: format!("{suite}::{name}"),
                     alone: runner.alone(suite, name),
-                    why: why(case),
+                    why: runner.why(case),
                 };
                 if attribute("classname").is_empty() {
                     // A file that pytest could not read has its own name for that of a test.
@@ -285,25 +312,6 @@ impl Tests {
     }
 }
 
-/// The last lines that a failed case's report has: what a Rust test said as it panicked, without its
-/// backtrace, and the end of pytest's trace.
-fn why(case: roxmltree::Node<'_, '_>) -> Vec<String> {
-    let text: String = case
-        .children()
-        .filter(|node| node.has_tag_name("failure") || node.has_tag_name("error"))
-        .filter_map(|node| node.text())
-        .collect();
-    let lines: Vec<&str> = text
-        .lines()
-        .take_while(|line| *line != "stack backtrace:")
-        .filter(|line| !line.trim().is_empty())
-        .collect();
-    lines[lines.len().saturating_sub(LAST_LINES)..]
-        .iter()
-        .map(|line| line.trim_end().to_owned())
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -317,18 +325,23 @@ mod tests {
 it broke 
 stack backtrace:
    0: __rustc::rust_begin_unwind</failure></testcase>
+            <testcase name="links::c" classname="weightsync-net::hosts"><failure type="test timeout"/></testcase>
             </testsuite></testsuites>"#;
         let tests = Tests::read(nextest, Runner::Nextest { profile: "default" }).expect("a report");
         assert_eq!((tests.passed, tests.skipped), (1, 0));
+        let failed = |name: &str, why: &[&str]| FailedTest {
+            name: format!("weightsync-net::hosts::{name}"),
+            alone: format!(
+                "cargo xtask nextest -E 'binary_id(=weightsync-net::hosts) & test(={name})'"
+            ),
+            why: why.iter().map(ToString::to_string).collect(),
+        };
         assert_eq!(
             tests.failed,
-            [FailedTest {
-                name: "weightsync-net::hosts::links::b".into(),
-                alone: "cargo xtask nextest -E 'binary_id(=weightsync-net::hosts) & \
-                        test(=links::b)'"
-                    .into(),
-                why: vec!["thread 'main' panicked".into(), "it broke".into()],
-            }]
+            [
+                failed("links::b", &["thread 'main' panicked", "it broke"]),
+                failed("links::c", &["test timeout"]),
+            ]
         );
         let pytest = r#"<testsuites><testsuite>
             <testcase classname="a" file="python/tests/core/test_a.py" name="test_b[1]"><error/></testcase>
@@ -344,6 +357,22 @@ stack backtrace:
             );
         }
         assert_eq!(Tests::read("", Runner::Pytest { with: None }), None);
+    }
+
+    #[test]
+    fn long_reports_keep_the_lines_that_have_the_reason() {
+        let lines: Vec<String> = (0..2 * LINES).map(|at| format!("line {at}")).collect();
+        let report = format!(
+            "<testcase name='a' classname='b' file='c'><failure>{}</failure></testcase>",
+            lines.join("\n")
+        );
+        for (runner, expected) in [
+            (Runner::Nextest { profile: "default" }, &lines[..LINES]),
+            (Runner::Pytest { with: None }, &lines[LINES..]),
+        ] {
+            let tests = Tests::read(&report, runner).expect("a report");
+            assert_eq!(tests.failed[0].why, expected);
+        }
     }
 
     #[test]

@@ -100,9 +100,9 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str], all: bool) ->
     eprintln!("build output: {}", places.target().display());
     if names.is_empty() {
         eprintln!(
-            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 20 \
-             minutes on 2 quiet cores. The first run also builds everything and downloads some 1 \
-             GB, which takes longer than the tests. `cargo xtask test quick` takes a minute once \
+            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 16 \
+             minutes on 2 quiet cores. The first run also downloads some 1.2 GB and builds \
+             everything, and takes some 25 minutes. `cargo xtask test quick` takes a minute once \
              it is built"
         );
     }
@@ -191,7 +191,7 @@ fn nextest(places: &Places, profile: &str) -> Result<Command, Error> {
 pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
     let soak = Soak::parse(std::env::var_os(SOAK))?;
     let mut tests = nextest(places, soak.nextest_profile())?;
-    if args.iter().any(|arg| ["-E", "--filterset"].contains(arg)) {
+    if name_tests(args) {
         // A test that is named runs, also where it is left to soaks.
         tests.arg("--ignore-default-filter");
     }
@@ -199,6 +199,14 @@ pub fn some(places: &Places, args: &[&str]) -> Result<(), Error> {
         tests.args(["--workspace", "--exclude", "weightsync-python"]);
     }
     step::run_tests("rust", tests.args(args)).0.map(drop)
+}
+
+/// Whether the arguments have a filter, or begin with the name of a test.
+fn name_tests(args: &[&str]) -> bool {
+    args.first().is_some_and(|arg| !arg.starts_with('-'))
+        || args
+            .iter()
+            .any(|arg| arg.starts_with("-E") || arg.starts_with("--filterset"))
 }
 
 /// Runs the tests for daily work; see [`QUICK`].

@@ -200,7 +200,7 @@ def test_old_memory_is_kept_until_preempted_threads_have_run():
     with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other, beside(work):
         try:
             other.stdout.readline()
-            started.wait()
+            assert started.wait(LONG), "it did not become a thread that the system puts last"
             for _ in range(3):
                 since = _processor_time(own[0])
                 _let_others_run(longest=LONG)

@@ -85,7 +85,7 @@ class ModuleTarget(Target):
 
     def release(self) -> None:
         with self._lock, not_inferring():
-            _exchange([(tensor, tensor.detach().clone()) for tensor in self._bound])
+            _free(_exchange([(tensor, tensor.detach().clone()) for tensor in self._bound]))
             self._bound = []
 
     def _bind(self, snapshot: Snapshot, plan: _Plan) -> bool:
@@ -110,12 +110,15 @@ class ModuleTarget(Target):
         bound = made[: len(plan.bound)]
         # First: Ctrl-C may end the exchange.
         self._bound = [tensor for tensor, _ in bound]
-        _exchange(bound)
-        copy_all(made[len(bound) :])
-        del memory
-        if plan.changed:
-            # Autograd then refuses a backward over values that it has saved of them.
-            torch.autograd.graph.increment_version(plan.changed)
+        before = _exchange(bound)
+        try:
+            copy_all(made[len(bound) :])
+            del memory
+            if plan.changed:
+                # Autograd then refuses a backward over values that it has saved of them.
+                torch.autograd.graph.increment_version(plan.changed)
+        finally:
+            _free(before)
         return True
 
     def _plan(self, snapshot: Snapshot) -> _Plan:
@@ -338,11 +341,11 @@ def leave_shared_memory(tensors: list[Any]) -> None:
             rooms[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
         pairs[id(tensor)] = (tensor, own)
-    _exchange(list(pairs.values()))
+    _free(_exchange(list(pairs.values())))
 
 
-def _exchange(pairs: list[tuple[Any, Any]]) -> None:
-    """Gives each first tensor the memory of the second.
+def _exchange(pairs: list[tuple[Any, Any]]) -> list[Any]:
+    """Gives each first tensor the memory of the second, and returns what they had for `_free`.
 
     ``tensor.data = other`` would do the same, but it keeps the interpreter's lock while it
     waits for a lock of autograd's. A thread that uses a parameter with gradients takes
@@ -352,15 +355,33 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> None:
     import torch
 
     set_data = torch.ops.aten.set_data.default
-    # An operator of another thread, which runs without the interpreter's lock, may have read where
-    # the memory is and not yet counted itself among its users. If the memory were freed then, the
-    # process would crash.
     before = [tensor.detach() for tensor, _ in pairs]
-    for tensor, other in pairs:
-        set_data(tensor, other)
-    if before:
+    try:
+        for tensor, other in pairs:
+            set_data(tensor, other)
+    except BaseException:
+        _free(before)
+        raise
+    return before
+
+
+def _free(before: list[Any]) -> None:
+    """Frees the memory that tensors had before an exchange.
+
+    An operator of another thread, which runs without the interpreter's lock, may have read where the
+    memory is and not yet counted itself among its users. If the memory were freed then, the process
+    would crash.
+    """
+    if not before:
+        return
+    try:
         _let_others_run()
-    del before
+    except BaseException:
+        # Ctrl-C ends one wait, and the memory needs it all the same.
+        _let_others_run()
+        raise
+    finally:
+        before.clear()
 
 
 # Processor time, in nanoseconds, in which a thread leaves those few instructions.
@@ -375,8 +396,8 @@ def _let_others_run(longest: float = 5.0) -> None:
     """
     own = threading.get_native_id()
     try:
-        _processor_time(own)
         threads = {int(name) for name in os.listdir("/proc/self/task")} - {own}
+        _processor_time(own)
     except OSError:
         # Other systems do not tell.
         if threading.active_count() > 1:
@@ -399,8 +420,9 @@ def _slept_or_ran(thread: int, since: int) -> bool:
         if _processor_time(thread) - since > _A_FEW_INSTRUCTIONS:
             return True
         with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-            # The state follows the name, which may have any characters.
-            return not file.read().rpartition(b") ")[2].startswith(b"R")
+            # The state follows the name, which may have any characters. One that waits for a disk
+            # may do so between two instructions, for a page.
+            return not file.read().rpartition(b") ")[2].startswith((b"R", b"D"))
     except OSError:
         # The thread has ended.
         return True

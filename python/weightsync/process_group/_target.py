@@ -14,7 +14,7 @@ from weightsync._checks import choice
 from weightsync._gpu import settle
 from weightsync._source import module_tensors, tree
 from weightsync._targets.base import copy_values, is_plain, not_inferring
-from weightsync._targets.module import BIND_FROM, _exchange, _forking, leave_shared_memory
+from weightsync._targets.module import BIND_FROM, _exchange, _forking, _free, leave_shared_memory
 from weightsync.errors import LoadError, WrongTypeError, WrongWeightsError
 from weightsync.process_group._packing import Layout
 from weightsync.transfer.chunk import flat_bytes
@@ -136,9 +136,10 @@ class Target:
             before_copied = [(own, own.detach().clone()) for own, _ in copied if can_undo]
         except RuntimeError as error:
             raise LoadError(f"the model's old values cannot be kept: {error}") from error
+        freed: list[torch.Tensor] = []
         try:
             _copy(copied)
-            _exchange(bound)
+            freed = _exchange(bound)
             changed = [own for own, _ in bound if own.requires_grad]
             if changed:
                 # Autograd then refuses a backward over values that it has saved of them.
@@ -146,12 +147,15 @@ class Target:
         except BaseException as error:
             # Until all is undone.
             self.is_torn = True
-            _exchange(before_bound)
+            _free(_exchange(before_bound))
             _undo(before_copied)
             self.is_torn = not can_undo
             if isinstance(error, (RuntimeError, TypeError, ValueError)):
                 raise LoadError(f"the model refused a tensor: {error}") from error
             raise
+        finally:
+            before_bound.clear()
+            _free(freed)
 
 
 def _check_memory(name: str, tensor: torch.Tensor) -> None:

@@ -293,10 +293,11 @@ async fn read_all<In: ControlMessage, E>(
             Ok(Ok(read)) => read,
         };
         silent = Duration::ZERO;
-        let signs = expects && is_drained;
-        expects = !signs && expects;
-        if sign.swap(false, Ordering::Relaxed) {
-            (expects, is_drained) = (true, false);
+        // Where one more asks meanwhile, these may be the last words for it.
+        let asked = sign.swap(false, Ordering::Relaxed);
+        let signs = expects && is_drained && !asked;
+        if asked || signs {
+            (expects, is_drained) = (asked, false);
         }
         let mut input = &buffer[..read];
         loop {

@@ -14,12 +14,19 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
 
 const MIB: u64 = 1 << 20;
 
+/// Weights of which little changes: what comes of a later version does not hide what came twice.
+const CHANGES: Content = Content::Weights {
+    percent: 1.0,
+    single: false,
+    deltas: true,
+};
+
 /// A worker dies while the first version is on its way to its relay, and another follows,
 /// while versions are published. What had come is kept: the other begins with that version, which is
 /// no longer the newest.
 fn first() {
     let bytes = 16 * MIB;
-    let mut stage = Stage::new(2, bytes as usize);
+    let mut stage = Stage::of(2, bytes as usize, CHANGES);
     stage.start_relay(1);
     // A version takes seven seconds.
     stage.rate([1], 20_000_000);
@@ -33,6 +40,14 @@ fn first() {
     stage.publish();
     stage.begin_worker(11, 1);
     begins_with(&mut stage, 11, first);
+    came_once(&mut stage, Actor::Relay(1), bytes);
+}
+
+/// Checks that a version of so many bytes has come once, with what changed in those after it.
+fn came_once(stage: &mut Stage, to: Actor, bytes: u64) {
+    let came = stage.came_to(to);
+    stage.note(&format!("{came} bytes came in all for a version of {bytes}"));
+    assert!(came < bytes + bytes / 2, "{came} bytes of {bytes}");
 }
 
 /// Waits for a worker's first version, which is to be this one, and then for the newest.
@@ -78,7 +93,7 @@ fn early() {
 /// versions are published.
 fn impatient() {
     let bytes = 16 * MIB;
-    let mut stage = Stage::new(2, bytes as usize);
+    let mut stage = Stage::of(2, bytes as usize, CHANGES);
     // A version takes seven seconds.
     stage.rate([1], 20_000_000);
     let first = stage.newest();
@@ -88,17 +103,13 @@ fn impatient() {
         stage.publish();
     }
     begins_with(&mut stage, 10, first);
+    came_once(&mut stage, Actor::Worker(10), bytes);
 }
 
 /// The last of a chain is cut off for some versions.
 fn behind() {
     let bytes = 24 * MIB;
-    let content = Content::Weights {
-        percent: 1.0,
-        single: false,
-        deltas: true,
-    };
-    let mut stage = Stage::of(3, bytes as usize, content);
+    let mut stage = Stage::of(3, bytes as usize, CHANGES);
     stage.rate([TRAINERS], 100_000_000);
     stage.rate([1], GIGABIT);
     stage.rate([2], 20_000_000);
