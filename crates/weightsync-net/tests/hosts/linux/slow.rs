@@ -46,7 +46,9 @@ fn first() {
 /// Checks that a version of so many bytes has come once, with what changed in those after it.
 fn came_once(stage: &mut Stage, to: Actor, bytes: u64) {
     let came = stage.came_to(to);
-    stage.note(&format!("{came} bytes came in all for a version of {bytes}"));
+    stage.note(&format!(
+        "{came} bytes came in all for a version of {bytes}"
+    ));
     assert!(came < bytes + bytes / 2, "{came} bytes of {bytes}");
 }
 
