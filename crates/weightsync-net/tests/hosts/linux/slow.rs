@@ -14,55 +14,47 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
 
 const MIB: u64 = 1 << 20;
 
-/// Bits a second of a link on which 16 MiB take seven seconds.
-const SLOW: u64 = 20_000_000;
-
-/// The same of one on which next to nothing comes.
-const CRAWL: u64 = 500_000;
-
-/// Weights of which little changes: what comes of a later version does not hide what came twice.
-const CHANGES: Content = Content::Weights {
-    percent: 1.0,
-    single: false,
-    deltas: true,
-};
-
 /// A worker dies while the first version is on its way to its relay, and another follows,
-/// while versions are published. What had come is kept.
+/// while versions are published. What had come is kept: the other begins with that version, which is
+/// no longer the newest.
 fn first() {
     let bytes = 16 * MIB;
-    let mut stage = Stage::of(2, bytes as usize, CHANGES);
+    let mut stage = Stage::new(2, bytes as usize);
     stage.start_relay(1);
-    stage.rate([1], SLOW);
+    // A version takes seven seconds.
+    stage.rate([1], 20_000_000);
+    let first = stage.newest();
     stage.begin_worker(10, 1);
     for _ in 0..3 {
-        publish_on_the_way(&mut stage, Actor::Relay(1), bytes);
+        stage.until_came(Actor::Relay(1), bytes / 4);
+        stage.publish();
     }
     stage.kill(Actor::Worker(10));
     stage.publish();
     stage.begin_worker(11, 1);
-    came_once(&mut stage, Actor::Relay(1), bytes);
+    begins_with(&mut stage, 11, first, Actor::Relay(1), bytes);
 }
 
-/// Publishes a version after another quarter of the first one has come, which stays on its way.
-fn publish_on_the_way(stage: &mut Stage, to: Actor, bytes: u64) {
-    stage.until_came(to, bytes / 4);
-    // A busy machine makes a version for longer than the rest of the first one takes.
-    stage.rate([1], CRAWL);
-    stage.publish();
-    stage.rate([1], SLOW);
-}
-
-/// Waits for the newest version, and checks that the first one, of so many bytes, has come once, with what
-/// changed in those after it.
-fn came_once(stage: &mut Stage, to: Actor, bytes: u64) {
-    stage.rate([1], GIGABIT);
-    stage.until_all_newest();
+/// Waits for a worker's first version, which is to be this one and to come once to `to`, and then for the
+/// newest.
+fn begins_with(stage: &mut Stage, worker: u32, first: u64, to: Actor, bytes: u64) {
+    // Little comes of the next one until a busy machine has seen that the first is there.
+    stage.rate([1], 10_000_000);
+    stage.until_status("a version has come", |status| {
+        status.relays.iter().any(|relay| !relay.holds.is_empty())
+    });
     let came = stage.came_to(to);
-    stage.note(&format!(
-        "{came} bytes came in all for a version of {bytes}"
-    ));
+    stage.note(&format!("{came} bytes came for a version of {bytes}"));
     assert!(came < bytes + bytes / 2, "{came} bytes of {bytes}");
+    // Another would come before a worker that does not get to run has begun.
+    stage.rate([1], 500_000);
+    stage.until("it has some version", |stage| stage.seen(worker).is_some());
+    stage.rate([1], GIGABIT);
+    let seen = stage.seen(worker).map(|seen| seen.word);
+    if seen != Some(first) {
+        stage.fail(&format!("it began with {seen:?} instead of {first}"));
+    }
+    stage.until_all_newest();
 }
 
 /// A relay comes right after the worker of its host, or when half of a version has come.
@@ -92,19 +84,27 @@ fn early() {
 /// versions are published.
 fn impatient() {
     let bytes = 16 * MIB;
-    let mut stage = Stage::of(2, bytes as usize, CHANGES);
-    stage.rate([1], SLOW);
+    let mut stage = Stage::new(2, bytes as usize);
+    // A version takes seven seconds.
+    stage.rate([1], 20_000_000);
+    let first = stage.newest();
     stage.begin_worker_with(10, 1, Duration::from_millis(1500));
     for _ in 0..3 {
-        publish_on_the_way(&mut stage, Actor::Worker(10), bytes);
+        stage.until_came(Actor::Worker(10), bytes / 4);
+        stage.publish();
     }
-    came_once(&mut stage, Actor::Worker(10), bytes);
+    begins_with(&mut stage, 10, first, Actor::Worker(10), bytes);
 }
 
 /// The last of a chain is cut off for some versions.
 fn behind() {
     let bytes = 24 * MIB;
-    let mut stage = Stage::of(3, bytes as usize, CHANGES);
+    let content = Content::Weights {
+        percent: 1.0,
+        single: false,
+        deltas: true,
+    };
+    let mut stage = Stage::of(3, bytes as usize, content);
     stage.rate([TRAINERS], 100_000_000);
     stage.rate([1], GIGABIT);
     stage.rate([2], 20_000_000);

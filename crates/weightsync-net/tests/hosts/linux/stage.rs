@@ -406,6 +406,11 @@ impl Stage {
         processes.map(|(who, one)| (*who, one.host)).collect()
     }
 
+    /// The word of the newest version.
+    pub(crate) fn newest(&self) -> u64 {
+        self.word
+    }
+
     pub(crate) fn has_newest(&self, worker: u32) -> bool {
         self.seen(worker).is_some_and(|seen| seen.word == self.word)
     }
