@@ -11,7 +11,7 @@ from patience import patience
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "deploy/kubernetes").glob("*.yaml"))
+FILES = [*sorted((ROOT / "deploy/kubernetes").glob("*.yaml")), ROOT / "deploy/network-policy.yaml"]
 
 #: The Python that has kubernetes-validate.
 PYTHON = "WEIGHTSYNC_OBJECTS_PYTHON"
@@ -139,6 +139,21 @@ def test_services_have_the_names_that_are_joined(documents, pods):
     assert "trainer:7070" in pods["relay"]["containers"][0]["command"]
     assert "trainer:7070" in pods["relay"]["containers"][0]["readinessProbe"]["exec"]["command"][-1]
     assert "0.0.0.0:7100" in pods["synchronizer"]["containers"][0]["command"]
+
+
+def test_policies_admit_to_the_ports_of_services(documents, pods):
+    policies = {one["metadata"]["name"]: one["spec"] for one in documents if one["kind"] == "NetworkPolicy"}
+    for service in (one for one in documents if one["kind"] == "Service"):
+        policy = policies.pop(service["metadata"]["name"])
+        assert policy["podSelector"]["matchLabels"] == service["spec"]["selector"]
+        assert policy["policyTypes"] == ["Ingress"]
+        (rule,) = policy["ingress"]
+        assert [one["port"] for one in rule["ports"]] == [one["port"] for one in service["spec"]["ports"]]
+        # Labels tell nothing of pods in the network of their node.
+        named = [one["podSelector"]["matchLabels"]["app"] for one in rule["from"] if "podSelector" in one]
+        assert not any(pods[name].get("hostNetwork") for name in named)
+        assert any("ipBlock" in one for one in rule["from"])
+    assert not policies
 
 
 def test_workers_share_network_and_user_with_relays(pods):

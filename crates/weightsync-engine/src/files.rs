@@ -62,7 +62,22 @@ impl OpenDir {
     ///
     /// Those of the system.
     pub fn open(path: &Path) -> io::Result<Self> {
-        Ok(Self(rustix::fs::openat(CWD, path, DIR, Mode::empty())?))
+        let open = |flags| rustix::fs::openat(CWD, path, flags, Mode::empty());
+        match open(DIR) {
+            // A user may write in a directory and not list it.
+            #[cfg(target_os = "linux")]
+            Err(Errno::ACCESS) => Ok(Self(open(DIR | OFlags::PATH)?)),
+            opened => Ok(Self(opened?)),
+        }
+    }
+
+    /// The same directory again.
+    ///
+    /// # Errors
+    ///
+    /// Those of the system.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
     }
 
     /// The same; a path that is itself a link is an error.
@@ -310,14 +325,17 @@ impl OpenDir {
         Ok(())
     }
 
-    /// Makes what was made, renamed and removed in this directory durable.
+    /// Makes what was made, renamed and removed in this directory durable, where the file system can.
     ///
     /// # Errors
     ///
     /// Those of the system.
     pub fn sync(&self) -> io::Result<()> {
-        rustix::fs::fsync(&self.0)?;
-        Ok(())
+        match rustix::fs::fsync(&self.0) {
+            // It syncs no directories, or this one cannot be listed.
+            Err(Errno::INVAL | Errno::BADF) => Ok(()),
+            synced => Ok(synced?),
+        }
     }
 }
 
@@ -347,22 +365,17 @@ impl Unfinished {
         loop {
             let here = format!("{start}{}", unique());
             let file = dir.new_file(&here, mode)?;
-            match file.try_lock() {
-                Ok(()) if inode(&file) == dir.inode_of(&here).ok() => {
-                    return Ok(Self {
-                        file,
-                        dir,
-                        here,
-                        place: place.into(),
-                        is_placed: false,
-                    });
-                }
-                // It was removed before it was locked.
-                Ok(()) | Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Error(error)) => {
-                    let _ = dir.remove_file(&here);
-                    return Err(no_locks(error));
-                }
+            // Where a file system has no locks, nothing is taken for left over.
+            let is_locked = !matches!(file.try_lock(), Err(TryLockError::WouldBlock));
+            // It may have been removed before it was locked.
+            if is_locked && inode(&file) == dir.inode_of(&here).ok() {
+                return Ok(Self {
+                    file,
+                    dir,
+                    here,
+                    place: place.into(),
+                    is_placed: false,
+                });
             }
         }
     }
@@ -394,8 +407,8 @@ impl Drop for Unfinished {
     }
 }
 
-/// Removes files from a directory whose names are `start` and [`unique`], and that no living process
-/// writes: what killed processes have left.
+/// Removes files of this user from a directory whose names are `start` and [`unique`], and that no living
+/// process writes: what killed processes have left.
 ///
 /// # Errors
 ///
@@ -407,12 +420,13 @@ pub fn remove_unfinished(dir: &OpenDir, start: &str) -> io::Result<()> {
         if !entry.is_file || !rest.is_some_and(is_unique) {
             continue;
         }
-        let removed = dir
-            .file(&entry.name)
-            .and_then(|file| match file.try_lock() {
-                Ok(()) => dir.remove_file(&entry.name),
-                Err(_) => Ok(()),
-            });
+        let own = rustix::process::geteuid().as_raw();
+        let removed = dir.file(&entry.name).and_then(|file| {
+            match file.metadata()?.uid() == own && file.try_lock().is_ok() {
+                true => dir.remove_file(&entry.name),
+                false => Ok(()),
+            }
+        });
         match removed {
             Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
             _ => {}

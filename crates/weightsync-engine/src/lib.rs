@@ -15,6 +15,8 @@ mod cascade;
 mod digest;
 mod error;
 mod extract;
+#[doc(hidden)] // For the other crates of the workspace.
+pub mod files;
 mod init_info;
 mod load;
 mod load_set;

@@ -21,6 +21,7 @@ use weightsync_core::{Epoch, ModelId, Run};
 use weightsync_mem::{Listener, interrupt, is_served};
 
 use crate::error::{Error, Result};
+use crate::files;
 use crate::transport::{Endpoint, random};
 
 /// The most that is read of the epoch file, in bytes.
@@ -81,20 +82,9 @@ pub(crate) fn listen(file: &Path, models: &[ModelId]) -> Result<Listener> {
     }
     let address = address(&random::<16>()?, &set_name(models));
     let listener = Listener::at(&address)?;
-    let new = file.with_extension("new");
-    // Left there by one that was killed right here.
-    match std::fs::remove_file(&new) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            return Err(failed("removing", &new)(error));
-        }
-        _ => {}
-    }
-    let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-    let made = openat(CWD, &new, flags, Mode::RUSR | Mode::WUSR)
-        .map_err(|errno| failed("making", &new)(errno.into()))?;
-    let written = File::from(made).write_all(format!("{address}\n").as_bytes());
-    written.map_err(failed("writing", &new))?;
-    std::fs::rename(&new, file).map_err(failed("writing", file))?;
+    let text = format!("{address}\n");
+    let write = |file: &mut File| file.write_all(text.as_bytes());
+    files::replace(file, files::PRIVATE, false, write).map_err(failed("writing", file))?;
     Ok(listener)
 }
 

@@ -1,16 +1,16 @@
 //! Safetensors files, as a source of weights and as a place to keep them.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
 use weightsync_core::{Digest, Layout};
 
 use crate::error::{Error, Result};
 use crate::extract::{Extracted, TensorData, WeightExtractor};
+use crate::files;
 use crate::safetensors_format::{Header, Shard};
 use crate::snapshot::Snapshot;
 
@@ -48,16 +48,8 @@ impl SafetensorsFile {
             path: path.into(),
             source,
         };
-        // Without O_NONBLOCK, opening a FIFO waits for its writer.
-        let file = OpenOptions::new()
-            .read(true)
-            .custom_flags(OFlags::NONBLOCK.bits() as i32)
-            .open(path)
-            .map_err(|error| failed(error.into()))?;
+        let file = files::open(path).map_err(|error| failed(error.into()))?;
         let about = file.metadata().map_err(|error| failed(error.into()))?;
-        if !about.is_file() {
-            return Err(failed("it is not a regular file".into()));
-        }
         // It may have grown since: its length then is what counts.
         let header = Header::read(about.len(), &mut |at, place| file.read_exact_at(place, at));
         let header = header.map_err(failed)?;
@@ -171,24 +163,11 @@ pub(crate) fn save(snapshot: &Snapshot, path: &Path) -> Result<Digest> {
     Ok(digest)
 }
 
-/// A temporary file next to the place, synced, renamed.
 fn write_whole<'a>(path: &Path, parts: impl Iterator<Item = &'a [u8]>) -> std::io::Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let temporary = path.with_file_name(format!(".{name}.{}.part", std::process::id()));
-    let written = File::create(&temporary).and_then(|file| {
+    files::replace(path, files::PLAIN, true, |file| {
         let mut file = BufWriter::with_capacity(1 << 20, file);
-        parts
-            .into_iter()
-            .try_for_each(|part| file.write_all(part))?;
-        let file = file
-            .into_inner()
-            .map_err(std::io::IntoInnerError::into_error)?;
-        file.sync_all()?;
-        std::fs::rename(&temporary, path)
-    });
-    if written.is_err() {
-        // The part that was written is of no use to anybody.
-        let _ = std::fs::remove_file(&temporary);
-    }
-    written
+        let mut parts = parts.into_iter();
+        parts.try_for_each(|part| file.write_all(part))?;
+        file.flush()
+    })
 }

@@ -17,8 +17,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{CWD, Mode, OFlags, openat};
 use weightsync_core::Remedy;
+use weightsync_engine::files;
 
 use crate::tls::{Part, TLS_VARIABLE, Tls, TlsError};
 
@@ -164,14 +164,9 @@ impl Token {
 
 /// Opens a file with a secret; its permission bits.
 pub(crate) fn open_file(path: &Path) -> io::Result<(File, u32)> {
-    // NONBLOCK: opening a FIFO would otherwise wait for a writer before it is refused.
-    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
-    let file = File::from(openat(CWD, path, flags, Mode::empty())?);
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
-    }
-    Ok((file, metadata.permissions().mode() & 0o777))
+    let file = files::open(path)?;
+    let mode = file.metadata()?.permissions().mode();
+    Ok((file, mode & 0o777))
 }
 
 // Takes the same time wherever the first difference is, so that the time reveals nothing.

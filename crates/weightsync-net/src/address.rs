@@ -1,12 +1,10 @@
 //! Addresses of senders: the parts that all schemes with ports share.
 
-use std::fs::{self, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use weightsync_engine::{Error, ModelId, Result};
+use weightsync_engine::{Error, ModelId, Result, files};
 
 use crate::error::NetError;
 
@@ -128,7 +126,7 @@ impl PortFile {
     /// [`Error::File`], also if the file has other content.
     pub fn saved(&self) -> Result<Option<u16>> {
         let mut text = String::new();
-        let read = fs::File::open(&self.0).and_then(|file| file.take(64).read_to_string(&mut text));
+        let read = files::open(&self.0).and_then(|file| file.take(64).read_to_string(&mut text));
         match read {
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
@@ -148,21 +146,15 @@ impl PortFile {
     ///
     /// [`Error::File`].
     pub fn keep(&self, port: u16) -> Result<u16> {
-        let beside = self.0.with_extension(format!("{}.new", std::process::id()));
-        let put = || -> io::Result<()> {
-            let mut options = OpenOptions::new();
-            options.write(true).create(true).truncate(true).mode(0o600);
-            let mut made = options.open(&beside)?;
-            made.write_all(format!("{port}\n").as_bytes())?;
-            made.sync_all()?;
-            match fs::hard_link(&beside, &self.0) {
-                Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
-                _ => Ok(()),
+        let text = format!("{port}\n");
+        match files::create(&self.0, files::PRIVATE, |file| {
+            file.write_all(text.as_bytes())
+        }) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => {
+                return Err(self.failed("writing", error));
             }
-        };
-        let put = put().map_err(|error| self.failed("writing", error));
-        let _ = fs::remove_file(&beside);
-        put?;
+            _ => {}
+        }
         let none = || self.failed("reading", io::Error::other("it has no port in it"));
         self.saved()?.ok_or_else(none)
     }

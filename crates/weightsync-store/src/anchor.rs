@@ -289,9 +289,11 @@ fn open_shards(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Resul
 /// A file of the version, of the length that its manifest says.
 fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<dyn Blob>> {
     let name = || storage.name(path);
-    let blob = storage
-        .open(path)
-        .map_err(StoreError::file("opening", name()))?;
+    let blob = storage.open(path).map_err(|error| match error.kind() {
+        // A directory or a FIFO is in its place.
+        io::ErrorKind::InvalidData => Damage::new(name(), error.to_string()).into(),
+        _ => StoreError::file("opening", name())(error),
+    })?;
     let blob = blob.ok_or_else(|| Damage::new(name(), "it is missing"))?;
     match blob.bytes() == bytes {
         true => Ok(blob),

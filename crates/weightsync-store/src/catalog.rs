@@ -212,7 +212,7 @@ pub(crate) fn head(storage: &dyn Storage) -> Result<Option<Head>> {
 /// Reads a small file. What no store has written is damage.
 pub(crate) fn read(storage: &dyn Storage, path: &str) -> Result<Option<Vec<u8>>> {
     storage.read(path).map_err(|error| match error.kind() {
-        ErrorKind::IsADirectory | ErrorKind::FileTooLarge => {
+        ErrorKind::IsADirectory | ErrorKind::InvalidData | ErrorKind::FileTooLarge => {
             Damage::new(storage.name(path), error.to_string()).into()
         }
         _ => StoreError::file("reading", storage.name(path))(error),

@@ -136,6 +136,18 @@ pub enum StoreError {
         name: String,
     },
 
+    /// The files that are to lie next to the weights are too large.
+    #[error(
+        "the files that are to lie next to the weights have {got} bytes: expected {most} or fewer, as \
+         every reader holds them in memory; put large ones elsewhere"
+    )]
+    ExtraFilesTooLarge {
+        /// Their bytes.
+        got: u64,
+        /// The most that there may be.
+        most: u64,
+    },
+
     /// The text does not say which versions to keep.
     #[error(
         "keep={text:?}: expected keep=all, or a number of versions such as keep=8 or keep=8+every:100"
@@ -198,8 +210,8 @@ pub enum StoreError {
 
     /// A checkpoint is pickled.
     #[error(
-        "{path} is pickled, and reading such a file can run any code: expected safetensors. Convert \
-         it, if you trust it: {convert}"
+        "{path} is pickled, and reading such a file can run any code: expected safetensors. Only if \
+         you trust who wrote it, convert it: {convert}"
     )]
     Pickled {
         /// The file.
@@ -215,6 +227,18 @@ pub enum StoreError {
         path: String,
         /// What is there.
         what: String,
+    },
+
+    /// A temporary store is not where its scheme makes one.
+    #[error(
+        "{path} is not a temporary store of this user: {why}; name another directory for temporary \
+         stores, or remove this one yourself"
+    )]
+    NotTemporary {
+        /// The store.
+        path: String,
+        /// What says so.
+        why: String,
     },
 
     /// An error of the engine.
@@ -288,7 +312,9 @@ impl StoreError {
             | Self::Address { .. }
             | Self::ExtraFile { .. }
             | Self::ExtraFileTwice { .. }
+            | Self::ExtraFilesTooLarge { .. }
             | Self::Occupied { .. }
+            | Self::NotTemporary { .. }
             | Self::Keep { .. }
             | Self::Name { .. } => ErrorKind::Setting,
             Self::Engine(error) => error.kind(),

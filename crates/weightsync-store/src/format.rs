@@ -12,7 +12,7 @@ use serde_json::value::RawValue;
 use weightsync_core::{Digest, Epoch, ModelId, Run, Version};
 use weightsync_simd::crc64;
 
-use crate::anchor::{Base, SAFETENSORS};
+use crate::anchor::{Base, SAFETENSORS, is_extra};
 use crate::error::{Damage, Result, StoreError};
 
 /// The format that this program writes, and the newest that it reads.
@@ -20,6 +20,9 @@ pub(crate) const FORMAT: u32 = 1;
 
 /// The most deltas that a version may be folded from.
 pub(crate) const MAX_CHAIN: usize = 4096;
+
+/// The most bytes of all files next to a model's weights: a reader holds them in memory.
+pub(crate) const MAX_EXTRA: u64 = 256 << 20;
 
 /// The file of the head.
 pub(crate) const HEAD: &str = "head.json";
@@ -334,6 +337,13 @@ impl Manifest {
             if let Some(name) = names.into_iter().find(|name| !is_file_name(name)) {
                 return Err(format!("{id} has a file with the name {name:?}"));
             }
+            let extra = model.anchor.files.iter().filter(|file| is_extra(file));
+            let extra = total(extra.map(|file| file.bytes));
+            if extra > MAX_EXTRA {
+                return Err(format!(
+                    "{id} has {extra} bytes next to its weights, which is more than {MAX_EXTRA}"
+                ));
+            }
         }
         Ok(())
     }
@@ -412,6 +422,13 @@ impl Hash {
         &self.0
     }
 
+    /// The hash in the name of such a file within its directory.
+    pub(crate) fn of_spec(name: &str) -> Option<Self> {
+        let text = name.strip_suffix(".json")?;
+        let hash = text.parse::<blake3::Hash>().ok()?;
+        (hash.to_hex().as_str() == text).then(|| Self(text.into()))
+    }
+
     /// The file of this hash with a layout and attributes.
     pub(crate) fn spec(&self) -> String {
         format!("{SPECS}/{}.json", self.0)
@@ -422,9 +439,8 @@ impl<'de> Deserialize<'de> for Hash {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         // It becomes a part of a path.
-        let hash = text.parse::<blake3::Hash>().ok();
-        match hash.filter(|hash| hash.to_hex().as_str() == text) {
-            Some(_) => Ok(Self(text)),
+        match Self::of_spec(&format!("{text}.json")) {
+            Some(hash) => Ok(hash),
             None => Err(de::Error::custom(format!("{text:?} is not a hash"))),
         }
     }

@@ -7,9 +7,14 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
+use weightsync_engine::files::is_unique;
+
 use crate::error::{Result, StoreError};
 use crate::format::{LEASES, Place};
 use crate::storage::{Life, Presence, Storage};
+
+/// How the name of a lease of nothing begins.
+pub(crate) const NOTHING: &str = "conditions-";
 
 /// A hold on the files of one version, until it is dropped.
 #[derive(Debug)]
@@ -56,16 +61,38 @@ impl Drop for Lease {
     }
 }
 
-/// The versions that living processes read. Removes the leases of others.
+/// The version of a lease with this name. The outer `None` if it is the name of no lease, the inner one
+/// for a lease of nothing, by which a writer has tried out an object store.
+fn place_of(name: &str) -> Option<Option<Place>> {
+    if let Some(rest) = name.strip_prefix(NOTHING) {
+        return is_unique(rest).then_some(None);
+    }
+    let (place, random) = name.split_once('.')?;
+    let place = place.parse().ok().filter(|_| is_random(random))?;
+    Some(Some(place))
+}
+
+/// Whether these are 16 hexadecimal digits, as a name has of 8 random bytes.
+pub(crate) fn is_random(text: &str) -> bool {
+    let hex = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
+    text.len() == 16 && text.bytes().all(hex)
+}
+
+/// Whether this is the name of a lease.
+pub(crate) fn is_one(name: &str) -> bool {
+    place_of(name).is_some()
+}
+
+/// The versions that living processes read. Removes the leases of others, and no file that is none.
 pub(crate) fn leased(storage: &dyn Storage) -> Result<Vec<Place>> {
     let listed = storage.list(LEASES);
     let names = listed.map_err(StoreError::file("listing", storage.name(LEASES)))?;
     let mut leased = Vec::new();
     for name in names {
+        let Some(place) = place_of(&name) else {
+            continue;
+        };
         let path = format!("{LEASES}/{name}");
-        let place = name
-            .split_once('.')
-            .and_then(|(place, _)| place.parse::<Place>().ok());
         let peer = storage.peer(&path);
         match peer.map_err(StoreError::file("reading", storage.name(&path)))? {
             Some(peer) if peer.life() == Life::Here => leased.extend(place),

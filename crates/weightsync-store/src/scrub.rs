@@ -29,6 +29,19 @@ impl Store {
     ///
     /// [`StoreError::File`], [`StoreError::Format`]. Damage is no error here.
     pub fn scrub(&self) -> Result<Scrubbed> {
+        /// How often all versions may be replaced while the first of them is opened.
+        const LOOKS: usize = 100;
+        for _ in 1..LOOKS {
+            let (found, listed) = self.scrub_once()?;
+            if found.versions > 0 || listed == 0 {
+                return Ok(found);
+            }
+        }
+        Ok(self.scrub_once()?.0)
+    }
+
+    /// What was found, and how many versions there were before the first was opened.
+    fn scrub_once(&self) -> Result<(Scrubbed, usize)> {
         let catalog = Catalog::read(self.storage())?;
         let mut found = Scrubbed {
             damage: catalog.damage.clone(),
@@ -54,7 +67,7 @@ impl Store {
                 Err(error) => return Err(error),
             }
         }
-        Ok(found)
+        Ok((found, catalog.places.len()))
     }
 
     /// The files that were read, and what of the version is damaged. Those in `seen` are whole.

@@ -13,7 +13,9 @@ use weightsync_engine::{Origin, Snapshot, WeightExtractor};
 
 use crate::catalog::{self, Catalog};
 use crate::error::{DAMAGE_TARGET, Damage, Result, StoreError};
-use crate::format::{By, HEAD, Head, Manifest, Place, Stored, is_file_name, seal};
+use crate::format::{
+    By, HEAD, Head, MAX_EXTRA, Manifest, Place, Stored, is_file_name, seal, total,
+};
 use crate::retention::Keep;
 use crate::store::{Store, now};
 
@@ -49,7 +51,8 @@ impl SaveOptions {
     ///
     /// # Errors
     ///
-    /// [`StoreError::ExtraFile`], [`StoreError::ExtraFileTwice`].
+    /// [`StoreError::ExtraFile`], [`StoreError::ExtraFileTwice`],
+    /// [`StoreError::ExtraFilesTooLarge`].
     pub fn check(&self) -> Result<()> {
         let mut names = BTreeSet::new();
         for (name, _) in &self.files {
@@ -60,6 +63,11 @@ impl SaveOptions {
             if !names.insert(name.clone()) {
                 return Err(StoreError::ExtraFileTwice { name });
             }
+        }
+        let got = total(self.files.iter().map(|(_, bytes)| bytes.len() as u64));
+        if got > MAX_EXTRA {
+            let most = MAX_EXTRA;
+            return Err(StoreError::ExtraFilesTooLarge { got, most });
         }
         Ok(())
     }

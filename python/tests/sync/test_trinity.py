@@ -286,6 +286,28 @@ def test_checkpoint_stays_while_it_is_read(program, tmp_path):
     settles(["global_step_6", "global_step_8"])
 
 
+def test_checkpoint_stays_where_somebody_added_to_it(program, tmp_path):
+    call = program("checkpoint")
+    write_checkpoint(tmp_path, 2)
+    assert call("get_latest_model_version") == 2
+    (tmp_path / "global_step_2/notes.txt").write_text("mine")
+    outside = tmp_path / "elsewhere"
+    outside.mkdir()
+    (tmp_path / "global_step_4").symlink_to(outside)
+    write_checkpoint(outside, 4)
+    (outside / "global_step_4/actor").rename(outside / "actor")
+    (tmp_path / "latest_state_dict_iteration.txt").write_text("4")
+    assert call("get_latest_model_version") == 4
+    for step in [6, 8]:
+        write_checkpoint(tmp_path, step)
+        assert call("get_latest_model_version") == step
+    while (tmp_path / "global_step_6").exists():
+        time.sleep(0.001)
+    assert (tmp_path / "global_step_2/notes.txt").read_text() == "mine"
+    assert (tmp_path / "global_step_2/actor/model.pt").is_file()
+    assert (outside / "actor/model.pt").is_file()
+
+
 def test_tinker_weights_are_a_path(program, tmp_path):
     call = program("checkpoint", kind="tinker")
     folder = tmp_path / "global_step_2"

@@ -215,7 +215,13 @@ class Adapters:
         return made
 
     def remove(self, adapter: Adapter) -> None:
-        """Removes a version's directory. Its name stays used."""
+        """Removes a version's directory. Its name stays used.
+
+        Raises:
+            SettingError: if the adapter is not one of these.
+        """
+        if adapter not in self._known.values():
+            raise SettingError(f"{adapter.path} was not saved by these adapters, so it is not removed")
         shutil.rmtree(adapter.path, ignore_errors=True)
 
     def _forget(self, adapter: Adapter) -> None:

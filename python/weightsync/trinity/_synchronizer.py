@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import shutil
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -488,7 +490,7 @@ class Synchronizer:
             return
         pointer = Path(self.config.checkpoint_job_dir, _POINTER)
         try:
-            text = pointer.read_text().strip()
+            text = _text(pointer)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -506,7 +508,7 @@ class Synchronizer:
             return
         try:
             if self.config.trainer.trainer_type == "tinker":
-                state = (self._folder(step) / "remote_sampler_path.txt").read_text().strip()
+                state = _text(self._folder(step) / "remote_sampler_path.txt")
             else:
                 self._folder(step).stat()
         except OSError as error:
@@ -526,9 +528,36 @@ class Synchronizer:
         wanted = {of.number for of in itertools.chain(*self._told.values())}
         for step in self._found - wanted - {self.model_version}:
             self._found.discard(step)
-            if not (self._folder(step) / ".full_checkpoint").exists():
-                loop = asyncio.get_running_loop()
-                loop.run_in_executor(None, shutil.rmtree, self._folder(step), True)
+            loop = asyncio.get_running_loop()
+            loop.run_in_executor(None, _remove_what_was_for_explorers, self._folder(step))
+
+
+def _remove_what_was_for_explorers(folder: Path) -> None:
+    """Removes a checkpoint of this user that has nothing but the weights for explorers."""
+    try:
+        # Not through a link, and not another folder that takes its name meanwhile.
+        opened = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            found = os.stat(folder.name, dir_fd=opened, follow_symlinks=False)
+            if not stat.S_ISDIR(found.st_mode):
+                return
+            if found.st_uid != os.geteuid():
+                logger.warning("the checkpoint %s stays: it belongs to another user", folder)
+            elif set(os.listdir(folder)) <= {"actor", "remote_sampler_path.txt"}:
+                shutil.rmtree(folder.name, ignore_errors=True, dir_fd=opened)
+        finally:
+            os.close(opened)
+    except OSError as error:
+        logger.debug("the checkpoint %s stays: %s", folder, error)
+
+
+def _text(file: Path) -> str:
+    """A short file that the trainer has written. What is no regular file is not waited for."""
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
+    with open(opened, "rb") as reader:
+        if not stat.S_ISREG(os.fstat(opened).st_mode):
+            raise OSError(f"{file} is not a regular file")
+        return reader.read(1 << 16).decode().strip()
 
 
 @dataclass(eq=False)

@@ -3,12 +3,13 @@
 //! that also a killed demo leaves nothing.
 
 use std::{
-    fs, io,
+    fs,
+    io::{self, Write},
     path::{Path, PathBuf},
-    process,
 };
 
 use rustix::fs::{Access, access};
+use weightsync_engine::files::{PLAIN, replace};
 
 const DEFAULT: &str = "weightsync-demo";
 /// How many older demos are stepped around.
@@ -67,13 +68,8 @@ impl Folder {
     /// Writes a file, whole or not at all.
     pub fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let path = self.path(name);
-        let unfinished = self.path(&format!(".{name}.{}", process::id()));
-        let written = fs::write(&unfinished, content).and_then(|()| fs::rename(&unfinished, &path));
-        written.map_err(|error| {
-            // What is left of it is of no use, and the error matters more.
-            let _ = fs::remove_file(&unfinished);
-            in_words(&path, &error)
-        })
+        let written = replace(&path, PLAIN, false, |file| file.write_all(content));
+        written.map_err(|error| in_words(&path, &error))
     }
 
     /// Lets the folder stay.

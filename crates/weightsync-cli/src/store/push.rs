@@ -33,6 +33,9 @@ pub struct Args {
     /// Save all bytes, whatever changed
     #[arg(long)]
     full: bool,
+    /// Take files that links of the checkpoint lead to, wherever they are
+    #[arg(long)]
+    follow_links: bool,
     /// As JSON
     #[arg(long)]
     json: bool,
@@ -46,7 +49,10 @@ pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
 
 fn push(args: &Args) -> Result<u8, Box<dyn Error>> {
     let store: Store = super::open(&args.to)?;
-    let checkpoint = Checkpoint::open(&args.source)?;
+    let checkpoint = match args.follow_links {
+        true => Checkpoint::open_following_links(&args.source)?,
+        false => Checkpoint::open(&args.source)?,
+    };
     let mut options = PushOptions::default();
     options.model.clone_from(&args.model);
     options.name.clone_from(&args.name);

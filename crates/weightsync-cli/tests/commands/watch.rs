@@ -1,13 +1,13 @@
 //! `weightsync watch` as a user meets it: the real binary over real stores.
 
-use std::fs::{self, File};
-use std::io::{BufRead, BufReader, Read};
-use std::os::unix::fs::{OpenOptionsExt, symlink};
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use rustix::fs::OFlags;
+use rustix::io::ioctl_fionbio;
 use rustix::process::{Pid, Signal, kill_process};
 use weightsync_store::Store;
 
@@ -233,25 +233,36 @@ fn watch_kills_its_command_at_a_second_signal() {
 #[test]
 fn watch_ends_at_a_second_signal_in_any_call() {
     let dir = Dir::new();
-    fs::create_dir(dir.at("store")).unwrap();
-    let head = dir.at("store/head.json");
-    let made = Command::new("mkfifo").arg(&head).status().unwrap();
-    assert!(made.success());
-    let mut watch = dir.watch(&["store", "--exec", "true"]);
-    // It can be opened when it is read, and the read waits for what is never written.
-    let mut options = File::options();
-    options
-        .write(true)
-        .custom_flags(OFlags::NONBLOCK.bits() as i32);
-    let _head = loop {
-        match options.open(&head) {
-            Ok(head) => break head,
-            Err(_) => assert!(watch.child.try_wait().unwrap().is_none()),
-        }
+    // What it says of this goes to standard error, which nobody reads and is full.
+    fs::create_dir_all(dir.at("store/head.json")).unwrap();
+    let mut command = dir.command(&["watch", "store", "--exec", "true"]);
+    let (reader, mut full) = std::io::pipe().unwrap();
+    command.stderr(full.try_clone().unwrap());
+    ioctl_fionbio(&full, true).unwrap();
+    while full.write(&[0; 1]).is_ok() {}
+    ioctl_fionbio(&full, false).unwrap();
+    let mut watch = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let pid = Pid::from_child(&watch);
+    // In the call that writes it. Every thread is asked: one may wait for another.
+    let writes = || {
+        let tasks = fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero()));
+        tasks.unwrap().flatten().any(|task| {
+            let call = fs::read_to_string(task.path().join("syscall"));
+            call.unwrap_or_default().starts_with("1 0x2 ")
+        })
     };
-    watch.signal(Signal::INT);
-    watch.signal(Signal::TERM);
-    assert_eq!(watch.end().0, Some(128 + 15));
+    while !writes() {
+        assert!(watch.try_wait().unwrap().is_none());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    kill_process(pid, Signal::INT).unwrap();
+    kill_process(pid, Signal::TERM).unwrap();
+    assert_eq!(watch.wait().unwrap().code(), Some(128 + 15));
+    drop(reader);
 }
 
 #[test]

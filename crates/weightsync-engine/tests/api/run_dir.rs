@@ -296,7 +296,9 @@ fn trainers_have_own_addresses_that_workers_look_up() {
     }
     // What a trainer that was killed, or somebody else, left there is nobody's address.
     let told = told_in(dir.path());
-    put(&told.with_extension("new"), "half an addr");
+    let name = told.file_name().unwrap().to_str().unwrap();
+    let unfinished = format!(".{name}.weightsync-1-0-0123456789abcdef");
+    put(&told.with_file_name(unfinished), "half an addr");
     for left in [
         &b""[..],
         b"\xff\xfe",

@@ -88,7 +88,7 @@ fn token_path_must_be_a_regular_file() {
     // Opening one waits for a writer, unless asked not to.
     #[cfg(not(target_vendor = "apple"))]
     {
-        use rustix::fs::{FileType, mknodat};
+        use rustix::fs::{CWD, FileType, Mode, mknodat};
 
         let fifo = dir.path().join("fifo");
         mknodat(CWD, &fifo, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();

@@ -1,12 +1,13 @@
 //! What lasts longer than the service: versions in a store, and the epochs of trainers in a file.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::Method;
+use weightsync_engine::files;
 use weightsync_engine::transport::random;
 use weightsync_engine::{
     AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
@@ -19,6 +20,9 @@ use super::SyncError;
 
 /// The file in the run directory.
 const FILE: &str = "synchronizer.json";
+
+/// The longest such file, in bytes.
+const LONGEST: u64 = 1 << 20;
 
 /// How many versions' steps the file has.
 const STEPS: usize = 64;
@@ -158,7 +162,11 @@ impl Record {
             source,
         };
         std::fs::create_dir_all(&dir).map_err(failed)?;
-        let mut record = match std::fs::read(&file) {
+        let read = files::open(&file).and_then(|from| {
+            let mut bytes = Vec::new();
+            from.take(LONGEST).read_to_end(&mut bytes).map(|_| bytes)
+        });
+        let mut record = match read {
             Ok(bytes) => serde_json::from_slice::<Self>(&bytes).or_else(|error| {
                 tracing::warn!(
                     "{} is damaged ({error}) and begun again: an old trainer is not fenced off now",
@@ -203,9 +211,8 @@ impl Record {
     }
 
     fn write(&self, file: &Path) -> io::Result<()> {
-        let new = file.with_extension("json.new");
-        std::fs::write(&new, serde_json::to_vec(self)?)?;
-        std::fs::rename(&new, file)
+        let bytes = serde_json::to_vec(self)?;
+        files::replace(file, files::PRIVATE, false, |file| file.write_all(&bytes))
     }
 }
 

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::{name_of, pickle, read_small, unusable};
+use super::{Bounds, name_of, pickle, read_small, unusable};
 use crate::anchor::{INDEX, SAFETENSORS};
 use crate::error::{Result, StoreError};
 use crate::format::{DATA, HEAD, VERSIONS, is_file_name};
@@ -25,7 +25,7 @@ pub(super) enum Found {
     },
 }
 
-pub(super) fn find(path: &Path) -> Result<Found> {
+pub(super) fn find(path: &Path, bounds: Option<&Bounds>) -> Result<Found> {
     let about = fs::metadata(path);
     let about = about.map_err(StoreError::file("opening", path.display().to_string()))?;
     if !about.is_dir() {
@@ -38,13 +38,13 @@ pub(super) fn find(path: &Path) -> Result<Found> {
     if path.join(VERSIONS).is_dir() && (path.join(HEAD).exists() || path.join(DATA).is_dir()) {
         return Ok(Found::Store);
     }
-    if let Some(found) = within(path)? {
+    if let Some(found) = within(path, bounds)? {
         return Ok(found);
     }
     let step = newest_step(path)?;
     let at = step.as_deref().unwrap_or(path);
     if step.is_some()
-        && let Some(found) = within(at)?
+        && let Some(found) = within(at, bounds)?
     {
         return Ok(found);
     }
@@ -59,11 +59,11 @@ pub(super) fn find(path: &Path) -> Result<Found> {
 }
 
 /// The weights in a directory, or where trainers put them below it.
-fn within(dir: &Path) -> Result<Option<Found>> {
+fn within(dir: &Path, bounds: Option<&Bounds>) -> Result<Option<Found>> {
     let below = BELOW.iter().map(|below| dir.join(below));
     for dir in std::iter::once(dir.to_owned()).chain(below) {
         if dir.is_dir()
-            && let Some(found) = directly(dir)?
+            && let Some(found) = directly(dir, bounds)?
         {
             return Ok(Some(found));
         }
@@ -71,9 +71,10 @@ fn within(dir: &Path) -> Result<Option<Found>> {
     Ok(None)
 }
 
-fn directly(at: PathBuf) -> Result<Option<Found>> {
+fn directly(at: PathBuf, bounds: Option<&Bounds>) -> Result<Option<Found>> {
     let index = at.join(INDEX);
     if index.exists() {
+        bounds.map_or(Ok(()), |bounds| bounds.check(&index))?;
         let files = shards(&at, &index)?;
         let index = Some(index);
         return Ok(Some(Found::Files { at, files, index }));

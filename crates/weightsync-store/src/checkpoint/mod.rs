@@ -6,14 +6,12 @@ mod pull;
 mod push;
 
 use std::collections::{BTreeMap, HashMap};
-use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::OFlags;
 use serde::Deserialize;
 use weightsync_core::{Layout, ModelId};
+use weightsync_engine::files;
 use weightsync_engine::transport::interrupt;
 use weightsync_engine::{
     Attributes, Extracted, SafetensorsFile, Snapshot, Strategy, TensorData, WeightExtractor,
@@ -22,18 +20,19 @@ use weightsync_engine::{
 use self::find::{Found, find};
 use crate::anchor::is_extra;
 use crate::error::{Result, StoreError};
+use crate::format::MAX_EXTRA;
 use crate::progress::{Progress, Work};
 use crate::storage::look_for_interruption;
 use crate::store::{Store, Which};
+use crate::writer::is_extra_file;
 
 #[cfg(feature = "fuzz")]
 pub(crate) use self::pull::is_mark;
-pub use self::pull::{PULL_MARK, Pulled};
+pub use self::pull::{PULL_MARK, Pulled, remove_pulled};
 pub use self::push::{PushOptions, Pushed};
 
 /// The longest file that is taken along with the weights, and the most bytes of all of them.
 const MAX_FILE: u64 = 64 << 20;
-const MAX_FILES: u64 = 256 << 20;
 
 /// The longest index of a checkpoint.
 const MAX_INDEX: u64 = 64 << 20;
@@ -48,8 +47,8 @@ const PIECE: usize = 4 << 20;
 /// store of one model is a checkpoint, too.
 ///
 /// **Guarantee.** Nothing in a checkpoint is executed: a pickled one is refused. Only files of the
-/// directory are read; links in it are followed. A checkpoint that lacks a tensor, or has one twice, is
-/// refused when it is opened.
+/// directory are read. A link that leads out of it is refused, but for the links of Hugging Face's
+/// cache. A checkpoint that lacks a tensor, or has one twice, is refused when it is opened.
 ///
 /// ```no_run
 /// use weightsync_store::{Checkpoint, SaveOptions, Store, Writer};
@@ -88,11 +87,28 @@ impl Checkpoint {
     /// [`StoreError::Pickled`], [`StoreError::Checkpoint`] with what is wrong,
     /// [`StoreError::File`], and [`weightsync_engine::Error::File`] for a file that is not safetensors.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        match find(path)? {
+        Self::open_as(path.as_ref(), false)
+    }
+
+    /// The same; links may lead anywhere. Whoever made the checkpoint then chooses which files of this
+    /// user become a part of it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`open`](Self::open).
+    pub fn open_following_links(path: impl AsRef<Path>) -> Result<Self> {
+        Self::open_as(path.as_ref(), true)
+    }
+
+    fn open_as(path: &Path, follows: bool) -> Result<Self> {
+        let bounds = match follows || !path.is_dir() {
+            true => None,
+            false => Some(Bounds::of(path)?),
+        };
+        match find(path, bounds.as_ref())? {
             Found::Store => Self::of_store(path),
             Found::Files { at, files, index } => {
-                let found = Self::of_files(at, &files, index.as_deref())?;
+                let found = Self::of_files(at, &files, index.as_deref(), bounds.as_ref())?;
                 Ok(Self {
                     source: path.into(),
                     ..found
@@ -120,7 +136,15 @@ impl Checkpoint {
         })
     }
 
-    fn of_files(at: PathBuf, names: &[PathBuf], index: Option<&Path>) -> Result<Self> {
+    fn of_files(
+        at: PathBuf,
+        names: &[PathBuf],
+        index: Option<&Path>,
+        bounds: Option<&Bounds>,
+    ) -> Result<Self> {
+        for path in names {
+            bounds.map_or(Ok(()), |bounds| bounds.check(path))?;
+        }
         let index = index.map(read_index).transpose()?;
         let mut files = Vec::with_capacity(names.len());
         let mut tensors = Vec::new();
@@ -164,7 +188,7 @@ impl Checkpoint {
         }
         let layout = Layout::new(tensors).map_err(weightsync_engine::Error::from)?;
         Ok(Self {
-            files: extra_files(&at)?,
+            files: extra_files(&at, bounds)?,
             source: at.clone(),
             path: at,
             weights: Weights::Files(files),
@@ -269,6 +293,41 @@ impl WeightExtractor for Checkpoint {
     }
 }
 
+/// The directories that the files of a checkpoint may lie in.
+struct Bounds(Vec<PathBuf>);
+
+impl Bounds {
+    fn of(checkpoint: &Path) -> Result<Self> {
+        let dir = std::fs::canonicalize(checkpoint);
+        let dir = dir.map_err(StoreError::file(
+            "opening",
+            checkpoint.display().to_string(),
+        ))?;
+        // models--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
+        let mut above = dir.ancestors().skip(1);
+        let blobs = above
+            .find(|above| above.ends_with("snapshots"))
+            .and_then(Path::parent)
+            .map(|name| name.join("blobs"));
+        Ok(Self(std::iter::once(dir).chain(blobs).collect()))
+    }
+
+    /// An error if a file lies elsewhere.
+    fn check(&self, path: &Path) -> Result<()> {
+        let found = std::fs::canonicalize(path);
+        let found = found.map_err(StoreError::file("opening", path.display().to_string()))?;
+        if self.0.iter().any(|dir| found.starts_with(dir)) {
+            return Ok(());
+        }
+        let what = format!(
+            "it is a link to {}, which is no part of the checkpoint: copy the file there, or allow links \
+             (push --follow-links) if you trust whoever made the checkpoint",
+            found.display()
+        );
+        Err(unusable(path, what))
+    }
+}
+
 /// Which file each tensor is in.
 fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
     #[derive(Deserialize)]
@@ -289,7 +348,7 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
 fn read_small(path: &Path, most: u64) -> Result<Vec<u8>> {
     let name = || path.display().to_string();
     let read = || -> io::Result<Vec<u8>> {
-        let file = open_plain(path)?;
+        let file = files::open(path)?;
         let mut bytes = Vec::new();
         file.take(most + 1).read_to_end(&mut bytes)?;
         match bytes.len() as u64 > most {
@@ -302,22 +361,8 @@ fn read_small(path: &Path, most: u64) -> Result<Vec<u8>> {
     read().map_err(StoreError::file("reading", name()))
 }
 
-/// A file that is neither a device nor a pipe, whose end may never come.
-fn open_plain(path: &Path) -> io::Result<File> {
-    // Without O_NONBLOCK, opening a FIFO waits for its writer.
-    let mut options = OpenOptions::new();
-    let file = options
-        .read(true)
-        .custom_flags(OFlags::NONBLOCK.bits() as i32)
-        .open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::other("it is not a regular file")),
-    }
-}
-
 /// The files of a directory that a model needs in addition to its weights.
-fn extra_files(at: &Path) -> Result<Vec<(String, Vec<u8>)>> {
+fn extra_files(at: &Path, bounds: Option<&Bounds>) -> Result<Vec<(String, Vec<u8>)>> {
     if !at.is_dir() {
         return Ok(Vec::new());
     }
@@ -330,9 +375,11 @@ fn extra_files(at: &Path) -> Result<Vec<(String, Vec<u8>)>> {
     let mut names = find::names(&dir)?;
     names.retain(|name| belongs_to_model(name) && dir.join(name).is_file());
     let mut files = Vec::with_capacity(names.len());
-    let mut left = MAX_FILES;
+    let mut left = MAX_EXTRA;
     for name in names {
-        let bytes = read_small(&dir.join(&name), MAX_FILE.min(left))?;
+        let path = dir.join(&name);
+        bounds.map_or(Ok(()), |bounds| bounds.check(&path))?;
+        let bytes = read_small(&path, MAX_FILE.min(left))?;
         left -= bytes.len() as u64;
         files.push((name, bytes));
     }
@@ -355,9 +402,20 @@ fn belongs_to_model(name: &str) -> bool {
         || name.starts_with("vocab")
         || name.ends_with("_config.json")
         || name.ends_with(".jinja");
-    (NAMES.contains(&name) || by_pattern)
-        && crate::writer::is_extra_file(name)
-        && !pickle::has_its_name(name)
+    (NAMES.contains(&name) || by_pattern) && is_extra_file(name) && is_plain_data(name)
+}
+
+/// Whether a file next to weights is data by its name, whoever chose the name: no code, nothing pickled,
+/// and no option of a command that is given all names.
+fn is_plain_data(name: &str) -> bool {
+    const ENDS: &[&str] = &[
+        "bpe", "csv", "jinja", "json", "jsonl", "md", "model", "tiktoken", "toml", "txt", "v3",
+        "yaml", "yml",
+    ];
+    let end = name
+        .rsplit_once('.')
+        .map(|(_, end)| end.to_ascii_lowercase());
+    !name.starts_with('-') && end.is_some_and(|end| ENDS.contains(&&*end))
 }
 
 fn unusable(path: &Path, what: impl Into<String>) -> StoreError {

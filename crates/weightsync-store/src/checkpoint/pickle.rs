@@ -3,20 +3,22 @@
 use std::io::Read;
 use std::path::Path;
 
-use super::{find, name_of, open_plain};
+use weightsync_engine::files;
+
+use super::{find, name_of};
 use crate::error::{Result, StoreError};
 
 /// How the names of pickled files end.
 const ENDS: [&str; 7] = [".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".distcp"];
 
-pub(super) fn has_its_name(name: &str) -> bool {
+fn has_its_name(name: &str) -> bool {
     ENDS.iter().any(|end| name.ends_with(end))
 }
 
 /// Whether a file that is no safetensors file is a pickled one, by its name or by how it begins.
 pub(super) fn is_one(path: &Path) -> bool {
     let mut start = [0; 4];
-    let begins = open_plain(path).and_then(|mut file| file.read_exact(&mut start));
+    let begins = files::open(path).and_then(|mut file| file.read_exact(&mut start));
     // A regular file, in any case.
     begins.is_ok()
         && (has_its_name(&name_of(path))

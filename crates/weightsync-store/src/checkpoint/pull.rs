@@ -2,7 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, File};
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -10,12 +11,13 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Digest, ModelId, Version};
+use weightsync_engine::files::{Listed, OpenDir, is_unique, unique};
 
-use super::{MAX_INDEX, find, name_of, read_small};
+use super::{MAX_INDEX, is_plain_data, name_of};
 use crate::anchor;
 use crate::error::{Damage, Result, StoreError};
 use crate::progress::Work;
-use crate::storage::{Directory, Metered, Storage, unique};
+use crate::storage::{Directory, Metered, Storage};
 use crate::store::{LoadedModel, Store, Which};
 use crate::writer::SaveOptions;
 
@@ -81,8 +83,18 @@ impl Store {
         } = loaded;
         let digest = snapshot.published_digest();
         let digest = digest.unwrap_or_else(|| snapshot.digest());
-        files.retain(|(name, _)| name != PULL_MARK);
-        let unfinished = Unfinished::new(&target)?;
+        files.retain(|(name, _)| {
+            let is_left_out = !is_plain_data(name);
+            if is_left_out {
+                let store = self.name();
+                tracing::warn!(
+                    "{store} has a file named {name:?}, which is not written: a program may run it, or \
+                     take it for an option; Store::files reads it"
+                );
+            }
+            !is_left_out && name != PULL_MARK
+        });
+        let unfinished = Unfinished::new(&target, self.mode())?;
         let mut storage: Arc<dyn Storage> = Arc::new(Directory::new(&unfinished.path));
         if let Some(progress) = self.progress() {
             storage = Arc::new(Metered::new(storage, progress));
@@ -111,6 +123,20 @@ impl Store {
             bytes,
             damage,
         })
+    }
+}
+
+impl Store {
+    /// The permissions of what is read from this store: others read no more than they can here. The
+    /// process's umask is applied, too.
+    fn mode(&self) -> u32 {
+        match fs::metadata(self.name()) {
+            // The files have to be written.
+            Ok(about) => about.permissions().mode() & 0o777 | 0o700,
+            // A store that is no directory has keys, and no permissions.
+            Err(error) if error.kind() == ErrorKind::NotFound => 0o777,
+            Err(_) => 0o700,
+        }
     }
 }
 
@@ -159,24 +185,76 @@ impl Target {
         if is_mount(&self.path) {
             return Err(occupied("a file system is mounted there".into()));
         }
-        let names = find::names(&self.path)?;
-        if names.is_empty() {
-            return Ok(false);
+        let opened = OpenDir::open_no_link(&self.path);
+        let dir = opened.map_err(StoreError::file("opening", self.path.display().to_string()))?;
+        check_written(&dir, &self.path)
+    }
+}
+
+/// Whether a directory of this user has what [`Store::pull`] wrote, and nothing else; false if it is empty.
+/// `named` is how errors name it.
+fn check_written(dir: &OpenDir, named: &Path) -> Result<bool> {
+    let occupied = |what: String| StoreError::Occupied {
+        path: named.display().to_string(),
+        what,
+    };
+    let failed = || StoreError::file("reading", named.display().to_string());
+    let entries = dir.entries().map_err(failed())?;
+    if entries.is_empty() {
+        return Ok(false);
+    }
+    if !dir.is_own().map_err(failed())? {
+        return Err(occupied("it belongs to another user".into()));
+    }
+    let mut mark = Vec::new();
+    if entries.iter().any(|entry| entry.name == PULL_MARK) {
+        let file = dir.file(PULL_MARK).map_err(failed())?;
+        let read = file.take(MAX_INDEX).read_to_end(&mut mark);
+        read.map_err(failed())?;
+    }
+    let Ok(mark) = serde_json::from_slice::<Mark>(&mark) else {
+        return Err(occupied("it is not empty, and no pull wrote it".into()));
+    };
+    let is_ours = |entry: &&Listed| {
+        let name = entry.name.to_str();
+        let known = |name: &str| name == PULL_MARK || mark.files.contains(name);
+        entry.is_file && name.is_some_and(known)
+    };
+    match entries.iter().find(|entry| !is_ours(entry)) {
+        Some(other) => {
+            let other = other.name.to_string_lossy();
+            Err(occupied(format!("it has {other}, which no pull wrote")))
         }
-        let mark = match names.iter().any(|name| name == PULL_MARK) {
-            true => read_small(&self.path.join(PULL_MARK), MAX_INDEX)?,
-            false => Vec::new(),
-        };
-        let Ok(mark) = serde_json::from_slice::<Mark>(&mark) else {
-            return Err(occupied("it is not empty, and no pull wrote it".into()));
-        };
-        let other = names.iter().find(|name| {
-            let ours = *name == PULL_MARK || mark.files.contains(*name);
-            !ours || self.path.join(name).is_dir()
-        });
-        match other {
-            Some(other) => Err(occupied(format!("it has {other}, which no pull wrote"))),
-            None => Ok(true),
+        None => Ok(true),
+    }
+}
+
+/// Removes a directory that [`Store::pull`] wrote.
+///
+/// # Errors
+///
+/// [`StoreError::Occupied`] if it has anything else; [`StoreError::File`].
+pub fn remove_pulled(path: &Path) -> Result<()> {
+    let failed = || StoreError::file("removing", path.display().to_string());
+    let dir = OpenDir::open_no_link(path).map_err(failed())?;
+    check_written(&dir, path)?;
+    // Renamed first, and looked at again: somebody may write there, or exchange it.
+    let name = name_of(path);
+    let going = format!(".{name}{UNFINISHED}{}", unique());
+    let above = dir.above().map_err(failed())?;
+    above.rename(&name, &going).map_err(failed())?;
+    let is_it = || Ok(above.inode_of(&going)? == dir.inode()?);
+    match is_it().map_err(failed())? && check_written(&dir, path).is_ok() {
+        true => {
+            dir.remove_all().map_err(failed())?;
+            above.remove_dir(&going).map_err(failed())
+        }
+        false => {
+            above.rename(&going, &name).map_err(failed())?;
+            Err(StoreError::Occupied {
+                path: path.display().to_string(),
+                what: "another process has put something there".into(),
+            })
         }
     }
 }
@@ -202,26 +280,38 @@ const UNFINISHED: &str = ".unfinished-";
 
 /// A directory next to its place. It is removed unless it gets there.
 struct Unfinished {
+    above: OpenDir,
+    name: String,
     path: PathBuf,
     /// Locked: so that others know that it is being written.
     _lock: Option<File>,
+    /// Whether the drop leaves it.
+    is_kept: bool,
 }
 
 impl Unfinished {
-    fn new(target: &Target) -> Result<Self> {
+    fn new(target: &Target, mode: u32) -> Result<Self> {
         let start = format!(".{}{UNFINISHED}", name_of(&target.path));
         let make = || -> io::Result<Self> {
-            tidy(&target.above, &start)?;
+            let above = OpenDir::open(&target.above)?;
+            tidy(&above, &start)?;
             loop {
-                let path = target.above.join(format!("{start}{}", unique()));
-                DirBuilder::new().create(&path)?;
+                let name = format!("{start}{}", unique());
+                let path = target.above.join(&name);
+                DirBuilder::new().mode(mode).create(&path)?;
                 // Not every file system has locks for directories. Nothing is then tidied up there.
                 let lock = File::open(&path)
                     .ok()
                     .filter(|file| file.try_lock().is_ok());
                 // Another process may have taken it for one that is left over.
                 if path.is_dir() {
-                    return Ok(Self { path, _lock: lock });
+                    return Ok(Self {
+                        above,
+                        name,
+                        path,
+                        _lock: lock,
+                        is_kept: false,
+                    });
                 }
             }
         };
@@ -232,12 +322,25 @@ impl Unfinished {
     }
 
     /// Gives it its name. What had that name is removed.
-    fn place(self, target: &Target) -> Result<()> {
+    fn place(mut self, target: &Target) -> Result<()> {
         let failed = |error| StoreError::file("writing", target.path.display().to_string())(error);
         // Somebody may have put something there meanwhile.
         match target.is_replaceable()? {
             // The directory is exchanged, and the drop removes the older one.
-            true => exchange(&self.path, &target.path),
+            true => exchange(&self.path, &target.path).and_then(|()| {
+                let older = OpenDir::open_no_link(&self.path)?;
+                let Err(error) = check_written(&older, &target.path) else {
+                    return Ok(());
+                };
+                // It is another one than was looked at. Nothing of it is removed, whatever becomes of it.
+                self.is_kept = true;
+                exchange(&self.path, &target.path).map_err(|failed| {
+                    let what = format!("{error}; it is at {} now: {failed}", self.path.display());
+                    io::Error::new(failed.kind(), what)
+                })?;
+                self.is_kept = false;
+                Err(io::Error::new(ErrorKind::AlreadyExists, error))
+            }),
             false => fs::rename(&self.path, &target.path),
         }
         .map_err(|error| match error.kind() {
@@ -254,8 +357,10 @@ impl Unfinished {
 
 impl Drop for Unfinished {
     fn drop(&mut self) {
-        // Of no use to anybody. It is not there if it has its name.
-        let _ = fs::remove_dir_all(&self.path);
+        if !self.is_kept {
+            // Of no use to anybody. It is not there if it has its name.
+            let _ = self.above.remove_tree(&self.name);
+        }
     }
 }
 
@@ -274,16 +379,17 @@ fn exchange(new: &Path, old: &Path) -> io::Result<()> {
 }
 
 /// Removes what processes left that were killed while they wrote.
-fn tidy(above: &Path, start: &str) -> io::Result<()> {
-    for entry in fs::read_dir(above)? {
-        let entry = entry?;
-        if name_of(&entry.path()).starts_with(start)
-            && entry.file_type()?.is_dir()
-            && let Ok(file) = File::open(entry.path())
-            && file.try_lock().is_ok()
+fn tidy(above: &OpenDir, start: &str) -> io::Result<()> {
+    for entry in above.entries()? {
+        let name = entry.name.to_str();
+        let rest = name.and_then(|name| name.strip_prefix(start));
+        if rest.is_some_and(is_unique)
+            && let Ok(dir) = above.dir(&entry.name)
+            && dir.is_own().unwrap_or(false)
+            && dir.try_lock().unwrap_or(false)
         {
             // Another process may have been faster.
-            let _ = fs::remove_dir_all(entry.path());
+            let _ = above.remove_tree(&entry.name);
         }
     }
     Ok(())

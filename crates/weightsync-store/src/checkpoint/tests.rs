@@ -1,11 +1,12 @@
-use std::fs;
-use std::os::unix::fs::symlink;
+use std::fs::{self, File};
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
 
 use serde_json::json;
 use tempfile::TempDir;
 use weightsync_core::{Epoch, Layout, Run, Version};
 use weightsync_engine::Tensors;
+use weightsync_engine::files::unique;
 use weightsync_engine::safetensors_format::Shard;
 use weightsync_engine::transport::interrupt::SLICE;
 
@@ -201,7 +202,13 @@ fn checkpoint_refuses_pickles_and_says_what_to_do() {
     ] {
         refused(
             &at(path),
-            &["pickled", "torch.load", into, "weights_only=True"],
+            &[
+                "pickled",
+                "Only if you trust who wrote it",
+                "torch.load",
+                into,
+                "weights_only=True",
+            ],
         );
     }
     write("hf/pytorch_model.bin", zip);
@@ -240,8 +247,13 @@ fn checkpoint_refuses_pickles_and_says_what_to_do() {
 #[test]
 fn checkpoint_takes_along_what_the_model_needs() {
     let dir = TempDir::new().unwrap();
-    let at = dir.path();
+    // As the cache of Hugging Face has it.
+    let at = dir.path().join("models--m/snapshots/0123");
+    let at = &*at;
     file(&at.join("model.safetensors"), &["a"]);
+    let blob = dir.path().join("models--m/blobs/blob");
+    fs::create_dir_all(blob.parent().unwrap()).unwrap();
+    fs::write(&blob, b"of the cache").unwrap();
     let kept = [
         "chat_template.jinja",
         "config.json",
@@ -253,11 +265,8 @@ fn checkpoint_takes_along_what_the_model_needs() {
         "tokenizer.model",
         "vocab.json",
     ];
-    // As the cache of Hugging Face has it.
-    let blob = TempDir::new().unwrap();
-    fs::write(blob.path().join("blob"), b"of the cache").unwrap();
     for name in kept {
-        symlink(blob.path().join("blob"), at.join(name)).unwrap();
+        symlink("../../blobs/blob", at.join(name)).unwrap();
     }
     for other in [
         "optimizer.pt",
@@ -427,6 +436,85 @@ fn calls_end_when_their_thread_is_interrupted() {
 }
 
 #[test]
+fn checkpoint_refuses_links_that_lead_out_of_it() {
+    let dir = TempDir::new().unwrap();
+    let outside = TempDir::new().unwrap();
+    let at = dir.path();
+    fs::write(outside.path().join("id_ed25519"), b"a private key").unwrap();
+    file(&outside.path().join("model.safetensors"), &["a"]);
+    file(&at.join("model.safetensors"), &["a"]);
+    // A link within the checkpoint is one of its files.
+    fs::write(at.join("base.json"), b"{}").unwrap();
+    symlink("base.json", at.join("config.json")).unwrap();
+    assert_eq!(Checkpoint::open(at).unwrap().files().len(), 1);
+    for (name, to) in [
+        ("tokenizer.json", "id_ed25519"),
+        ("model.safetensors", "model.safetensors"),
+    ] {
+        let _ = fs::remove_file(at.join(name));
+        symlink(outside.path().join(to), at.join(name)).unwrap();
+        let error = Checkpoint::open(at).unwrap_err().to_string();
+        assert!(error.contains("--follow-links"), "{error}");
+        assert!(error.contains(name), "{error}");
+        Checkpoint::open_following_links(at).unwrap();
+        // A file that is named itself is the user's own word.
+        if name.starts_with("model") {
+            Checkpoint::open(at.join(name)).unwrap();
+        }
+        fs::remove_file(at.join(name)).unwrap();
+        file(&at.join("model.safetensors"), &["a"]);
+    }
+}
+
+/// Whoever wrote the store may have chosen them.
+#[test]
+fn pull_writes_no_file_that_push_refuses() {
+    let dir = TempDir::new().unwrap();
+    let at = |path: &str| dir.path().join(path);
+    let store = Store::open(at("store").to_str().unwrap()).unwrap();
+    let hostile = [
+        "modeling_evil.py",
+        "MODELING.PY",
+        "json.so",
+        "config.json.pyc",
+        "pytorch_model.bin",
+        "Makefile",
+        "-rf",
+        "--use-compress-program=sh.json",
+    ];
+    let names = hostile.iter().chain(&["config.json", "README.md"]);
+    let options = SaveOptions {
+        files: names
+            .map(|name| (name.to_string(), b"{}".to_vec()))
+            .collect(),
+        ..SaveOptions::default()
+    };
+    let count = options.files.len();
+    let mut writer = Writer::claim(&store, options).unwrap();
+    writer.save_weights("m", &weights(&["a"])).unwrap();
+    assert_eq!(store.files(&Which::Newest, None).unwrap().len(), count);
+    fs::set_permissions(at("store"), fs::Permissions::from_mode(0o700)).unwrap();
+    store.pull(&Which::Newest, None, &at("out")).unwrap();
+    let out = find::names(&at("out")).unwrap();
+    assert_eq!(
+        out,
+        ["README.md", "config.json", "model.safetensors", PULL_MARK]
+    );
+    let mode = fs::metadata(at("out")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o700, "others see no more than in the store");
+    // 4 KiB of manifest ask for no more memory than a model's own files take.
+    let storage = store.shared_storage();
+    let catalog = crate::catalog::Catalog::read(&*storage).unwrap();
+    let place = catalog.places[0];
+    let mut hostile = crate::catalog::manifest(&*storage, place).unwrap().unwrap();
+    hostile.models[0].anchor.files.last_mut().unwrap().bytes = 4 << 30;
+    let sealed = crate::format::seal(&hostile);
+    storage.put(&place.manifest(), &sealed).unwrap();
+    let error = store.files(&Which::Newest, None).unwrap_err().to_string();
+    assert!(error.contains("next to its weights"), "{error}");
+}
+
+#[test]
 fn push_refuses_a_store_around_its_weights() {
     let dir = TempDir::new().unwrap();
     let at = |path: &str| dir.path().join(path);
@@ -464,11 +552,12 @@ fn pull_removes_what_killed_pulls_left() {
     let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
     writer.save_weights("m", &weights(&["a"])).unwrap();
     let (dead, living, other) = (
-        at(".out.unfinished-1"),
-        at(".out.unfinished-2"),
-        at(".other.unfinished-3"),
+        at(&format!(".out.unfinished-{}", unique())),
+        at(&format!(".out.unfinished-{}", unique())),
+        at(&format!(".other.unfinished-{}", unique())),
     );
-    for path in [&dead, &living, &other] {
+    let mine = at(".out.unfinished-notes");
+    for path in [&dead, &living, &other, &mine] {
         fs::create_dir(path).unwrap();
         fs::write(path.join("model.safetensors"), b"half").unwrap();
     }
@@ -479,4 +568,5 @@ fn pull_removes_what_killed_pulls_left() {
         (dead.exists(), living.exists(), other.exists()),
         (false, true, true)
     );
+    assert!(mine.exists(), "no pull makes such a name");
 }

@@ -27,9 +27,10 @@ use weightsync_engine::{AnyScheme, Error, InitInfo};
 
 use crate::address::Address;
 use crate::error::{Result, StoreError};
+use crate::lease;
 use crate::pause::Pause;
 use crate::retention::Keep;
-use crate::storage::{Life, Storage};
+use crate::storage::{Life, Storage, TEMPORARY, is_temporary};
 use crate::store::Store;
 
 /// Weights go through a store: the scheme `store:PATH`.
@@ -142,8 +143,8 @@ impl StoreScheme {
         Ok(scheme)
     }
 
-    /// Removes temporary stores below the path whose sender and workers were killed. Returns those that
-    /// are left though nobody is there.
+    /// Removes temporary stores of this user below the path whose sender and workers were killed. Returns
+    /// those that could not be removed.
     ///
     /// # Errors
     ///
@@ -153,23 +154,16 @@ impl StoreScheme {
         let names = root.list("");
         let names = names.map_err(StoreError::file("listing", root.name("")))?;
         let mut left = Vec::new();
-        for name in names.iter().filter(|name| name.starts_with(TEMPORARY)) {
+        for name in names.iter().filter(|name| is_temporary(name)) {
             let storage = self.address.below(name).storage();
-            // What was being removed when its process was killed has no lock any more.
-            let removed = match name.contains('.') {
-                true => root.remove(name).map(|()| true),
-                false => vacate(&*storage),
-            };
-            if removed.is_err() {
+            // Those of others, and what only has the name, are no failures.
+            if vacate(&*storage).is_err() {
                 left.push(storage.name(""));
             }
         }
         Ok(left)
     }
 }
-
-/// How the names of temporary stores begin.
-const TEMPORARY: &str = "temporary-";
 
 impl Scheme for StoreScheme {
     fn name(&self) -> &str {
@@ -232,7 +226,7 @@ impl Scheme for StoreScheme {
         joining: &Joining,
         deadline: Deadline,
     ) -> Result<Box<dyn ReceiverTransport>, Error> {
-        let receiver = receiver::StoreReceiver::join(self, at, joining, deadline)?;
+        let receiver = receiver::StoreReceiver::join(at, joining, deadline)?;
         Ok(Box::new(receiver))
     }
 }
@@ -243,13 +237,20 @@ fn store_at(at: &Endpoint) -> Result<Store> {
 }
 
 /// The living sender, as workers find it.
-const SENDER: &str = "ends/sender";
+pub(crate) const SENDER: &str = "ends/sender";
 /// The directory of the sender and the workers.
 pub(crate) const ENDS: &str = "ends";
 /// The living sender, as other senders find it, also while it starts.
-const SENDER_LOCK: &str = "ends/sender.lock";
+pub(crate) const SENDER_LOCK: &str = "ends/sender.lock";
 /// The directory of the workers.
 pub(crate) const WORKERS: &str = "ends/workers";
+/// The file by which a worker's directory shows that it lives.
+pub(crate) const ALIVE: &str = "alive";
+/// The file of a worker's directory that says what it has.
+pub(crate) const STATUS: &str = "status";
+
+/// The longest file of a worker, in bytes: it names its models and versions.
+const MAX_WORKER_FILE: usize = 1 << 20;
 
 /// What a sender announces.
 #[derive(Debug, Serialize, Deserialize)]
@@ -305,13 +306,6 @@ fn encoded(value: &impl Serialize) -> Vec<u8> {
     bytes.unwrap_or_else(|error| unreachable!("plain values become JSON: {error}"))
 }
 
-/// Reads what another process announced or said; `None` if it is not there.
-fn value<T: for<'a> Deserialize<'a>>(storage: &dyn Storage, path: &str) -> Result<Option<T>> {
-    let bytes = storage.read(path);
-    let bytes = bytes.map_err(StoreError::file("reading", storage.name(path)))?;
-    Ok(bytes.and_then(|bytes| serde_json::from_slice(bytes.trim_ascii_end()).ok()))
-}
-
 /// Whether a process is alive there. A store that cannot be read says nothing about it, so it may be.
 fn is_here(storage: &dyn Storage, path: &str) -> bool {
     match storage.peer(path) {
@@ -363,7 +357,7 @@ fn vacate(storage: &dyn Storage) -> std::io::Result<bool> {
         let Ok(workers) = storage.list(WORKERS) else {
             return false;
         };
-        let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/alive"));
+        let lived_in = |worker: &String| is_here(storage, &format!("{WORKERS}/{worker}/{ALIVE}"));
         ![SENDER, SENDER_LOCK]
             .iter()
             .any(|path| is_here(storage, path))
@@ -379,4 +373,10 @@ fn worker_dir(worker: WorkerId) -> Result<String> {
         worker.0,
         u64::from_le_bytes(random)
     ))
+}
+
+/// Whether a worker's directory can have this name.
+pub(crate) fn is_worker_dir(name: &str) -> bool {
+    name.split_once('.')
+        .is_some_and(|(number, random)| number.parse::<u32>().is_ok() && lease::is_random(random))
 }

@@ -11,8 +11,7 @@ use weightsync_engine::transport::{
 use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
 use super::{
-    AboutSender, AboutWorker, SENDER, Status, StoreScheme, encoded, is_here, store_at, vacate,
-    worker_dir,
+    ALIVE, AboutSender, AboutWorker, SENDER, Status, encoded, is_here, store_at, vacate, worker_dir,
 };
 use crate::anchor::Base;
 use crate::catalog::{self, Catalog};
@@ -57,18 +56,12 @@ pub(super) struct StoreReceiver {
     /// This worker's own directory.
     own: String,
     presence: Option<Box<dyn Presence>>,
-    temporary: bool,
     /// The process that joined.
     owner: Origin,
 }
 
 impl StoreReceiver {
-    pub(super) fn join(
-        scheme: &StoreScheme,
-        at: &Endpoint,
-        joining: &Joining,
-        deadline: Deadline,
-    ) -> Result<Self> {
+    pub(super) fn join(at: &Endpoint, joining: &Joining, deadline: Deadline) -> Result<Self> {
         let since = Instant::now();
         let store = store_at(at)?;
         let mut pause = Pause::new(store.storage());
@@ -76,7 +69,7 @@ impl StoreReceiver {
             let peer = store.storage().peer(SENDER);
             let peer = peer.map_err(StoreError::file("reading", store.storage().name(SENDER)))?;
             if let Some((sender, peer)) = peer.and_then(|peer| right(peer, at, joining))
-                && let Some(joined) = Self::announce(scheme, &store, sender, peer, joining)?
+                && let Some(joined) = Self::announce(&store, sender, peer, joining)?
             {
                 return Ok(joined);
             }
@@ -92,7 +85,6 @@ impl StoreReceiver {
 
     /// Announces this worker to a sender; `None` if the sender has gone meanwhile.
     fn announce(
-        scheme: &StoreScheme,
         store: &Store,
         sender: AboutSender,
         peer: Box<dyn Peer>,
@@ -106,7 +98,7 @@ impl StoreReceiver {
             wanted: joining.wanted.clone(),
         };
         let own = worker_dir(about.worker)?;
-        let path = format!("{own}/alive");
+        let path = format!("{own}/{ALIVE}");
         let announced = store.storage().announce(&path, &encoded(&about));
         let presence =
             announced.map_err(StoreError::file("writing", store.storage().name(&path)))?;
@@ -126,7 +118,6 @@ impl StoreReceiver {
             interrupted: Arc::default(),
             own,
             presence: Some(presence),
-            temporary: scheme.temporary,
             owner: Origin::here(),
             sender,
             peer,
@@ -404,9 +395,8 @@ impl Drop for StoreReceiver {
         if self.peer.life() != Life::Here && !is_here(storage, SENDER) {
             let _ = storage.remove(&self.own);
         }
-        if self.temporary {
-            let _ = vacate(storage);
-        }
+        // The last to leave a temporary store removes it. For any other store this does nothing.
+        let _ = vacate(storage);
     }
 }
 

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use serde::Deserialize;
 use weightsync_core::{Run, Version, WorkerId};
 use weightsync_engine::transport::{GoneWorker, Lateness};
 use weightsync_engine::{Outcome, WorkerStatus};
 
-use super::{AboutWorker, Status, WORKERS, value};
+use super::{ALIVE, AboutWorker, MAX_WORKER_FILE, STATUS, Status, WORKERS, is_worker_dir};
 use crate::storage::{Life, Peer, Storage};
 
 /// The workers that are known.
@@ -15,6 +16,8 @@ use crate::storage::{Life, Peer, Storage};
 pub(super) struct Registry {
     storage: Arc<dyn Storage>,
     run: Run,
+    /// How many models the sender has.
+    models: usize,
     /// By the names of their directories.
     known: BTreeMap<String, Arc<Worker>>,
     /// How many have joined so far.
@@ -29,10 +32,11 @@ pub(super) struct Registry {
 
 impl Registry {
     /// Knows no worker yet.
-    pub(super) fn new(storage: Arc<dyn Storage>, run: Run) -> Self {
+    pub(super) fn new(storage: Arc<dyn Storage>, run: Run, models: usize) -> Self {
         Self {
             storage,
             run,
+            models,
             known: BTreeMap::new(),
             joined: 0,
             gone: BTreeMap::new(),
@@ -54,7 +58,7 @@ impl Registry {
     /// The same, with those that can use nothing, and those that are missing.
     pub(super) fn look_for_all(&mut self) -> Vec<Arc<Worker>> {
         for name in self.storage.list(WORKERS).unwrap_or_default() {
-            if !self.known.contains_key(&name) {
+            if is_worker_dir(&name) && !self.known.contains_key(&name) {
                 self.meet(&name);
             }
         }
@@ -84,14 +88,18 @@ impl Registry {
     /// Looks at a directory of a worker that is not known yet.
     fn meet(&mut self, name: &str) {
         let dir = format!("{WORKERS}/{name}");
-        let alive = format!("{dir}/alive");
+        let alive = format!("{dir}/{ALIVE}");
         let peer = match self.storage.peer(&alive) {
             Ok(Some(peer)) => peer,
             // One that is still making its files comes next time, and one that left removes them.
             _ => return,
         };
-        let about: Option<AboutWorker> = serde_json::from_slice(peer.about()).ok();
-        let about = about.filter(|about| about.run == self.run);
+        let about: Option<AboutWorker> = small(peer.about());
+        // A model that this sender does not have would be a place far behind the last one.
+        let fits = |about: &AboutWorker| {
+            about.wanted.len() <= self.models && about.wanted.iter().all(|one| *one < self.models)
+        };
+        let about = about.filter(|about| about.run == self.run && fits(about));
         let Some(about) = about else {
             // It joined an earlier sender. While it lives, it removes its files itself.
             if peer.life() != Life::Here {
@@ -135,6 +143,13 @@ impl Registry {
     }
 }
 
+/// What a worker's file says, unless it is longer than one is.
+fn small<T: for<'a> Deserialize<'a>>(bytes: &[u8]) -> Option<T> {
+    let bytes = bytes.trim_ascii_end();
+    let bytes = (bytes.len() <= MAX_WORKER_FILE).then_some(bytes)?;
+    serde_json::from_slice(bytes).ok()
+}
+
 /// What became of a worker that did not leave in order.
 pub(super) fn lost(storage: &dyn Storage) -> Outcome {
     match storage.notices_death() {
@@ -162,7 +177,8 @@ impl Worker {
         // Before its words: its last ones are then not missed.
         let life = self.peer.life();
         let mut last = self.status.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Ok(Some(status)) = value(&*self.storage, &format!("{}/status", self.dir)) {
+        let said = self.storage.read(&format!("{}/{STATUS}", self.dir));
+        if let Some(status) = said.ok().flatten().and_then(|said| small(&said)) {
             *last = status;
         }
         (life, last.clone())

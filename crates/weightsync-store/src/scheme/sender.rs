@@ -21,7 +21,6 @@ use super::{
     vacate,
 };
 use crate::error::StoreError;
-use crate::format::{DATA, HEAD, LEASES, SPECS, VERSIONS};
 use crate::pause::Pause;
 use crate::retention::Keep;
 use crate::storage::{Life, Presence, Storage};
@@ -59,6 +58,13 @@ impl StoreSender {
     pub(super) fn open(scheme: &StoreScheme, opening: &Opening<'_>) -> Result<Self> {
         let store = store_at(opening.at)?;
         let storage = store.shared_storage();
+        if scheme.temporary {
+            let why = storage.why_not_temporary();
+            if let Some(why) = why.map_err(StoreError::file("reading", storage.name("")))? {
+                let path = storage.name("");
+                return Err(StoreError::NotTemporary { path, why }.into());
+            }
+        }
         let mut about = AboutSender {
             pid: std::process::id(),
             host: host(),
@@ -73,10 +79,8 @@ impl StoreSender {
         let run = scheme.temporary.then_some(opening.run);
         if scheme.temporary {
             // It is a store of this sender alone, so what a dead one left goes.
-            for left in [HEAD, VERSIONS, DATA, SPECS, LEASES] {
-                let removed = storage.remove(left);
-                removed.map_err(StoreError::file("removing", storage.name(left)))?;
-            }
+            let cleared = storage.clear_temporary();
+            cleared.map_err(StoreError::file("removing", storage.name("")))?;
         }
         let options = SaveOptions {
             keep: scheme
@@ -91,9 +95,9 @@ impl StoreSender {
         Ok(Self {
             kept: vec![VecDeque::new(); about.models.len()],
             spare: vec![None; about.models.len()],
+            registry: Mutex::new(Registry::new(storage, writer.run(), about.models.len())),
             models: about.models,
             history: usize::from(opening.options.history),
-            registry: Mutex::new(Registry::new(storage, writer.run())),
             refused: 0,
             owner: Origin::here(),
             temporary: scheme.temporary,

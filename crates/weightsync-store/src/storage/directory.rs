@@ -3,25 +3,31 @@
 //! A file is written next to its place, synced, and renamed. One lock per store, held for moments,
 //! makes replacing a file one step. A process that is alive holds a lock of its own, which the kernel
 //! releases however the process ends. The directory may lie on a network file system that has locks.
+//!
+//! The path of the store may lead through links. Below it nothing is reached through a link, and only
+//! regular files are opened: others may be able to write there.
 
 use std::fs::{self, DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, SyncSender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::format::{LEASES, SPECS, VERSIONS};
-use crate::scheme::{ENDS, WORKERS};
+use crate::scheme::{ENDS, WORKERS, is_worker_dir};
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::Origin;
+use weightsync_engine::files::{
+    Inode, OpenDir, PLAIN, Unfinished, inode, is_unique, no_locks, remove_unfinished, unique,
+};
 use weightsync_engine::transport::interrupt;
 
 use super::{
-    Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, interrupted, look_for_interruption,
+    Blob, Life, MAX_SMALL, NO_NAME, OF_VERSIONS, Peer, Presence, REMOVED, Storage, Upload,
+    interrupted, is_of_a_store, is_temporary, look_for_interruption, no_file_of_a_store,
 };
 
 /// How long a lock is tried that others hold for moments.
@@ -55,28 +61,75 @@ impl Directory {
         }
     }
 
+    /// The directory of a file, and the file's name there. With `make` it is made.
+    fn at<'a>(&self, path: &'a str, make: bool) -> io::Result<(OpenDir, &'a str)> {
+        if make {
+            make_dirs(&self.root)?;
+        }
+        let mut dir = OpenDir::open(&self.root)?;
+        let (above, name) = path.rsplit_once('/').unwrap_or(("", path));
+        for part in above.split('/').filter(|part| !part.is_empty()) {
+            let opened = match dir.dir(part) {
+                Err(error) if make && error.kind() == ErrorKind::NotFound => {
+                    dir.make_dir(part)?;
+                    dir.dir(part)
+                }
+                opened => opened,
+            };
+            dir = opened.map_err(|error| named(error, &self.root.join(above)))?;
+        }
+        Ok((dir, name))
+    }
+
+    /// A file to read; `None` if there is none.
+    fn file(&self, path: &str) -> io::Result<Option<File>> {
+        let Some((dir, name)) = found(self.at(path, false))? else {
+            return Ok(None);
+        };
+        found(dir.file(name))
+    }
+
+    /// A directory; `None` if there is none.
+    fn dir(&self, path: &str) -> io::Result<Option<OpenDir>> {
+        let Some((dir, name)) = found(self.at(path, false))? else {
+            return Ok(None);
+        };
+        match name.is_empty() {
+            true => Ok(Some(dir)),
+            false => found(dir.dir(name)),
+        }
+    }
+
     /// The store's lock, until it is dropped. Makes the store's directory.
     fn lock(&self) -> io::Result<Locked> {
+        let root = || self.at(LOCK, true).map(|(dir, _)| Some(dir));
+        let locked = self.lock_in(root)?;
+        locked.ok_or_else(|| ErrorKind::NotFound.into())
+    }
+
+    /// The lock in a directory that `root` opens; `None` once that says that there is none.
+    fn lock_in(
+        &self,
+        root: impl Fn() -> io::Result<Option<OpenDir>>,
+    ) -> io::Result<Option<Locked>> {
         let until = Instant::now() + PATIENCE;
         loop {
-            make_dirs(&self.root)?;
-            let path = self.path(LOCK);
-            let mut options = File::options();
-            options.write(true).create(true).truncate(false);
-            match options.open(&path) {
+            let opened = match root() {
+                Ok(Some(dir)) => dir.file_or_new(LOCK),
+                Ok(None) => return Ok(None),
+                Err(error) => Err(error),
+            };
+            match opened {
                 Ok(file) => match file.try_lock() {
                     // The store may have been removed since the file was opened.
-                    Ok(()) if inode(file.metadata()) == inode(fs::metadata(&path)) => {
-                        return Ok(Locked::new(file));
+                    Ok(()) if inode(&file) == self.inode(LOCK) => {
+                        return Ok(Some(Locked::new(file)));
                     }
                     Ok(()) | Err(TryLockError::WouldBlock) => {}
                     Err(TryLockError::Error(error)) => return Err(no_locks(error)),
                 },
                 Err(error) if error.kind() == ErrorKind::NotFound => {}
-                Err(error) => {
-                    let text = format!("{}: {error}", path.display());
-                    return Err(io::Error::new(error.kind(), text));
-                }
+                Err(error) => return Err(named(error, &self.path(LOCK))),
             }
             if Instant::now() > until {
                 return Err(io::Error::new(
@@ -91,11 +144,41 @@ impl Directory {
         }
     }
 
-    /// Puts a whole file in its place.
-    fn write_whole(&self, path: &str, bytes: &[u8], synced: bool) -> io::Result<()> {
-        let mut file = Unfinished::new(self.path(path))?;
-        file.file.write_all(bytes)?;
-        file.place(synced)
+    /// Which file has this path now.
+    fn inode(&self, path: &str) -> Option<Inode> {
+        let (dir, name) = self.at(path, false).ok()?;
+        dir.inode_of(name).ok()
+    }
+
+    /// Whether a temporary store of this user is here.
+    fn temporary(&self) -> io::Result<Temporary> {
+        if !is_temporary(name_of(&self.root)) {
+            return Ok(Temporary::Foreign(NO_NAME.into()));
+        }
+        let root = match OpenDir::open_no_link(&self.root) {
+            Ok(root) => root,
+            Err(error) => match error.kind() {
+                ErrorKind::NotFound => return Ok(Temporary::Absent),
+                // A link, a file, or a directory of somebody else.
+                ErrorKind::InvalidInput
+                | ErrorKind::NotADirectory
+                | ErrorKind::PermissionDenied => return Ok(Temporary::Foreign(error.to_string())),
+                _ => return Err(error),
+            },
+        };
+        if !root.is_own()? {
+            return Ok(Temporary::Foreign("it belongs to another user".into()));
+        }
+        Ok(match stranger(&root, "")? {
+            Some(stranger) => Temporary::Mixed(no_file_of_a_store(stranger.display())),
+            None => Temporary::Own(root),
+        })
+    }
+
+    /// A file next to its place, to be written.
+    fn unfinished(&self, path: &str) -> io::Result<Unfinished> {
+        let (dir, name) = self.at(path, true)?;
+        Unfinished::new(dir, UNFINISHED, name, PLAIN)
     }
 }
 
@@ -105,7 +188,7 @@ impl Storage for Directory {
     }
 
     fn read(&self, path: &str) -> io::Result<Option<Vec<u8>>> {
-        let Some(file) = found(File::open(self.path(path)))? else {
+        let Some(file) = self.file(path)? else {
             return Ok(None);
         };
         let mut bytes = Vec::new();
@@ -118,7 +201,7 @@ impl Storage for Directory {
 
     fn swap(&self, path: &str, old: Option<&[u8]>, new: &[u8]) -> io::Result<bool> {
         // Written and synced before the lock is taken: others wait for it.
-        let mut file = Unfinished::new(self.path(path))?;
+        let mut file = self.unfinished(path)?;
         file.file.write_all(new)?;
         file.file.sync_all()?;
         let _lock = self.lock()?;
@@ -130,19 +213,21 @@ impl Storage for Directory {
     }
 
     fn put(&self, path: &str, bytes: &[u8]) -> io::Result<()> {
-        self.write_whole(path, bytes, false)
+        let mut file = self.unfinished(path)?;
+        file.file.write_all(bytes)?;
+        file.place(false)
     }
 
     fn upload(&self, path: &str) -> io::Result<Box<dyn Upload>> {
         Ok(Box::new(Uploading {
-            unfinished: Unfinished::new(self.path(path))?,
+            unfinished: self.unfinished(path)?,
             pending: 0,
             flusher: None,
         }))
     }
 
     fn open(&self, path: &str) -> io::Result<Option<Box<dyn Blob>>> {
-        let Some(file) = found(File::open(self.path(path)))? else {
+        let Some(file) = self.file(path)? else {
             return Ok(None);
         };
         let bytes = file.metadata()?.len();
@@ -150,27 +235,20 @@ impl Storage for Directory {
     }
 
     fn list(&self, dir: &str) -> io::Result<Vec<String>> {
-        let Some(entries) = found(fs::read_dir(self.path(dir)))? else {
+        let Some(dir) = self.dir(dir)? else {
             return Ok(Vec::new());
         };
-        let names = entries.map(|entry| Ok(entry?.file_name().into_string().ok()));
-        let mut names: Vec<_> = names.collect::<io::Result<_>>()?;
+        let entries = dir.entries()?.into_iter();
         // A name that is not UTF-8 is nothing of ours; an unfinished file is not there.
-        names.retain(|name| {
-            name.as_ref()
-                .is_some_and(|name| !name.starts_with(UNFINISHED))
-        });
-        Ok(names.into_iter().flatten().collect())
+        let names = entries.filter_map(|entry| entry.name.into_string().ok());
+        Ok(names.filter(|name| !name.starts_with(UNFINISHED)).collect())
     }
 
     fn remove(&self, path: &str) -> io::Result<()> {
-        let path = self.path(path);
-        let removed = match fs::symlink_metadata(&path) {
-            Ok(found) if found.is_dir() => remove_dir(&path),
-            Ok(_) => fs::remove_file(&path),
-            Err(error) => Err(error),
+        let Some((dir, name)) = found(self.at(path, false))? else {
+            return Ok(());
         };
-        found(removed).map(|_| ())
+        found(remove(&dir, name)).map(|_| ())
     }
 
     fn announce(&self, path: &str, about: &[u8]) -> io::Result<Box<dyn Presence>> {
@@ -180,7 +258,7 @@ impl Storage for Directory {
         {
             return Err(ErrorKind::AlreadyExists.into());
         }
-        let mut unfinished = Unfinished::new(self.path(path))?;
+        let mut unfinished = self.unfinished(path)?;
         unfinished.file.write_all(about)?;
         // The clone keeps the lock of the unfinished file.
         let file = unfinished.file.try_clone()?;
@@ -189,7 +267,7 @@ impl Storage for Directory {
     }
 
     fn peer(&self, path: &str) -> io::Result<Option<Box<dyn Peer>>> {
-        let Some(file) = found(File::open(self.path(path)))? else {
+        let Some(file) = self.file(path)? else {
             return Ok(None);
         };
         let mut about = Vec::new();
@@ -203,25 +281,34 @@ impl Storage for Directory {
     fn tidy(&self) -> io::Result<()> {
         // What is unfinished among the weights goes with the whole directory of its version. What else
         // lies at the root of a disk is not the store's.
-        tidy(&self.root, false)?;
+        let Some(root) = self.dir("")? else {
+            return Ok(());
+        };
+        tidy(&root, false)?;
         for dir in [VERSIONS, SPECS, LEASES, ENDS] {
-            tidy(&self.path(dir), true)?;
+            if let Some(dir) = found(root.dir(dir))? {
+                tidy(&dir, true)?;
+            }
         }
         // A worker that was killed in between has left a directory without a file. Nobody makes one
         // under the lock.
         let _lock = self.lock()?;
-        for dir in self.list(WORKERS)? {
-            // The others are not empty.
-            let _ = fs::remove_dir(self.path(WORKERS).join(dir));
+        if let Some(workers) = self.dir(WORKERS)? {
+            for entry in workers.entries()?.into_iter().filter(|entry| entry.is_dir) {
+                if entry.name.to_str().is_some_and(is_worker_dir) {
+                    // The others are not empty.
+                    let _ = workers.remove_dir(entry.name);
+                }
+            }
         }
         Ok(())
     }
 
     fn settle(&self, path: &str) -> io::Result<()> {
-        let path = self.path(path);
-        if let Some(file) = found(File::open(&path))? {
+        if let Some(file) = self.file(path)? {
             file.sync_all()?;
         }
+        let path = self.path(path);
         let device = |dir: &Path| fs::metadata(dir).ok().map(|dir| dir.dev());
         let own = device(&self.root);
         for dir in path.ancestors().skip(1) {
@@ -237,20 +324,70 @@ impl Storage for Directory {
         Ok(())
     }
 
-    fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
-        if found(fs::metadata(&self.root))?.is_none() {
-            return Ok(true);
+    fn why_not_temporary(&self) -> io::Result<Option<String>> {
+        Ok(match self.temporary()? {
+            Temporary::Absent | Temporary::Own(_) => None,
+            Temporary::Foreign(why) | Temporary::Mixed(why) => Some(why),
+        })
+    }
+
+    fn clear_temporary(&self) -> io::Result<()> {
+        match self.temporary()? {
+            Temporary::Absent => Ok(()),
+            Temporary::Own(root) => OF_VERSIONS
+                .iter()
+                .try_for_each(|left| found(remove(&root, left)).map(|_| ())),
+            Temporary::Foreign(why) | Temporary::Mixed(why) => {
+                Err(io::Error::new(ErrorKind::InvalidInput, why))
+            }
         }
-        let _lock = self.lock()?;
-        if !empty() {
+    }
+
+    fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        let root = match self.temporary()? {
+            Temporary::Absent => return Ok(true),
+            Temporary::Own(root) => root,
+            Temporary::Foreign(why) => {
+                tracing::debug!("{} is not removed: {why}", self.root.display());
+                return Ok(false);
+            }
+            Temporary::Mixed(why) => {
+                tracing::warn!("{} is not removed: {why}", self.root.display());
+                return Ok(false);
+            }
+        };
+        let name = name_of(&self.root);
+        let (above, own) = (root.above()?, root.inode()?);
+        let is_there = || found(above.inode_of(name)).map(|there| there == Some(own));
+        // What was being removed when its process was killed has no lock any more.
+        let (going, _lock) = match name.contains(REMOVED) {
+            true if is_there()? => (name.to_owned(), None),
+            true => return Ok(true),
+            false => {
+                let lock = self.lock_in(|| match is_there()? {
+                    true => root.try_clone().map(Some),
+                    false => Ok(None),
+                })?;
+                // Another process has removed it meanwhile.
+                let Some(lock) = lock else { return Ok(true) };
+                if !empty() {
+                    return Ok(false);
+                }
+                // Renamed first: a process that comes meanwhile makes a directory of its own.
+                let going = format!("{name}{REMOVED}{}", unique());
+                above.rename(name, &going)?;
+                (going, Some(lock))
+            }
+        };
+        // Somebody may have put another directory there in between, or a file into this one.
+        if above.inode_of(&going)? != own || stranger(&root, "")?.is_some() {
+            if going != name {
+                above.rename(&going, name)?;
+            }
             return Ok(false);
         }
-        // Renamed first: a process that comes meanwhile makes a directory of its own.
-        let mut going = self.root.clone().into_os_string();
-        going.push(format!(".removed-{}", unique()));
-        fs::rename(&self.root, &going)?;
-        fs::remove_dir_all(&going)?;
-        Ok(true)
+        root.remove_all()?;
+        found(above.remove_dir(&going)).map(|_| true)
     }
 
     fn notices_death(&self) -> bool {
@@ -263,57 +400,6 @@ impl Storage for Directory {
 
     fn pauses(&self) -> (Duration, Duration) {
         (Duration::from_millis(1), Duration::from_millis(20))
-    }
-}
-
-/// A file next to its place. Dropped before it is placed, it is removed.
-struct Unfinished {
-    file: File,
-    here: PathBuf,
-    place: PathBuf,
-    placed: bool,
-}
-
-impl Unfinished {
-    /// Makes it, locked: so that [`Directory::tidy`] leaves it alone.
-    fn new(place: PathBuf) -> io::Result<Self> {
-        let dir = place.parent().unwrap_or(&place);
-        make_dirs(dir)?;
-        loop {
-            let here = dir.join(format!("{UNFINISHED}{}", unique()));
-            let mut options = File::options();
-            options.write(true).read(true).create_new(true);
-            let file = options.open(&here)?;
-            match file.try_lock() {
-                Ok(()) if inode(file.metadata()) == inode(fs::metadata(&here)) => {
-                    return Ok(Self {
-                        file,
-                        here,
-                        place,
-                        placed: false,
-                    });
-                }
-                // It was removed before it was locked.
-                Ok(()) | Err(TryLockError::WouldBlock) => {}
-                Err(TryLockError::Error(error)) => {
-                    let _ = fs::remove_file(&here);
-                    return Err(no_locks(error));
-                }
-            }
-        }
-    }
-
-    /// Renames it into its place; `synced`, when it is on the disk.
-    fn place(&mut self, synced: bool) -> io::Result<()> {
-        if synced {
-            self.file.sync_all()?;
-        }
-        fs::rename(&self.here, &self.place)?;
-        self.placed = true;
-        match self.place.parent() {
-            Some(dir) if synced => sync_dir(dir),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -390,15 +476,6 @@ impl Drop for Uploading {
         if let Some(flusher) = self.flusher.take() {
             // The file is removed, whatever became of it.
             let _ = flusher.end();
-        }
-    }
-}
-
-impl Drop for Unfinished {
-    fn drop(&mut self) {
-        if !self.placed {
-            // What was written is of no use to anybody.
-            let _ = fs::remove_file(&self.here);
         }
     }
 }
@@ -483,12 +560,16 @@ impl Peer for Other {
     }
 }
 
-/// Removes a directory with everything in it, also while a writer that was replaced writes there: it
-/// stops when it finds its directory gone.
-fn remove_dir(path: &Path) -> io::Result<()> {
+/// Removes a file, or a directory with everything in it, also while a writer that was replaced writes
+/// there: it stops when it finds its directory gone.
+fn remove(above: &OpenDir, name: &str) -> io::Result<()> {
+    let dir = match above.dir(name) {
+        Err(error) if error.kind() == ErrorKind::NotADirectory => return above.remove_file(name),
+        dir => dir?,
+    };
     let until = Instant::now() + PATIENCE;
     loop {
-        match fs::remove_dir_all(path) {
+        match dir.remove_all().and_then(|()| above.remove_dir(name)) {
             Err(error)
                 if error.kind() == ErrorKind::DirectoryNotEmpty && Instant::now() < until => {}
             removed => return removed,
@@ -496,20 +577,53 @@ fn remove_dir(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes unfinished files that no living process writes.
-fn tidy(dir: &Path, below: bool) -> io::Result<()> {
-    for entry in found(fs::read_dir(dir))?.into_iter().flatten() {
-        let entry = entry?;
-        let path = entry.path();
-        if found(entry.file_type())?.is_some_and(|kind| kind.is_dir()) {
-            if below {
-                tidy(&path, below)?;
+/// What is at the path of a temporary store.
+enum Temporary {
+    Absent,
+    /// A temporary store of this user, whose files are all its own.
+    Own(OpenDir),
+    /// Something else, and why.
+    Foreign(String),
+    /// A store of this user with something that no store has.
+    Mixed(String),
+}
+
+/// Something in the directory of a store that no store has.
+fn stranger(dir: &OpenDir, path: &str) -> io::Result<Option<PathBuf>> {
+    for entry in dir.entries()? {
+        let below = entry.name.to_str().map(|name| match path.is_empty() {
+            true => name.to_owned(),
+            false => format!("{path}/{name}"),
+        });
+        let is_known = |below: &String| {
+            let name = below.rsplit('/').next().unwrap_or(below);
+            let is_passing = below == LOCK || name.strip_prefix(UNFINISHED).is_some_and(is_unique);
+            entry.is_file && is_passing
+                || (entry.is_dir || entry.is_file) && is_of_a_store(below, entry.is_dir)
+        };
+        match below.filter(is_known) {
+            None => return Ok(Some(Path::new(path).join(&entry.name))),
+            Some(below) if entry.is_dir => {
+                if let Some(inner) = found(dir.dir(&entry.name))?
+                    && let Some(stranger) = stranger(&inner, &below)?
+                {
+                    return Ok(Some(stranger));
+                }
             }
-        } else if entry.file_name().to_string_lossy().starts_with(UNFINISHED)
-            && let Some(file) = found(File::open(&path))?
-            && file.try_lock().is_ok()
-        {
-            found(fs::remove_file(&path))?;
+            Some(_) => {}
+        }
+    }
+    Ok(None)
+}
+
+/// Removes unfinished files that no living process writes.
+fn tidy(dir: &OpenDir, below: bool) -> io::Result<()> {
+    remove_unfinished(dir, UNFINISHED)?;
+    if below {
+        for entry in dir.entries()?.into_iter().filter(|entry| entry.is_dir) {
+            if let Some(inner) = found(dir.dir(&entry.name))? {
+                tidy(&inner, below)?;
+            }
         }
     }
     Ok(())
@@ -531,7 +645,13 @@ fn make_dirs(dir: &Path) -> io::Result<()> {
 }
 
 fn sync_dir(dir: &Path) -> io::Result<()> {
-    File::open(dir)?.sync_all()
+    OpenDir::open(dir)?.sync()
+}
+
+/// The last name of a path, if it is UTF-8.
+fn name_of(path: &Path) -> &str {
+    let name = path.file_name().and_then(|name| name.to_str());
+    name.unwrap_or_default()
 }
 
 /// `None` for what is not there.
@@ -543,32 +663,17 @@ fn found<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     }
 }
 
-fn inode(found: io::Result<fs::Metadata>) -> Option<(u64, u64)> {
-    found.ok().map(|found| (found.dev(), found.ino()))
-}
-
-/// A name that no other file of this process, or of another one that lives, has.
-pub(crate) fn unique() -> String {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let salt: [u8; 8] = weightsync_engine::transport::random().unwrap_or_default();
-    format!(
-        "{}-{count}-{:016x}",
-        std::process::id(),
-        u64::from_le_bytes(salt)
-    )
+/// An error with the path that it is about.
+fn named(error: io::Error, path: &Path) -> io::Error {
+    match error.kind() {
+        ErrorKind::NotFound => error,
+        kind => io::Error::new(kind, format!("{}: {error}", path.display())),
+    }
 }
 
 fn too_large() -> io::Error {
     io::Error::new(
         ErrorKind::FileTooLarge,
         format!("it is longer than {MAX_SMALL} bytes"),
-    )
-}
-
-fn no_locks(error: io::Error) -> io::Error {
-    io::Error::new(
-        error.kind(),
-        format!("this file system has no locks, which a store needs: {error}"),
     )
 }

@@ -213,6 +213,14 @@ impl Storage for Faulty {
         self.plan.call(|| self.directory.tidy())
     }
 
+    fn why_not_temporary(&self) -> io::Result<Option<String>> {
+        self.plan.call(|| self.directory.why_not_temporary())
+    }
+
+    fn clear_temporary(&self) -> io::Result<()> {
+        self.plan.call(|| self.directory.clear_temporary())
+    }
+
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
         self.plan.call(|| self.directory.vacate(empty))
     }

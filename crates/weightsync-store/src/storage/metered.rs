@@ -78,6 +78,14 @@ impl Storage for Metered {
         self.storage.tidy()
     }
 
+    fn why_not_temporary(&self) -> io::Result<Option<String>> {
+        self.storage.why_not_temporary()
+    }
+
+    fn clear_temporary(&self) -> io::Result<()> {
+        self.storage.clear_temporary()
+    }
+
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
         self.storage.vacate(empty)
     }

@@ -12,10 +12,15 @@ use std::io;
 use std::time::Duration;
 
 use weightsync_core::delta::Codec;
-use weightsync_engine::Error;
 use weightsync_engine::transport::interrupt;
+use weightsync_engine::{Error, files};
 
-pub(crate) use self::directory::{Directory, unique};
+use crate::anchor::{INDEX, SAFETENSORS};
+use crate::format::{DATA, DELTA, HEAD, Hash, LEASES, Place, SPECS, VERSIONS};
+use crate::lease;
+use crate::scheme::{ALIVE, ENDS, SENDER, SENDER_LOCK, STATUS, WORKERS, is_worker_dir};
+
+pub(crate) use self::directory::Directory;
 pub(crate) use self::metered::Metered;
 
 /// The most that is read of a file that is not weights, in bytes.
@@ -68,8 +73,19 @@ pub(crate) trait Storage: fmt::Debug + Send + Sync {
     /// Removes what processes that died were writing.
     fn tidy(&self) -> io::Result<()>;
 
-    /// Removes everything, if `empty` says that nobody is there. Nobody can announce itself
-    /// meanwhile. False if somebody is there.
+    /// Why this is no temporary store of this user; `None` if it is one, or one could be made here. Its
+    /// name, its owner and all that is in it count. What a peer says proves nothing.
+    fn why_not_temporary(&self) -> io::Result<Option<String>>;
+
+    /// Removes the versions of a temporary store of this user.
+    ///
+    /// # Errors
+    ///
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) if it is [none](Self::why_not_temporary).
+    fn clear_temporary(&self) -> io::Result<()>;
+
+    /// Removes a temporary store of this user with everything in it, if `empty` says that nobody is there.
+    /// Nobody can announce itself meanwhile. False if something is left.
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool>;
 
     /// Whether the death of a process is noticed at once, and not by its silence.
@@ -81,6 +97,64 @@ pub(crate) trait Storage: fmt::Debug + Send + Sync {
 
     /// How long to wait before looking again: shortly after something changed, and in the end.
     fn pauses(&self) -> (Duration, Duration);
+}
+
+/// How the names of temporary stores begin; 32 hexadecimal digits follow.
+pub(crate) const TEMPORARY: &str = "temporary-";
+
+/// How the name of a temporary store goes on that is being removed; [`files::unique`] follows.
+pub(crate) const REMOVED: &str = ".removed-";
+
+/// Whether this is the name of a temporary store, or of one that is being removed.
+pub(crate) fn is_temporary(name: &str) -> bool {
+    let hex = |text: &str| text.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'));
+    let Some(name) = name.strip_prefix(TEMPORARY) else {
+        return false;
+    };
+    let (digits, rest) = name.split_at_checked(32).unwrap_or((name, ""));
+    let is_going = || rest.strip_prefix(REMOVED).is_some_and(files::is_unique);
+    digits.len() == 32 && hex(digits) && (rest.is_empty() || is_going())
+}
+
+/// What a store has of its versions.
+const OF_VERSIONS: [&str; 5] = [HEAD, VERSIONS, DATA, SPECS, LEASES];
+
+/// Why a path is no temporary store: its name.
+const NO_NAME: &str = "its name is not `temporary-` and 32 hexadecimal digits";
+
+/// Why a directory is no temporary store: what is in it.
+fn no_file_of_a_store(stranger: impl fmt::Display) -> String {
+    format!("{stranger} in it is no file of a store")
+}
+
+/// Whether a store has a directory, or a file, of this path. A temporary store has no other files in its
+/// versions than weights.
+pub(crate) fn is_of_a_store(path: &str, is_dir: bool) -> bool {
+    if let Some(below) = path.strip_prefix(WORKERS) {
+        let names: Vec<&str> = below.split('/').skip(1).collect();
+        return match (is_dir, &names[..]) {
+            (true, []) => below.is_empty(),
+            (true, [dir]) | (false, [dir, ALIVE | STATUS]) => is_worker_dir(dir),
+            _ => false,
+        };
+    }
+    let names: Vec<&str> = path.split('/').collect();
+    let is_place = |name: &str| name.parse::<Place>().is_ok();
+    let is_plain = |name: &str| !name.is_empty() && !name.starts_with('.');
+    match (is_dir, &names[..]) {
+        (true, [VERSIONS | SPECS | DATA | LEASES | ENDS]) | (false, [HEAD]) => true,
+        (true, [DATA, place]) => is_place(place),
+        (true, [DATA, place, model]) => is_place(place) && is_plain(model),
+        (false, [DATA, place, model, file]) => {
+            let is_weights = [DELTA, INDEX].contains(file) || file.ends_with(SAFETENSORS);
+            is_place(place) && is_plain(model) && is_weights
+        }
+        (false, [VERSIONS, name]) => Place::of_manifest(name).is_some(),
+        (false, [SPECS, name]) => Hash::of_spec(name).is_some(),
+        (false, [LEASES, name]) => lease::is_one(name),
+        (false, [ENDS, _]) => [SENDER, SENDER_LOCK].contains(&path),
+        _ => false,
+    }
 }
 
 /// A large file on its way. Dropped unfinished, it leaves nothing.
@@ -138,4 +212,85 @@ pub(crate) fn is_interruption(error: &io::Error) -> bool {
 /// A large file is read and written in pieces. Between two of them a signal can end the call.
 pub(crate) fn look_for_interruption() -> io::Result<()> {
     interrupt::at_most(None).map(drop).map_err(interrupted)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn temporary_store_is_known_by_its_whole_name() {
+        let digits = "0123456789abcdef0123456789abcdef";
+        let own = format!("{TEMPORARY}{digits}");
+        assert!(is_temporary(&own));
+        assert!(is_temporary(&format!("{own}{REMOVED}{}", files::unique())));
+        for name in [
+            "temporary-results",
+            "temporary-notes.txt",
+            TEMPORARY,
+            digits,
+            &own[..own.len() - 1],
+            &format!("{own}0"),
+            &format!("{own}.old"),
+            &format!("{own}{REMOVED}"),
+            &format!("{own}{REMOVED}1-2"),
+            &format!("{own}{REMOVED}1-2-3"),
+            &own.to_uppercase(),
+            &own.replace('a', "g"),
+            "temporary-0123456789abcdef0123456789abcdé",
+        ] {
+            assert!(!is_temporary(name), "{name}");
+        }
+    }
+
+    #[test]
+    fn store_has_no_files_but_its_own() {
+        let place = "00000000000000000001-00000000000000000002";
+        let hash = blake3::hash(b"").to_hex();
+        let lease = format!("{place}.0123456789abcdef");
+        let worker = "ends/workers/3.0123456789abcdef";
+        for (path, is_dir) in [
+            ("head.json".into(), false),
+            ("versions".into(), true),
+            (format!("versions/{place}.json"), false),
+            (format!("specs/{hash}.json"), false),
+            (format!("data/{place}"), true),
+            (format!("data/{place}/policy"), true),
+            (format!("data/{place}/policy/model.safetensors"), false),
+            (format!("data/{place}/policy/weights.delta"), false),
+            (format!("leases/{lease}"), false),
+            (format!("leases/conditions-{}", files::unique()), false),
+            ("ends/sender".into(), false),
+            ("ends/sender.lock".into(), false),
+            ("ends/workers".into(), true),
+            (worker.into(), true),
+            (format!("{worker}/alive"), false),
+            (format!("{worker}/status"), false),
+        ] {
+            assert!(is_of_a_store(&path, is_dir), "{path}");
+            assert!(!is_of_a_store(&path, !is_dir), "{path}");
+        }
+        for path in [
+            "thesis.tex",
+            "versions/thesis.tex",
+            "specs/thesis.json",
+            "data/mine",
+            &format!("data/{place}/policy/thesis.tex"),
+            &format!("data/{place}/policy/mine/model.safetensors"),
+            "leases/thesis.tex",
+            "leases/conditions-of-sale.txt",
+            &format!("leases/{}", lease.to_uppercase()),
+            "ends/mine",
+            "ends/workers/mine",
+            "ends/workers-of-the-world",
+            &format!("{worker}/thesis.tex"),
+            &format!("{worker}/mine/alive"),
+            "other/sender",
+        ] {
+            assert!(!is_of_a_store(path, true), "{path}");
+            assert!(!is_of_a_store(path, false), "{path}");
+        }
+        // It can be the name of a model's directory.
+        assert!(!is_of_a_store(&format!("data/{place}/thesis.tex"), false));
+    }
 }

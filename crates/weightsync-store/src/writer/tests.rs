@@ -3,6 +3,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use weightsync_engine::Tensors;
+use weightsync_engine::files::unique;
 
 use super::*;
 use crate::format::{DATA, LEASES, VERSIONS};
@@ -401,7 +402,8 @@ fn leased_data_stay_until_the_lease_ends() {
 fn dead_lease_that_stays_is_no_error() {
     let dir = memory();
     let storage = Faulty::new(Directory::new(dir.path()), Fault::Refused);
-    storage.put(&format!("{LEASES}/conditions-1"), b"").unwrap();
+    let lease = format!("{LEASES}/{}{}", lease::NOTHING, unique());
+    storage.put(&lease, b"").unwrap();
     // After the list and the look.
     storage.fail_at(2);
     assert_eq!(lease::leased(&storage).unwrap(), []);

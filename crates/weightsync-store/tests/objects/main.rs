@@ -6,7 +6,7 @@ mod server;
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, Mutex};
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use proxy::{Fault, Proxy};
@@ -56,13 +56,18 @@ fn main() -> ExitCode {
             fault,
         );
     }
-    let others: [(&str, Run, Fault); 7] = [
+    let others: [(&str, Run, Fault); 8] = [
         (
             "save_survives_a_server_without_answer",
             hangs,
             Fault::TooSlow,
         ),
         ("racing_writers_never_both_win", race, Fault::Error),
+        (
+            "overtaken_writer_removes_nothing_of_its_successor",
+            overtaken,
+            Fault::Error,
+        ),
         (
             "service_without_conditions_is_refused",
             careless,
@@ -382,6 +387,50 @@ fn race(_: &Proxy, _: Fault) {
     );
     for (version, number) in reported {
         assert_eq!(exactly(&store, version), number, "{version}");
+    }
+}
+
+/// A successor claims the store and publishes before each request of a claim and a save, in turn.
+fn overtaken(proxy: &Proxy, _: Fault) {
+    for at in 1.. {
+        let store = store(&format!("overtaken-{at}"));
+        let mut first = Writer::claim(&store, options()).expect("a writer");
+        for number in 0..3 {
+            first
+                .save_weights("policy", &weights(number, 1 << 10))
+                .expect("saved");
+        }
+        let (theirs, seen) = (store.clone(), Arc::new(Mutex::new(Vec::new())));
+        let published = seen.clone();
+        proxy.meanwhile(at, move || {
+            let mut successor = Writer::claim(&theirs, options()).expect("a writer");
+            for number in 100..102 {
+                let saved = successor.save_weights("policy", &weights(number, 1 << 10));
+                let version = saved.expect("nobody is in the way").versions[0].1;
+                published.lock().unwrap().push((version, number));
+            }
+        });
+        let saved = Writer::claim(&store, options())
+            .and_then(|mut writer| writer.save_weights("policy", &weights(200, 1 << 10)));
+        let came = proxy.requests().len() as u64;
+        let published = seen.lock().unwrap().clone();
+        if published.is_empty() {
+            saved.expect("nobody was in the way");
+            assert!(at > 10, "{at} requests are too few for what is done");
+            break;
+        }
+        assert!(came >= at, "{came}");
+        // A writer that claims the store after its successor goes on with what that one published.
+        let there = versions(&store);
+        for (version, number) in published {
+            assert!(there.contains(&version), "request {at}: {version} is lost");
+            assert_eq!(exactly(&store, version), number, "request {at}: {version}");
+        }
+        match saved {
+            Ok(saved) => assert_eq!(exactly(&store, saved.versions[0].1), 200, "request {at}"),
+            Err(StoreError::Fenced { .. }) => {}
+            Err(error) => panic!("request {at}: {error}"),
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! A proxy in front of the server that spoils one request.
 
+use std::fmt;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -34,7 +35,18 @@ struct Plan {
     spoiled: Option<String>,
     /// A header that so many requests lose.
     stripped: Option<(&'static str, u64)>,
+    /// What happens before a request is passed on.
+    meanwhile: Option<(u64, Event)>,
     log: Vec<String>,
+}
+
+/// What others do.
+struct Event(Box<dyn FnOnce() + Send>);
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an event")
+    }
 }
 
 /// A proxy, until this process ends.
@@ -60,6 +72,14 @@ impl Proxy {
         let mut plan = lock(&self.0);
         *plan = Plan {
             fault: Some((n, fault)),
+            ..Plan::default()
+        };
+    }
+
+    /// Has something happen before the `n`th request from now on is passed on.
+    pub fn meanwhile(&self, n: u64, event: impl FnOnce() + Send + 'static) {
+        *lock(&self.0) = Plan {
+            meanwhile: Some((n, Event(Box::new(event)))),
             ..Plan::default()
         };
     }
@@ -92,7 +112,7 @@ fn pass(mut client: TcpStream, server: SocketAddr, plan: &Mutex<Plan>) -> io::Re
         return Ok(());
     };
     let line = head.lines().next().unwrap_or_default().to_owned();
-    let fault = {
+    let (fault, event) = {
         let mut plan = lock(plan);
         if let Some((header, left @ 1..)) = &mut plan.stripped {
             let mut lines: Vec<_> = head.split("\r\n").collect();
@@ -108,8 +128,13 @@ fn pass(mut client: TcpStream, server: SocketAddr, plan: &Mutex<Plan>) -> io::Re
         if fault.is_some() {
             plan.spoiled = Some(line);
         }
-        fault.map(|(_, fault)| fault)
+        let event = plan.meanwhile.take_if(|(at, _)| *at == number);
+        (fault.map(|(_, fault)| fault), event)
     };
+    // Its own requests pass meanwhile.
+    if let Some((_, Event(event))) = event {
+        event();
+    }
     let reply = |client: &mut TcpStream, status: &str, code: &str| {
         let body = format!("<Error><Code>{code}</Code><Message>spoiled</Message></Error>");
         let len = body.len();

@@ -4,8 +4,11 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
+use weightsync_conformance::scale::longest;
 use weightsync_core::Version;
-use weightsync_engine::Snapshot;
+use weightsync_engine::{
+    AnyScheme, Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot,
+};
 use weightsync_store::{ModelVersion, SaveOptions, Store, StoreError, Which, Writer};
 
 use crate::weights::{MODEL, at, number, weights};
@@ -165,4 +168,186 @@ pub fn saves_are_of_each_model_once() {
     }
     writer.save(&[first]).expect("room");
     store.load(&Which::Newest).expect("the store is as it was");
+}
+
+/// What others have put somewhere, and what lies there.
+struct Foreign(std::path::PathBuf);
+
+impl Foreign {
+    const TEXT: &str = "all of the thesis";
+
+    fn at(path: std::path::PathBuf) -> Self {
+        fs::create_dir_all(path.parent().expect("a place")).expect("room");
+        fs::write(&path, Self::TEXT).expect("room");
+        Self(path)
+    }
+
+    fn check(&self) {
+        let text = fs::read_to_string(&self.0);
+        assert_eq!(text.ok().as_deref(), Some(Self::TEXT), "{:?}", self.0);
+    }
+}
+
+fn sender(scheme: &str) -> (Sender, InitInfo) {
+    let weights = weights(1, ELEMENTS);
+    let setup = SenderSetup::new(MODEL, &weights).expect("plain tensors");
+    let scheme: AnyScheme = scheme.parse().expect("a scheme");
+    let setup = setup.scheme(scheme).expect("it can send weights");
+    let info = setup.init_info();
+    let sender = setup.connect(&weights, Expect::Count(0), Some(longest()));
+    (sender.expect("a store"), info)
+}
+
+pub fn temporary_stores_are_known_by_more_than_their_names() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let elsewhere = tempfile::tempdir().expect("a directory");
+    let digits = |digit: &str| format!("temporary-{}", digit.repeat(32));
+    let linked = Foreign::at(elsewhere.path().join("thesis.tex"));
+    std::os::unix::fs::symlink(elsewhere.path(), dir.path().join(digits("c"))).expect("a link");
+    let place = "00000000000000000001-00000000000000000001";
+    let foreign = [
+        "temporary-results/run1/a.csv".to_owned(),
+        "temporary-notes.txt".to_owned(),
+        format!("{}/thesis.tex", digits("a")),
+        format!("{}/data/{place}.old/thesis.tex", digits("b")),
+        format!("{}/data/{place}/thesis.tex", digits("1")),
+        format!("{}/data/{place}/policy/thesis.tex", digits("2")),
+        format!("{}/data/{place}/policy/mine/model.safetensors", digits("3")),
+        format!("{}/ends/workers/mine/thesis.tex", digits("4")),
+        format!("{}/ends/workers/1.0123456789abcdef/thesis.tex", digits("5")),
+        format!("{}/leases/conditions-of-sale.txt", digits("6")),
+        format!("{}/versions/.unfinished-thesis.tex", digits("7")),
+        format!("{}.old/head.json", digits("d")),
+        format!("{}.removed-old/head.json", digits("e")),
+        digits("f"),
+    ];
+    let mut foreign: Vec<_> = foreign
+        .iter()
+        .map(|path| Foreign::at(dir.path().join(path)))
+        .collect();
+    foreign.push(linked);
+    // What killed processes have left goes.
+    let going = format!("{}.removed-12-0-0123456789abcdef", digits("0"));
+    for left in [&digits("0"), &going] {
+        let data = dir
+            .path()
+            .join(left)
+            .join("data")
+            .join(place)
+            .join("policy");
+        fs::create_dir_all(&data).expect("room");
+        for file in ["model.safetensors", ".unfinished-12-0-0123456789abcdef"] {
+            fs::write(data.join(file), "weights").expect("room");
+        }
+    }
+    let before = entries(dir.path());
+    let (sender, _) = sender(&format!("store:{},temporary", dir.path().display()));
+    sender.shutdown();
+    for one in &foreign {
+        one.check();
+    }
+    let gone: Vec<_> = before.difference(&entries(dir.path())).cloned().collect();
+    assert_eq!(gone, [digits("0"), going]);
+    assert_eq!(
+        entries(dir.path()).len(),
+        before.len() - 2,
+        "its own is gone"
+    );
+}
+
+pub fn worker_removes_no_store_because_its_init_info_says_so() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let store = dir.path().join("policy");
+    let (sender, info) = sender(&format!("store:{},keep=all", store.display()));
+    let text = serde_json::to_string(&info).expect("plain data");
+    let text = text.replace("keep=all", "temporary");
+    assert!(text.contains(",temporary"), "{text}");
+    let info: InitInfo = serde_json::from_str(&text).expect("an init info");
+    let mut worker = ReceiverSetup::new(info, 1)
+        .connect(Some(longest()))
+        .expect("a sender");
+    let got = worker.recv_timeout(longest()).expect("a sender");
+    assert_eq!(got.expect("a version").version(), Version(1));
+    sender.shutdown();
+    drop(worker);
+    let store = Store::open(store.to_str().expect("a plain path")).expect("a path");
+    store.load(&Which::Newest).expect("the version is there");
+}
+
+pub fn leases_of_others_are_left() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let root = dir.path().join("store");
+    let store = Store::open(root.to_str().expect("a plain path")).expect("a path");
+    let mut options = SaveOptions::default();
+    options.keep = "1".parse().expect("a rule");
+    let mut writer = Writer::claim(&store, options).expect("a store");
+    let mut save = |number| writer.save_weights(MODEL, &weights(number, ELEMENTS));
+    save(1).expect("room");
+    let inside = Foreign::at(root.join("leases/thesis.tex"));
+    save(2).expect("room");
+    inside.check();
+    // A directory of the store that is a link is refused.
+    let outside = Foreign::at(dir.path().join("outside/thesis.tex"));
+    fs::remove_dir_all(root.join("leases")).expect("a directory");
+    std::os::unix::fs::symlink(dir.path().join("outside"), root.join("leases")).expect("a link");
+    let error = save(3).expect_err("leases is a link").to_string();
+    assert!(error.contains("symbolic link"), "{error}");
+    outside.check();
+}
+
+pub fn fifo_in_place_of_any_file_hangs_nobody() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let root = dir.path().join("store");
+    let path = root.to_str().expect("a plain path").to_owned();
+    let files = |root: &Path| {
+        let mut files = Vec::new();
+        let mut dirs = vec![root.to_owned()];
+        while let Some(dir) = dirs.pop() {
+            for name in entries(&dir) {
+                match dir.join(&name) {
+                    path if path.is_dir() => dirs.push(path),
+                    path => files.push(path),
+                }
+            }
+        }
+        files.sort();
+        files
+    };
+    let scheme = format!("store:{path},keep=all");
+    let (first, info) = sender(&scheme);
+    let worker = ReceiverSetup::new(info.clone(), 1)
+        .connect(Some(longest()))
+        .expect("a sender");
+    let all = files(&root);
+    assert!(all.len() > 8, "{all:?}");
+    first.shutdown();
+    drop(worker);
+    for file in all {
+        // Some are gone with the processes.
+        let kept = fs::read(&file).ok();
+        let _ = fs::remove_file(&file);
+        fs::create_dir_all(file.parent().expect("a directory")).expect("room");
+        let made = std::process::Command::new("mkfifo").arg(&file).status();
+        assert!(made.expect("mkfifo").success());
+        let store = Store::open(&path).expect("a path");
+        let _ = store.load(&Which::Newest);
+        let _ = store.versions();
+        let _ = store.scrub();
+        let _ = Writer::claim(&store, SaveOptions::default())
+            .and_then(|mut writer| writer.save_weights(MODEL, &weights(9, ELEMENTS)));
+        let weights = weights(1, ELEMENTS);
+        let setup = SenderSetup::new(MODEL, &weights).expect("plain tensors");
+        let setup = setup.scheme(scheme.parse::<AnyScheme>().expect("a scheme"));
+        let _ = setup.expect("it can send weights").connect(
+            &weights,
+            Expect::Count(0),
+            Some(longest()),
+        );
+        let moment = std::time::Duration::from_millis(1);
+        let _ = ReceiverSetup::new(info.clone(), 1).connect(Some(moment));
+        let _ = fs::remove_file(&file);
+        if let Some(bytes) = kept {
+            fs::write(&file, bytes).expect("room");
+        }
+    }
 }

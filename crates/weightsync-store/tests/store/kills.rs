@@ -1,6 +1,8 @@
 //! Writers and readers that are killed at random moments.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -26,6 +28,8 @@ pub struct Plan {
     /// The numbers of its weights count up from here.
     pub from: u64,
     pub deltas: bool,
+    /// Whether the store is claimed for each version, as by `push`.
+    pub pushes: bool,
 }
 
 impl Plan {
@@ -46,20 +50,23 @@ struct Durable(u64, u64);
 
 /// Saves versions until it is killed or fenced off.
 pub fn write(worker: &WorkerProcess, plan: &Plan) -> Result<(), Failure> {
-    let mut writer = match plan.claim() {
-        Ok(writer) => writer,
-        Err(error) if is_fenced(&*error) => return Ok(()),
-        Err(error) => return Err(error),
-    };
     let policy = ModelId::new(MODEL)?;
+    let mut writer = None;
     for number in plan.from.. {
-        match writer.save_weights(MODEL, &weights(number, ELEMENTS)) {
-            Ok(_) => {}
-            Err(StoreError::Fenced { .. }) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
-        let durable = Durable(writer.version(&policy).0, number);
+        let claimed = writer.take().map_or_else(|| plan.claim(), Ok);
+        let saved = claimed.and_then(|mut writer| {
+            writer.save_weights(MODEL, &weights(number, ELEMENTS))?;
+            Ok(writer)
+        });
+        let saved = match saved {
+            Ok(saved) => saved,
+            Err(error) if is_fenced(&*error) && plan.pushes => continue,
+            Err(error) if is_fenced(&*error) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        let durable = Durable(saved.version(&policy).0, number);
         worker.send(&serde_json::to_vec(&durable)?)?;
+        writer = (!plan.pushes).then_some(saved);
     }
     Ok(())
 }
@@ -102,9 +109,13 @@ struct Stage {
 impl Stage {
     /// Takes what a process has said, until it has ended.
     fn hear(&mut self, workers: &Workers) {
+        Self::hear_with(workers, |frame| self.note(frame));
+    }
+
+    fn hear_with(workers: &Workers, mut note: impl FnMut(&[u8])) {
         loop {
             match workers.recv_any(Some(longest())) {
-                Some((_, Event::Frame(frame))) => self.note(&frame),
+                Some((_, Event::Frame(frame))) => note(&frame),
                 Some((_, Event::Exited(exit))) => {
                     let killed = exit.to_string().contains("signal 9");
                     assert!(
@@ -171,6 +182,7 @@ fn kill(keep: &str, rounds: u64) {
         keep: keep.to_owned(),
         from: 0,
         deltas: true,
+        pushes: false,
     };
     for round in 0..rounds {
         plan.from += 1_000_000;
@@ -240,6 +252,71 @@ fn kill(keep: &str, rounds: u64) {
          {loads} loads of the last one: 0 unreadable stores, 0 lost versions",
         stage.durable.len()
     );
+}
+
+/// So many processes push at once, and are killed after some pushes.
+fn push_at_once(processes: u64, pushes: u64) {
+    let seed = scale::seed();
+    let dir = tempfile::tempdir().expect("a directory");
+    let address = dir.path().join("store").display().to_string();
+    let stage = Mutex::new(Stage {
+        store: Store::open(&address).expect("a path"),
+        keep: None,
+        durable: BTreeMap::new(),
+    });
+    let done = || lock(&stage).durable.len() as u64 >= pushes;
+    let lives = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for process in 0..processes {
+            let (stage, lives, done, address) = (&stage, &lives, &done, &address);
+            scope.spawn(move || {
+                let mut dice = Dice::new(seed + process);
+                while !done() {
+                    let plan = Plan {
+                        dir: address.clone(),
+                        keep: "all".into(),
+                        from: 1_000_000 * lives.fetch_add(1, Ordering::SeqCst),
+                        deltas: dice.below(2) > 0,
+                        pushes: true,
+                    };
+                    let pusher = start(&Role::Writer(plan));
+                    for _ in 0..dice.below(20) {
+                        match pusher.recv_any(Some(longest())) {
+                            Some((_, Event::Frame(frame))) => lock(stage).note(&frame),
+                            // The others may be faster all the time.
+                            None => break,
+                            other => panic!("a pusher says {other:?}"),
+                        }
+                    }
+                    thread::sleep(Duration::from_micros(dice.below(10_000)));
+                    pusher.kill(0).expect("it was not killed yet");
+                    Stage::hear_with(&pusher, |frame| lock(stage).note(frame));
+                }
+            });
+        }
+    });
+    let stage = lock(&stage);
+    stage.check(usize::MAX);
+    let found = stage.store.scrub().expect("a store");
+    assert_eq!(found.damage, []);
+    assert_eq!(found.sound, found.versions);
+    println!(
+        "seed {seed}: {processes} processes pushed {} versions in {} lives: 0 lost",
+        stage.durable.len(),
+        lives.into_inner()
+    );
+}
+
+fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {
+    of.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub fn two_that_push_at_once_lose_nothing() {
+    push_at_once(2, scale::rounds_of(1000, 0.1, 50));
+}
+
+pub fn four_that_push_at_once_lose_nothing() {
+    push_at_once(4, scale::rounds_of(1000, 0.1, 50));
 }
 
 pub fn killed_writers_lose_nothing() {

@@ -122,6 +122,16 @@ pub fn readers_see_no_half_removed_version() {
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         scope.spawn(|| {
+            while !done.load(Ordering::SeqCst) {
+                let found = store.scrub().expect("a store");
+                assert!(
+                    found.versions > 0 && found.sound == found.versions,
+                    "{found:?}"
+                );
+                assert_eq!(found.damage, []);
+            }
+        });
+        scope.spawn(|| {
             for number in 2..2 + scale::rounds(5000, 100) {
                 let saved = writer.save_weights(MODEL, &weights(number, ELEMENTS));
                 newest.store(saved.expect("room").versions[0].1.0, Ordering::SeqCst);

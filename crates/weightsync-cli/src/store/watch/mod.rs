@@ -2,6 +2,7 @@
 
 mod command;
 
+use std::collections::BTreeSet;
 use std::error::Error;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -82,6 +83,7 @@ fn watch(args: &Args, signals: &Signals) -> Result<u8, Box<dyn Error>> {
         seen: None,
         ran: None,
         failed: None,
+        left: BTreeSet::new(),
         pause: PAUSES[0],
     };
     loop {
@@ -143,6 +145,8 @@ struct Watched {
     ran: Option<Version>,
     /// The version for which the command failed last: its directory is there to look at until the next.
     failed: Option<Version>,
+    /// The directories that could not be removed, and are named once.
+    left: BTreeSet<PathBuf>,
     pause: Duration,
 }
 
@@ -233,8 +237,11 @@ impl Watched {
                 kept += usize::from(is_older);
                 continue;
             }
-            if let Err(error) = fs::remove_dir_all(&path) {
-                eprintln!("weightsync: {} is not removed: {error}", path.display());
+            if let Err(error) = weightsync_store::remove_pulled(&path)
+                && self.left.insert(path.clone())
+            {
+                let (path, error) = (path.display().to_string(), error.to_string());
+                eprintln!("weightsync: {} stays: {}", shown(&path), shown(&error));
             }
         }
     }

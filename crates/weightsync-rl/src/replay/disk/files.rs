@@ -9,15 +9,18 @@
 //! | `lock` | nothing: it is locked as long as the buffer is open |
 
 use std::{
-    fs::{self, File, OpenOptions, TryLockError},
+    fs::{self, File, TryLockError},
     io::{self, Read, Write},
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
 };
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use weightsync_engine::files::{OpenDir, PLAIN, replace};
 
-use super::header::HEADER_BYTES;
+use super::header::{HEADER_BYTES, Header, Writer};
 use crate::{
     Error,
     replay::{Column, Schema},
@@ -95,16 +98,36 @@ impl Files {
         if let Some(found) = &found {
             compare(dir, found, schema, capacity)?;
         }
-        let mut options = OpenOptions::new();
-        options.read(true).write(true);
-        // Without a schema, what is there is the start of a buffer that was
-        // never finished.
         let is_new = found.is_none();
-        options.create(is_new).truncate(is_new);
+        let at = OpenDir::open(dir).map_err(failed("open", dir))?;
+        let file = |part: Part| -> Result<File, Error> {
+            let path = path_of(dir, part);
+            let name = path.file_name().unwrap_or_default();
+            let file = match is_new {
+                true => at.file_or_new(name),
+                false => at.file_to_write(name),
+            };
+            file.map_err(failed("open", &path))
+        };
+        if is_new {
+            let parts = (0..schema.columns().len()).map(Part::Column);
+            let parts: Vec<_> = parts.chain([Part::Stamps, Part::Header]).collect();
+            let opened = parts
+                .into_iter()
+                .map(|part| Ok((file(part)?, path_of(dir, part))));
+            let opened = opened.collect::<Result<Vec<_>, Error>>()?;
+            // All before the first of them is emptied.
+            opened
+                .iter()
+                .try_for_each(|(file, path)| refuse_data(file, path))?;
+            for (file, path) in &opened {
+                file.set_len(0).map_err(failed("empty", path))?;
+            }
+        }
         let mut rows = capacity;
         let mut open = |part: Part, row_bytes: usize| {
             let path = path_of(dir, part);
-            let file = options.open(&path).map_err(failed("open", &path))?;
+            let file = file(part)?;
             let len = file.metadata().map_err(failed("look at", &path))?.len();
             let row = row_bytes as u64;
             rows = rows.min(usize::try_from(len / row).unwrap_or(usize::MAX));
@@ -120,7 +143,7 @@ impl Files {
             .map(|(column, &bytes)| open(Part::Column(column), bytes))
             .collect::<Result<_, Error>>()?;
         let path = path_of(dir, Part::Header);
-        let header = options.open(&path).map_err(failed("open", &path))?;
+        let header = file(Part::Header)?;
         if is_new {
             let whole = header.set_len(HEADER_BYTES as u64);
             whole.map_err(failed("lengthen", &path))?;
@@ -156,13 +179,9 @@ impl Files {
             columns: schema.columns().to_vec(),
         };
         let path = self.dir.join(SCHEMA);
-        let temporary = self.dir.join("schema.json.new");
         let put = || {
-            let mut file = File::create(&temporary)?;
-            file.write_all(&serde_json::to_vec_pretty(&description)?)?;
-            file.sync_all()?;
-            fs::rename(&temporary, &path)?;
-            File::open(&self.dir)?.sync_all()
+            let bytes = serde_json::to_vec_pretty(&description)?;
+            replace(&path, PLAIN, true, |file| file.write_all(&bytes))
         };
         put().map_err(failed("write", &path))
     }
@@ -257,12 +276,47 @@ fn failed(attempt: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error
     }
 }
 
+/// An error for a file with data in a directory without a schema: it is somebody else's. A buffer that
+/// was never finished has written nothing but a header that says so.
+fn refuse_data(file: &File, path: &Path) -> Result<(), Error> {
+    let is_blank = || -> io::Result<bool> {
+        // A file that is all a hole has no data to read.
+        if let Err(Errno::NXIO) = seek(file, SeekFrom::Data(0)) {
+            return Ok(true);
+        }
+        let mut header = [0; HEADER_BYTES];
+        let len = file.metadata()?.len();
+        if len == HEADER_BYTES as u64 {
+            file.read_exact_at(&mut header, 0)?;
+            let said = Writer::read(&header, u64::MAX);
+            if said.is_some_and(|(_, header)| header == Header::default()) {
+                return Ok(true);
+            }
+        }
+        let (mut piece, mut at) = (vec![0; 1 << 20], 0);
+        while at < len {
+            let read = file.read_at(&mut piece, at)?;
+            if read == 0 || piece[..read].iter().any(|byte| *byte != 0) {
+                return Ok(read == 0);
+            }
+            at += read as u64;
+        }
+        Ok(true)
+    };
+    if is_blank().map_err(failed("read", path))? {
+        return Ok(());
+    }
+    let what = "it has data, and there is no schema.json of a replay buffer beside it: name another \
+                directory, or remove the file";
+    let error = io::Error::new(io::ErrorKind::AlreadyExists, what);
+    Err(failed("use", path)(error))
+}
+
 /// Keeps others out, in this process or another, until it is dropped.
 fn lock(dir: &Path) -> Result<File, Error> {
     let path = dir.join("lock");
-    let mut options = OpenOptions::new();
-    options.write(true).create(true).truncate(false);
-    let file = options.open(&path).map_err(failed("open", &path))?;
+    let file = OpenDir::open(dir).and_then(|dir| dir.file_or_new("lock"));
+    let file = file.map_err(failed("open", &path))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => Err(Error::ReplayBufferInUse {
@@ -276,7 +330,7 @@ fn lock(dir: &Path) -> Result<File, Error> {
 fn described(dir: &Path) -> Result<Option<Description>, Error> {
     let path = dir.join(SCHEMA);
     let mut text = Vec::new();
-    match File::open(&path) {
+    match OpenDir::open(dir).and_then(|dir| dir.file(SCHEMA)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         file => {
             let read = file.and_then(|file| file.take(LONGEST_SCHEMA).read_to_end(&mut text));

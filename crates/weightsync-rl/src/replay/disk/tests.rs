@@ -9,6 +9,7 @@ use weightsync_engine::Dtype;
 
 use super::{
     files::{Op, path_of},
+    header::HEADER_BYTES,
     *,
 };
 use crate::replay::{Column, tests::scratch};
@@ -340,14 +341,28 @@ fn damaged_header_is_refused_by_its_path() {
 #[test]
 fn directory_begins_again_where_making_it_stopped() {
     let dir = scratch();
-    let mut disk = open(&dir, 4);
-    write(&mut disk, 3, 0).unwrap();
-    drop(disk);
+    drop(open(&dir, 4));
     fs::remove_file(dir.path().join("schema.json")).unwrap();
     let disk = open(&dir, 4);
     assert!(disk.live().is_empty());
     drop(disk);
     assert!(open(&dir, 4).live().is_empty());
+}
+
+/// They may be of another program, which has such names too.
+#[test]
+fn files_with_data_are_kept_where_there_is_no_schema() {
+    let years = "collected for years".repeat(HEADER_BYTES)[..HEADER_BYTES].to_owned();
+    for name in ["stamps", "header", "column-0"] {
+        let dir = scratch();
+        // Another program may have files without data, too.
+        fs::write(dir.path().join("column-1"), "").unwrap();
+        fs::write(dir.path().join(name), &years).unwrap();
+        let refused = Disk::open(dir.path(), &schema(), 4).err().unwrap();
+        let refused = refused.to_string();
+        assert!(refused.contains("it has data"), "{refused}");
+        assert_eq!(fs::read_to_string(dir.path().join(name)).unwrap(), years);
+    }
 }
 
 #[test]

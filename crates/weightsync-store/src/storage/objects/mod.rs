@@ -28,10 +28,15 @@ use object_store::{
     Error, GetOptions, ObjectStore, ObjectStoreExt, PutMode, PutOptions, UpdateVersion,
 };
 use weightsync_engine::Origin;
+use weightsync_engine::files::unique;
 
 pub(crate) use self::place::{EXPECTED, Place};
-use super::{Blob, Life, MAX_SMALL, Peer, Presence, Storage, Upload, unique};
+use super::{
+    Blob, Life, MAX_SMALL, NO_NAME, OF_VERSIONS, Peer, Presence, Storage, Upload, is_of_a_store,
+    is_temporary, no_file_of_a_store,
+};
 use crate::format::LEASES;
+use crate::lease;
 use error::{found, io_error, is_refused};
 use presence::{Beats, Table};
 use runtime::Runtime;
@@ -294,7 +299,7 @@ impl Storage for Objects {
         let (old, new) = (old.map(Bytes::copy_from_slice), Bytes::copy_from_slice(new));
         if !self.has_conditions.load(Ordering::Relaxed) {
             // A lease of nothing: others leave it alone for a while, and remove it if it stays.
-            let key = self.key(&format!("{LEASES}/conditions-{}", unique()))?;
+            let key = self.key(&format!("{LEASES}/{}{}", lease::NOTHING, unique()))?;
             let own = presence::beat()?;
             let check = |store: Arc<dyn ObjectStore>| async move {
                 let checked = check_conditions(&*store, &key, own).await;
@@ -398,7 +403,41 @@ impl Storage for Objects {
         Ok(())
     }
 
+    fn why_not_temporary(&self) -> io::Result<Option<String>> {
+        let name = self.name("");
+        let name = name.trim_end_matches('/').rsplit('/').next();
+        if !name.is_some_and(is_temporary) {
+            return Ok(Some(NO_NAME.into()));
+        }
+        let key = self.key("")?;
+        let stranger = self.client()?.ask(move |store| async move {
+            let mut below = store.list(Some(&key));
+            while let Some(object) = below.next().await {
+                let location = object?.location;
+                let names = location.prefix_match(&key).into_iter().flatten();
+                let names: Vec<_> = names.map(|name| name.as_ref().to_owned()).collect();
+                let path = names.join("/");
+                if path != VACATING && !is_of_a_store(&path, false) {
+                    return Ok(Some(path));
+                }
+            }
+            Ok(None)
+        })?;
+        Ok(stranger.map(no_file_of_a_store))
+    }
+
+    fn clear_temporary(&self) -> io::Result<()> {
+        if let Some(why) = self.why_not_temporary()? {
+            return Err(io::Error::new(ErrorKind::InvalidInput, why));
+        }
+        OF_VERSIONS.iter().try_for_each(|left| self.remove(left))
+    }
+
     fn vacate(&self, empty: &dyn Fn() -> bool) -> io::Result<bool> {
+        if let Some(why) = self.why_not_temporary()? {
+            tracing::warn!("{} is not removed: {why}", self.name(""));
+            return Ok(false);
+        }
         // Nothing is written where somebody is.
         if !empty() {
             return Ok(false);

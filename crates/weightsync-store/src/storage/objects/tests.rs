@@ -26,6 +26,11 @@ fn store(name: &str, beats: Beats) -> Objects {
     }
 }
 
+/// The name of a temporary store.
+fn temporary(digit: &str) -> String {
+    format!("temporary-{}", digit.repeat(32))
+}
+
 fn life(storage: &Objects, path: &str) -> Option<Life> {
     storage.peer(path).unwrap().map(|peer| peer.life())
 }
@@ -210,10 +215,13 @@ fn presence_comes_back_when_it_is_removed() {
 
 #[test]
 fn store_is_vacated_only_if_nobody_is_there() {
-    let (own, other) = (store("vacate", LIVELY), store("vacate", LIVELY));
-    let presence = own.announce("alive", b"here").unwrap();
-    let nobody = || life(&other, "alive") != Some(Life::Here);
-    own.put("file", b"").unwrap();
+    let (own, other) = (
+        store(&temporary("a"), LIVELY),
+        store(&temporary("a"), LIVELY),
+    );
+    let presence = own.announce("ends/sender", b"here").unwrap();
+    let nobody = || life(&other, "ends/sender") != Some(Life::Here);
+    own.put("head.json", b"").unwrap();
     assert!(!other.vacate(&nobody).unwrap());
     drop(presence);
     assert!(other.vacate(&nobody).unwrap());
@@ -222,8 +230,11 @@ fn store_is_vacated_only_if_nobody_is_there() {
 
 #[test]
 fn announcement_waits_for_a_store_being_vacated() {
-    let (own, other) = (store("late", LIVELY), store("late", LIVELY));
-    own.put("file", b"").unwrap();
+    let (own, other) = (
+        store(&temporary("b"), LIVELY),
+        store(&temporary("b"), LIVELY),
+    );
+    own.put("head.json", b"").unwrap();
     std::thread::scope(|scope| {
         let (looks, late) = (Cell::new(0), Cell::new(None));
         let vacated = own.vacate(&|| {
@@ -231,11 +242,11 @@ fn announcement_waits_for_a_store_being_vacated() {
             // The second look is made while the store is being vacated.
             if looks.get() == 2 {
                 late.set(Some(scope.spawn(|| {
-                    let presence = other.announce("alive", b"late").unwrap();
-                    let there = other.read("file").unwrap();
+                    let presence = other.announce("ends/sender", b"late").unwrap();
+                    let there = other.read("head.json").unwrap();
                     (presence, there)
                 })));
-                while life(&own, "alive").is_none() {
+                while life(&own, "ends/sender").is_none() {
                     std::thread::yield_now();
                 }
             }
@@ -245,7 +256,7 @@ fn announcement_waits_for_a_store_being_vacated() {
         let (presence, there) = late.take().unwrap().join().unwrap();
         assert_eq!(there, None);
         // What was removed with the rest comes back.
-        while life(&own, "alive") != Some(Life::Here) {
+        while life(&own, "ends/sender") != Some(Life::Here) {
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         drop(presence);

@@ -285,19 +285,23 @@ fn claim_leaves_directories_of_others_alone() {
         std::fs::write(&path, b"").unwrap();
         path
     };
-    let foreign = put("photos/.unfinished-album");
+    let unfinished = |dir: &str| {
+        let unique = weightsync_engine::files::unique();
+        put(&format!("{dir}.unfinished-{unique}"))
+    };
+    let foreign = [unfinished("photos/"), put("versions/.unfinished-album")];
     let own = [
-        put(".unfinished-1"),
-        put("versions/.unfinished-2"),
-        put("ends/workers/3.1/.unfinished-3"),
+        unfinished(""),
+        unfinished("versions/"),
+        unfinished("ends/workers/3.0123456789abcdef/"),
     ];
     Writer::claim(&store, SaveOptions::default()).unwrap();
-    assert!(foreign.exists());
+    assert!(foreign.iter().all(|foreign| foreign.exists()));
     for own in own {
         assert!(!own.exists(), "{}", own.display());
     }
     // Nor does the directory of a worker that was killed stay, as there is no file in it.
-    assert!(!dir.path().join("ends/workers/3.1").exists());
+    assert!(!dir.path().join("ends/workers/3.0123456789abcdef").exists());
 }
 
 #[test]
