@@ -373,7 +373,7 @@ class TrainerPort:
         listen: str | None,
         advertise: str | None,
         tls: str | PathLike[str] | None,
-        insecure_plaintext: bool,
+        insecure_plaintext_code: bool,
         workers: int,
     ) -> TrainerPort: ...
     def open(self, worker: int, ticket: int | None, settings: bytes) -> WorkerPlace:
@@ -419,7 +419,7 @@ class TrainerLink:
         address: str,
         secret: str | None,
         tls: str | PathLike[str] | None,
-        insecure_plaintext: bool,
+        insecure_plaintext_code: bool,
         place: tuple[int | None, int | None],
         patience: float,
     ) -> TrainerLink:

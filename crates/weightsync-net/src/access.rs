@@ -31,6 +31,10 @@ pub const TOKEN_FILE_VARIABLE: &str = "WEIGHTSYNC_TOKEN_FILE";
 /// The environment variable that allows unencrypted connections to other machines if it is 1.
 pub const PLAINTEXT_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT";
 
+/// The environment variable that allows unencrypted connections to other machines if it is 1 where code
+/// travels: to the workers of a collector. The one for weights does not allow that.
+pub const PLAINTEXT_CODE_VARIABLE: &str = "WEIGHTSYNC_INSECURE_PLAINTEXT_CODE";
+
 /// The environment variable that encrypts loopback too if it is 1, where there are certificates: a
 /// tunnel or a proxy of this host brings clients of other machines in as loopback.
 pub const TLS_LOOPBACK_VARIABLE: &str = "WEIGHTSYNC_TLS_LOOPBACK";
@@ -39,6 +43,10 @@ pub const TLS_LOOPBACK_VARIABLE: &str = "WEIGHTSYNC_TLS_LOOPBACK";
 const PERMISSION: &str = "the scheme's setting insecure-plaintext (in Python: \
                           insecure_plaintext=True; of a command: --insecure-plaintext), or \
                           WEIGHTSYNC_INSECURE_PLAINTEXT=1";
+
+/// The same where code travels.
+const CODE_PERMISSION: &str = "the collector's setting insecure_plaintext_code=True (of a worker: \
+                               --insecure-plaintext-code), or WEIGHTSYNC_INSECURE_PLAINTEXT_CODE=1";
 
 /// The ways to name certificates, for errors.
 const CERTIFICATES: &str = "tls=DIR, of a command: --tls, or WEIGHTSYNC_TLS_DIR; `weightsync certs \
@@ -266,6 +274,8 @@ pub struct Access {
     pub tls: Option<Tls>,
     /// Why there are none, where another end's settings name them. They may not be needed here.
     pub(crate) no_tls: Option<String>,
+    /// Whether code travels, and not weights alone.
+    pub(crate) carries_code: bool,
 }
 
 impl Access {
@@ -291,7 +301,22 @@ impl Access {
             insecure_plaintext: is_set(PLAINTEXT_VARIABLE, std::env::var_os(PLAINTEXT_VARIABLE))?,
             tls: None,
             no_tls: None,
+            carries_code: false,
         })
+    }
+
+    /// The same for connections that carry code. For these, plain text has a permission of its own: this
+    /// one, or [`PLAINTEXT_CODE_VARIABLE`].
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::Variable`].
+    pub(crate) fn carrying_code(mut self, insecure_plaintext: bool) -> Result<Self, AccessError> {
+        let variable = PLAINTEXT_CODE_VARIABLE;
+        self.insecure_plaintext =
+            insecure_plaintext | is_set(variable, std::env::var_os(variable))?;
+        self.carries_code = true;
+        Ok(self)
     }
 
     /// The same, with the certificates at this path, else at [`TLS_VARIABLE`]; without any, if
@@ -380,13 +405,15 @@ impl Access {
             return Err(AccessError::NoCertificate { addr, why });
         }
         let plaintext = self.insecure_plaintext || self.tls.is_some();
+        let code = self.carries_code;
         match (has_secret, plaintext) {
             (true, true) => Ok(()),
-            (true, false) => Err(AccessError::Plaintext { to, addr }),
+            (true, false) => Err(AccessError::Plaintext { to, addr, code }),
             (false, plaintext) => Err(AccessError::NoToken {
                 to,
                 addr,
                 plaintext,
+                code,
             }),
         }
     }
@@ -506,7 +533,7 @@ pub enum AccessError {
         "without a token this process does not {to} {addr}, which is not loopback: any host there \
          could join; {MAKE_ONE} ({TOKEN_FILE_VARIABLE}=FILE, or {TOKEN_VARIABLE}){}",
         if *plaintext { String::new() } else { format!("; what travels there is not encrypted, so \
-         this takes {PERMISSION} too, or for links certificates ({CERTIFICATES})") }
+         this takes {} too, or for links certificates ({CERTIFICATES})", permission(*code)) }
     )]
     NoToken {
         /// The intended use.
@@ -515,6 +542,8 @@ pub enum AccessError {
         addr: SocketAddr,
         /// Whether unencrypted connections were allowed.
         plaintext: bool,
+        /// Whether code would travel there.
+        code: bool,
     },
     /// The certificates cannot be used.
     #[error(transparent)]
@@ -536,19 +565,46 @@ pub enum AccessError {
     /// There are no certificates, and the user has not allowed plain connections to other machines.
     #[error(
         "this process does not {to} {addr}, which is not loopback: what travels there is not encrypted, \
-         so others on that network can read and change the weights; give both ends \
+         so others on that network can {}; give both ends \
          certificates ({CERTIFICATES}), or, if you trust that network, allow it with \
-         {PERMISSION}"
+         {}",
+        if *code { "run programs on the workers, by changing the code that the trainer sends" } else {
+            "read and change the weights"
+        },
+        permission(*code)
     )]
     Plaintext {
         /// The intended use.
         to: Use,
         /// The address.
         addr: SocketAddr,
+        /// Whether code would travel there.
+        code: bool,
     },
 }
 
+/// The ways to allow unencrypted connections.
+fn permission(code: bool) -> &'static str {
+    match code {
+        true => CODE_PERMISSION,
+        false => PERMISSION,
+    }
+}
+
 impl AccessError {
+    /// Whether it is about files of this machine, and may name them: not for other machines to know.
+    pub fn is_of_files(&self) -> bool {
+        matches!(
+            self,
+            Self::TokenLength { .. }
+                | Self::TokenFile { .. }
+                | Self::TokenFileOpen { .. }
+                | Self::Tls(_)
+                | Self::TlsVariable(_)
+                | Self::NoCertificate { .. }
+        )
+    }
+
     /// What to do: the caller has to change something.
     pub fn remedy(&self) -> Remedy {
         Remedy::GiveUp

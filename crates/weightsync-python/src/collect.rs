@@ -39,7 +39,7 @@ impl TrainerPort {
         listen: Option<String>,
         advertise: Option<String>,
         tls: Option<PathBuf>,
-        insecure_plaintext: bool,
+        insecure_plaintext_code: bool,
         workers: u32,
     ) -> PyResult<Self> {
         let mut scheme = Distributed::new();
@@ -52,10 +52,8 @@ impl TrainerPort {
         if let Some(tls) = tls {
             scheme = scheme.tls(tls);
         }
-        if insecure_plaintext {
-            scheme = scheme.insecure_plaintext();
-        }
-        let trainer = released(py, || Trainer::listen(&scheme, workers))?;
+        let listen = || Trainer::listen(&scheme, workers, insecure_plaintext_code);
+        let trainer = released(py, listen)?;
         Ok(Self {
             address: trainer.address().into(),
             secret: to_hex(trainer.secret()),
@@ -208,7 +206,7 @@ impl TrainerLink {
         address: String,
         secret: Option<&str>,
         tls: Option<PathBuf>,
-        insecure_plaintext: bool,
+        insecure_plaintext_code: bool,
         place: (Option<u32>, Option<u64>),
         patience: Seconds,
     ) -> PyResult<Self> {
@@ -229,7 +227,7 @@ impl TrainerLink {
         let joining = Joining {
             address: address.clone(),
             secret,
-            insecure_plaintext,
+            insecure_plaintext_code,
             tls,
             worker,
             ticket,

@@ -67,7 +67,7 @@ import json, sys
 from weightsync._native import TrainerLink
 given = json.loads(sys.stdin.readline())
 place = (given["worker"], given["ticket"])
-link = TrainerLink(given["address"], given["secret"], None, given["insecure_plaintext"], place, 20.0)
+link = TrainerLink(given["address"], given["secret"], None, given["insecure_plaintext_code"], place, 20.0)
 link.settings()
 for said in json.loads(sys.argv[1]):
     link.say(json.dumps(said))

@@ -335,6 +335,22 @@ def token(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def test_code_takes_a_permission_of_its_own_for_plain_text(
+    token: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTSYNC_INSECURE_PLAINTEXT", "1")
+    everywhere: dict[str, Any] = {"frames_per_batch": 10, "listen": "0.0.0.0:0"}
+    with pytest.raises(weightsync.WeightsyncError, match="insecure_plaintext_code=True"):
+        rl.DistributedDataCollector([Counting], zeros, **everywhere)
+    # That for weights, which a caller may know.
+    with pytest.raises(weightsync.SettingError, match="insecure_plaintext_code=True"):
+        rl.DistributedDataCollector([Counting], zeros, insecure_plaintext=True, **everywhere)
+    # Of no machine.
+    alone = by_hand("192.0.2.1:9")
+    assert "--insecure-plaintext-code" in alone.communicate(timeout=60)[1]
+    assert alone.returncode == 1
+
+
 def test_workers_join_on_their_own(token: None, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"127.0.0.1:{free_port()}"
     # The first waits for its trainer.
@@ -490,7 +506,7 @@ def test_worker_of_another_host_that_is_silent(
     token: None, encrypted: bool, tmp_path: Path
 ) -> None:
     """Real hosts, as the network sees them."""
-    setting: dict[str, Any] = {"insecure_plaintext": True}
+    setting: dict[str, Any] = {"insecure_plaintext_code": True}
     if encrypted:
         # The permission for plain text changes nothing where there are certificates.
         setting["tls"] = str(tmp_path / "pki")

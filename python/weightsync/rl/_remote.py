@@ -85,7 +85,7 @@ class Hosts:
         advertise: the address by which workers reach it.
         tls: where the certificates are, here and on the workers' hosts; None: where the environment
             says.
-        insecure_plaintext: whether unencrypted connections to other machines are allowed.
+        insecure_plaintext_code: whether unencrypted connections to other machines are allowed.
         workers: how many there are.
     """
 
@@ -96,16 +96,16 @@ class Hosts:
         listen: str | None,
         advertise: str | None,
         tls: str | os.PathLike[str] | None,
-        insecure_plaintext: bool,
+        insecure_plaintext_code: bool,
         workers: int,
     ) -> None:
         self._template = _template(launcher, hosts)
         self._is_local = launcher == "local"
         self._hosts = list(hosts or [])
-        self._plaintext = insecure_plaintext
+        self._plaintext = insecure_plaintext_code
         # A launcher may have another working directory. Empty: where the environment says.
         self._tls = "" if tls is None else os.path.abspath(tls)
-        self._port = TrainerPort(listen, advertise, tls, insecure_plaintext, workers)
+        self._port = TrainerPort(listen, advertise, tls, insecure_plaintext_code, workers)
         if self._template is None and not self._port.has_token:
             self._port.close()
             raise SettingError(
@@ -131,7 +131,7 @@ class Hosts:
             "address": self._port.address,
             "secret": self._port.secret,
             "tls": self._tls,
-            "insecure_plaintext": self._plaintext,
+            "insecure_plaintext_code": self._plaintext,
             "worker": start.worker,
             "ticket": ticket,
         }

@@ -28,7 +28,7 @@ class _OnHosts(MultiCollector):
         listen: str | None = None,
         advertise: str | None = None,
         tls: str | os.PathLike[str] | None = None,
-        insecure_plaintext: bool = False,
+        insecure_plaintext_code: bool = False,
         weight_sync_schemes: Mapping[str, Scheme | str] | None = None,
         **settings: Any,
     ) -> None:
@@ -36,15 +36,20 @@ class _OnHosts(MultiCollector):
             raise SettingError(
                 f"{type(self).__name__} has no setting workers: launcher says how they are started"
             )
+        if "insecure_plaintext" in settings:
+            raise SettingError(
+                "insecure_plaintext: it is for weights, and workers get code: give both ends certificates "
+                "(tls=DIR), or, if you trust that network, allow it with insecure_plaintext_code=True"
+            )
         if weight_sync_schemes is None:
             scheme = Distributed(
                 listen=_any_port(listen),
                 advertise=_any_port(advertise),
                 tls=tls,
-                insecure_plaintext=insecure_plaintext,
+                insecure_plaintext=insecure_plaintext_code,
             )
             weight_sync_schemes = {"policy": scheme}
-        self._where = (launcher, hosts, listen, advertise, tls, insecure_plaintext)
+        self._where = (launcher, hosts, listen, advertise, tls, insecure_plaintext_code)
         super().__init__(
             create_env_fn, policy, weight_sync_schemes=weight_sync_schemes, **settings
         )
@@ -103,7 +108,10 @@ class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
         tls: the folder or file with the certificates of encrypted connections, as ``weightsync certs
             new`` makes them. Workers that a launcher starts look for theirs at the same path, unless
             ``WEIGHTSYNC_TLS_DIR`` or ``--tls`` names another; others need one of these.
-        insecure_plaintext: allow unencrypted connections to other machines.
+        insecure_plaintext_code: allow unencrypted connections to other machines. Workers get their
+            environment and policy as code, so whoever can change that traffic can run programs on
+            them. Weights may then travel in plain text, too. ``WEIGHTSYNC_INSECURE_PLAINTEXT=1`` does
+            not allow it, and ``WEIGHTSYNC_INSECURE_PLAINTEXT_CODE=1`` at both ends does.
         weight_sync_schemes: as for :class:`MultiSyncCollector`; by default a scheme ``Distributed``
             that listens at the same host.
         settings: those of :class:`MultiSyncCollector` but ``workers``.

@@ -110,13 +110,14 @@ def _work(
     address: str,
     secret: str | None,
     tls: str,
-    insecure_plaintext: bool,
+    insecure_plaintext_code: bool,
     worker: int | None,
     ticket: int | None,
     patience: float,
 ) -> int:
     faulthandler.enable()
-    native = TrainerLink(address, secret, tls or None, insecure_plaintext, (worker, ticket), patience)
+    place = (worker, ticket)
+    native = TrainerLink(address, secret, tls or None, insecure_plaintext_code, place, patience)
     link = NetworkLink(native)
     settings = io.BytesIO(native.settings())
     theirs, ours = json.loads(settings.readline()), same_program()
@@ -140,7 +141,7 @@ def _given(line: bytes) -> dict[str, Any]:
         "address": str,
         "secret": str,
         "tls": str,
-        "insecure_plaintext": bool,
+        "insecure_plaintext_code": bool,
         "worker": int,
         "ticket": int,
     }
@@ -184,9 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "(default: WEIGHTSYNC_TLS_DIR, else the path that the trainer has told)",
     )
     parser.add_argument(
-        "--insecure-plaintext",
+        "--insecure-plaintext-code",
         action="store_true",
-        help="allow unencrypted connections to other machines",
+        help="allow unencrypted connections to other machines: this worker runs what comes over them, so "
+        "whoever can change that traffic can run programs here",
     )
     parser.add_argument(
         "--patience",
@@ -210,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Ctrl-C ends it: no interpreter has to be free for that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         return _work(
-            given.join, None, "", given.insecure_plaintext, given.worker, None, given.patience
+            given.join, None, "", given.insecure_plaintext_code, given.worker, None, given.patience
         )
     except WeightsyncError as error:
         print(f"weightsync: {error}", file=sys.stderr)

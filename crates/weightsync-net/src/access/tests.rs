@@ -212,6 +212,28 @@ fn errors_say_how_to_go_on() {
 }
 
 #[test]
+fn permission_for_weights_allows_no_code() {
+    let addr = "192.0.2.7:7007".parse().unwrap();
+    let access = |token: bool| Access {
+        token: token.then(|| Token::new(TEXT).unwrap()),
+        insecure_plaintext: true,
+        ..Access::default()
+    };
+    access(true).may_listen(addr).unwrap();
+    for token in [true, false] {
+        let code = access(token).carrying_code(false).unwrap();
+        let words = code.may_listen(addr).unwrap_err().to_string();
+        assert!(words.contains("--insecure-plaintext-code"), "{words}");
+        assert!(!token || words.contains("run programs"), "{words}");
+        assert!(code.may_dial_with_secret(addr).is_err());
+        code.may_listen("127.0.0.1:1".parse().unwrap()).unwrap();
+        let code = access(token).carrying_code(true).unwrap();
+        assert!(code.may_dial_with_secret(addr).is_ok());
+        assert_eq!(code.may_listen(addr).is_ok(), token);
+    }
+}
+
+#[test]
 fn paths_of_certificates_have_no_comma() {
     // A worker would read what follows as another setting.
     let folder = tempfile::tempdir().unwrap();

@@ -40,19 +40,43 @@ fn content(file: &File) -> Vec<u8> {
 }
 
 fn trainer() -> Trainer {
-    Trainer::listen(&Distributed::new(), 2).unwrap()
+    Trainer::listen(&Distributed::new(), 2, false).unwrap()
 }
 
 fn joining(trainer: &Trainer, worker: Option<u32>, ticket: Option<u64>) -> Joining {
     Joining {
         address: trainer.address().into(),
         secret: trainer.secret(),
-        insecure_plaintext: false,
+        insecure_plaintext_code: false,
         tls: None,
         worker,
         ticket,
         patience: LONG,
     }
+}
+
+#[test]
+fn code_travels_in_plain_text_only_with_its_own_permission() {
+    let scheme = || {
+        let token = crate::Token::new("a token of 16 bytes or more").unwrap();
+        let scheme = Distributed::new().listen("0.0.0.0:0").token(token);
+        scheme.insecure_plaintext()
+    };
+    let refused = Trainer::listen(&scheme(), 1, false)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        refused.contains("insecure_plaintext_code=True"),
+        "{refused}"
+    );
+    let trainer = Trainer::listen(&scheme(), 1, true).unwrap();
+    let far = Joining {
+        // Of no machine.
+        address: "192.0.2.1:9".into(),
+        ..joining(&trainer, None, None)
+    };
+    let refused = Worker::join(&far, |_| {}).unwrap_err().to_string();
+    assert!(refused.contains("--insecure-plaintext-code"), "{refused}");
 }
 
 /// A worker, and what ends it, if anything does.

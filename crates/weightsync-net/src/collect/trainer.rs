@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, Read};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use super::place::{Link, Place, Seat, Stage, What};
 use super::silence::SILENT;
 use super::{ASKS, Frames, Gone, prepare, write_message};
 use crate::access::Key;
-use crate::error::os;
+use crate::error::{listen_error, os, transport};
 use crate::link::Credentials;
 use crate::link::stream::{AsyncStream, Stream};
 use crate::link::{HANDSHAKE, listen::accept_all};
@@ -56,18 +56,29 @@ impl Trainer {
     /// Listens where the scheme's settings say, for links of so many workers. The token is the scheme's or
     /// the environment's; without one, which only loopback allows, the secret is random.
     ///
+    /// Workers run what the trainer sends them: without certificates a program that can change the
+    /// network's traffic can run programs on them. So an address that is not loopback takes certificates,
+    /// or `insecure_plaintext_code`; the scheme's own permission is for weights.
+    ///
     /// # Errors
     ///
     /// Those of the scheme's own listener.
-    pub fn listen(scheme: &Distributed, workers: u32) -> Result<Self> {
-        let access = scheme.access()?;
+    pub fn listen(
+        scheme: &Distributed,
+        workers: u32,
+        insecure_plaintext_code: bool,
+    ) -> Result<Self> {
+        let access = scheme.access()?.carrying_code(insecure_plaintext_code);
+        let access = access.map_err(transport)?;
+        let at = scheme.listens()?;
+        access.may_listen(at).map_err(transport)?;
         let (token, tls) = (access.token, access.tls);
         let has_token = token.is_some();
         let secret = match token {
             Some(token) => token.secret(),
             None => weightsync_engine::transport::random()?,
         };
-        let listener = scheme.bind(scheme.listens()?)?;
+        let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
         let bound = listener.local_addr().map_err(os("asking for the port"))?;
         let address = scheme.reached_at(bound)?;
         let listens = listener.set_nonblocking(true);

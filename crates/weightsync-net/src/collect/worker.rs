@@ -46,8 +46,9 @@ pub struct Joining {
     pub address: String,
     /// The secret, which is that of the token if there is one.
     pub secret: [u8; 16],
-    /// Whether unencrypted connections to other machines are allowed.
-    pub insecure_plaintext: bool,
+    /// Whether unencrypted connections to other machines are allowed. The worker runs what comes over
+    /// them, so a program that can change the network's traffic can then run programs here.
+    pub insecure_plaintext_code: bool,
     /// Where the certificates are, if the environment does not say.
     pub tls: Option<PathBuf>,
     /// The worker's number; none: the trainer gives it one.
@@ -384,10 +385,9 @@ fn ended(joining: &Joining, gone: Gone) -> Error {
 
 /// Connects, and tries again while nothing answers.
 fn connect(joining: &Joining, until: Instant) -> Result<Stream> {
-    let mut access = Access::with_token(None).map_err(transport)?;
-    access.insecure_plaintext |= joining.insecure_plaintext;
-    let access = access
-        .with_told_tls(Part::Worker, joining.tls.as_deref())
+    let access = Access::with_token(None)
+        .and_then(|access| access.carrying_code(joining.insecure_plaintext_code))
+        .and_then(|access| access.with_told_tls(Part::Worker, joining.tls.as_deref()))
         .map_err(transport)?;
     let credentials = Credentials {
         key: Key::new(&joining.secret),
