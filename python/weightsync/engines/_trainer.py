@@ -83,13 +83,17 @@ class Trainer:
         at once by :meth:`refresh`.
 
         Args:
-            engine: an ``LLM``, an ``AsyncLLM``, the URL of a server of vLLM, or another engine.
+            engine: an ``LLM``, an ``AsyncLLM``, the URL of a server of vLLM, or another engine. It
+                gets the sender's init info, which is a secret. So an ``http://`` URL of another
+                machine needs the permission for plain text: ``insecure_plaintext`` of the sender's
+                scheme, or ``WEIGHTSYNC_INSECURE_PLAINTEXT=1``.
             info_file: where to write what the engine needs to join. An engine whose variable
                 ``WEIGHTSYNC_ENGINE_INFO`` names this file has the newest version whenever it
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
         """
         made = _engine_of(engine, self._made)
+        made.check_secret(_allows_plaintext(self._sender))
         # A sync calls each engine from a thread of its own: an ``LLM`` that was added twice would
         # be called from two at once, which ends it.
         for member in self._members:
@@ -234,6 +238,13 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._sender!r}: {', '.join(self.engines) or 'no engine yet'}>"
+
+
+def _allows_plaintext(sender: Sender) -> bool:
+    """Whether the sender's scheme, or the environment, allows unencrypted connections to other machines."""
+    _, _, settings = sender.init_info.scheme.partition(":")
+    by_scheme = {"insecure-plaintext", "insecure-plaintext=true"} & set(settings.split(","))
+    return bool(by_scheme) or os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
 
 
 def _engine_of(given: Any, place: int) -> Engine:
