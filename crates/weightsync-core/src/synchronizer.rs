@@ -402,6 +402,9 @@ impl Synchronizer {
                 self.stopped = how == Departure::Stopped;
             }
             Event::ExplorerJoined(party, version, [step, synced], style) => {
+                // A number that no trainer gave is no version.
+                let known = version <= self.highest;
+                let version = if known { version } else { Version::NONE };
                 let explorer = Explorer {
                     style,
                     step,
@@ -412,8 +415,6 @@ impl Synchronizer {
                     wait: None,
                 };
                 self.explorers.insert(party, explorer);
-                // It may be of an earlier life of the synchronizer.
-                self.saw(version);
             }
             Event::ExplorerStepped(party, step) => {
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import weightsync
 from patience import patience
 
 from weightsync import Synchronizer
@@ -262,3 +263,16 @@ def test_https_client_checks_the_authority(encrypted):
         urllib.request.urlopen(f"https://localhost:{port}/v1/status", context=trusts)
     with pytest.raises(urllib.error.URLError, match="self-signed|self signed|unable to get local"):
         urllib.request.urlopen(f"https://{address}/v1/status", context=ssl.create_default_context())
+
+
+def test_party_joins_with_the_certificate_of_its_part(encrypted, monkeypatch):
+    address, pki = encrypted
+    monkeypatch.setenv("WEIGHTSYNC_TLS_DIR", str(pki))
+    monkeypatch.setenv("WEIGHTSYNC_TLS_LOOPBACK", "1")
+    with Synchronizer.connect(address) as sync:
+        # A worker's certificate is there, too, and the synchronizer would take no trainer with it.
+        with sync.trainer(torch.nn.Linear(2, 2)), sync.explorer("e0") as explorer:
+            assert explorer.sync(1)
+        (pki / "trainer.pem").rename(pki / "away")
+        with pytest.raises(weightsync.WeightsyncError, match="no certificate of a trainer"):
+            sync.trainer(torch.nn.Linear(2, 2))

@@ -116,6 +116,7 @@ pub enum Event {
     /// A trainer is not there any more.
     TrainerLeft(Party, Departure),
     /// An explorer is there, runs a version, and has made so many steps: in all, and up to its last sync.
+    /// A version that no trainer has given a number to counts as none.
     ExplorerJoined(Party, Version, [u64; 2], Style),
     /// An explorer has made its `step`th step.
     ExplorerStepped(Party, u64),

@@ -162,3 +162,17 @@ fn method_is_chosen_before_the_first_trainer() {
     let mut sync = Synchronizer::new(Method::Checkpoint, Some((Version(3), 30)), Epoch(0));
     assert!(!sync.choose(Method::Memory));
 }
+
+#[test]
+fn explorer_with_a_number_that_nobody_gave_has_no_version() {
+    let (mut sync, now) = (
+        Synchronizer::new(Method::Memory, Some((Version(3), 7)), Epoch(0)),
+        Moment(0),
+    );
+    for (party, claims, has) in [(1, 3, 3), (2, 4, 0), (3, u64::MAX, 0)] {
+        let joined = Event::ExplorerJoined(Party(party), Version(claims), [0, 0], FIXED);
+        sync.step(joined, now);
+        assert_eq!(sync.version(Party(party)), Some(Version(has)));
+    }
+    assert_eq!(sync.highest(), Version(3));
+}

@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
+use crate::tls::Part;
 use crate::tls::session::{self, AT_ONCE, Incoming, OF_MESSAGES, Session};
 
 /// Bytes that a call writes at most. It returns when all of them are with the system, so that a
@@ -233,6 +234,11 @@ impl AsyncStream {
     /// Whether it is encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.tls.is_some()
+    }
+
+    /// What the peer is, by its certificate. `None` without one, and where nothing is encrypted.
+    pub fn part(&self) -> Option<Part> {
+        self.tls.as_ref()?.session.part()
     }
 
     /// The socket below, for its settings.

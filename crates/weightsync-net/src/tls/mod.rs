@@ -108,7 +108,7 @@ struct Loaded {
     server: Arc<ServerConfig>,
     /// Of those who connect it asks the trainer's.
     called: Arc<ServerConfig>,
-    /// It asks nothing.
+    /// It takes those who show none, too.
     open: Arc<ServerConfig>,
     /// By what a link is dialled to.
     to: [Arc<ClientConfig>; 4],
@@ -144,8 +144,9 @@ pub enum Asks {
     Certificate,
     /// The same, and it must be the trainer's: a worker is called by nobody else.
     Trainer,
-    /// No certificate: a browser has none.
-    Nothing,
+    /// The same, where there is one: a browser has none. What a peer without one may do is for the
+    /// caller to decide, by [`AsyncStream::part`].
+    IfAny,
 }
 
 impl Tls {
@@ -229,7 +230,7 @@ impl Tls {
         let config = match asks {
             Asks::Certificate => loaded.server,
             Asks::Trainer => loaded.called,
-            Asks::Nothing => loaded.open,
+            Asks::IfAny => loaded.open,
         };
         session::Session::server(config).map_err(session::failed)
     }
@@ -308,9 +309,12 @@ impl Loaded {
         }
         let (roots, provider) = (Arc::new(roots), provider());
         let failed = |error: rustls::Error| invalid(explain(&error));
-        let clients = WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone())
-            .build()
-            .map_err(|error| invalid(error.to_string()))?;
+        let clients =
+            || WebPkiClientVerifier::builder_with_provider(roots.clone(), provider.clone());
+        let anybody = clients().allow_unauthenticated().build();
+        let anybody = anybody.map_err(|error| invalid(error.to_string()))?;
+        let clients = clients().build();
+        let clients = clients.map_err(|error| invalid(error.to_string()))?;
         let server = |clients: Arc<dyn ClientCertVerifier>| -> Result<_, TlsError> {
             let mut server = ServerConfig::builder_with_provider(provider.clone())
                 .with_protocol_versions(VERSIONS)
@@ -339,7 +343,7 @@ impl Loaded {
             stamps,
             called: server(Arc::new(FromPart::new(clients.clone(), Part::Trainer)))?,
             server: server(clients)?,
-            open: server(WebPkiClientVerifier::no_client_auth())?,
+            open: server(anybody)?,
             to: [
                 client(&[Part::Trainer], true)?,
                 client(&[Part::Trainer], false)?,

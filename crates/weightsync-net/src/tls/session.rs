@@ -6,6 +6,7 @@ use std::sync::Arc;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection};
 
+use super::{Part, verify};
 use crate::wire::hello::HelloError;
 
 /// Bytes that are read, or encrypted, at once where a version travels: so many that few calls move
@@ -95,6 +96,12 @@ impl Session {
             self.take_in(incoming)?;
             self.gather();
         }
+    }
+
+    /// What the peer is, by the certificate that it has shown.
+    pub(crate) fn part(&self) -> Option<Part> {
+        let shown = self.connection.peer_certificates()?;
+        verify::part_of(shown.first()?)
     }
 
     /// Encrypts bytes, which are then to be sent.

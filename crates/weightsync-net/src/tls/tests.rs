@@ -157,6 +157,28 @@ fn worker_is_called_by_the_trainer_alone() {
 }
 
 #[test]
+fn part_of_the_other_end_is_known() {
+    let folder = pki(&["trainer"], 30);
+    let trainer = read(&folder, Part::Trainer);
+    for part in Part::ALL {
+        for asks in [Asks::Certificate, Asks::IfAny] {
+            let peer = Peer::Trainer("trainer");
+            let (client, server, ends) = between_who(&read(&folder, part), peer, &trainer, asks);
+            assert_eq!(ends, [Ok(()), Ok(())]);
+            assert_eq!(server.session.part(), Some(part));
+            assert_eq!(client.session.part(), Some(Part::Trainer));
+        }
+    }
+    // One of another authority is not taken for none.
+    let stranger = read(&pki(&["trainer"], 30), Part::Trainer);
+    let (mut client, mut server) = (
+        End::new(stranger.dial(Peer::Worker(Ipv4Addr::LOCALHOST.into()))),
+        End::new(trainer.accept(Asks::IfAny)),
+    );
+    assert!(shaken(&mut client, &mut server).iter().all(Result::is_err));
+}
+
+#[test]
 fn address_is_checked_however_it_is_written() {
     let folder = pki(&["trainer", "10.0.0.7", "2001:db8::7"], 30);
     let (worker, trainer) = (read(&folder, Part::Worker), read(&folder, Part::Trainer));

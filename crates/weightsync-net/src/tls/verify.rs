@@ -137,6 +137,16 @@ impl ClientCertVerifier for FromPart {
     as_ordinary!();
 }
 
+/// What the owner of a certificate is, if the certificate says it.
+pub(super) fn part_of(certificate: &CertificateDer<'_>) -> Option<Part> {
+    let parsed = ParsedCertificate::try_from(certificate).ok()?;
+    let is_for = |part: &Part| {
+        let name = ServerName::try_from(part.name());
+        name.is_ok_and(|name| verify_server_name(&parsed, &name).is_ok())
+    };
+    Part::ALL.into_iter().find(is_for)
+}
+
 /// Whether it is an authority's own.
 pub(super) fn is_self_signed(certificate: &CertificateDer<'_>) -> bool {
     let parsed = x509_parser::parse_x509_certificate(certificate);

@@ -24,7 +24,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
 use weightsync_net::log_limiter::{self, LogLimiter};
-use weightsync_net::tls::{Asks, AsyncStream, Tls, refusal};
+use weightsync_net::tls::{Asks, AsyncStream, Part, Tls, refusal};
 
 use super::client::tune;
 use super::{Bearer, Stopping};
@@ -91,7 +91,7 @@ pub(crate) struct Server {
 #[derive(Debug)]
 struct Admission {
     bearer: Bearer,
-    /// The certificates, and whether those who connect need one. Without it connections are plain.
+    /// The certificates, and what those who connect must have. Without it connections are plain.
     tls: Option<(Tls, Asks)>,
     strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
     complaints: Mutex<LogLimiter>,
@@ -288,19 +288,21 @@ async fn connection(
     mut stopping: Stopping,
     patience: Duration,
 ) {
-    let peer = stream.peer_addr();
-    // A connection that is gone by now ends on its own.
+    let Ok(peer) = stream.peer_addr() else {
+        // It is gone by now.
+        admission.strangers().remove(&number);
+        return;
+    };
+    // Likewise, and then it ends on its own.
     let _ = tune(&stream);
     let late = sleep(patience);
     tokio::pin!(late);
     let accepted = tokio::select! {
         // What a client has sent by then is read.
         biased;
-        accepted = encrypted(stream, &admission) => accepted,
+        accepted = encrypted(stream, peer, &admission) => accepted,
         () = &mut late => {
-            if let Ok(peer) = &peer {
-                admission.complain(Cause::Slow, peer);
-            }
+            admission.complain(Cause::Slow, &peer);
             None
         }
         () = stranger.out.notified(), if !stranger.is_known.load(Ordering::Relaxed) => None,
@@ -310,9 +312,13 @@ async fn connection(
         admission.strangers().remove(&number);
         return;
     };
-    let is_encrypted = stream.is_encrypted();
+    let came = Came {
+        from: peer.ip().to_canonical(),
+        is_encrypted: stream.is_encrypted(),
+        part: stream.part(),
+    };
     let service = service_fn(|mut request: Request<Incoming>| {
-        request.extensions_mut().insert(IsEncrypted(is_encrypted));
+        request.extensions_mut().insert(came);
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
         let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
         if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
@@ -320,15 +326,13 @@ async fn connection(
         }
         let router = is_in.then(|| router.clone());
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
-        if (is_plain || !(is_in || asks_health))
-            && let Ok(peer) = &peer
-        {
+        if is_plain || !(is_in || asks_health) {
             let cause = if is_plain {
                 Cause::Plain
             } else {
                 Cause::Bearer
             };
-            admission.complain(cause, peer);
+            admission.complain(cause, &peer);
         }
         async move {
             match (router, challenge) {
@@ -356,9 +360,7 @@ async fn connection(
             () = &mut late, if waits => {
                 waits = false;
                 if !stranger.is_known.load(Ordering::Relaxed) {
-                    if let Ok(peer) = &peer {
-                        admission.complain(Cause::Slow, peer);
-                    }
+                    admission.complain(Cause::Slow, &peer);
                     break;
                 }
             }
@@ -376,17 +378,27 @@ async fn connection(
     admission.strangers().remove(&number);
 }
 
-/// An extension of a request: whether it came over HTTPS.
+/// An extension of a request: the connection over which it came.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct IsEncrypted(pub(crate) bool);
+pub(crate) struct Came {
+    /// The client's address. That of a proxy, if there is one between.
+    pub(crate) from: IpAddr,
+    /// Whether it is HTTPS.
+    pub(crate) is_encrypted: bool,
+    /// What the client is, by its certificate.
+    pub(crate) part: Option<Part>,
+}
 
 /// The connection, encrypted if it is to be, and whether it is plain and must not be. None: it has
 /// failed, and the log says why if that is a matter of certificates.
-async fn encrypted(stream: TcpStream, admission: &Admission) -> Option<(AsyncStream, bool)> {
-    let from = stream.peer_addr().ok()?;
+async fn encrypted(
+    stream: TcpStream,
+    from: SocketAddr,
+    admission: &Admission,
+) -> Option<(AsyncStream, bool)> {
     let (tls, asks) = match &admission.tls {
         Some((tls, asks)) => (Some(tls), *asks),
-        None => (None, Asks::Nothing),
+        None => (None, Asks::IfAny),
     };
     match AsyncStream::accept(stream, tls, from, asks).await {
         Ok(accepted) => Some(accepted),

@@ -311,9 +311,9 @@ impl Scheme for Rpc {
 /// The addresses in an endpoint. They contain no names, so a worker does not wait for name
 /// resolution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Addresses {
+pub(crate) struct Addresses {
     /// Where workers find the sender.
-    found: SocketAddr,
+    pub(crate) found: SocketAddr,
     /// Where it listens.
     listens: SocketAddr,
 }
@@ -322,7 +322,7 @@ impl Addresses {
     /// # Errors
     ///
     /// [`Error::BadInitInfo`] for an address that no [`place`](Scheme::allocate_endpoint) has made.
-    fn of(at: &Endpoint) -> Result<Self> {
+    pub(crate) fn of(at: &Endpoint) -> Result<Self> {
         let address = at.address();
         let (found, listens) = address.split_once(" at ").unwrap_or((address, address));
         match (found.parse(), listens.parse()) {

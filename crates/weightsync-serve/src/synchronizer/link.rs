@@ -16,7 +16,7 @@ use weightsync_net::address::{host_of, resolve, resolve_all};
 use weightsync_net::log_limiter::{self, LogLimiter};
 
 use super::SyncError;
-use super::service::Input;
+use super::service::{Caller, Input};
 use super::wire::{Join, Joined, MAX_ANSWER, MAX_BODY, Problem, Reply, Request};
 use crate::http::{Ask, Bearer, Client, Encryption, Fault, HttpThread, Lines, To};
 
@@ -68,7 +68,7 @@ pub(super) struct Remote {
     name: String,
     access: Access,
     client: Mutex<Arc<Client>>,
-    thread: HttpThread,
+    thread: Arc<HttpThread>,
 }
 
 impl Remote {
@@ -77,7 +77,7 @@ impl Remote {
     /// # Errors
     ///
     /// If there is no such address, or it may not be connected to.
-    pub(super) fn new(name: &str, access: Access, thread: HttpThread) -> Result<Self> {
+    pub(super) fn new(name: &str, access: Access, thread: Arc<HttpThread>) -> Result<Self> {
         let at = resolve(name)?;
         access.may_dial(at).map_err(SyncError::from)?;
         Ok(Self {
@@ -90,6 +90,15 @@ impl Remote {
 
     pub(super) fn addr(&self) -> SocketAddr {
         self.client().addr()
+    }
+
+    /// The same way, with other certificates.
+    ///
+    /// # Errors
+    ///
+    /// As [`new`](Self::new).
+    pub(super) fn with_access(&self, access: Access) -> Result<Self> {
+        Self::new(&self.name, access, self.thread.clone())
     }
 
     fn client(&self) -> Arc<Client> {
@@ -219,7 +228,7 @@ impl Link {
                 owner.check().map_err(Error::from)?;
                 let (answered, answer) = mpsc::sync_channel(1);
                 let answered = Box::new(move |joined| drop(answered.send(joined)));
-                let input = Input::Join(Box::new(join.clone()), answered);
+                let input = Input::Join(Box::new(join.clone()), Caller::Own, answered);
                 inputs.send(input).map_err(|_| over())?;
                 let joined = wait(&answer)?.map_err(of_problem)?;
                 Ok(Connection {
@@ -388,7 +397,7 @@ impl Connection {
                 let (answered, answer) = mpsc::sync_channel(1);
                 let number = next_request();
                 let answered = Box::new(move |reply| drop(answered.send(reply)));
-                let input = Input::Ask(self.party(), number, request, answered);
+                let input = Input::Ask(self.party(), number, Caller::Own, request, answered);
                 inputs.send(input).map_err(|_| over())?;
                 let waited = wait(&answer);
                 if waited.is_err() {

@@ -12,7 +12,10 @@ use weightsync_engine::{
     AnyScheme, Error, InitInfo, ModelId, ReceiverSetup, Result, SendOptions, Sender, SenderSetup,
     Set, SetSnapshot, Snapshot, Version, WaitFor, interruptible,
 };
+use weightsync_net::AccessError;
 use weightsync_store::{SaveOutcome, Saver, Saving};
+
+use super::SyncError;
 
 /// The number of the service as a worker of the trainer.
 const WORKER: u32 = 0;
@@ -127,6 +130,8 @@ impl Held {
         if version <= self.newest() {
             return Ok(version);
         }
+        check_number(version, self.newest())
+            .map_err(|why| SyncError::NotPublished { version, why })?;
         let options = SendOptions::new()
             .version(version)
             .wait(WaitFor::Sent)
@@ -221,19 +226,21 @@ pub(super) enum FromBridge {
 }
 
 impl Bridge {
-    /// Joins the trainer with this info, in a thread.
+    /// Joins the trainer with this info, in a thread. Of a trainer of another program only the address
+    /// counts.
     pub(super) fn start(
         from: InitInfo,
+        is_own_trainer: bool,
         held: Held,
         mut tell: impl FnMut(FromBridge) + Send + 'static,
     ) -> std::io::Result<Self> {
         let stop = Arc::new(Mutex::new(Stop::default()));
         let of_thread = stop.clone();
         let body = move || {
-            if let Err(error) = pass_on(from, &held, &of_thread, &mut tell)
+            if let Err(error) = pass_on((from, is_own_trainer), &held, &of_thread, &mut tell)
                 && !lock(&of_thread).stopped
             {
-                tell(FromBridge::Failed(None, error.to_string()));
+                tell(FromBridge::Failed(None, told(&error)));
             }
         };
         let thread = std::thread::Builder::new()
@@ -272,37 +279,97 @@ impl Drop for Bridge {
     }
 }
 
-/// A trainer's scheme, with the certificates of this service in place of those that the trainer names:
-/// they may be on another machine.
-fn with_own_certificates(trainers: &str, own: &str) -> String {
+/// A trainer's scheme, with this service's own settings in place of those by which the trainer would
+/// choose whose certificates it reads, and whether it sends plain text. A trainer of the service's own
+/// program may choose where the service says nothing.
+fn with_own_settings(trainers: &str, own: &str, is_own_trainer: bool) -> String {
     let settings = |text: &str| -> Vec<String> {
         let settings = text.split_once(':').map_or("", |(_, settings)| settings);
         let settings = settings.split(',').filter(|setting| !setting.is_empty());
         settings.map(str::to_owned).collect()
     };
-    let is_tls = |setting: &String| setting.starts_with("tls=");
-    let name = trainers.split(':').next().unwrap_or_default();
-    let Some(tls) = settings(own).into_iter().find(is_tls) else {
-        return trainers.to_owned();
+    let key = |setting: &str| {
+        setting
+            .split('=')
+            .next()
+            .unwrap_or_default()
+            .trim()
+            .to_owned()
     };
+    let is_ours = |setting: &String| OURS.contains(&&*key(setting));
+    let name = trainers.split(':').next().unwrap_or_default();
     if !matches!(name, "distributed" | "rpc") {
         return trainers.to_owned();
     }
+    let mut own = settings(own);
+    own.retain(is_ours);
+    let is_said = |setting: &String| own.iter().any(|one| key(one) == key(setting));
     let mut all = settings(trainers);
-    all.retain(|setting| !is_tls(setting));
-    all.push(tls);
-    format!("{name}:{}", all.join(","))
+    all.retain(|setting| match is_own_trainer {
+        true => !is_said(setting),
+        false => !is_ours(setting),
+    });
+    all.extend(own);
+    match all.is_empty() {
+        true => name.to_owned(),
+        false => format!("{name}:{}", all.join(",")),
+    }
+}
+
+/// The settings that are for a service to choose, whatever its trainer says.
+const OURS: [&str; 2] = ["tls", "insecure-plaintext"];
+
+/// What parties are told of an error: none of them learns of files of this machine.
+fn told(error: &Error) -> String {
+    let mut next: Option<&(dyn std::error::Error + 'static)> = match error {
+        Error::Transport { source, .. } => Some(&**source),
+        error => Some(error),
+    };
+    let is_of_files = |one: &(dyn std::error::Error + 'static)| {
+        let access = one.downcast_ref::<AccessError>();
+        access.is_some_and(AccessError::is_of_files)
+    };
+    while let Some(one) = next {
+        if is_of_files(one) {
+            tracing::warn!("the synchronizer cannot join the trainer: {error}");
+            return "the synchronizer cannot use its own token or certificates: its log says why"
+                .into();
+        }
+        next = one.source();
+    }
+    error.to_string()
+}
+
+/// How far above the highest number another may be, and how far the first. Runs do not count so far; a
+/// run may begin with the time in milliseconds.
+const MORE: u64 = 1 << 32;
+const FIRST: u64 = 1 << 48;
+
+/// Refuses a number that is far above all that is known: what comes later needs a higher one, so it would
+/// use the numbers up.
+pub(super) fn check_number(version: Version, highest: Version) -> std::result::Result<(), String> {
+    let most = match highest.is_none() {
+        true => Version(FIRST),
+        false => Version(highest.0.saturating_add(MORE)),
+    };
+    match version <= most {
+        true => Ok(()),
+        false => Err(format!(
+            "a trainer's version has the number {version}: expected at most {most}, as the highest so far \
+             is {highest}; count on from there, or start another synchronizer, with a run_dir of its own"
+        )),
+    }
 }
 
 fn pass_on(
-    from: InitInfo,
+    (from, is_own_trainer): (InitInfo, bool),
     held: &Held,
     stop: &Mutex<Stop>,
     tell: &mut impl FnMut(FromBridge),
 ) -> Result<()> {
     let is_stopped = || lock(stop).stopped;
-    let scheme =
-        with_own_certificates(from.scheme(), &held.0.scheme.to_string()).parse::<AnyScheme>()?;
+    let own = held.0.scheme.to_string();
+    let scheme = with_own_settings(from.scheme(), &own, is_own_trainer).parse::<AnyScheme>()?;
     let setup = ReceiverSetup::new(from, WORKER).scheme(scheme);
     // Joining has no interrupter yet.
     let mut receiver = interruptible(is_stopped, || setup.connect(Some(JOIN)))?;
@@ -318,7 +385,7 @@ fn pass_on(
             Ok(version) => tell(FromBridge::Has(version)),
             Err(error) => {
                 let version = members.iter().map(Snapshot::version).max();
-                tell(FromBridge::Failed(version, error.to_string()));
+                tell(FromBridge::Failed(version, told(&error)));
             }
         }
     }
@@ -331,22 +398,72 @@ fn lock(stop: &Mutex<Stop>) -> MutexGuard<'_, Stop> {
 
 #[cfg(test)]
 mod tests {
-    use super::with_own_certificates;
+    use super::*;
 
     #[test]
-    fn own_certificates_take_the_place_of_the_trainers() {
-        let own = "distributed:listen=1.2.3.4:0,tls=/own";
-        for (trainers, joined) in [
-            ("distributed", "distributed:tls=/own"),
-            ("rpc", "rpc:tls=/own"),
+    fn own_settings_take_the_place_of_the_trainers() {
+        let own = "distributed:listen=1.2.3.4:0,tls=/own,insecure-plaintext";
+        for (trainers, with_own, with_none) in [
             (
-                "distributed:every=4,tls=/theirs",
-                "distributed:every=4,tls=/own",
+                "distributed",
+                "distributed:tls=/own,insecure-plaintext",
+                "distributed",
             ),
-            ("shared-mem", "shared-mem"),
+            (
+                "rpc: tls = /theirs",
+                "rpc:tls=/own,insecure-plaintext",
+                "rpc",
+            ),
+            (
+                "distributed:every=4,tls=/theirs,insecure-plaintext=true",
+                "distributed:every=4,tls=/own,insecure-plaintext",
+                "distributed:every=4",
+            ),
+            ("shared-mem", "shared-mem", "shared-mem"),
         ] {
-            assert_eq!(with_own_certificates(trainers, own), joined);
-            assert_eq!(with_own_certificates(trainers, "distributed"), trainers);
+            assert_eq!(with_own_settings(trainers, own, false), with_own);
+            assert_eq!(with_own_settings(trainers, own, true), with_own);
+            let none = "distributed:listen=1.2.3.4:0";
+            assert_eq!(with_own_settings(trainers, none, false), with_none);
+            assert_eq!(with_own_settings(trainers, none, true), trainers);
         }
+    }
+
+    #[test]
+    fn files_of_the_service_are_told_to_nobody() {
+        let source = std::io::Error::other("no such file");
+        let path = std::path::PathBuf::from("/srv/pki/trainer.pem");
+        let of_files = || {
+            AccessError::from(weightsync_net::tls::TlsError::Missing {
+                path: path.clone(),
+                part: weightsync_net::tls::Part::Trainer,
+            })
+        };
+        let error = |source: Box<dyn std::error::Error + Send + Sync>| Error::Transport {
+            source,
+            remedy: weightsync_engine::Remedy::GiveUp,
+        };
+        for error in [error(of_files().into()), SyncError::from(of_files()).into()] {
+            assert!(error.to_string().contains("/srv/pki"), "{error}");
+            let said = told(&error);
+            assert!(said.contains("its log says why"), "{said}");
+            assert!(!said.contains("/srv"), "{said}");
+        }
+        assert_eq!(told(&error(source.into())), "no such file");
+    }
+
+    #[test]
+    fn number_far_above_the_highest_is_refused() {
+        let milliseconds = Version(1_800_000_000_000);
+        assert_eq!(check_number(milliseconds, Version::NONE), Ok(()));
+        assert_eq!(check_number(milliseconds.next(), milliseconds), Ok(()));
+        for highest in [Version::NONE, Version(3), milliseconds] {
+            let said = check_number(Version(u64::MAX), highest).unwrap_err();
+            assert!(
+                said.contains("v18446744073709551615: expected at most"),
+                "{said}"
+            );
+        }
+        assert!(check_number(milliseconds, Version(3)).is_err());
     }
 }

@@ -165,6 +165,8 @@ impl Drop for Synchronizer {
 #[derive(Debug)]
 pub struct Synchronizer {
     link: Link,
+    /// Whether the environment says who may connect.
+    finds_access: bool,
     /// The HTTP server, first: it uses the service.
     server: Option<(HttpThread, SocketAddr)>,
     service: Option<ServiceThread>,
@@ -181,6 +183,7 @@ impl Synchronizer {
         let service = ServiceThread::start(options.options)?;
         Ok(Self {
             link: Link::Local(service.inputs(), Origin::here()),
+            finds_access: false,
             server: None,
             service: Some(service),
         })
@@ -222,8 +225,8 @@ impl Synchronizer {
             source,
         };
         let bearer = Bearer::to_synchronizer(secret.as_ref());
-        // A browser has no certificate, so the token alone says who may ask.
-        let tls = access.tls.clone().map(|tls| (tls, Asks::Nothing));
+        // A browser has no certificate. The token lets it read, and a certificate says who may be what.
+        let tls = access.tls.clone().map(|tls| (tls, Asks::IfAny));
         let server = Server::new(listener, bearer, tls, Limits::default()).map_err(failed)?;
         let app = server::App::new(
             service.inputs(),
@@ -238,6 +241,7 @@ impl Synchronizer {
         });
         Ok(Self {
             link: Link::Local(service.inputs(), Origin::here()),
+            finds_access: false,
             server: Some((thread.map_err(failed)?, at)),
             service: Some(service),
         })
@@ -245,10 +249,14 @@ impl Synchronizer {
 
     /// One of another process, at `HOST:PORT`. Nothing is sent before a party joins.
     ///
+    /// Without `access` it comes from the environment: a trainer joins with the trainer's certificate
+    /// there, and an explorer with a worker's. A synchronizer with certificates takes no others.
+    ///
     /// # Errors
     ///
     /// If the address cannot be resolved, or may not be connected to.
     pub fn connect(address: &str, access: Option<Access>) -> Result<Self> {
+        let finds_access = access.is_none();
         let access = allowed(access, Part::Worker)?;
         let thread = HttpThread::start("weightsync-sync", |mut stopping| async move {
             stopping.wait().await;
@@ -258,7 +266,8 @@ impl Synchronizer {
             source,
         })?;
         Ok(Self {
-            link: Link::Remote(Arc::new(Remote::new(address, access, thread)?)),
+            link: Link::Remote(Arc::new(Remote::new(address, access, Arc::new(thread))?)),
+            finds_access,
             server: None,
             service: None,
         })
@@ -302,7 +311,14 @@ impl Synchronizer {
         from: InitInfo,
         timeout: Option<Duration>,
     ) -> Result<Trainer> {
-        Trainer::join(self.link.clone(), options, from, timeout)
+        let link = match &self.link {
+            Link::Remote(remote) if self.finds_access => {
+                let access = allowed(None, Part::Trainer)?;
+                Link::Remote(Arc::new(remote.with_access(access)?))
+            }
+            link => link.clone(),
+        };
+        Trainer::join(link, options, from, timeout)
     }
 
     /// Joins as an explorer.

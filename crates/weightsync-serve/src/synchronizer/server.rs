@@ -8,7 +8,7 @@ use axum::extract::{Path, Request, State};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router, response};
+use axum::{Extension, Json, Router, response};
 use hyper::StatusCode;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use tokio::sync::{Semaphore, oneshot};
@@ -19,10 +19,10 @@ use super::events::Events;
 use super::lasting::Shelf;
 use super::link::{BEAT, PARTIES, PARTY, next_request};
 use super::memory::Held;
-use super::service::Input;
+use super::service::{Caller, Input};
 use super::wire::{Join, MAX_BODY, Problem, Reply};
 use super::{files, watching};
-use crate::http::{IsEncrypted, LinesBody, Stopping, read};
+use crate::http::{Came, LinesBody, Stopping, read};
 use crate::rpc::wire::line;
 
 /// The most readers of events at a time.
@@ -97,8 +97,8 @@ async fn own_pages_only(
     request: Request,
     next: Next,
 ) -> Response {
-    let is_encrypted = request.extensions().get::<IsEncrypted>();
-    let scheme = match is_encrypted.is_some_and(|is_encrypted| is_encrypted.0) {
+    let came = request.extensions().get::<Came>();
+    let scheme = match came.is_some_and(|came| came.is_encrypted) {
         true => "https://",
         false => "http://",
     };
@@ -143,7 +143,11 @@ impl Drop for Membership {
     }
 }
 
-async fn join(State(serving): State<Arc<Serving>>, request: Request) -> Response {
+async fn join(
+    State(serving): State<Arc<Serving>>,
+    Extension(came): Extension<Came>,
+    request: Request,
+) -> Response {
     let join: Join = match read(request, MAX_BODY).await {
         Ok(join) => join,
         Err((status, reason)) => return refused(status, reason),
@@ -160,7 +164,7 @@ async fn join(State(serving): State<Arc<Serving>>, request: Request) -> Response
             of_service.tell(Input::Gone(party));
         }
     });
-    app.tell(Input::Join(Box::new(join), answered));
+    app.tell(Input::Join(Box::new(join), Caller::Client(came), answered));
     let joined = match answer.await {
         Ok(Ok(joined)) => joined,
         Ok(Err(why)) => return problem(why),
@@ -206,6 +210,7 @@ impl Drop for Asking {
 
 async fn ask(
     State(serving): State<Arc<Serving>>,
+    Extension(came): Extension<Came>,
     Path(party): Path<u64>,
     request: Request,
 ) -> response::Result<Json<Reply>, Response> {
@@ -217,7 +222,8 @@ async fn ask(
     let app = serving.app.clone();
     let (answered, answer) = oneshot::channel();
     let answered = Box::new(move |reply| drop(answered.send(reply)));
-    app.tell(Input::Ask(party, number, request, answered));
+    let caller = Caller::Client(came);
+    app.tell(Input::Ask(party, number, caller, request, answered));
     let mut asking = Asking {
         app,
         party,

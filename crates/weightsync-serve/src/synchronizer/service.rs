@@ -1,6 +1,7 @@
 //! The service: one thread that takes an event in, decides, and does what was decided.
 
 mod answers;
+mod callers;
 mod joining;
 mod requests;
 mod status;
@@ -23,6 +24,7 @@ use super::memory::{Bridge, FromBridge, Held};
 use super::wire::{
     Ended, ExplorerLine, Join, Joined, Problem, Reply, Request, Role, TrainerAnswer,
 };
+use crate::http::Came;
 
 /// How many versions' steps, and how many replaced parties, are remembered.
 const REMEMBERED: usize = 4096;
@@ -32,9 +34,9 @@ const SHOWN: usize = 50;
 
 /// What the service is told.
 pub(super) enum Input {
-    Join(Box<Join>, Answer<Joined>),
+    Join(Box<Join>, Caller, Answer<Joined>),
     /// A request of a party, with a number that no other request has.
-    Ask(Party, u64, Request, Answer<Reply>),
+    Ask(Party, u64, Caller, Request, Answer<Reply>),
     /// The caller of that request is gone.
     Withdrawn(Party, u64),
     /// A party's connection has ended.
@@ -43,6 +45,15 @@ pub(super) enum Input {
     /// A look at everything, for people and programs.
     Look(Box<dyn FnOnce(Status) + Send>),
     Stop,
+}
+
+/// From where a request comes.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Caller {
+    /// From this program.
+    Own,
+    /// From a client of the server.
+    Client(Came),
 }
 
 /// What takes an answer.
@@ -127,6 +138,7 @@ impl ServiceThread {
             steps: known,
             counts: Counts::default(),
             source: found.source,
+            is_own_source: true,
             store: found.shelf.as_ref().map(Shelf::address),
             meeting: Vec::new(),
             gone: BTreeMap::new(),
@@ -213,8 +225,10 @@ struct Service {
     /// The newest versions that can be had, in the order of their numbers.
     published: VecDeque<Made>,
     counts: Counts,
-    /// Where versions of the methods can be had that do not go through here.
+    /// Where versions of the methods can be had that do not go through here, and whether this program
+    /// said so itself.
     source: Option<InitInfo>,
+    is_own_source: bool,
     /// The address of the own store.
     store: Option<String>,
     /// The explorers of the meeting that is going on.
@@ -290,13 +304,13 @@ impl Service {
             match input {
                 Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => break,
                 Err(RecvTimeoutError::Timeout) => {}
-                Ok(Input::Join(join, answer)) => {
-                    let joined = self.join(*join);
+                Ok(Input::Join(join, caller, answer)) => {
+                    let joined = self.join(*join, caller);
                     answer(joined);
                 }
-                Ok(Input::Ask(party, number, request, answer)) => {
+                Ok(Input::Ask(party, number, caller, request, answer)) => {
                     self.number = number;
-                    self.ask(party, request, answer);
+                    self.ask(party, caller, request, answer);
                     self.events.changed();
                 }
                 Ok(Input::Withdrawn(party, number)) => self.withdraw(party, number),

@@ -236,32 +236,6 @@ fn readers_of_events_are_limited() {
 }
 
 #[test]
-fn highest_epoch_stops_no_later_trainer() {
-    let (served, at, training) = served("trainer");
-    let info = serde_json::to_value(training.sender.init_info()).unwrap();
-    let join = serde_json::json!({
-        "protocol": 1, "role": "trainer", "name": "x", "style": null, "method": null, "step": 0,
-        "synced": 0, "version": 0, "version_step": 0, "lineage": 0, "worker": null,
-        "epoch": u64::MAX, "from": info,
-    });
-    let body = join.to_string();
-    let head = format!(
-        "POST /v1/parties HTTP/1.1\r\nHost: {at}\r\nContent-Type: application/json\r\n\
-         Content-Length: {}\r\n\r\n",
-        body.len()
-    );
-    let mut stream = TcpStream::connect(at).unwrap();
-    stream.write_all((head + &body).as_bytes()).unwrap();
-    let mut answer = BufReader::new(stream).lines();
-    assert!(answer.next().unwrap().unwrap().contains("200"));
-    let sync = Synchronizer::connect(&at.to_string(), None).unwrap();
-    let mut later = Training::join(&sync, PartyOptions::new("later"), "distributed", 13);
-    later.step = 14;
-    assert!(later.sync(long()).is_synced());
-    drop(served);
-}
-
-#[test]
 fn pages_of_other_servers_are_refused() {
     let (_served, at, _training) = served("trainer");
     assert_eq!(

@@ -1,12 +1,22 @@
 //! A synchronizer with certificates.
 
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use serde_json::json;
 use weightsync_net::tls::{Part, Request, Tls, make};
 use weightsync_net::{Access, Token};
-use weightsync_serve::synchronizer::{PartyOptions, Synchronizer, SynchronizerOptions};
+use weightsync_serve::synchronizer::{
+    Method, PartyOptions, Synchronizer, SynchronizerOptions, authorization,
+};
 
+use crate::hostile::{info, join, post};
 use crate::http::get;
 use crate::world::{Exploring, Training, long, style};
 
@@ -101,4 +111,103 @@ fn a_party_names_what_is_wrong_with_its_certificates() {
     let there = served(elsewhere.path());
     let error = join(&there, access(elsewhere.path(), Part::Worker));
     assert!(error.contains("is not for 127.0.0.1"), "{error}");
+}
+
+/// A client that trusts the authority, with the certificate of a part or, as a browser, with none.
+fn client(
+    folder: &Path,
+    part: Option<Part>,
+    at: SocketAddr,
+) -> StreamOwned<ClientConnection, TcpStream> {
+    let mut roots = RootCertStore::empty();
+    let authority = CertificateDer::from_pem_file(folder.join("ca.pem")).unwrap();
+    roots.add(authority).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let config = ClientConfig::builder_with_provider(provider);
+    let config = config.with_safe_default_protocol_versions().unwrap();
+    let config = config.with_root_certificates(roots);
+    let config = match part {
+        None => config.with_no_client_auth(),
+        Some(part) => {
+            let file = folder.join(format!("{part}.pem"));
+            let own = CertificateDer::from_pem_file(&file).unwrap();
+            let key = PrivateKeyDer::from_pem_file(&file).unwrap();
+            config.with_client_auth_cert(vec![own], key).unwrap()
+        }
+    };
+    let name = ServerName::from(at.ip());
+    let socket = TcpStream::connect(at).unwrap();
+    socket.set_read_timeout(long()).unwrap();
+    StreamOwned::new(
+        ClientConnection::new(Arc::new(config), name).unwrap(),
+        socket,
+    )
+}
+
+#[test]
+fn certificate_decides_what_a_client_may_be() {
+    let folder = pki("127.0.0.1");
+    let options = SynchronizerOptions::new().method(Method::Direct);
+    let options = options.access(access(folder.path(), Part::Trainer));
+    let served = Synchronizer::serve(options, "127.0.0.1:0").unwrap();
+    let at = served.address().unwrap();
+    let token = authorization(&access(folder.path(), Part::Worker)).unwrap();
+    let token = format!("Authorization: {token}\r\n");
+    let ask =
+        |part, path: &str, body| post(client(folder.path(), part, at), at, path, &token, &body);
+    let from = info("distributed");
+    let (trainer, explorer) = (
+        join("trainer", "t", Some(&from)),
+        join("explorer", "e", None),
+    );
+    // The token alone lets a client read.
+    let mut browser = client(folder.path(), None, at);
+    write!(
+        browser,
+        "GET /v1/status HTTP/1.1\r\nHost: {at}\r\n{token}Connection: close\r\n\r\n"
+    )
+    .unwrap();
+    let mut status = String::new();
+    let _ = browser.read_to_string(&mut status);
+    assert!(status.starts_with("HTTP/1.1 200"), "{status}");
+    for wants in [&trainer, &explorer] {
+        let refused = ask(None, "/v1/parties", wants.clone());
+        let reason = refused.reason();
+        assert!(reason.contains("lets a client read"), "{reason}");
+    }
+    for part in [Part::Worker, Part::Relay] {
+        let refused = ask(Some(part), "/v1/parties", trainer.clone());
+        let reason = refused.reason();
+        let got = format!("got a {part}'s");
+        assert!(
+            reason.contains(&got) && reason.contains("trainer.pem"),
+            "{reason}"
+        );
+        let joined = ask(Some(part), "/v1/parties", explorer.clone());
+        assert_eq!(joined.status, 200, "{}", joined.said);
+    }
+    let joined = ask(Some(Part::Trainer), "/v1/parties", trainer);
+    // Nor does anybody else speak for the trainer.
+    let leave = json!({"leave": {"reason": "I say so"}});
+    for part in [None, Some(Part::Worker), Some(Part::Relay)] {
+        let refused = ask(part, &joined.party(), leave.clone());
+        assert!(
+            refused.reason().contains("certificate"),
+            "{}",
+            refused.reason()
+        );
+    }
+    let need = ask(
+        Some(Part::Trainer),
+        &joined.party(),
+        json!({"need": {"step": 1}}),
+    );
+    assert_eq!(need.status, 200, "{}", need.said);
+    let joined = ask(Some(Part::Trainer), "/v1/parties", explorer);
+    let refused = ask(None, &joined.party(), leave);
+    assert!(
+        refused.reason().contains("lets a client read"),
+        "{}",
+        refused.reason()
+    );
 }

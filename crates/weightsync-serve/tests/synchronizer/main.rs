@@ -1,5 +1,6 @@
 //! Trainers, explorers and a synchronizer in one program, and over HTTP.
 
+mod hostile;
 mod http;
 mod https;
 mod restart;

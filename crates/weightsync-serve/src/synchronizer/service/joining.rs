@@ -3,20 +3,20 @@
 use std::collections::BTreeSet;
 
 use weightsync_core::synchronizer::{Departure, Event, Method, Party, Style};
-use weightsync_engine::{Epoch, Version};
-use weightsync_store::StoreScheme;
+use weightsync_engine::Version;
+use weightsync_engine::transport::random;
 
-use super::super::events::{What, since_1970};
+use super::super::events::What;
 use super::super::memory::{Bridge, FromBridge};
 use super::super::settings::{fit, method_word, style_word};
 use super::super::wire::{ExplorerLine, Join, Joined, MAX_NAME, PROTOCOL, Problem, Role};
-use super::{Input, Member, REMEMBERED, Service};
+use super::{Caller, Input, Member, REMEMBERED, Service};
 
 /// The highest number that an explorer may come back with.
 const MOST_WORKERS: u32 = 1 << 30;
 
 impl Service {
-    pub(super) fn join(&mut self, join: Join) -> Result<Joined, Problem> {
+    pub(super) fn join(&mut self, join: Join, caller: Caller) -> Result<Joined, Problem> {
         let refused = |reason: String| Err(Problem::Refused { reason });
         if join.protocol != PROTOCOL {
             return refused(format!(
@@ -25,6 +25,7 @@ impl Service {
                 join.role, join.name, join.protocol
             ));
         }
+        caller.may_be(join.role)?;
         if join.name.is_empty() || join.name.len() > MAX_NAME {
             return refused(format!(
                 "the name of the {} has {} bytes: expected 1 to {MAX_NAME}",
@@ -54,8 +55,8 @@ impl Service {
             ));
         }
         match join.role {
-            Role::Trainer => self.join_trainer(join, style),
-            Role::Explorer => Ok(self.join_explorer(join, style)),
+            Role::Trainer => self.join_trainer(join, caller, style),
+            Role::Explorer => self.join_explorer(join, style),
         }
     }
 
@@ -80,47 +81,27 @@ impl Service {
         Ok(())
     }
 
-    pub(super) fn join_trainer(&mut self, join: Join, style: Style) -> Result<Joined, Problem> {
-        let Some(from) = join.from else {
+    pub(super) fn join_trainer(
+        &mut self,
+        join: Join,
+        caller: Caller,
+        style: Style,
+    ) -> Result<Joined, Problem> {
+        let Some(from) = join.from.clone() else {
             let reason = "a trainer says where its versions can be had".into();
             return Err(Problem::Refused { reason });
         };
-        let epoch = match join.epoch {
-            Some(epoch) if epoch < self.core.epoch() => {
-                let name = self.core.trainer().and_then(|one| self.members.get(&one));
-                let reason = format!(
-                    "the trainer {:?} of epoch {} is fenced off: {} has taken its place with epoch {}; \
-                     end this process",
-                    join.name,
-                    epoch.0,
-                    name.map_or("another trainer".into(), |other| format!(
-                        "{:?}",
-                        other.name
-                    )),
-                    self.core.epoch().0
-                );
-                return Err(Problem::Replaced { reason });
-            }
-            Some(epoch) => epoch,
-            // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
-            None => Epoch(since_1970().max(self.core.epoch().0.saturating_add(1))),
-        };
+        let epoch = self.epoch_of(&join)?;
+        self.check_version(join.version)?;
         let method = join.method.unwrap_or(self.core.method());
-        if method == Method::Checkpoint && StoreScheme::address_of(&from).is_none() {
-            let reason = format!(
-                "with the method checkpoint a trainer's versions go to a store, and those of {:?} go by \
-                 {}: give it the store",
-                join.name,
-                from.scheme()
-            );
-            return Err(Problem::Refused { reason });
-        }
+        self.check_source(caller, &join.name, method, &from)?;
+        let party = self.enter(Role::Trainer, join.name, style)?;
         self.core.choose(method);
-        let party = self.enter(Role::Trainer, join.name, style);
         self.tell(Event::TrainerJoined(party, epoch, join.step, style));
         self.record.stopped = false;
         self.record.note(epoch, None);
         self.source = Some(from);
+        self.is_own_source = matches!(caller, Caller::Own);
         self.failed = None;
         // What another trainer has announced and not published is not this one's.
         let newest = self.core.newest().0;
@@ -145,7 +126,7 @@ impl Service {
         };
         let inputs = self.inputs.clone();
         let tell = move |said| drop(inputs.send(Input::FromBridge(party, said)));
-        match Bridge::start(from, self.held.clone(), tell) {
+        match Bridge::start(from, self.is_own_source, self.held.clone(), tell) {
             Ok(bridge) => self.bridge = Some(bridge),
             Err(error) => {
                 let reason = format!("the synchronizer cannot start a thread: {error}");
@@ -154,21 +135,21 @@ impl Service {
         }
     }
 
-    pub(super) fn join_explorer(&mut self, join: Join, style: Style) -> Joined {
+    pub(super) fn join_explorer(&mut self, join: Join, style: Style) -> Result<Joined, Problem> {
         let worker = self.worker_of(&join);
         // Of another lineage its number says nothing.
         let version = match join.lineage == self.record.lineage {
             true => join.version,
             false => Version::NONE,
         };
-        let party = self.enter(Role::Explorer, join.name, style);
+        let party = self.enter(Role::Explorer, join.name, style)?;
         let steps = [join.step, join.synced];
         self.tell(Event::ExplorerJoined(party, version, steps, style));
         // It was here before this life of the service was. Others may wait for the trainer of a new run.
         if self.record.stopped && !version.is_none() {
             self.core.remember_stopped(party);
         }
-        self.joined(party, style, worker)
+        Ok(self.joined(party, style, worker))
     }
 
     /// The number by which an explorer receives versions: the one that it has, if no other has it.
@@ -191,7 +172,12 @@ impl Service {
     }
 
     /// Gives a party its number. One of its name and role is replaced.
-    pub(super) fn enter(&mut self, role: Role, name: String, style: Style) -> Party {
+    fn enter(&mut self, role: Role, name: String, style: Style) -> Result<Party, Problem> {
+        // A party knows its own number, and must not know the next one's: who knows it can speak for it.
+        let apart = random().map_err(|error| Problem::Refused {
+            reason: format!("the synchronizer cannot give a number: {error}"),
+        })?;
+        self.last += 1 + u64::from(u32::from_le_bytes(apart));
         let same = self.members.iter();
         let old = same.filter(|(_, one)| one.role == role && one.name == name);
         for old in old.map(|(party, _)| *party).collect::<Vec<_>>() {
@@ -211,7 +197,6 @@ impl Service {
                 }
             }
         }
-        self.last += 1;
         let party = Party(self.last);
         self.events.note(What::Joined, role, &name, |event| {
             event.style = Some(style_word(style));
@@ -226,7 +211,7 @@ impl Service {
             met: None,
         };
         self.members.insert(party, member);
-        party
+        Ok(party)
     }
 
     pub(super) fn joined(&self, party: Party, style: Style, worker: u32) -> Joined {

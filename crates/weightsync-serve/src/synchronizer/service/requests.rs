@@ -6,10 +6,16 @@ use weightsync_engine::Version;
 use super::super::events::What;
 use super::super::memory::{Bridge, FromBridge};
 use super::super::wire::{Ended, Problem, Reply, Request, Role, short};
-use super::{Answer, Kind, Moment, Service, Waiting};
+use super::{Answer, Caller, Kind, Moment, Service, Waiting};
 
 impl Service {
-    pub(super) fn ask(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
+    pub(super) fn ask(
+        &mut self,
+        party: Party,
+        caller: Caller,
+        request: Request,
+        answer: Answer<Reply>,
+    ) {
         let Some(member) = self.members.get_mut(&party) else {
             return answer(Err(match self.replaced.get(&party) {
                 // It must not take the place back.
@@ -19,8 +25,11 @@ impl Service {
                 None => Problem::Unknown {},
             }));
         };
-        self.counts.requests += 1;
         let role = member.role;
+        if let Err(refused) = caller.may_be(role) {
+            return answer(Err(refused));
+        }
+        self.counts.requests += 1;
         // A party asks one thing at a time: the caller of the earlier one is gone.
         if let Some(earlier) = member.waiting.take() {
             let is_again = matches!(
@@ -49,6 +58,15 @@ impl Service {
         if let Some(of) = of.filter(|of| *of != role) {
             let reason = format!("this request is for a party that is {of}, and not for a {role}");
             return answer(Err(Problem::Refused { reason }));
+        }
+        let numbered = match &request {
+            Request::Publishing { version, .. }
+            | Request::Published { version, .. }
+            | Request::Meet { version, .. } => self.check_version(*version),
+            _ => Ok(()),
+        };
+        if let Err(refused) = numbered {
+            return answer(Err(refused));
         }
         match request {
             Request::Need { step } => {
@@ -80,6 +98,7 @@ impl Service {
             Request::Loaded { version } => {
                 // The trainer has not said yet that it can be had.
                 if self.core.method() != Method::Direct
+                    && self.can_be_had(version)
                     && version > self.core.newest().0
                     && let Some(step) = self.steps.get(&version).copied()
                     && let Some(trainer) = self.core.trainer()
@@ -122,7 +141,7 @@ impl Service {
                 self.stepped(party, Some(step));
                 let until = self.after(timeout_ms);
                 self.remember(version, step);
-                let held = self.core.method() != Method::Memory || version <= self.held.newest();
+                let held = self.can_be_had(version);
                 // It may have failed before the trainer has said that it has published it.
                 if let Some((_, reason)) = self.failed.take_if(|(failed, _)| *failed >= version)
                     && !held
@@ -171,6 +190,11 @@ impl Service {
                 answer(Ok(Reply::Done {}));
             }
         }
+    }
+
+    /// Whether explorers can have a version, as far as the service can tell.
+    fn can_be_had(&self, version: Version) -> bool {
+        self.core.method() != Method::Memory || version <= self.held.newest()
     }
 
     fn is_waiting(&self, party: Party) -> bool {
