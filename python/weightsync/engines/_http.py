@@ -55,7 +55,7 @@ class Server:
             return
         raise SettingError(
             f"{self.url} is not encrypted, and the init info that an engine joins with is a secret: "
-            "whoever reads it there can join the sender and read the weights; give the engine an "
+            "a program that reads it there can join the sender and read the weights; give the engine an "
             "https:// URL, or, if you trust that network, allow it with the scheme's setting "
             "insecure_plaintext=True, or WEIGHTSYNC_INSECURE_PLAINTEXT=1"
         )

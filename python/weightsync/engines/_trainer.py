@@ -241,7 +241,7 @@ class Trainer:
 
 
 def _allows_plaintext(sender: Sender) -> bool:
-    """Whether the sender's scheme, or the environment, allows unencrypted connections to other machines."""
+    """Whether the sender's scheme or the environment allows plain text to other machines."""
     _, _, settings = sender.init_info.scheme.partition(":")
     by_scheme = {"insecure-plaintext", "insecure-plaintext=true"} & set(settings.split(","))
     return bool(by_scheme) or os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"

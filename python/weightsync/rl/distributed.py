@@ -109,9 +109,10 @@ class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
             new`` makes them. Workers that a launcher starts look for theirs at the same path, unless
             ``WEIGHTSYNC_TLS_DIR`` or ``--tls`` names another; others need one of these.
         insecure_plaintext_code: allow unencrypted connections to other machines. Workers get their
-            environment and policy as code, so whoever can change that traffic can run programs on
-            them. Weights may then travel in plain text, too. ``WEIGHTSYNC_INSECURE_PLAINTEXT=1`` does
-            not allow it, and ``WEIGHTSYNC_INSECURE_PLAINTEXT_CODE=1`` at both ends does.
+            environment and policy as code, so a program that can change that traffic can run
+            programs on them. Weights may then travel in plain text, too.
+            ``WEIGHTSYNC_INSECURE_PLAINTEXT=1`` does not allow it, and
+            ``WEIGHTSYNC_INSECURE_PLAINTEXT_CODE=1`` at both ends does.
         weight_sync_schemes: as for :class:`MultiSyncCollector`; by default a scheme ``Distributed``
             that listens at the same host.
         settings: those of :class:`MultiSyncCollector` but ``workers``.

@@ -187,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--insecure-plaintext-code",
         action="store_true",
-        help="allow unencrypted connections to other machines: this worker runs what comes over them, so "
-        "whoever can change that traffic can run programs here",
+        help="allow unencrypted connections to other machines: this worker runs what comes over "
+        "them, so a program that can change that traffic can run programs here",
     )
     parser.add_argument(
         "--patience",

@@ -7,9 +7,9 @@
 //! from a thread of its own, so that there is something to answer. Every connection has proved that
 //! it has the secret.
 //!
-//! **Code goes down.** A worker runs what its trainer starts it with. Without certificates, whoever can
-//! change the traffic between them can run programs on the worker, so a plain link off loopback takes a
-//! permission of its own, which that for weights does not include.
+//! **Code goes down.** A worker runs what its trainer starts it with. Without certificates, a program
+//! that can change the traffic between them can run programs on the worker, so a plain link off loopback
+//! takes a permission of its own, which that for weights does not include.
 //!
 //! The trainer has two threads for each worker. One reads, checks each piece while it is in the
 //! cache, and writes it into the collector's memory file. The other sends orders and signs of life.
