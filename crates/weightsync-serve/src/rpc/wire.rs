@@ -1,14 +1,16 @@
 //! The JSON messages. `openapi.json` describes them for other languages, and a test compares it
 //! with these types.
 
+use std::fmt;
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
+use weightsync_engine::transport::random;
 use weightsync_engine::{Digest, Epoch, Layout, ModelId, Run, Version};
 use weightsync_net::tls::Tls;
 
 /// The protocol of both ends. A worker with another protocol is refused.
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 
 /// How many bytes of a version have a checksum of their own.
 pub(crate) const BLOCK: u64 = 1 << 20;
@@ -57,9 +59,9 @@ pub(crate) struct Register {
     /// continues. Another sender refuses it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) run: Option<Run>,
-    /// New and random for each registration. The sender proves itself with it.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) nonce: Option<Digits>,
+    /// New and random for each registration. The sender proves itself with it, and the worker
+    /// tells its own registration from one that another process makes in its name.
+    pub(crate) nonce: Digits,
     /// The worker sends [`WorkerMessage::Joined`] once its own rendez-vous is over. A sender that waits
     /// for workers counts it then; without this, it counts it at once.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -81,8 +83,9 @@ pub(crate) enum FromSender {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Welcome {
     pub(crate) protocol: u32,
-    /// The name of this connection from here on.
-    pub(crate) id: String,
+    /// The name of this connection from here on, which only this worker is told: all workers have
+    /// the same bearer, so the name alone says which worker sends a message.
+    pub(crate) id: Digits,
     pub(crate) run: Run,
     pub(crate) pid: u32,
     /// The models of the sender, in its order.
@@ -92,6 +95,12 @@ pub(crate) struct Welcome {
     /// Proof that the sender has the secret, made of the worker's nonce and of `id`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) proof: Option<Digits>,
+}
+
+/// The question of a lifeline: which registration the sender answers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Registering {
+    pub(crate) nonce: Digits,
 }
 
 /// A line of a worker's lifeline, which lasts as long as both ends.
@@ -125,7 +134,7 @@ pub(crate) struct Part {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Call {
     /// The name of the worker's connection.
-    pub(crate) id: String,
+    pub(crate) id: Digits,
     pub(crate) run: Run,
     pub(crate) sequence: u64,
     /// Where the versions are fetched, as `http://ADDRESS:PORT`.
@@ -253,9 +262,27 @@ impl TryFrom<String> for Crc {
 #[serde(try_from = "String", into = "String")]
 pub(crate) struct Digits(pub(crate) blake3::Hash);
 
+impl Digits {
+    /// Some that nobody can guess.
+    ///
+    /// # Errors
+    ///
+    /// Those of the system's source of random bytes.
+    pub(crate) fn random() -> weightsync_engine::Result<Self> {
+        let bytes: [u8; 32] = random()?;
+        Ok(Self(bytes.into()))
+    }
+}
+
+impl fmt::Display for Digits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0.to_hex())
+    }
+}
+
 impl From<Digits> for String {
     fn from(digits: Digits) -> Self {
-        digits.0.to_hex().to_string()
+        digits.to_string()
     }
 }
 

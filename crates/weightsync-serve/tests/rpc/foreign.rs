@@ -47,7 +47,7 @@ pub fn ask(address: &str, bearer: &str, line: &str, body: &str) -> (String, BufR
 }
 
 /// The body of an answer with a length.
-fn body(head: &str, answer: &mut BufReader<TcpStream>) -> Vec<u8> {
+pub fn body(head: &str, answer: &mut BufReader<TcpStream>) -> Vec<u8> {
     let length = head
         .lines()
         .find_map(|line| line.strip_prefix("content-length: "));
@@ -122,7 +122,7 @@ fn a_worker_can_be_written_by_the_description_alone() {
         let (address, to_sender) = (address.clone(), to_sender.clone());
         move || {
             let register = json!({
-                "protocol": 1, "worker": 5, "pid": 4242, "device": "tpu:0",
+                "protocol": 2, "worker": 5, "pid": 4242, "device": "tpu:0",
                 "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
                 "nonce": "ab".repeat(32),
             });
@@ -130,7 +130,9 @@ fn a_worker_can_be_written_by_the_description_alone() {
             let life = std::thread::spawn(move || {
                 let (mut life, _) = listener.accept().expect("the sender");
                 let (first, _) = serve(&life, &to_worker);
-                assert_eq!(first.trim(), "GET /v1/lifeline HTTP/1.1");
+                let nonce = "ab".repeat(32);
+                let asked = format!("GET /v1/lifeline?nonce={nonce} HTTP/1.1");
+                assert_eq!(first.trim(), asked);
                 life.write_all(LINES.as_bytes()).expect("it reads");
                 say(&mut life, &json!({"here": {"worker": 5, "pid": 4242}}));
                 (listener, life, to_worker)
@@ -263,8 +265,9 @@ fn send_with_level_sent_does_not_wait_for_the_fetch() {
             (listener, life)
         });
         let register = json!({
-            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "protocol": 2, "worker": worker, "pid": 1, "device": "cpu",
             "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+            "nonce": "ab".repeat(32),
         });
         let register = register.to_string();
         let (head, answer) = ask(&address, &to_sender, "POST /v1/workers", &register);
@@ -296,7 +299,7 @@ fn every_route_requires_the_token() {
     for (path, methods) in paths {
         for (method, what) in methods.as_object().expect("methods") {
             let path = path
-                .replace("{id}", "0123456789abcdef-1")
+                .replace("{id}", &"ef".repeat(32))
                 .replace("{model}", "0")
                 .replace("{version}", "1");
             let line = format!("{} {path}", method.to_uppercase());

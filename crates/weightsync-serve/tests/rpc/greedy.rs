@@ -15,8 +15,8 @@ use super::foreign::{LINES, ask, bearer, line, say, serve};
 use super::{BRIEF, parts, sender, setup, soon, weights};
 
 /// A worker of sockets alone, that says that it is here until it is dropped.
-struct Foreign {
-    id: String,
+pub struct Foreign {
+    pub welcome: Value,
     listener: TcpListener,
     to_worker: String,
     stop: Option<Stop<()>>,
@@ -25,7 +25,7 @@ struct Foreign {
 }
 
 impl Foreign {
-    fn join(sender: &Sender, worker: u32) -> Self {
+    pub fn join(sender: &Sender, worker: u32) -> Self {
         let (address, secret) = parts(&sender.init_info());
         let to_worker = bearer(&secret, "worker");
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -45,8 +45,9 @@ impl Foreign {
             }
         });
         let register = json!({
-            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "protocol": 2, "worker": worker, "pid": 1, "device": "cpu",
             "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+            "nonce": "ab".repeat(32),
         });
         let to_sender = bearer(&secret, "sender");
         let register = register.to_string();
@@ -54,13 +55,18 @@ impl Foreign {
         assert!(head.starts_with("http/1.1 200"), "{head}");
         let welcome = line(&mut answer).expect("a line")["welcome"].clone();
         Self {
-            id: welcome["id"].as_str().expect("a name").to_owned(),
+            welcome,
             listener,
             to_worker,
             stop: Some(stop),
             life: Some(life),
             _registered: answer,
         }
+    }
+
+    /// The name of its connection.
+    pub fn id(&self) -> &str {
+        self.welcome["id"].as_str().expect("a name")
     }
 
     /// Waits to be called, and says that it has what it was called with, and no more.
@@ -159,7 +165,7 @@ fn room_error_names_the_worker_that_holds_a_version() {
     let unread: Vec<_> = (1..=2)
         .map(|version| {
             sender.send_with(&initial, &sent).expect("it is sent");
-            let id = &foreign.id;
+            let id = foreign.id();
             let fetch = format!("GET /v1/models/0/versions/{version}/image?id={id}");
             let (head, rest) = ask(&address, &to_sender, &fetch, "");
             assert!(head.starts_with("http/1.1 200"), "{head}");

@@ -1,4 +1,5 @@
-//! Clients that send nonsense, or nothing, cost the trainer and its workers nothing.
+//! Clients that send nonsense, or nothing, cost the trainer and its workers nothing; nor does a
+//! worker that speaks in the name of another one.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -8,7 +9,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde_json::json;
 use weightsync_engine::{Receiver, Sender};
 
-use super::foreign::{ask, bearer};
+use super::foreign::{ask, bearer, body};
+use super::greedy::Foreign;
 use super::{at_connect, parts, receive, sender, soon, weights, worker};
 
 fn pair() -> (Sender, Receiver, String, [u8; 16]) {
@@ -105,8 +107,8 @@ fn lengths_and_values_from_outside_are_bounded() {
     assert!(hangs_up(&mut stream, 1024));
 
     let register = |url: &str, models: serde_json::Value, device: String| {
-        json!({"protocol": 1, "worker": 9, "pid": 1, "device": device, "models": models,
-            "url": url, "seen": 0})
+        json!({"protocol": 2, "worker": 9, "pid": 1, "device": device, "models": models,
+            "url": url, "seen": 0, "nonce": "ab".repeat(32)})
     };
     let policy = || json!(["policy"]);
     let here = "http://127.0.0.1:1";
@@ -139,8 +141,8 @@ fn lengths_and_values_from_outside_are_bounded() {
         let (head, _) = ask(&address, &right, "POST /v1/workers", &body.to_string());
         assert_eq!(&head[9..12], expected, "{body}");
     }
-    let of_late = json!({"protocol": 1, "worker": 9, "pid": 1, "device": "cpu",
-        "models": ["policy"], "url": here, "seen": 99});
+    let of_late = json!({"protocol": 2, "worker": 9, "pid": 1, "device": "cpu",
+        "models": ["policy"], "url": here, "seen": 99, "nonce": "ab".repeat(32)});
     let (head, _) = ask(&address, &right, "POST /v1/workers", &of_late.to_string());
     assert_eq!(&head[9..12], "409");
     for path in [
@@ -157,6 +159,81 @@ fn lengths_and_values_from_outside_are_bounded() {
         assert_eq!(&head[9..10], "4", "{path}: {head}");
     }
     assert_eq!(sender.workers().len(), 1);
+    still_serves(&mut sender, &mut receiver, 2.0);
+}
+
+/// The ports of this machine at which this process listens.
+fn listening() -> Vec<String> {
+    let fds = std::fs::read_dir("/proc/self/fd").expect("it is there");
+    let sockets: Vec<_> = fds
+        .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
+        .collect();
+    let table = std::fs::read_to_string("/proc/self/net/tcp").expect("it is there");
+    let ports = table.lines().filter_map(|line| {
+        let columns: Vec<_> = line.split_whitespace().collect();
+        let port = columns.get(1)?.strip_prefix("0100007F:")?;
+        let inode = format!("socket:[{}]", columns.get(9)?);
+        let is_own = sockets.iter().any(|socket| socket.to_str() == Some(&inode));
+        let port = u16::from_str_radix(port, 16).ok()?;
+        (is_own && columns[3] == "0A").then(|| format!("127.0.0.1:{port}"))
+    });
+    ports.collect()
+}
+
+#[test]
+fn worker_cannot_speak_for_another_worker() {
+    let (mut sender, mut receiver, address, secret) = pair();
+    let mut listening = listening();
+    listening.retain(|one| *one != address);
+    let [at] = &listening[..] else {
+        panic!("expected the worker's port alone, got {listening:?}");
+    };
+    let foreign = Foreign::join(&sender, 9);
+    let (to_sender, to_worker) = (bearer(&secret, "sender"), bearer(&secret, "worker"));
+    let run = &foreign.welcome["run"];
+    // Names of what both have, and its own with another end.
+    let known = &run["id"].as_str().expect("digits")[..16];
+    let (own, last) = foreign.id().split_at(foreign.id().len() - 1);
+    let other = if last == "0" { "1" } else { "0" };
+    let mut guessed: Vec<_> = (0..4).map(|number| format!("{known}-{number}")).collect();
+    guessed.push(format!("{own}{other}"));
+    for id in guessed {
+        let rejected = json!({"rejected": {"reason": "said by another worker"}}).to_string();
+        let post = format!("POST /v1/workers/{id}/words");
+        let (head, _) = ask(&address, &to_sender, &post, &rejected);
+        assert_eq!(&head[9..12], "410", "{id}");
+        let fetch = format!("GET /v1/models/0/versions/1/image?id={id}");
+        let (head, _) = ask(&address, &to_sender, &fetch, "");
+        assert_eq!(&head[9..12], "410", "{id}");
+        // The other worker is called with a number after which nothing is newer.
+        let call = json!({"id": id, "run": run, "sequence": u64::MAX,
+            "url": format!("http://{address}"), "models": []});
+        let (head, _) = ask(at, &to_worker, "POST /v1/weights", &call.to_string());
+        assert!(["409", "422"].contains(&&head[9..12]), "{id}: {head}");
+    }
+    // A registration in its name, at its address.
+    let register = json!({"protocol": 2, "worker": 0, "pid": std::process::id(), "device": "cpu",
+        "models": ["policy"], "url": format!("http://{at}"), "seen": 0,
+        "nonce": "ab".repeat(32)});
+    let (head, _) = ask(
+        &address,
+        &to_sender,
+        "POST /v1/workers",
+        &register.to_string(),
+    );
+    assert_eq!(&head[9..12], "424");
+    // A worker's own numbers end where the sender's do.
+    for what in ["applied", "refused"] {
+        let ahead = json!({what: {"sequence": u64::MAX, "reason": "", "versions": []}});
+        let post = format!("POST /v1/workers/{}/words", foreign.id());
+        let (head, mut answer) = ask(&address, &to_sender, &post, &ahead.to_string());
+        assert_eq!(&head[9..12], "422", "{head}");
+        let problem: serde_json::Value =
+            serde_json::from_slice(&body(&head, &mut answer)).expect("JSON");
+        let error = problem["error"].as_str().expect("a reason");
+        assert!(error.contains(&u64::MAX.to_string()), "{error}");
+    }
+    drop(foreign);
     still_serves(&mut sender, &mut receiver, 2.0);
 }
 
@@ -224,8 +301,9 @@ fn worker_that_breaks_its_promise_is_late_or_dead() {
         // Until the sender has had enough of it.
         while life.write_all(&nonsense).is_ok() {}
     });
-    let register = json!({"protocol": 1, "worker": 9, "pid": 1, "device": "cpu",
-        "models": ["policy"], "url": format!("http://{own}"), "seen": 0});
+    let register = json!({"protocol": 2, "worker": 9, "pid": 1, "device": "cpu",
+        "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+        "nonce": "ab".repeat(32)});
     let (head, _answer) = ask(&address, &right, "POST /v1/workers", &register.to_string());
     assert_eq!(&head[9..12], "200");
     liar.join().expect("no panic");

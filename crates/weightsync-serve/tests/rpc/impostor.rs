@@ -94,7 +94,7 @@ impl State {
         }
         self.registered.fetch_add(1, Ordering::SeqCst);
         let mut welcome = json!({
-            "protocol": 1, "id": "0123456789abcdef-1", "pid": 1, "models": register["models"],
+            "protocol": 2, "id": "ef".repeat(32), "pid": 1, "models": register["models"],
             "run": {"epoch": 99, "id": "0123456789abcdef0123456789abcdef"}, "sequence": 0,
         });
         let proof = match &self.says {
@@ -136,7 +136,7 @@ fn sender_without_the_secret_is_not_followed() {
     let info = setup(&weights(8, 1.0), at_connect()).init_info();
     let (_, secret) = parts(&info);
     // A proof for another nonce, which the impostor may have heard.
-    let heard = proof(&secret, &[7; 32], "0123456789abcdef-1");
+    let heard = proof(&secret, &[7; 32], &"ef".repeat(32));
     for (gives, came) in [(None, "got none"), (Some(heard), "got another")] {
         let impostor = Impostor::new(&info, Says::Welcome { proof: gives });
         let mut there = serde_json::to_value(&info).expect("JSON");

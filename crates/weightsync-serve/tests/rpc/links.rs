@@ -353,8 +353,9 @@ impl Mute {
         let listener = TcpListener::from(listener);
         let own = listener.local_addr().expect("an address");
         let register = json!({
-            "protocol": 1, "worker": worker, "pid": 1, "device": "cpu",
+            "protocol": 2, "worker": worker, "pid": 1, "device": "cpu",
             "models": ["policy"], "url": format!("http://{own}"), "seen": 0,
+            "nonce": "ab".repeat(32),
         });
         let (life, registered) = thread::scope(|scope| {
             let life = scope.spawn(|| {

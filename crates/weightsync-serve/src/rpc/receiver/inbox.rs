@@ -10,7 +10,7 @@ use weightsync_engine::{Error, Member, Result, SetSnapshot, Snapshot, Version};
 
 use super::fetch::Partial;
 use super::joining::Session;
-use crate::rpc::wire::{Applied, Notified};
+use crate::rpc::wire::{Applied, Digits, Notified};
 use crate::rpc::{passed, wait_on};
 
 /// How the sender has ended for this worker.
@@ -51,6 +51,8 @@ pub(super) struct Inbox {
     travelled: AtomicU64,
     /// The session with the joined sender.
     session: watch::Sender<Option<Arc<Session>>>,
+    /// The nonce of this worker's newest registration.
+    registration: Mutex<Option<Digits>>,
 }
 
 #[derive(Debug, Default)]
@@ -85,6 +87,7 @@ impl Default for Inbox {
             changed: Condvar::new(),
             travelled: AtomicU64::new(0),
             session: watch::Sender::new(None),
+            registration: Mutex::default(),
         }
     }
 }
@@ -195,6 +198,23 @@ impl Inbox {
     /// So many bytes of a version have arrived.
     pub(super) fn came(&self, bytes: usize) {
         self.travelled.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// This worker is about to register with this nonce.
+    pub(super) fn registers(&self, nonce: Digits) {
+        *self.registration() = Some(nonce);
+    }
+
+    /// Whether the newest registration of this worker has this nonce. Another process that has the
+    /// secret can register in its name, and does not know the nonce.
+    pub(super) fn has_registered(&self, nonce: Digits) -> bool {
+        *self.registration() == Some(nonce)
+    }
+
+    fn registration(&self) -> MutexGuard<'_, Option<Digits>> {
+        self.registration
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn welcome(&self, session: Arc<Session>) {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use hyper::StatusCode;
 use tokio::time::sleep;
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt, random,
+    Deadline, Endpoint, Joining, ModelSpec, SILENT_SENDER, interrupt,
 };
 use weightsync_engine::{Epoch, Error, ModelId, Result, Run};
 use weightsync_net::tls::Asks;
@@ -44,7 +44,7 @@ const ATTEMPT: Duration = Duration::from_millis(500);
 #[derive(Debug)]
 pub(super) struct Session {
     /// The name of this worker's connection. It changes after a connection broke.
-    id: Mutex<String>,
+    id: Mutex<Digits>,
     /// Whether the connection is broken. If so, another sender may answer at this address.
     broken: AtomicBool,
     proof: ProofKey,
@@ -60,12 +60,11 @@ pub(super) struct Session {
 }
 
 impl Session {
-    pub(super) fn id(&self) -> String {
-        let id = self.id.lock().unwrap_or_else(PoisonError::into_inner);
-        id.clone()
+    pub(super) fn id(&self) -> Digits {
+        *self.id.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn renew(&self, new: String) {
+    fn renew(&self, new: Digits) {
         *self.id.lock().unwrap_or_else(PoisonError::into_inner) = new;
         self.broken.store(false, Ordering::Relaxed);
     }
@@ -80,13 +79,16 @@ impl Session {
     }
 
     pub(super) fn message(&self, message: &WorkerMessage) -> Ask {
-        Ask::post(of_sender::MESSAGES.replace("{id}", &self.id()), message)
+        Ask::post(
+            of_sender::MESSAGES.replace("{id}", &self.id().to_string()),
+            message,
+        )
     }
 
     pub(super) fn question(&self, question: &Question) -> Ask {
         let want = serde_json::to_value(question.want).unwrap_or_default();
         let want = want.as_str().unwrap_or_default();
-        let mut path = of_sender::SET.replace("{id}", &self.id()) + "?want=" + want;
+        let mut path = of_sender::SET.replace("{id}", &self.id().to_string()) + "?want=" + want;
         let numbers = [
             ("model", question.model.map(|model| model as u64)),
             ("version", question.version),
@@ -191,7 +193,7 @@ pub(super) fn join(
         url: url(own, access.tls.as_ref()),
         seen: joining.seen,
         run: None,
-        nonce: None,
+        nonce: Digits::random()?,
         announces: true,
     };
     let encryption = Encryption {
@@ -279,13 +281,16 @@ pub(super) fn join(
 async fn register_at(
     client: &Arc<Client>,
     proof: &ProofKey,
+    inbox: &Inbox,
     register: &Register,
 ) -> std::result::Result<(Welcome, Lines), NotIn> {
-    let nonce: [u8; 32] = random().map_err(|error| NotIn::Silent(error.to_string()))?;
+    let nonce = Digits::random().map_err(|error| NotIn::Silent(error.to_string()))?;
     let register = Register {
-        nonce: Some(Digits(nonce.into())),
+        nonce,
         ..register.clone()
     };
+    // The sender asks for the lifeline before it answers.
+    inbox.registers(nonce);
     let ask = Ask::post(of_sender::WORKERS, &register);
     let reply = client.ask(ask, PATIENCE).await?;
     match reply.status {
@@ -322,7 +327,7 @@ async fn register_at(
         return Err(NotIn::Silent("it did not welcome this worker".into()));
     };
     // Checked before anything else in the message is used.
-    let expected = proof.proof(&nonce, &welcome.id);
+    let expected = proof.proof(nonce.0.as_bytes(), &welcome.id.to_string());
     match welcome.proof {
         Some(Digits(got)) if got == expected => {}
         Some(_) => return Err(NotIn::Wrong("another")),
@@ -331,9 +336,7 @@ async fn register_at(
     if welcome.run.epoch < register.seen {
         return Err(NotIn::Fenced(welcome.run.epoch));
     }
-    // The id becomes part of paths.
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    if welcome.protocol != PROTOCOL || !welcome.id.bytes().all(plain) {
+    if welcome.protocol != PROTOCOL {
         return Err(NotIn::Denied("it speaks another protocol".into()));
     }
     Ok((welcome, lines))
@@ -346,7 +349,7 @@ async fn enter(
     mut register: Register,
     inbox: Arc<Inbox>,
 ) -> std::result::Result<Arc<Session>, NotIn> {
-    let (welcome, mut lines) = register_at(&client, &proof, &register).await?;
+    let (welcome, mut lines) = register_at(&client, &proof, &inbox, &register).await?;
     let (models, wanted) = tokio::select! {
         described = describe(&client, &welcome, &register.models) => described?,
         end = end_of(&mut lines) => return Err(end),
@@ -432,7 +435,7 @@ async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mu
             Ok(None) | Err(_) => {}
         }
         session.broken.store(true, Ordering::Relaxed);
-        match again(&session, &register).await {
+        match again(&session, &inbox, &register).await {
             Ok(new) => (lines, heard, lost) = (new, Instant::now(), false),
             Err(end) => break end,
         }
@@ -442,12 +445,16 @@ async fn follow(inbox: Arc<Inbox>, session: Arc<Session>, register: Register, mu
 
 /// Registers again with the same sender, if it is there. A disconnect or an answer of a proxy
 /// does not show that the sender is gone.
-async fn again(session: &Session, register: &Register) -> std::result::Result<Lines, End> {
+async fn again(
+    session: &Session,
+    inbox: &Inbox,
+    register: &Register,
+) -> std::result::Result<Lines, End> {
     let since = Instant::now();
     let died = End::Died { pid: session.pid };
     let mut pause = PAUSE;
     loop {
-        let why = match register_at(&session.client, &session.proof, register).await {
+        let why = match register_at(&session.client, &session.proof, inbox, register).await {
             Ok((welcome, lines)) => {
                 session.renew(welcome.id);
                 return Ok(lines);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{Request, State};
+use axum::extract::{Query, Request, State};
 use axum::response::Response;
 use axum::routing::{get, post};
 use bytes::Bytes;
@@ -15,7 +15,9 @@ use super::fetch::{self, Failure};
 use super::inbox::Inbox;
 use super::joining::Session;
 use crate::http::{LinesBody, Stopping, problem, read};
-use crate::rpc::wire::{Call, FromWorker, Notified, Problem, cut, line, max_set, of_worker};
+use crate::rpc::wire::{
+    Call, FromWorker, Notified, Problem, Registering, cut, line, max_set, of_worker,
+};
 use crate::rpc::{BEAT, PATIENCE};
 
 #[derive(Clone)]
@@ -37,8 +39,23 @@ pub(super) fn router(inbox: Arc<Inbox>, worker: u32, stopping: Stopping) -> Rout
         })
 }
 
+fn wrong(status: StatusCode, error: String) -> Response {
+    let body = Problem {
+        error,
+        ..Problem::default()
+    };
+    problem(status, body)
+}
+
 /// Sends signs of life to the sender for as long as this worker lives.
-async fn lifeline(State(mut app): State<App>) -> Response {
+async fn lifeline(State(mut app): State<App>, Query(registering): Query<Registering>) -> Response {
+    // Otherwise a process that registers in this worker's name would be told the name of its
+    // connection, and could speak for it.
+    if !app.inbox.has_registered(registering.nonce) {
+        let reason = "this worker has not made the registration with this nonce: another process \
+                      has, or the worker has registered again since";
+        return wrong(StatusCode::CONFLICT, reason.into());
+    }
     let (lines, response) = LinesBody::answer(4);
     let here = FromWorker::Here {
         worker: app.worker,
@@ -71,13 +88,6 @@ async fn lifeline(State(mut app): State<App>) -> Response {
 }
 
 async fn weights(State(app): State<App>, request: Request) -> Response {
-    let wrong = |status, error: String| {
-        let body = Problem {
-            error,
-            ..Problem::default()
-        };
-        problem(status, body)
-    };
     // A sender may call before the worker has read that it was let in.
     let Ok(Some(session)) = timeout(PATIENCE, app.inbox.session()).await else {
         let reason = "this worker has not joined yet".into();

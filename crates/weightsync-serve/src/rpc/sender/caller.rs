@@ -12,10 +12,10 @@ use tokio::time::sleep;
 use weightsync_mem::Snapshot;
 use weightsync_simd::crc64;
 
-use super::workers::{ConnectionId, Shared};
+use super::workers::{ConnectionId, Shared, Uncounted};
 use crate::http::{Ask, Client, Fault, Lines};
 use crate::rpc::PATIENCE;
-use crate::rpc::wire::{BLOCK, Call, Crc, Notified, Part, cut, of_worker};
+use crate::rpc::wire::{BLOCK, Call, Crc, Digits, Notified, Part, cut, of_worker};
 
 /// The pause before a failed call is repeated.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -27,8 +27,9 @@ const LOOK: Duration = Duration::from_secs(5);
 /// two: for the set that it loads, and for the newest.
 const OPEN: usize = 3;
 
-/// Calls a worker with its newest set, for as long as the worker is here.
-pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Client>) {
+/// Calls a worker with its newest set, for as long as the worker is here. `name` is that of its
+/// connection.
+pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, name: Digits, client: Arc<Client>) {
     let Some(mut changes) = shared.changes(id) else {
         return;
     };
@@ -43,7 +44,7 @@ pub(super) async fn call(shared: Arc<Shared>, id: ConnectionId, client: Arc<Clie
             continue;
         };
         let call = Call {
-            id: shared.name(id),
+            id: name,
             run: shared.run,
             sequence,
             url: shared.url.clone(),
@@ -122,7 +123,7 @@ async fn notify(
     loop {
         match lines.next::<Notified>(LOOK).await {
             Ok(Some(message)) => {
-                on_message(shared, id, message);
+                on_message(shared, id, message).map_err(|uncounted| uncounted.to_string())?;
                 return Ok(lines);
             }
             Ok(None) => return Err("its answer ended".into()),
@@ -137,18 +138,23 @@ async fn notify(
 async fn finish(shared: Arc<Shared>, id: ConnectionId, mut lines: Lines) {
     loop {
         match lines.next::<Notified>(LOOK).await {
-            Ok(Some(message)) => on_message(&shared, id, message),
+            Ok(Some(message)) => {
+                if let Err(uncounted) = on_message(&shared, id, message) {
+                    tracing::debug!(%uncounted, "the answer to a call is not read on");
+                    return;
+                }
+            }
             Err(Fault::Silent { .. }) if shared.is_here(id) => {}
             Ok(None) | Err(_) => return,
         }
     }
 }
 
-fn on_message(shared: &Shared, id: ConnectionId, message: Notified) {
-    let _ = match message {
+fn on_message(shared: &Shared, id: ConnectionId, message: Notified) -> Result<(), Uncounted> {
+    match message {
         Notified::Staged { sequence } | Notified::Taken { sequence } => shared.staged(id, sequence),
         Notified::Applied(applied) => shared.applied(id, &applied),
         Notified::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
-        Notified::PassedOver { .. } => true,
-    };
+        Notified::PassedOver { .. } => Ok(()),
+    }
 }

@@ -56,25 +56,26 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         }
     };
     let shared = app.shared;
+    let name = match Digits::random() {
+        Ok(name) => name,
+        Err(error) => return wrong(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
+    };
     let (id, sequence) = loop {
         // Two workers may register with one number at the same time.
         let holder = match may_come(&shared, &registration).await {
             Ok(holder) => holder,
             Err(taken) => return taken,
         };
-        match shared.admit(&registration, holder) {
+        match shared.admit(&registration, name, holder) {
             Ok(None) => {}
             Ok(Some(admitted)) => break admitted,
             Err(error) => return wrong(StatusCode::CONFLICT, error.to_string()),
         }
     };
     tokio::spawn(follow(shared.clone(), id, client.clone(), lines));
-    tokio::spawn(caller::call(shared.clone(), id, client.clone()));
-    let name = shared.name(id);
-    let proof = register.nonce.map(|nonce| {
-        let proof = shared.proof.proof(nonce.0.as_bytes(), &name);
-        Digits(proof)
-    });
+    tokio::spawn(caller::call(shared.clone(), id, name, client.clone()));
+    let nonce = register.nonce.0;
+    let proof = shared.proof.proof(nonce.as_bytes(), &name.to_string());
     let welcome = FromSender::Welcome(Welcome {
         protocol: PROTOCOL,
         id: name,
@@ -82,7 +83,7 @@ pub(super) async fn register(State(app): State<App>, request: Request) -> Respon
         pid: std::process::id(),
         models: shared.ids().cloned().collect(),
         sequence,
-        proof,
+        proof: Some(Digits(proof)),
     });
     let (lines, response) = LinesBody::answer(4);
     // The channel is new, so it has room.
@@ -200,15 +201,17 @@ fn check(shared: &Shared, register: &Register) -> Result<Registration, Box<Respo
     Ok(registration)
 }
 
-/// Calls a worker that registers, and keeps its lifeline.
+/// Calls a worker that registers, and keeps its lifeline. The worker answers its own registration
+/// alone.
 async fn call_back(
     shared: &Shared,
     client: &Arc<Client>,
     register: &Register,
 ) -> Result<Lines, String> {
     let failed = |why: String| format!("calling the worker back at {}: {why}", client.addr());
+    let lifeline = format!("{}?nonce={}", of_worker::LIFELINE, register.nonce);
     let reply = client
-        .ask(Ask::get(of_worker::LIFELINE), CALLED_BACK)
+        .ask(Ask::get(lifeline), CALLED_BACK)
         .await
         .map_err(|fault| {
             if let Fault::Connect { source, .. } = &fault {

@@ -21,7 +21,7 @@ use tokio::time::sleep;
 use weightsync_engine::Version;
 use weightsync_mem::Want;
 
-use super::workers::{Answer, ConnectionId, Serving, Shared};
+use super::workers::{Answer, ConnectionId, Serving, Shared, Uncounted};
 use super::{caller, lifeline};
 use crate::http::{Stopping, problem, range, read};
 use crate::rpc::wire::{
@@ -61,8 +61,7 @@ pub(super) fn wrong(status: StatusCode, error: impl Into<String>) -> Response {
 
 /// The answer for an unknown connection, or one of another sender.
 fn gone() -> Response {
-    let reason = "this sender no longer has this worker: register again";
-    wrong(StatusCode::GONE, reason)
+    wrong(StatusCode::GONE, Uncounted::Gone.to_string())
 }
 
 async fn message(State(app): State<App>, Path(name): Path<String>, request: Request) -> Response {
@@ -74,15 +73,18 @@ async fn message(State(app): State<App>, Path(name): Path<String>, request: Requ
         Err((status, error)) => return wrong(status, error),
     };
     let shared = &app.shared;
-    let known = match message {
+    let counts = match message {
         WorkerMessage::Joined {} => shared.joined(id),
         WorkerMessage::Applied(applied) => shared.applied(id, &applied),
         WorkerMessage::Refused { sequence, reason } => shared.refused(id, sequence, cut(&reason)),
         WorkerMessage::Rejected { reason } => shared.rejected(id, cut(&reason)),
     };
-    match known {
-        true => StatusCode::NO_CONTENT.into_response(),
-        false => gone(),
+    match counts {
+        Ok(()) => StatusCode::NO_CONTENT.into_response(),
+        Err(Uncounted::Gone) => gone(),
+        Err(ahead @ Uncounted::Ahead { .. }) => {
+            wrong(StatusCode::UNPROCESSABLE_ENTITY, ahead.to_string())
+        }
     }
 }
 

@@ -8,7 +8,10 @@
 //! * A worker has at most one remote reader. A process that registers again keeps its own.
 //! * A worker is called by its newest connection. When that connection ends, an older open
 //!   connection replaces it.
-//! * Numbers that a worker sends are reduced to what was published.
+//! * A connection has a name that only its worker is told. All workers have the same bearer, so the
+//!   name alone says which worker sends a message.
+//! * A sequence above the last that the sender has given out is refused, and the message changes
+//!   nothing. Other numbers that a worker sends are reduced to what was published to it.
 
 mod versions;
 
@@ -31,7 +34,7 @@ use weightsync_net::log_limiter::{self, LogLimiter};
 
 pub(super) use self::versions::Serving;
 use crate::http::{Bearer, ProofKey};
-use crate::rpc::wire::{Applied, url};
+use crate::rpc::wire::{Applied, Digits, url};
 use crate::rpc::{passed, wait_on};
 
 /// One registration of a worker. A worker that registers again gets another one.
@@ -77,6 +80,20 @@ pub(super) enum Answer {
     Gone,
 }
 
+/// Why a worker's message does not count.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Uncounted {
+    /// The connection has ended, or is of another sender.
+    #[error("this sender no longer has this worker: register again")]
+    Gone,
+    /// No call has this sequence.
+    #[error(
+        "the sequence {got} is above {reached}, the last that this sender has given out: report the \
+         sequence of the call or the answer; the message changes nothing"
+    )]
+    Ahead { got: u64, reached: u64 },
+}
+
 #[derive(Debug)]
 struct Worker {
     registration: Registration,
@@ -116,6 +133,7 @@ impl Worker {
 #[derive(Debug)]
 struct Connection {
     worker: WorkerId,
+    name: Digits,
     /// The sequence that the worker was called with last.
     called: u64,
     /// The versions of the last call that the worker has not fetched yet.
@@ -238,7 +256,7 @@ impl Shared {
         self.table().holder(registration)
     }
 
-    /// Admits a worker and gives up `holder`. Refuses the worker if another connection than
+    /// Admits a worker, whose connection gets this name, and gives up `holder`. Refuses the worker if another connection than
     /// `holder` has its number. Returns the new connection and the sequence of the worker's
     /// first call.
     ///
@@ -248,6 +266,7 @@ impl Shared {
     pub(super) fn admit(
         &self,
         registration: &Registration,
+        name: Digits,
         holder: Option<ConnectionId>,
     ) -> Result<Option<(ConnectionId, u64)>, weightsync_mem::Error> {
         let mut table = self.table();
@@ -286,6 +305,7 @@ impl Shared {
         let id = table.last;
         let connection = Connection {
             worker: registration.worker,
+            name,
             called: 0,
             calling: Vec::new(),
             has_begun: false,
@@ -422,21 +442,31 @@ impl Shared {
         table.connections.get(&id).is_some_and(|one| one.has_begun)
     }
 
-    /// Handles a worker's message on this connection. False if the connection has ended.
-    fn update(&self, id: ConnectionId, what: impl FnOnce(&mut Worker)) -> bool {
+    /// Handles a worker's message on this connection, if it names no sequence or one that was
+    /// given out.
+    fn update(
+        &self,
+        id: ConnectionId,
+        sequence: Option<u64>,
+        what: impl FnOnce(&mut Worker),
+    ) -> Result<(), Uncounted> {
         let mut table = self.table();
-        let Some(worker) = table.worker(id) else {
-            return false;
-        };
+        let worker = table.worker(id).ok_or(Uncounted::Gone)?;
+        if let Some(got) = sequence {
+            let (reached, _) = self.remote_readers.sent_to_all();
+            if got > reached {
+                return Err(Uncounted::Ahead { got, reached });
+            }
+        }
         what(worker);
         drop(table);
         self.changed.notify_all();
-        true
+        Ok(())
     }
 
     /// A worker's own rendez-vous is over.
-    pub(super) fn joined(&self, id: ConnectionId) -> bool {
-        self.update(id, |worker| {
+    pub(super) fn joined(&self, id: ConnectionId) -> Result<(), Uncounted> {
+        self.update(id, None, |worker| {
             worker.joined = true;
             // Wakes the trainer, which may wait for that.
             worker.reader.progress(0, 0);
@@ -444,8 +474,8 @@ impl Shared {
     }
 
     /// A worker has fetched and checked all of it.
-    pub(super) fn staged(&self, id: ConnectionId, sequence: u64) -> bool {
-        self.update(id, |worker| {
+    pub(super) fn staged(&self, id: ConnectionId, sequence: u64) -> Result<(), Uncounted> {
+        self.update(id, Some(sequence), |worker| {
             let sequence = worker.at_most_notified(sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
@@ -453,13 +483,13 @@ impl Shared {
     }
 
     /// A worker runs these versions from here on.
-    pub(super) fn applied(&self, id: ConnectionId, applied: &Applied) -> bool {
+    pub(super) fn applied(&self, id: ConnectionId, applied: &Applied) -> Result<(), Uncounted> {
         let versions = applied.versions.iter().filter(|runs| {
             runs.model < self.models.len()
                 && runs.version <= self.remote_readers.version(runs.model)
         });
         let versions: Vec<_> = versions.map(|runs| (runs.model, runs.version)).collect();
-        self.update(id, |worker| {
+        self.update(id, Some(applied.sequence), |worker| {
             let sequence = worker.at_most_notified(applied.sequence);
             worker.staged = worker.staged.max(sequence);
             worker.reader.progress(sequence, 0);
@@ -468,8 +498,13 @@ impl Shared {
     }
 
     /// A worker cannot use the set of this sequence.
-    pub(super) fn refused(&self, id: ConnectionId, sequence: u64, reason: String) -> bool {
-        self.update(id, |worker| {
+    pub(super) fn refused(
+        &self,
+        id: ConnectionId,
+        sequence: u64,
+        reason: String,
+    ) -> Result<(), Uncounted> {
+        self.update(id, Some(sequence), |worker| {
             if sequence >= worker.refused {
                 worker.refused = sequence;
                 worker.reader.refuse(Some(sequence), reason);
@@ -478,8 +513,8 @@ impl Shared {
     }
 
     /// A worker can use nothing at all.
-    pub(super) fn rejected(&self, id: ConnectionId, reason: String) -> bool {
-        self.update(id, |worker| {
+    pub(super) fn rejected(&self, id: ConnectionId, reason: String) -> Result<(), Uncounted> {
+        self.update(id, None, |worker| {
             worker.rejected = true;
             worker.reader.refuse(None, reason);
         })
@@ -581,17 +616,14 @@ impl Shared {
         self.models.iter().map(|model| &model.id)
     }
 
-    /// The name of a connection, which no other of any sender has.
-    pub(super) fn name(&self, id: ConnectionId) -> String {
-        let run = u64::from_be_bytes(*self.run.id.first_chunk().unwrap_or(&[0; 8]));
-        format!("{run:016x}-{id}")
-    }
-
-    /// The connection of a name.
+    /// The connection of a name, if it has not ended. The time tells nothing of other names.
     pub(super) fn named(&self, name: &str) -> Option<ConnectionId> {
-        let (_, id) = name.rsplit_once('-')?;
-        let id = id.parse().ok()?;
-        (self.name(id) == name).then_some(id)
+        let name = Digits::try_from(name.to_owned()).ok()?;
+        let table = self.table();
+        let mut connections = table.connections.iter();
+        connections
+            .find(|(_, connection)| connection.name == name)
+            .map(|(id, _)| *id)
     }
 }
 

@@ -122,10 +122,6 @@ fn matches(pattern: &str, text: &str) -> bool {
         "^[0-9a-f]{32}$" => hex(text, 32),
         "^[0-9a-f]{16}$" => hex(text, 16),
         "^[0-9a-f]{64}$" => hex(text, 64),
-        "^[0-9a-f]{16}-[0-9]+$" => {
-            let parts = text.split_once('-');
-            parts.is_some_and(|(run, mailbox)| hex(run, 16) && mailbox.parse::<u64>().is_ok())
-        }
         other => panic!("{other} is not looked at here"),
     }
 }
@@ -140,7 +136,7 @@ fn assert_described(name: &str, value: impl Serialize) {
 
 #[test]
 fn messages_match_their_openapi_schemas() {
-    let id = || "0123456789abcdef-3".to_owned();
+    let id = Digits([0xef; 32].into());
     let run = Run {
         epoch: Epoch(3),
         id: [0xab; 16],
@@ -155,17 +151,16 @@ fn messages_match_their_openapi_schemas() {
         url: url("127.0.0.1:7007".parse().unwrap(), None),
         seen: Epoch(0),
         run: None,
-        nonce: None,
+        nonce: Digits([0xcd; 32].into()),
         announces: false,
     };
     assert_described("Register", &register);
     register.run = Some(run);
-    register.nonce = Some(Digits([0xcd; 32].into()));
     register.announces = true;
     assert_described("Register", &register);
     let welcome = |proof| Welcome {
         protocol: PROTOCOL,
-        id: id(),
+        id,
         run,
         pid: 1,
         models: vec![model()],
@@ -196,7 +191,7 @@ fn messages_match_their_openapi_schemas() {
     assert_described(
         "Call",
         Call {
-            id: id(),
+            id,
             run,
             sequence: 1,
             url: "http://127.0.0.1:1".into(),
@@ -300,22 +295,30 @@ fn the_routes_are_those_described() {
         version: Some(0),
         wait_ms: Some(0),
     };
-    let parameters = root["paths"][of_sender::SET]["get"]["parameters"].as_array();
-    let parameters = parameters
-        .unwrap()
-        .iter()
-        .filter(|one| one["in"] == "query");
-    let names: BTreeSet<_> = parameters
-        .map(|one| one["name"].as_str().unwrap())
-        .collect();
-    let value = serde_json::to_value(question).unwrap();
-    let fields: BTreeSet<_> = value
-        .as_object()
-        .unwrap()
-        .keys()
-        .map(String::as_str)
-        .collect();
-    assert_eq!(names, fields);
+    let registering = Registering {
+        nonce: Digits([0xcd; 32].into()),
+    };
+    for (path, value) in [
+        (of_sender::SET, serde_json::to_value(question)),
+        (of_worker::LIFELINE, serde_json::to_value(registering)),
+    ] {
+        let parameters = root["paths"][path]["get"]["parameters"].as_array();
+        let parameters = parameters
+            .unwrap()
+            .iter()
+            .filter(|one| one["in"] == "query");
+        let names: BTreeSet<_> = parameters
+            .map(|one| one["name"].as_str().unwrap())
+            .collect();
+        let value = value.unwrap();
+        let fields: BTreeSet<_> = value
+            .as_object()
+            .unwrap()
+            .keys()
+            .map(String::as_str)
+            .collect();
+        assert_eq!(names, fields);
+    }
 }
 
 #[test]

@@ -8,6 +8,11 @@ use weightsync_engine::transport::Endpoint;
 use super::*;
 use crate::rpc::wire::Runs;
 
+/// The name of each connection: these tests reach them by their numbers.
+fn name() -> Digits {
+    Digits::random().unwrap()
+}
+
 /// A sender of one model of one byte, and what serves its workers.
 fn sender() -> (Writer, Arc<Shared>) {
     let id = ModelId::new("policy").unwrap();
@@ -57,7 +62,7 @@ fn registration(pid: u32, addr: &str) -> Registration {
 
 fn admit(shared: &Shared, registration: &Registration) -> ConnectionId {
     let admitted = shared
-        .admit(registration, shared.holder(registration))
+        .admit(registration, name(), shared.holder(registration))
         .unwrap();
     admitted.expect("nobody else comes").0
 }
@@ -73,7 +78,7 @@ fn number_holder_is_told_by_process_and_address() {
         registration(1, "10.0.0.2:5000"),
     ] {
         assert_eq!(shared.holder(&other), Some(id));
-        assert!(shared.admit(&other, None).unwrap().is_none());
+        assert!(shared.admit(&other, name(), None).unwrap().is_none());
         assert!(shared.is_here(id));
     }
     // The caller has found out that the holder is silent.
@@ -99,7 +104,7 @@ fn announcing_worker_counts_after_its_announcement() {
     let mut loaded = there.clone();
     loaded.workers[0].versions = vec![Version(1)];
     assert_eq!(shared.joined_only(&loaded).workers.len(), 1);
-    assert!(shared.joined(id));
+    shared.joined(id).unwrap();
     assert_eq!(shared.joined_only(&there).workers.len(), 1);
 }
 
@@ -153,16 +158,68 @@ fn claims_are_cut_down_to_what_was_sent() {
         }],
     };
     let called = shared.next_call(id).unwrap().sequence;
-    assert!(shared.staged(id, u64::MAX));
-    assert!(shared.applied(id, &applied(u64::MAX, 0, 2)));
-    assert!(shared.applied(id, &applied(called, 7, 1)));
+    shared.applied(id, &applied(called, 0, 2)).unwrap();
+    shared.applied(id, &applied(called, 7, 1)).unwrap();
     assert_eq!(writer.readers()[0].applied, [Version::NONE]);
-    assert!(shared.applied(id, &applied(called, 0, 1)));
+    shared.applied(id, &applied(called, 0, 1)).unwrap();
     assert_eq!(writer.readers()[0].applied, [Version(1)]);
     publish(&mut writer);
     let newest = shared.next_call(id).expect("a claim hides nothing");
     assert!(newest.sequence > called);
-    assert!(!shared.staged(id + 1, 1), "there is no such connection");
+    assert_eq!(shared.staged(id + 1, 1), Err(Uncounted::Gone));
+}
+
+#[test]
+fn sequence_that_was_not_given_out_changes_nothing() {
+    let (mut writer, shared) = sender();
+    publish(&mut writer);
+    let id = admit(&shared, &registration(1, "10.0.0.1:5000"));
+    let reached = shared.next_call(id).unwrap().sequence;
+    let applied = |sequence| Applied {
+        sequence,
+        versions: vec![Runs {
+            model: 0,
+            version: Version(1),
+        }],
+    };
+    for got in [reached + 1, u64::MAX] {
+        let ahead = Err(Uncounted::Ahead { got, reached });
+        assert_eq!(shared.staged(id, got), ahead);
+        assert_eq!(shared.refused(id, got, "no".into()), ahead);
+        assert_eq!(shared.applied(id, &applied(got)), ahead);
+    }
+    assert_eq!(writer.readers()[0].applied, [Version::NONE]);
+    let untouched = |shared: &Shared| {
+        let mut table = shared.table();
+        let worker = table.worker(id).unwrap();
+        (worker.staged, worker.refused) == (0, 0)
+    };
+    assert!(untouched(&shared));
+    // A later refusal counts, so a sender that ends does not wait for this worker.
+    shared.refused(id, reached, "no".into()).unwrap();
+    assert!(!untouched(&shared));
+}
+
+#[test]
+fn connection_is_found_by_its_own_name_alone() {
+    let (_writer, shared) = sender();
+    let worker = registration(1, "10.0.0.1:5000");
+    let named = |name: Digits| shared.named(&name.to_string());
+    let names = [name(), name()];
+    let ids = names.map(|name| shared.admit(&worker, name, None).unwrap().unwrap().0);
+    assert_eq!(names.map(named), ids.map(Some));
+    assert_eq!(named(name()), None);
+    // What a connection's name is made of is not what other workers know.
+    let run = u64::from_be_bytes(*shared.run.id.first_chunk().unwrap());
+    for guessed in [
+        String::new(),
+        ids[0].to_string(),
+        format!("{run:016x}-{}", ids[0]),
+    ] {
+        assert_eq!(shared.named(&guessed), None, "{guessed}");
+    }
+    shared.end(ids[0], Departure::Left);
+    assert_eq!(names.map(named), [None, Some(ids[1])]);
 }
 
 #[test]
