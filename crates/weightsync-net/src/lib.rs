@@ -40,6 +40,8 @@ pub mod wire;
 
 pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::{NetError, listen_error};
+#[doc(hidden)] // for the schemes of this workspace
+pub use self::link::admission;
 pub use self::link::log_limiter;
 pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share, Verify};

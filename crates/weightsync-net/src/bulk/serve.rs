@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
 use weightsync_core::delta::Scratch;
 use weightsync_core::{Run, Version};
 
@@ -20,6 +20,7 @@ use super::delta::{Delta, Span};
 use super::stop::Threads;
 use super::store::{BlockState, Held, Store};
 use super::{IDLE, PATIENCE, STUCK};
+use crate::link::admission::{Admitted, Doing, Room};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
 use crate::wire::frame::{
@@ -48,7 +49,8 @@ const ON_ITS_WAY: Duration = Duration::from_secs(75);
 /// fetch.
 const QUIET: Duration = Duration::from_secs(60);
 
-/// How many children may be connected, whether they fetch or not.
+/// How many children may be connected, whether they fetch or not, if there are descriptors for them.
+/// One more closes the connection that has sent no fetch for the longest time.
 const CHILDREN: usize = 32_768;
 
 /// A turn must send this many bytes to be used for measuring a link. The first few MiB may only
@@ -82,7 +84,8 @@ pub(crate) struct Serving {
     pub(crate) threads: Arc<Threads>,
     pub(crate) notify: Arc<dyn Fn(Served) + Send + Sync>,
     at_once: Arc<Semaphore>,
-    children: Arc<Semaphore>,
+    children: Arc<Mutex<Admitted<Arc<Notify>>>>,
+    most_children: usize,
     digesting: Arc<Semaphore>,
     /// The measured speed of the link to each child, in bytes a second.
     rates: Arc<Mutex<HashMap<u64, u64>>>,
@@ -103,7 +106,8 @@ impl Serving {
             threads,
             notify: Arc::new(notify),
             at_once: Arc::new(Semaphore::new(AT_ONCE)),
-            children: Arc::new(Semaphore::new(CHILDREN)),
+            children: Arc::default(),
+            most_children: CHILDREN,
             digesting: Arc::new(Semaphore::new(DIGESTING)),
             rates: Arc::default(),
             quiet: QUIET,
@@ -111,9 +115,11 @@ impl Serving {
     }
 
     /// Serves one child until it hangs up or has been quiet for too long. A child that waits costs
-    /// a descriptor, but no thread: a sender may have thousands of them.
+    /// a descriptor, but no thread: a sender may have thousands of them. One that asks for nothing
+    /// may lose its connection to another one.
     pub(crate) async fn child(self, mut socket: AsyncStream) {
-        let Ok(_one) = self.children.clone().try_acquire_owned() else {
+        let closed = Arc::new(Notify::new());
+        let Some(child) = self.admit(&socket, closed.clone()) else {
             tracing::debug!("a relay below is not served: the limit is reached");
             return;
         };
@@ -121,8 +127,23 @@ impl Serving {
             tracing::debug!("a relay below is served, but its host cannot be watched: {error}");
         }
         loop {
-            match self.request(socket).await {
-                Ok(Some(same)) => socket = same,
+            let request = tokio::select! {
+                // What a child has sent by then is answered.
+                biased;
+                request = read_request(&mut socket, self.quiet) => request,
+                () = closed.notified() => return,
+            };
+            if !child.is_now(Doing::Busy) {
+                return;
+            }
+            let answered = match request {
+                Ok(Some(request)) => self.answer(socket, request).await,
+                Ok(None) => return,
+                Err(error) => Err(error),
+            };
+            match answered {
+                Ok(Some(same)) if child.is_now(Doing::Idle) => socket = same,
+                Ok(Some(_)) => return,
                 Ok(None) => return,
                 Err(error) => {
                     tracing::debug!("a relay below is no longer served: {error}");
@@ -132,15 +153,35 @@ impl Serving {
         }
     }
 
-    async fn request(&self, mut socket: AsyncStream) -> io::Result<Option<AsyncStream>> {
-        match read_request(&mut socket, self.quiet).await? {
-            None => Ok(None),
-            Some(ToParent::Fetch(wanted)) => self.fetch(socket, wanted).await,
-            Some(ToParent::Digests {
+    /// Takes a child in, at the cost of an idle one if there are too many. `None`: all are busy.
+    fn admit(&self, socket: &AsyncStream, closed: Arc<Notify>) -> Option<Connected> {
+        let from = socket.socket().peer_addr().ok()?.ip();
+        let mut children = locked(&self.children);
+        let room = Room::within_descriptors(self.most_children, children.count());
+        let entered = children.enter(from, Doing::Idle, &room, closed);
+        drop(children);
+        let (number, idle) = entered.ok()?;
+        if let Some(idle) = idle {
+            idle.notify_one();
+        }
+        Some(Connected {
+            all: self.children.clone(),
+            number,
+        })
+    }
+
+    async fn answer(
+        &self,
+        socket: AsyncStream,
+        request: ToParent,
+    ) -> io::Result<Option<AsyncStream>> {
+        match request {
+            ToParent::Fetch(wanted) => self.fetch(socket, wanted).await,
+            ToParent::Digests {
                 run,
                 model,
                 version,
-            }) => {
+            } => {
                 let model = model.into();
                 self.digests(socket, run, Item { model, version }).await
             }
@@ -266,14 +307,37 @@ impl Serving {
     }
 
     fn rates(&self) -> MutexGuard<'_, HashMap<u64, u64>> {
-        // Each change is one insertion, so the map is valid after a panic.
-        self.rates.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.rates)
     }
 
     /// Whether other fetches wait for a turn.
     fn others_wait(&self) -> bool {
         self.at_once.available_permits() == 0
     }
+}
+
+/// A child's connection, until this is dropped.
+struct Connected {
+    all: Arc<Mutex<Admitted<Arc<Notify>>>>,
+    number: u64,
+}
+
+impl Connected {
+    /// Notes what it does. False if its connection is closed for another one.
+    fn is_now(&self, doing: Doing) -> bool {
+        locked(&self.all).is_now(self.number, doing)
+    }
+}
+
+impl Drop for Connected {
+    fn drop(&mut self) {
+        locked(&self.all).leave(self.number);
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Each change is one insertion or removal, so the map is valid after a panic.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The state of a span's delta.

@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::io::{self, Read};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -17,6 +16,7 @@ use super::{ASKS, Frames, Gone, prepare, write_message};
 use crate::access::Key;
 use crate::error::{listen_error, os, transport};
 use crate::link::Credentials;
+use crate::link::admission::{Admitted, Doing, Room};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::link::{HANDSHAKE, listen::accept_all};
 use crate::scheme::Distributed;
@@ -49,7 +49,7 @@ struct Places {
     /// How many there will be.
     workers: u32,
     by_worker: Mutex<BTreeMap<u32, Arc<Seat>>>,
-    connections: AtomicUsize,
+    connections: Mutex<Admitted<Arc<Stream>>>,
 }
 
 impl Trainer {
@@ -172,18 +172,36 @@ impl Places {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives an authenticated connection a thread.
+    fn connections(&self) -> MutexGuard<'_, Admitted<Arc<Stream>>> {
+        self.connections
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives an authenticated connection a thread. One without a place may be closed for it.
     fn begin(self: Arc<Self>, socket: AsyncStream, from: SocketAddr) -> io::Result<()> {
         let socket = Arc::new(socket.into_blocking()?);
         prepare(&socket)?;
+        // All workers may be on one host.
         let most = self.workers as usize + MORE_CONNECTIONS;
-        let before = self.connections.fetch_add(1, Ordering::Relaxed);
-        let counted = Counted(self);
-        if before >= most {
+        let room = Room {
+            all: most,
+            of_one: most,
+            ..Room::STRANGERS
+        };
+        let entered = self
+            .connections()
+            .enter(from.ip(), Doing::Idle, &room, socket.clone());
+        let Ok((number, idle)) = entered else {
             return Err(io::Error::other("there are too many connections"));
+        };
+        let counted = Counted(self, number);
+        if let Some(idle) = idle {
+            // Its thread finds it closed.
+            let _ = idle.shutdown(Shutdown::Both);
         }
         let serve = move || {
-            if let Err(gone) = counted.0.serve(&socket, from) {
+            if let Err(gone) = counted.0.serve(&socket, from, number) {
                 tracing::warn!("a worker from {from} did not join: {gone}");
             }
         };
@@ -192,12 +210,15 @@ impl Places {
     }
 
     /// Serves a connection until it ends; an error is one of a worker without a place.
-    fn serve(&self, socket: &Arc<Stream>, from: SocketAddr) -> Result<(), Gone> {
+    fn serve(&self, socket: &Arc<Stream>, from: SocketAddr, number: u64) -> Result<(), Gone> {
         let mut frames = Frames::new(socket.clone(), ASKS);
         let (worker, ticket) = joining(&mut frames)?;
         frames.wait_for(SILENT);
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
-            Ok(seat) => seat,
+            Ok(seat) => {
+                self.connections().is_now(number, Doing::Busy);
+                seat
+            }
             Err(answer) => {
                 match &answer {
                     ToWorker::End { reason } => {
@@ -320,11 +341,11 @@ impl Places {
 }
 
 /// A connection that is counted.
-struct Counted(Arc<Places>);
+struct Counted(Arc<Places>, u64);
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.connections.fetch_sub(1, Ordering::Relaxed);
+        self.0.connections().leave(self.1);
     }
 }
 

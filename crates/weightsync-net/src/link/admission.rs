@@ -1,19 +1,17 @@
-//! Limits strangers: how many may connect at once, and how many of those that fail get an
-//! answer.
+//! Which connections a listener keeps, which one it closes for another, and how many strangers that
+//! fail get an answer.
 //!
 //! Many processes may share an address. So a fault of one of them does not keep the others out.
 //!
 //! The input and the output are plain values; the caller brings the time.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
-/// How many connections may be authenticating at once.
-const STRANGERS: usize = 256;
-
-/// How many of them may come from one address.
-const OF_ONE: usize = 64;
+use rustix::process::{Resource, getrlimit};
+use weightsync_mem::raise_files;
 
 /// How many failures of one address are answered in a [`WINDOW`].
 const ANSWERS: u32 = 20;
@@ -24,48 +22,216 @@ const WINDOW: Duration = Duration::from_secs(10);
 /// How many addresses have a count of their own; all others share one.
 const ADDRESSES: usize = 1024;
 
-/// The connections that have not authenticated, oldest first.
-#[derive(Debug)]
-pub(crate) struct Strangers<T> {
-    all: VecDeque<(IpAddr, T)>,
+/// What a connection is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Doing {
+    /// It has not proved itself yet.
+    Unproved,
+    /// It has, and asks for nothing now.
+    Idle,
+    /// Something is done for it: it is not closed for another one.
+    Busy,
 }
 
-impl<T> Strangers<T> {
-    pub(crate) fn new() -> Self {
+/// How many connections a listener keeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Those that have not proved themselves yet.
+    pub unproved: usize,
+    /// How many of them may be of one address.
+    pub unproved_of_one: usize,
+    /// All connections.
+    pub all: usize,
+    /// How many of all may be of one address.
+    pub of_one: usize,
+}
+
+impl Room {
+    /// Room for so many strangers, and for any number of others.
+    pub const STRANGERS: Self = Self {
+        unproved: 256,
+        unproved_of_one: 64,
+        all: usize::MAX,
+        of_one: usize::MAX,
+    };
+
+    /// Room for so many connections. One address may have three quarters of it: whatever that does,
+    /// others find room.
+    #[must_use]
+    pub fn of(all: usize) -> Self {
         Self {
-            all: VecDeque::new(),
+            unproved: Self::STRANGERS.unproved.min(all / 2),
+            unproved_of_one: Self::STRANGERS.unproved_of_one,
+            all,
+            of_one: all - all / 4,
         }
+    }
+
+    /// Room for at most so many connections, as far as half of this process's descriptors go: calls
+    /// and files have the other half. Where `count` connections need it, the process gets as many
+    /// descriptors as it may have.
+    #[must_use]
+    pub fn within_descriptors(most: usize, count: usize) -> Self {
+        let room = || {
+            let descriptors = getrlimit(Resource::Nofile).current;
+            let half = descriptors.map_or(usize::MAX, |most| (most / 2) as usize);
+            Self::of(most.min(half))
+        };
+        let now = room();
+        match count >= now.of_one && raise_files() {
+            true => room(),
+            false => now,
+        }
+    }
+}
+
+/// There is no room for another connection, and none may be closed for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Full {
+    /// All connections are busy.
+    All,
+    /// All connections of its address are busy, and there are as many as one may have.
+    OfOne,
+}
+
+/// The connections that a listener keeps.
+#[derive(Debug)]
+pub struct Admitted<T> {
+    all: BTreeMap<u64, One<T>>,
+    /// Counts what happens, and so tells what happened first.
+    last: u64,
+}
+
+#[derive(Debug)]
+struct One<T> {
+    from: IpAddr,
+    doing: Doing,
+    /// When it began to do that.
+    since: u64,
+    handle: T,
+}
+
+impl<T> Default for Admitted<T> {
+    fn default() -> Self {
+        Self {
+            all: BTreeMap::new(),
+            last: 0,
+        }
+    }
+}
+
+impl<T> Admitted<T> {
+    /// Adds a connection. Returns its number and, if there are too many, the handle of the one to
+    /// close. That is one of the same address where that has too many, and else one of the address
+    /// that has the most: the one that has been idle for the longest time, or else the oldest that
+    /// has not proved itself. An honest client proves itself quickly, so it is not the oldest for
+    /// long.
+    ///
+    /// # Errors
+    ///
+    /// [`Full`] if there are too many, and all are busy.
+    pub fn enter(
+        &mut self,
+        from: IpAddr,
+        doing: Doing,
+        room: &Room,
+        handle: T,
+    ) -> Result<(u64, Option<T>), Full> {
+        let closes = self.closes(from, doing, room)?;
+        let closed = closes.and_then(|number| self.all.remove(&number));
+        let since = self.now();
+        let one = One {
+            from,
+            doing,
+            since,
+            handle,
+        };
+        self.all.insert(since, one);
+        Ok((since, closed.map(|one| one.handle)))
+    }
+
+    /// Notes what a connection does now. False if it was closed for another one.
+    pub fn is_now(&mut self, number: u64, doing: Doing) -> bool {
+        let now = self.now();
+        let Some(one) = self.all.get_mut(&number) else {
+            return false;
+        };
+        (one.doing, one.since) = (doing, now);
+        true
+    }
+
+    /// A connection has ended.
+    pub fn leave(&mut self, number: u64) {
+        self.all.remove(&number);
+    }
+
+    /// Whether a connection was neither closed for another one, nor has ended.
+    pub fn has(&self, number: u64) -> bool {
+        self.all.contains_key(&number)
     }
 
     /// Forgets connections for which this does not hold.
     pub(crate) fn retain(&mut self, of: impl Fn(&T) -> bool) {
-        self.all.retain(|(_, one)| of(one));
+        self.all.retain(|_, one| of(&one.handle));
     }
 
-    /// Adds a connection. If there are too many, returns the one to drop: the oldest of the same
-    /// address, or else the oldest of the address that has the most. An honest client authenticates
-    /// quickly, so it is not the oldest for long.
-    pub(crate) fn come(&mut self, from: IpAddr, stranger: T) -> Option<T> {
-        let gone = self.full(from).and_then(|address| {
-            let oldest = self.all.iter().position(|(of, _)| *of == address)?;
-            self.all.remove(oldest)
-        });
-        self.all.push_back((from, stranger));
-        gone.map(|(_, one)| one)
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.all.len()
     }
 
-    /// The address that must give up a connection before another from here is admitted, if any.
-    fn full(&self, from: IpAddr) -> Option<IpAddr> {
-        let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
-        for (of, _) in &self.all {
-            *counts.entry(*of).or_default() += 1;
+    fn now(&mut self) -> u64 {
+        self.last += 1;
+        self.last
+    }
+
+    /// The connection that is closed for another one from here, if there are too many.
+    fn closes(&self, from: IpAddr, doing: Doing, room: &Room) -> Result<Option<u64>, Full> {
+        let is_of_it = |one: &One<T>| one.from == from;
+        let is_unproved = |one: &One<T>| one.doing == Doing::Unproved;
+        let is_idle = |one: &One<T>| one.doing == Doing::Idle;
+        let count = |which: &dyn Fn(&One<T>) -> bool| {
+            let all = self.all.values();
+            all.filter(|one| which(one)).count()
+        };
+        let is_stranger = doing == Doing::Unproved;
+        if is_stranger && count(&|one| is_of_it(one) && is_unproved(one)) >= room.unproved_of_one {
+            return Ok(self.oldest(|_| true, |one| is_of_it(one) && is_unproved(one)));
         }
-        if counts.get(&from).is_some_and(|count| *count >= OF_ONE) {
-            return Some(from);
+        if count(&is_of_it) >= room.of_one {
+            let idle = self.oldest(|_| true, |one| is_of_it(one) && is_idle(one));
+            let closes =
+                idle.or_else(|| self.oldest(|_| true, |one| is_of_it(one) && is_unproved(one)));
+            return closes.map(Some).ok_or(Full::OfOne);
         }
-        let most = counts.into_iter().max_by_key(|(_, count)| *count);
-        let most = most.filter(|_| self.all.len() >= STRANGERS);
-        most.map(|(address, _)| address)
+        if is_stranger
+            && count(&is_unproved) >= room.unproved
+            && let Some(oldest) = self.oldest(is_unproved, is_unproved)
+        {
+            return Ok(Some(oldest));
+        }
+        if self.all.len() < room.all {
+            return Ok(None);
+        }
+        let idle = self.oldest(|_| true, is_idle);
+        let closes = idle.or_else(|| self.oldest(|_| true, is_unproved));
+        closes.map(Some).ok_or(Full::All)
+    }
+
+    /// Of the connections of a kind, the oldest one of the address that has the most of those that
+    /// count.
+    fn oldest(
+        &self,
+        counts: impl Fn(&One<T>) -> bool,
+        of_kind: impl Fn(&One<T>) -> bool,
+    ) -> Option<u64> {
+        let mut of_each: BTreeMap<IpAddr, usize> = BTreeMap::new();
+        for one in self.all.values().filter(|one| counts(one)) {
+            *of_each.entry(one.from).or_default() += 1;
+        }
+        let of_kind = self.all.iter().filter(|(_, one)| of_kind(one));
+        let oldest = of_kind.min_by_key(|(_, one)| (Reverse(of_each.get(&one.from)), one.since));
+        oldest.map(|(number, _)| *number)
     }
 }
 
@@ -116,35 +282,109 @@ mod tests {
         IpAddr::from([10, 0, high, low])
     }
 
+    /// Connections whose handles are what the test calls them.
+    #[derive(Default)]
+    struct Crowd(Admitted<usize>);
+
+    impl Crowd {
+        /// The handle of the connection that is closed for this one.
+        fn enter(&mut self, from: u16, doing: Doing, handle: usize) -> Result<Option<usize>, Full> {
+            let room = Room {
+                unproved: 16,
+                unproved_of_one: 4,
+                ..Room::of(40)
+            };
+            let entered = self.0.enter(address(from), doing, &room, handle);
+            entered.map(|(_, closed)| closed)
+        }
+
+        /// Has the connections of an address do something.
+        fn all_do(&mut self, from: u16, doing: Doing) {
+            let of_it = self.0.all.iter();
+            let of_it: Vec<_> = of_it
+                .filter(|(_, one)| one.from == address(from))
+                .map(|(number, _)| *number)
+                .collect();
+            for number in of_it {
+                assert!(self.0.is_now(number, doing));
+            }
+        }
+    }
+
     #[test]
     fn strangers_of_one_address_evict_each_other() {
-        let mut strangers = Strangers::new();
-        assert_eq!(strangers.come(address(2), 1000), None);
-        for number in 0..3 * OF_ONE {
-            let gone = strangers.come(address(1), number);
-            assert_eq!(gone, number.checked_sub(OF_ONE));
+        let mut crowd = Crowd::default();
+        assert_eq!(crowd.enter(2, Doing::Unproved, 1000), Ok(None));
+        for number in 0..12 {
+            let gone = crowd.enter(1, Doing::Unproved, number);
+            assert_eq!(gone, Ok(number.checked_sub(4)));
         }
-        strangers.retain(|one| *one == 1000);
-        assert_eq!(strangers.come(address(1), 0), None);
-        assert_eq!(strangers.all.len(), 2);
+        crowd.0.retain(|one| *one == 1000);
+        assert_eq!(crowd.enter(1, Doing::Unproved, 0), Ok(None));
+        assert_eq!(crowd.0.count(), 2);
     }
 
     #[test]
     fn strangers_are_evicted_from_the_busiest_address() {
-        let mut strangers = Strangers::new();
-        for number in 0..10 {
-            assert_eq!(strangers.come(address(1), number), None);
+        let mut crowd = Crowd::default();
+        // One that has proved itself does not count among them.
+        assert_eq!(crowd.enter(9, Doing::Busy, 1000), Ok(None));
+        for number in 0..3 {
+            assert_eq!(crowd.enter(1, Doing::Unproved, number), Ok(None));
         }
-        for number in 10..STRANGERS {
-            assert_eq!(strangers.come(address(number as u16), number), None);
+        for number in 3..16 {
+            let gone = crowd.enter(10 + number as u16, Doing::Unproved, number);
+            assert_eq!(gone, Ok(None));
         }
-        for number in 0..9 {
-            assert_eq!(
-                strangers.come(address(2000 + number as u16), 2000),
-                Some(number)
-            );
+        for number in 0..2 {
+            let gone = crowd.enter(2000 + number as u16, Doing::Unproved, 2000);
+            assert_eq!(gone, Ok(Some(number)));
         }
-        assert_eq!(strangers.all.len(), STRANGERS);
+        assert_eq!(crowd.0.count(), 17);
+    }
+
+    #[test]
+    fn idle_connections_of_one_address_keep_nobody_out() {
+        let mut crowd = Crowd::default();
+        for number in 0..30 {
+            assert_eq!(crowd.enter(1, Doing::Idle, number), Ok(None));
+        }
+        // Another one of that address closes the one that has been idle for the longest time.
+        assert_eq!(crowd.enter(1, Doing::Unproved, 30), Ok(Some(0)));
+        crowd.all_do(1, Doing::Busy);
+        // If none of them is idle, others still find room.
+        assert_eq!(crowd.enter(1, Doing::Unproved, 31), Err(Full::OfOne));
+        for number in 100..110 {
+            assert_eq!(crowd.enter(number as u16, Doing::Busy, number), Ok(None));
+        }
+        assert_eq!(crowd.enter(2, Doing::Unproved, 200), Err(Full::All));
+        assert_eq!(crowd.0.count(), 40);
+    }
+
+    #[test]
+    fn full_listener_closes_the_oldest_idle_connection() {
+        let mut crowd = Crowd::default();
+        for number in 0..20 {
+            assert_eq!(crowd.enter(1, Doing::Idle, number), Ok(None));
+        }
+        for number in 20..40 {
+            assert_eq!(crowd.enter(number as u16, Doing::Idle, number), Ok(None));
+        }
+        // The first of the busiest address has just been asked something.
+        let first = *crowd.0.all.first_key_value().unwrap().0;
+        assert!(crowd.0.is_now(first, Doing::Busy));
+        assert!(crowd.0.is_now(first, Doing::Idle));
+        assert_eq!(crowd.enter(2, Doing::Unproved, 40), Ok(Some(1)));
+        crowd.all_do(1, Doing::Busy);
+        assert_eq!(crowd.enter(2, Doing::Unproved, 41), Ok(Some(20)));
+        for number in 21..40 {
+            crowd.all_do(number, Doing::Busy);
+        }
+        // A stranger is closed before nobody comes in.
+        assert_eq!(crowd.enter(3, Doing::Unproved, 42), Ok(Some(40)));
+        crowd.0.leave(first);
+        assert!(!crowd.0.has(first) && !crowd.0.is_now(first, Doing::Idle));
+        assert_eq!(crowd.enter(3, Doing::Unproved, 43), Ok(None));
     }
 
     #[test]

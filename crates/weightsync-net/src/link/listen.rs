@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
 
-use super::admission::{Answers, Strangers};
+use super::admission::{Admitted, Answers, Doing, Room};
 use super::log_limiter::{self, LogLimiter};
 use super::stream::AsyncStream;
 use super::{Credentials, GreetError, greet};
@@ -34,7 +34,7 @@ pub(crate) async fn accept_all(
     if let Some(tls) = &credentials.tls {
         tasks.spawn(tls.clone().watch());
     }
-    let mut strangers: Strangers<AbortHandle> = Strangers::new();
+    let mut strangers: Admitted<AbortHandle> = Admitted::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
@@ -72,7 +72,8 @@ pub(crate) async fn accept_all(
             }
         });
         strangers.retain(|stranger| !stranger.is_finished());
-        if let Some(oldest) = strangers.come(from.ip(), stranger) {
+        let entered = strangers.enter(from.ip(), Doing::Unproved, &Room::STRANGERS, stranger);
+        if let Ok((_, Some(oldest))) = entered {
             // Silent connections must not keep honest ones out.
             oldest.abort();
             log(&log_limiter, "strangers", || {

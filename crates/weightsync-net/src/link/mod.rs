@@ -6,7 +6,7 @@
 //! does an end that has sent nothing for 5 s though its host answers. No wait on a link is unbounded:
 //! a link also ends if its peer does not read.
 
-mod admission;
+pub mod admission;
 pub(crate) mod blocking;
 pub(crate) mod listen;
 pub mod log_limiter;

@@ -1,14 +1,17 @@
 //! The HTTP server: which connections it accepts, and how many at a time.
 
-use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::body::Body;
+use bytes::Bytes;
+use http_body::{Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::header::{CONNECTION, HeaderValue, UPGRADE, WWW_AUTHENTICATE};
 use hyper::server::conn::http1;
@@ -17,12 +20,12 @@ use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use rustix::io::Errno;
-use rustix::process::{Resource, getrlimit};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use weightsync_engine::transport::raise_files;
+use weightsync_net::admission::{Admitted, Doing, Full, Room};
 use weightsync_net::log_limiter::{self, LogLimiter};
 use weightsync_net::tls::{Asks, AsyncStream, Part, Tls, refusal};
 
@@ -32,19 +35,16 @@ use super::{Bearer, Stopping};
 /// The limits of a server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Connections at a time that have not yet sent a request with the right bearer.
-    pub(crate) strangers: usize,
-    /// How many of them may be of one address.
-    pub(crate) of_one: usize,
-    /// How long one of those may take to send one.
+    /// Connections at a time, if there are descriptors for them.
+    pub(crate) connections: usize,
+    /// How long one of them may take to send a request with the right bearer.
     pub(crate) patience: Duration,
 }
 
 impl Default for Limits {
     fn default() -> Self {
         Self {
-            strangers: 256,
-            of_one: 64,
+            connections: usize::MAX,
             patience: Duration::from_secs(2),
         }
     }
@@ -72,8 +72,9 @@ const HEALTH: &str = "/healthz";
 enum Cause {
     Bearer,
     Slow,
-    Strangers,
-    Connections,
+    Closed,
+    Full,
+    OfOne,
     Accept,
     Tls,
     Plain,
@@ -93,15 +94,22 @@ struct Admission {
     bearer: Bearer,
     /// The certificates, and what those who connect must have. Without it connections are plain.
     tls: Option<(Tls, Asks)>,
-    strangers: Mutex<BTreeMap<u64, (IpAddr, Arc<Stranger>)>>,
+    connections: Mutex<Admitted<Arc<Notify>>>,
     complaints: Mutex<LogLimiter>,
 }
 
-/// A connection that has not authenticated yet.
-#[derive(Debug, Default)]
-struct Stranger {
+/// A connection, until this is dropped.
+#[derive(Debug)]
+struct Visit {
+    admission: Arc<Admission>,
+    from: SocketAddr,
+    /// It has another number after it was closed for another connection and came back.
+    number: AtomicU64,
+    /// Whether it has sent a request with the right bearer.
     is_known: AtomicBool,
-    out: Notify,
+    /// It is closed for another connection.
+    closed: Arc<Notify>,
+    limits: Limits,
 }
 
 impl Server {
@@ -121,7 +129,7 @@ impl Server {
             admission: Arc::new(Admission {
                 bearer,
                 tls,
-                strangers: Mutex::default(),
+                connections: Mutex::default(),
                 complaints: Mutex::default(),
             }),
         })
@@ -148,7 +156,6 @@ impl Server {
             tokio::spawn(tls.clone().watch());
         }
         let mut connections = JoinSet::new();
-        let mut last = 0;
         loop {
             let accepted = tokio::select! {
                 accepted = listener.accept() => accepted,
@@ -166,28 +173,15 @@ impl Server {
                     continue;
                 }
             };
-            let mut room = room_for_connections();
-            if connections.len() >= room && raise_files() {
-                room = room_for_connections();
-            }
-            if connections.len() >= room {
+            let Ok(visit) = Visit::begin(&self.admission, self.limits, peer) else {
                 failed(&Errno::MFILE.into());
-                self.admission.complain(Cause::Connections, &peer);
                 continue;
-            }
-            last += 1;
-            let limits = Limits {
-                strangers: self.limits.strangers.min(room / 2),
-                ..self.limits
             };
-            let stranger = self.admission.enter(last, &limits, peer);
             connections.spawn(connection(
                 stream,
-                self.admission.clone(),
-                (last, stranger),
+                visit,
                 TowerToHyperService::new(router.clone()),
                 stopping.clone(),
-                self.limits.patience,
             ));
         }
         drop(listener);
@@ -196,36 +190,137 @@ impl Server {
     }
 }
 
-/// How many connections there may be: up to half of the descriptors that this process may have.
-/// Calls to workers take the other half.
-fn room_for_connections() -> usize {
-    let most = getrlimit(Resource::Nofile).current;
-    most.map_or(usize::MAX, |most| (most / 2) as usize)
+impl Visit {
+    /// A connection comes in, at the cost of another one if there are too many.
+    fn begin(admission: &Arc<Admission>, limits: Limits, from: SocketAddr) -> Result<Self, Full> {
+        let closed = Arc::new(Notify::new());
+        let number = admission.enter(from, Doing::Unproved, limits, &closed)?;
+        Ok(Self {
+            admission: admission.clone(),
+            from,
+            number: number.into(),
+            is_known: AtomicBool::new(false),
+            closed,
+            limits,
+        })
+    }
+
+    /// A request with the right bearer begins. One that was read just when its connection was closed
+    /// for another one comes in again.
+    fn asks(&self) -> Result<Busy, Full> {
+        self.is_known.store(true, Ordering::Relaxed);
+        let mut number = self.number.load(Ordering::Relaxed);
+        if !self.admission.connections().is_now(number, Doing::Busy) {
+            let entered = self
+                .admission
+                .enter(self.from, Doing::Busy, self.limits, &self.closed);
+            number = entered?;
+            self.number.store(number, Ordering::Relaxed);
+        }
+        Ok(Busy {
+            admission: self.admission.clone(),
+            number,
+        })
+    }
+
+    fn is_known(&self) -> bool {
+        self.is_known.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the connection is closed for another one.
+    async fn is_closed(&self) {
+        loop {
+            self.closed.notified().await;
+            let number = self.number.load(Ordering::Relaxed);
+            if !self.admission.connections().has(number) {
+                return;
+            }
+        }
+    }
+}
+
+impl Drop for Visit {
+    fn drop(&mut self) {
+        let number = self.number.load(Ordering::Relaxed);
+        self.admission.connections().leave(number);
+    }
+}
+
+/// A request, until its answer is sent.
+#[derive(Debug)]
+struct Busy {
+    admission: Arc<Admission>,
+    number: u64,
+}
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        let mut connections = self.admission.connections();
+        connections.is_now(self.number, Doing::Idle);
+    }
+}
+
+/// The body of an answer. Its connection is busy until that is sent.
+struct AnswerBody {
+    body: Body,
+    _busy: Busy,
+}
+
+impl http_body::Body for AnswerBody {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
 }
 
 impl Admission {
-    /// A stranger connects. If there are too many, the oldest stranger of its address is
-    /// closed, or else the oldest of the address that has the most. A client with the right
-    /// bearer is quick, so it is not the oldest for long.
-    fn enter(&self, number: u64, limits: &Limits, peer: SocketAddr) -> Arc<Stranger> {
-        let stranger = Arc::new(Stranger::default());
-        let mut strangers = self.strangers();
-        let out = crowded(&strangers, limits, peer.ip()).and_then(|crowded| {
-            let mut of_it = strangers.iter().filter(|(_, (from, _))| *from == crowded);
-            let oldest = *of_it.next()?.0;
-            strangers.remove(&oldest)
-        });
-        strangers.insert(number, (peer.ip(), stranger.clone()));
-        drop(strangers);
-        if let Some((_, oldest)) = out {
-            self.complain(Cause::Strangers, &peer);
-            oldest.out.notify_one();
+    /// Adds a connection. If there are too many, an idle one is closed, or else one that has not shown
+    /// the bearer.
+    fn enter(
+        &self,
+        from: SocketAddr,
+        doing: Doing,
+        limits: Limits,
+        closed: &Arc<Notify>,
+    ) -> Result<u64, Full> {
+        let mut connections = self.connections();
+        // Calls to workers take the other half of the descriptors.
+        let room = Room::within_descriptors(limits.connections, connections.count());
+        let entered = connections.enter(from.ip(), doing, &room, closed.clone());
+        drop(connections);
+        match entered {
+            Ok((number, None)) => Ok(number),
+            Ok((number, Some(closed))) => {
+                self.complain(Cause::Closed, &from);
+                closed.notify_one();
+                Ok(number)
+            }
+            Err(full) => {
+                let cause = match full {
+                    Full::All => Cause::Full,
+                    Full::OfOne => Cause::OfOne,
+                };
+                self.complain(cause, &from);
+                Err(full)
+            }
         }
-        stranger
     }
 
-    fn strangers(&self) -> MutexGuard<'_, BTreeMap<u64, (IpAddr, Arc<Stranger>)>> {
-        self.strangers
+    fn connections(&self) -> MutexGuard<'_, Admitted<Arc<Notify>>> {
+        self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
@@ -244,10 +339,17 @@ impl Admission {
         let what = match cause {
             Cause::Bearer => "a request without the right bearer is refused",
             Cause::Slow => "a connection that sends no request in time is dropped",
-            Cause::Strangers => "too many connections without a request; the oldest is dropped",
-            Cause::Connections => {
-                "half of this process's descriptors are such connections; the server closes one \
-                 more: raise the limit (ulimit -n)"
+            Cause::Closed => {
+                "there are too many connections; one that is idle, or has not shown the bearer, is \
+                 closed for the one from"
+            }
+            Cause::Full => {
+                "half of this process's descriptors are connections with requests; the server closes \
+                 one more: raise the limit (ulimit -n)"
+            }
+            Cause::OfOne => {
+                "three eighths of this process's descriptors are connections of one address with \
+                 requests; the server closes one more: raise the limit (ulimit -n)"
             }
             Cause::Accept => "a connection cannot be accepted",
             Cause::Tls => "a connection's TLS handshake failed",
@@ -259,57 +361,29 @@ impl Admission {
     }
 }
 
-/// Decides at which address's cost another stranger comes in, if at any.
-fn crowded(
-    strangers: &BTreeMap<u64, (IpAddr, Arc<Stranger>)>,
-    limits: &Limits,
-    from: IpAddr,
-) -> Option<IpAddr> {
-    let mut counts: BTreeMap<IpAddr, usize> = BTreeMap::new();
-    for (of, _) in strangers.values() {
-        *counts.entry(*of).or_default() += 1;
-    }
-    if counts
-        .get(&from)
-        .is_some_and(|count| *count >= limits.of_one)
-    {
-        return Some(from);
-    }
-    let most = counts.into_iter().max_by_key(|(_, count)| *count);
-    let most = most.filter(|_| strangers.len() >= limits.strangers);
-    most.map(|(address, _)| address)
-}
-
 async fn connection(
     stream: TcpStream,
-    admission: Arc<Admission>,
-    (number, stranger): (u64, Arc<Stranger>),
+    visit: Visit,
     router: TowerToHyperService<Router>,
     mut stopping: Stopping,
-    patience: Duration,
 ) {
-    let Ok(peer) = stream.peer_addr() else {
-        // It is gone by now.
-        admission.strangers().remove(&number);
-        return;
-    };
-    // Likewise, and then it ends on its own.
+    let (admission, peer) = (&visit.admission, &visit.from);
+    // A connection that is gone by now ends on its own.
     let _ = tune(&stream);
-    let late = sleep(patience);
+    let late = sleep(visit.limits.patience);
     tokio::pin!(late);
     let accepted = tokio::select! {
         // What a client has sent by then is read.
         biased;
-        accepted = encrypted(stream, peer, &admission) => accepted,
+        accepted = encrypted(stream, *peer, admission) => accepted,
         () = &mut late => {
-            admission.complain(Cause::Slow, &peer);
+            admission.complain(Cause::Slow, peer);
             None
         }
-        () = stranger.out.notified(), if !stranger.is_known.load(Ordering::Relaxed) => None,
+        () = visit.is_closed() => None,
         () = stopping.wait() => None,
     };
     let Some((stream, is_plain)) = accepted else {
-        admission.strangers().remove(&number);
         return;
     };
     let came = Came {
@@ -321,10 +395,8 @@ async fn connection(
         request.extensions_mut().insert(came);
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
         let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
-        if is_in && !stranger.is_known.swap(true, Ordering::Relaxed) {
-            admission.strangers().remove(&number);
-        }
-        let router = is_in.then(|| router.clone());
+        let busy = is_in.then(|| visit.asks());
+        let router = router.clone();
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
         if is_plain || !(is_in || asks_health) {
             let cause = if is_plain {
@@ -335,9 +407,15 @@ async fn connection(
             admission.complain(cause, &peer);
         }
         async move {
-            match (router, challenge) {
+            match (busy, challenge) {
                 (_, Some(_)) if asks_health => Ok(Response::default()),
-                (Some(router), _) => router.call(request).await,
+                (Some(Ok(busy)), _) => {
+                    let answer = router.call(request).await;
+                    answer.map(|answer| {
+                        answer.map(|body| Body::new(AnswerBody { body, _busy: busy }))
+                    })
+                }
+                (Some(Err(_)), _) => Ok(no_room()),
                 (None, Some(challenge)) => Ok(turned_away(challenge)),
                 (None, None) => Ok(needs_tls()),
             }
@@ -359,23 +437,18 @@ async fn connection(
             _ = &mut served => break,
             () = &mut late, if waits => {
                 waits = false;
-                if !stranger.is_known.load(Ordering::Relaxed) {
-                    admission.complain(Cause::Slow, &peer);
+                if !visit.is_known() {
+                    admission.complain(Cause::Slow, peer);
                     break;
                 }
             }
-            () = stranger.out.notified() => {
-                if !stranger.is_known.load(Ordering::Relaxed) {
-                    break;
-                }
-            }
+            () = visit.is_closed() => break,
             () = stopping.wait(), if !stops => {
                 stops = true;
                 served.as_mut().graceful_shutdown();
             }
         }
     }
-    admission.strangers().remove(&number);
 }
 
 /// An extension of a request: the connection over which it came.
@@ -421,6 +494,15 @@ fn needs_tls() -> Response<Body> {
     response
 }
 
+/// The answer to a request whose connection was closed for another one when it came.
+fn no_room() -> Response<Body> {
+    let mut response = Response::new(Body::from("too many connections: ask again\n"));
+    *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+    let headers = response.headers_mut();
+    headers.insert(CONNECTION, HeaderValue::from_static("close"));
+    response
+}
+
 /// The answer to a request without the right bearer.
 fn turned_away(challenge: HeaderValue) -> Response<Body> {
     let mut response = Response::new(Body::empty());
@@ -433,79 +515,165 @@ fn turned_away(challenge: HeaderValue) -> Response<Body> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream as Client;
+
     use axum::routing::get;
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use weightsync_conformance::scale::longest;
 
     use super::*;
-    use crate::http::HttpThread;
+    use crate::http::{HttpThread, LinesBody};
 
-    fn admission() -> Arc<Admission> {
-        Arc::new(Admission {
-            bearer: Bearer::to_sender(&[7; 16]),
-            tls: None,
-            strangers: Mutex::default(),
-            complaints: Mutex::default(),
-        })
+    const SECRET: [u8; 16] = [7; 16];
+
+    /// Serves this at a free port, for so many connections.
+    fn serve(connections: usize, patience: Duration) -> (HttpThread, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let limits = Limits {
+            connections,
+            patience,
+        };
+        let server = Server::new(listener, Bearer::to_sender(&SECRET), None, limits).unwrap();
+        // An answer that does not end.
+        let held = || async {
+            let (lines, answer) = LinesBody::answer(1);
+            lines.try_send("here".into()).unwrap();
+            tokio::spawn(async move { lines.closed().await });
+            answer
+        };
+        let router = Router::new()
+            .route("/", get(|| async { "here" }))
+            .route("/held", get(held));
+        let thread = HttpThread::start("test", move |stopping| {
+            server.serve(router, stopping, |_| {})
+        });
+        (thread.unwrap(), at)
+    }
+
+    fn connect(at: SocketAddr) -> Client {
+        let client = Client::connect(at).unwrap();
+        client.set_read_timeout(Some(longest())).unwrap();
+        client
+    }
+
+    /// Sends a request with the bearer.
+    fn ask(mut client: &Client, path: &str) {
+        let bearer = Bearer::to_sender(&SECRET).header();
+        let bearer = bearer.to_str().unwrap();
+        let head = format!("GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {bearer}\r\n\r\n");
+        // The server may have closed the connection.
+        let _ = client.write_all(head.as_bytes());
+    }
+
+    /// Whether the server has answered "here"; it has closed the connection otherwise.
+    fn is_answered(mut client: &Client) -> bool {
+        let mut said = Vec::new();
+        let mut byte = [0];
+        while !said.ends_with(b"here") {
+            match client.read(&mut byte) {
+                Ok(1) => said.push(byte[0]),
+                Ok(_) => return false,
+                Err(error) => {
+                    assert_ne!(error.kind(), io::ErrorKind::WouldBlock, "it hangs");
+                    return false;
+                }
+            }
+        }
+        said.starts_with(b"HTTP/1.1 200")
+    }
+
+    /// A client that has got an answer.
+    fn answered(at: SocketAddr, path: &str) -> Client {
+        let client = connect(at);
+        ask(&client, path);
+        assert!(is_answered(&client));
+        client
     }
 
     #[test]
-    fn strangers_of_one_address_evict_each_other() {
+    fn idle_clients_keep_no_client_out() {
+        // Of 8 connections, one address may have 6.
+        let (_thread, at) = serve(8, longest());
+        let come = || -> Vec<_> { (0..6).map(|_| answered(at, "/")).collect() };
+        let idle = come();
+        let _others = come();
+        // Those that were idle for the longest time were closed for them.
+        for client in &idle {
+            assert!(!is_answered(client));
+        }
+    }
+
+    #[test]
+    fn busy_client_is_not_closed_for_others() {
+        let (_thread, at) = serve(8, longest());
+        let busy = answered(at, "/held");
+        let known = connect(at);
+        let mut others = Vec::new();
+        for round in 0..20 {
+            others.push(connect(at));
+            // Of those that are idle, this one always has the newest request.
+            for client in [&others[round], &known] {
+                ask(client, "/");
+                assert!(is_answered(client), "{round}");
+            }
+        }
+        // The end of a chunk, and nothing more.
+        (&busy).read_exact(&mut [0; 2]).unwrap();
+        busy.set_nonblocking(true).unwrap();
+        let said = (&busy).read(&mut [0]).unwrap_err();
+        assert_eq!(said.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn clients_with_requests_keep_to_the_room_of_their_address() {
+        let (_thread, at) = serve(8, longest());
+        let busy: Vec<_> = (0..6).map(|_| answered(at, "/held")).collect();
+        let comes_in = || {
+            let other = connect(at);
+            ask(&other, "/");
+            is_answered(&other)
+        };
+        assert!(!comes_in());
+        drop(busy);
+        // The server notices it a moment later.
+        while !comes_in() {}
+    }
+
+    #[test]
+    fn request_that_was_read_when_its_connection_was_closed_is_answered() {
+        let admission = Arc::new(Admission {
+            bearer: Bearer::to_sender(&SECRET),
+            tls: None,
+            connections: Mutex::default(),
+            complaints: Mutex::default(),
+        });
         let limits = Limits {
-            strangers: 6,
-            of_one: 4,
+            connections: 4,
             ..Limits::default()
         };
-        let admission = admission();
-        let enter = |number: u64, last: u8| {
-            admission.enter(number, &limits, SocketAddr::from(([10, 0, 0, last], 1)));
-            admission.strangers().keys().copied().collect::<Vec<_>>()
+        let from = SocketAddr::from(([10, 0, 0, 1], 1));
+        let visit = Visit::begin(&admission, limits, from).unwrap();
+        let others: Vec<_> = (0..3)
+            .map(|_| Visit::begin(&admission, limits, from).unwrap())
+            .collect();
+        let is_here = |visit: &Visit| {
+            let number = visit.number.load(Ordering::Relaxed);
+            admission.connections().has(number)
         };
-        assert_eq!(enter(0, 2), [0]);
-        for number in 1..20 {
-            enter(number, 1);
-        }
-        assert_eq!(enter(20, 1), [0, 17, 18, 19, 20]);
-        // Too many in all: at the cost of the address that has the most.
-        assert_eq!(enter(21, 3), [0, 17, 18, 19, 20, 21]);
-        assert_eq!(enter(22, 4), [0, 18, 19, 20, 21, 22]);
-    }
-
-    #[test]
-    fn authenticated_client_is_not_closed_for_others() {
-        let (said, heard) = std::sync::mpsc::channel();
-        let thread = HttpThread::start("test", move |stopping| async move {
-            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let mut client = TcpStream::connect(listener.local_addr().unwrap())
-                .await
-                .unwrap();
-            let (stream, _) = listener.accept().await.unwrap();
-            let stranger = Arc::new(Stranger::default());
-            stranger.is_known.store(true, Ordering::Relaxed);
-            stranger.out.notify_one();
-            let router = Router::new().route("/", get(|| async { "here" }));
-            let served = tokio::spawn(connection(
-                stream,
-                admission(),
-                (1, stranger),
-                TowerToHyperService::new(router),
-                stopping,
-                Duration::from_secs(30),
-            ));
-            // A refused client is refused before it has sent a byte.
-            tokio::task::yield_now().await;
-            let bearer = Bearer::to_sender(&[7; 16]).header();
-            let request = format!(
-                "GET / HTTP/1.1\r\nHost: x\r\nAuthorization: {}\r\nConnection: close\r\n\r\n",
-                bearer.to_str().unwrap()
-            );
-            let mut answer = String::new();
-            let _ = client.write_all(request.as_bytes()).await;
-            let _ = client.read_to_string(&mut answer).await;
-            let _ = said.send(answer);
-            let _ = served.await;
-        });
-        let answer = heard.recv_timeout(Duration::from_secs(30)).unwrap();
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer:?}");
-        drop(thread);
+        // Two may come that have asked nothing.
+        assert!(!is_here(&visit) && !is_here(&others[0]) && is_here(&others[1]));
+        let busy = visit.asks().unwrap();
+        assert!(is_here(&visit));
+        // Now three of this address ask, which are as many as may.
+        let asks: Vec<_> = others[1..].iter().map(Visit::asks).collect();
+        assert!(asks.iter().all(Result::is_ok));
+        let begin = || Visit::begin(&admission, limits, from);
+        assert_eq!(begin().err(), Some(Full::OfOne));
+        drop(busy);
+        let newest = begin().unwrap();
+        let _asks = newest.asks().unwrap();
+        assert!(!is_here(&visit));
+        assert_eq!(visit.asks().err(), Some(Full::OfOne));
     }
 }

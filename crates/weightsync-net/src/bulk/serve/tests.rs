@@ -145,7 +145,7 @@ fn waiting_children_take_turns() {
     work.join().unwrap();
     // Each is noticed to have gone, also between two turns.
     let begun = Instant::now();
-    let all_gone = || serving.children.available_permits() == CHILDREN;
+    let all_gone = || locked(&serving.children).count() == 0;
     while !all_gone() || wanted.load(Ordering::Relaxed) != 0 {
         assert!(begun.elapsed() < longest(), "{wanted:?} are wanted still");
         runtime.block_on(tokio::time::sleep(Duration::from_millis(5)));
@@ -170,20 +170,44 @@ fn idle_child_is_disconnected() {
 }
 
 #[test]
-fn there_are_only_so_many_children() {
+fn idle_child_makes_room_for_another_one() {
     let runtime = runtime("weightsync-test").unwrap();
     runtime.block_on(async {
         let mut serving = serving();
-        serving.children = Arc::new(Semaphore::new(1));
-        let first = child(&serving, RUN, 1);
-        while serving.children.available_permits() > 0 {
+        serving.most_children = 2;
+        let wanted = Arc::new(AtomicIsize::new(0));
+        let count = wanted.clone();
+        serving.notify = Arc::new(move |served| {
+            count.fetch_add(
+                isize::from(matches!(served, Served::Wanted { .. })),
+                Ordering::Relaxed,
+            );
+        });
+        let wants = async |count| {
+            while wanted.load(Ordering::Relaxed) < count {
+                tokio::task::yield_now().await;
+            }
+        };
+        let disconnected = async |mut socket: TcpStream| {
+            let read = tokio::task::spawn_blocking(move || socket.read(&mut [0]));
+            // The child is disconnected without a message.
+            assert!(!matches!(read.await.unwrap(), Ok(1..)));
+        };
+        // Two of this address, which may have as many in all.
+        let idle = connect(&serving);
+        while locked(&serving.children).count() < 1 {
             tokio::task::yield_now().await;
         }
-        let mut second = child(&serving, RUN, 1);
-        let read = tokio::task::spawn_blocking(move || second.read(&mut [0]));
-        // The child is disconnected without a message.
-        assert!(!matches!(read.await.unwrap(), Ok(1..)));
-        drop(first);
+        let busy = child(&serving, RUN, 1);
+        wants(1).await;
+        let second = child(&serving, RUN, 2);
+        disconnected(idle).await;
+        wants(2).await;
+        // None of them is closed for a third one.
+        disconnected(child(&serving, RUN, 3)).await;
+        assert_eq!(wanted.load(Ordering::Relaxed), 2);
+        drop((busy, second));
+        serving.store.close();
     });
 }
 
