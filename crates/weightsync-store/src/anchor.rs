@@ -211,12 +211,22 @@ pub(crate) fn read(
             folded => folded?,
         };
     }
+    has_digest(storage, manifest, stored, digester).map(|()| image)
+}
+
+/// Refuses a version that has not the digest of its manifest, and names the file that is damaged.
+pub(crate) fn has_digest(
+    storage: &dyn Storage,
+    manifest: Place,
+    stored: &Stored,
+    digester: Digester,
+) -> Result<()> {
     let digest = digester.finish().map_err(|error| {
         let file = storage.name(&manifest.manifest());
         Damage::new(file, error.to_string())
     })?;
     match digest == stored.digest {
-        true => Ok(image),
+        true => Ok(()),
         false => {
             let (model, expected) = (&stored.model, stored.digest);
             let what = format!("the files of {model} have digest {digest}, expected {expected}");
@@ -227,15 +237,19 @@ pub(crate) fn read(
 }
 
 /// A file of an anchor that holds tensors, and where each of them lies and belongs.
-struct OpenShard {
-    path: String,
-    blob: Box<dyn Blob>,
+pub(crate) struct OpenShard {
+    pub(crate) path: String,
+    pub(crate) blob: Box<dyn Blob>,
     /// The index of each tensor in the layout, and its offset in the file.
-    tensors: Vec<(usize, u64)>,
+    pub(crate) tensors: Vec<(usize, u64)>,
 }
 
 /// Opens the files with weights, and checks that they have every tensor once.
-fn open_shards(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Result<Vec<OpenShard>> {
+pub(crate) fn open_shards(
+    storage: &dyn Storage,
+    stored: &Stored,
+    layout: &Layout,
+) -> Result<Vec<OpenShard>> {
     let mut shards = Vec::new();
     let mut found = vec![false; layout.len()];
     let files = stored.anchor.files.iter();
@@ -287,7 +301,7 @@ fn open_shards(storage: &dyn Storage, stored: &Stored, layout: &Layout) -> Resul
 }
 
 /// A file of the version, of the length that its manifest says.
-fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<dyn Blob>> {
+pub(crate) fn open(storage: &dyn Storage, path: &str, bytes: u64) -> Result<Box<dyn Blob>> {
     let name = || storage.name(path);
     let blob = storage.open(path).map_err(|error| match error.kind() {
         // A directory or a FIFO is in its place.
@@ -378,14 +392,14 @@ fn has_failed(all: &Mutex<Result<Digester>>) -> bool {
     all.lock().unwrap_or_else(PoisonError::into_inner).is_err()
 }
 
-struct OpenDelta {
-    path: String,
-    blob: Box<dyn Blob>,
-    index: Index,
+pub(crate) struct OpenDelta {
+    pub(crate) path: String,
+    pub(crate) blob: Box<dyn Blob>,
+    pub(crate) index: Index,
 }
 
 /// Opens the deltas after those that are `known`.
-fn open_deltas(
+pub(crate) fn open_deltas(
     storage: &dyn Storage,
     stored: &Stored,
     layout: &Layout,
@@ -435,19 +449,16 @@ fn fold(
                     let at = span * SPAN as usize;
                     place.copy_from_slice(&base[at..at + place.len()]);
                 }
-                for delta in deltas {
-                    let (offset, len) = delta.index.part(span);
-                    if len == 0 {
-                        continue;
-                    }
-                    part.resize(len, 0);
-                    let read = delta.blob.read_at(offset, &mut part);
-                    read.map_err(|error| cut_short(storage, &delta.path, error))?;
-                    let applied = delta.index.apply(&layout, span, &part, place, &mut scratch);
-                    applied.map_err(|error| {
-                        let what = format!("span {span}: {error}");
-                        Damage::new(storage.name(&delta.path), what)
-                    })?;
+                for OpenDelta { path, blob, index } in deltas {
+                    let delta = (&**path, &**blob, index);
+                    apply(
+                        storage,
+                        delta,
+                        (&layout, span),
+                        place,
+                        &mut part,
+                        &mut scratch,
+                    )?;
                 }
                 let fed = digester.tensor(span as u64 * SPAN, place);
                 fed.unwrap_or_else(|error| unreachable!("spans lie in the image: {error}"));
@@ -458,8 +469,28 @@ fn fold(
     all.into_inner().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Brings a span to the version of a delta. `part` is memory for what is read.
+pub(crate) fn apply(
+    storage: &dyn Storage,
+    (path, blob, index): (&str, &dyn Blob, &Index),
+    (layout, span): (&Layout, usize),
+    place: &mut [u8],
+    part: &mut Vec<u8>,
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let (offset, len) = index.part(span);
+    if len == 0 {
+        return Ok(());
+    }
+    part.resize(len, 0);
+    let read = blob.read_at(offset, part);
+    read.map_err(|error| cut_short(storage, path, error))?;
+    let applied = index.apply(layout, span, part, place, scratch);
+    applied.map_err(|error| Damage::new(storage.name(path), format!("span {span}: {error}")).into())
+}
+
 /// A file that became shorter since it was opened is damaged.
-fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError {
+pub(crate) fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => Damage::new(storage.name(path), "it is cut short").into(),
         io::ErrorKind::IsADirectory => Damage::new(storage.name(path), "it is a directory").into(),
@@ -468,7 +499,7 @@ fn cut_short(storage: &dyn Storage, path: &str, error: io::Error) -> StoreError 
 }
 
 /// Finds the file that is not what was written there.
-fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
+pub(crate) fn blame(storage: &dyn Storage, stored: &Stored) -> Result<Option<Damage>> {
     for (path, bytes, crc64) in stored.files() {
         if let Some(damage) = check_file(storage, &path, bytes, crc64, &mut |_| Ok(()))? {
             return Ok(Some(damage));

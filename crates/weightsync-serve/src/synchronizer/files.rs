@@ -1,9 +1,14 @@
-//! The versions that are held, as safetensors files.
+//! The versions that are held, and those of the store, as safetensors files.
+//!
+//! **Guarantee.** A version that is held is sent from where it lies. A version of the store is read a
+//! piece at a time, when the client has taken the piece before: a download needs memory for two pieces,
+//! whatever the size of the version and however slow the client.
 
+use std::io;
 use std::ops::Range;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 use axum::Json;
 use axum::body::Body;
@@ -15,9 +20,10 @@ use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, ETAG, HeaderMap, HeaderName, HeaderValue, IF_NONE_MATCH};
 use serde::Serialize;
 use weightsync_engine::safetensors_format::Shard;
-use weightsync_engine::{Snapshot, Version};
+use weightsync_engine::{Layout, ModelId, Run, Snapshot, Version};
+use weightsync_store::StoredWeights;
 
-use super::server::{Serving, refused};
+use super::server::{Serving, Turns, refused};
 use super::watching::look;
 use crate::http::range;
 
@@ -58,7 +64,7 @@ pub(super) async fn list(
         Ok(models) => models,
         Err(refusal) => return *refusal,
     };
-    let listed = |model: &Snapshot| {
+    let listed = |model: &Weights| {
         let file = File::of(model.clone()).map_err(|refusal| refusal.to_string())?;
         Ok(ListedFile {
             name: format!("{}{ENDING}", model.model()),
@@ -123,6 +129,12 @@ pub(super) async fn file(
     if known.is_some_and(|known| known.split(',').any(|one| one.trim() == tag)) {
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
+    if let Weights::Stored(stored) = model {
+        let stored = stored.clone();
+        if let Some(Err(error)) = serving.app.reads.take(move || stored.compare()).await {
+            return refused(StatusCode::NOT_FOUND, error.to_string());
+        }
+    }
     let file = match File::of(model.clone()) {
         Ok(file) => file,
         Err(error) => return refused(StatusCode::UNPROCESSABLE_ENTITY, error.to_string()),
@@ -138,12 +150,12 @@ pub(super) async fn file(
     let kind = HeaderValue::from_static("application/octet-stream");
     headers.insert(CONTENT_TYPE, kind);
     range::describe(&mut headers, status, &part, all);
-    let file = Arc::new(file);
-    (status, headers, Body::new(FileBody { file, left: part })).into_response()
+    let body = FileBody::new(file, part, &serving.app.reads);
+    (status, headers, Body::new(body)).into_response()
 }
 
 /// The models of a version that is held, or that the store has. There is at least one.
-async fn find(serving: &Serving, version: &str) -> Result<Vec<Snapshot>, Box<Response>> {
+async fn find(serving: &Serving, version: &str) -> Result<Vec<Weights>, Box<Response>> {
     let (held, shelf) = (serving.app.held.clone(), serving.app.shelf.clone());
     let number = match version {
         LATEST => look(serving).await.map_err(Box::new)?.newest,
@@ -157,15 +169,24 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Snapshot>, Box<Res
         },
     };
     // It waits while a version is being passed on.
-    let find = move || match (held.snapshots(number), shelf) {
-        (Ok(models), _) if !models.is_empty() => Ok(models),
-        (_, Some(shelf)) => shelf.snapshots(number),
-        (absent, None) => absent,
+    let find = move || {
+        let held = held.snapshots(number);
+        match (held, shelf) {
+            (Ok(models), None) => Ok(models.into_iter().map(Weights::Held).collect()),
+            (Ok(models), _) if !models.is_empty() => {
+                Ok(models.into_iter().map(Weights::Held).collect())
+            }
+            (_, Some(shelf)) => {
+                let stored = shelf.weights(number)?;
+                Ok(stored.into_iter().map(Weights::Stored).collect())
+            }
+            (Err(absent), None) => Err(absent),
+        }
     };
-    let found = tokio::task::spawn_blocking(find).await;
+    let found: Option<weightsync_engine::Result<Vec<_>>> = serving.app.looks.take(find).await;
     let absent = match found {
-        Ok(Ok(models)) if !models.is_empty() => return Ok(models),
-        Ok(Err(error)) => error.to_string(),
+        Some(Ok(models)) if !models.is_empty() => return Ok(models),
+        Some(Err(error)) => error.to_string(),
         _ => "this synchronizer has no versions: those of nccl, and of checkpoint without its store in the \
               settings, do not go through it"
             .into(),
@@ -173,9 +194,48 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Snapshot>, Box<Res
     Err(Box::new(refused(StatusCode::NOT_FOUND, absent)))
 }
 
-/// A version as a file. The version is kept while it is sent, and not copied.
+/// A model's weights.
+#[derive(Clone, Debug)]
+enum Weights {
+    /// They are kept while they are sent, and not copied.
+    Held(Snapshot),
+    /// Their files are kept while they are sent.
+    Stored(Arc<StoredWeights>),
+}
+
+impl Weights {
+    fn model(&self) -> &ModelId {
+        match self {
+            Self::Held(snapshot) => snapshot.model(),
+            Self::Stored(stored) => &stored.spec().id,
+        }
+    }
+
+    fn version(&self) -> Version {
+        match self {
+            Self::Held(snapshot) => snapshot.version(),
+            Self::Stored(stored) => stored.version(),
+        }
+    }
+
+    fn run(&self) -> Run {
+        match self {
+            Self::Held(snapshot) => snapshot.run(),
+            Self::Stored(stored) => stored.run(),
+        }
+    }
+
+    fn layout(&self) -> &Layout {
+        match self {
+            Self::Held(snapshot) => snapshot.layout(),
+            Self::Stored(stored) => &stored.spec().layout,
+        }
+    }
+}
+
+/// A version as a file.
 struct File {
-    snapshot: Snapshot,
+    weights: Weights,
     shard: Shard,
     header: Bytes,
     /// Where each tensor of the shard begins, and where it lies in the version.
@@ -184,82 +244,157 @@ struct File {
 }
 
 impl File {
-    fn of(snapshot: Snapshot) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+    fn of(weights: Weights) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let layout = weights.layout();
         let metadata = [
             ("format", "pt".to_owned()),
-            ("weightsync.version", snapshot.version().0.to_string()),
+            ("weightsync.version", weights.version().0.to_string()),
         ];
         let metadata = metadata
             .map(|(name, value)| (name.to_owned(), value))
             .into();
-        let shards = Shard::cut(snapshot.layout(), u64::MAX, &metadata)?;
+        let shards = Shard::cut(layout, u64::MAX, &metadata)?;
         let shard = shards.into_iter().next().ok_or("it has no tensors")?;
         let mut begins = shard.header.len() as u64;
         let mut places = Vec::with_capacity(shard.tensors.len());
         for index in &shard.tensors {
-            let range = snapshot.layout().tensors()[*index].range;
+            let range = layout.tensors()[*index].range;
             let place = range.offset as usize..(range.offset + range.len) as usize;
             places.push((begins, place));
             begins += range.len;
         }
         Ok(Self {
             header: shard.header.clone().into(),
-            snapshot,
+            weights,
             shard,
             places,
             bytes: begins,
         })
     }
 
-    /// Some bytes from an offset on, at most so many.
-    fn piece(self: &Arc<Self>, from: u64, most: u64) -> Bytes {
+    /// Where some bytes from an offset on lie, at most so many.
+    fn place(&self, from: u64, most: u64) -> FilePlace {
         let header = self.shard.header.len() as u64;
         if from < header {
             let to = header.min(from + most);
-            return self.header.slice(from as usize..to as usize);
+            return FilePlace::Header(from as usize..to as usize);
         }
         // The last tensor that begins at or before it. Empty ones begin where the next does.
         let at = self.places.partition_point(|(begins, _)| *begins <= from) - 1;
         let (begins, place) = &self.places[at];
         let start = place.start + (from - begins) as usize;
-        let range = start..place.end.min(start + most as usize);
-        let file = self.clone();
-        Bytes::from_owner(Piece { file, range })
+        FilePlace::Image(start..place.end.min(start + most as usize))
     }
 }
 
-/// A part of a version.
-struct Piece {
-    file: Arc<File>,
+/// Where bytes of a file lie.
+enum FilePlace {
+    Header(Range<usize>),
+    Image(Range<usize>),
+}
+
+/// A part of a version that is held.
+struct HeldBytes {
+    snapshot: Snapshot,
     range: Range<usize>,
 }
 
-impl AsRef<[u8]> for Piece {
+impl AsRef<[u8]> for HeldBytes {
     fn as_ref(&self) -> &[u8] {
-        &self.file.snapshot.bytes()[self.range.clone()]
+        &self.snapshot.bytes()[self.range.clone()]
     }
 }
 
+/// A part of a file, on its way to a client.
 struct FileBody {
-    file: Arc<File>,
+    file: File,
     left: Range<u64>,
+    reads: Turns,
+    /// The piece of the store that was read last, and its number.
+    piece: (usize, Bytes),
+    /// The piece that is being read.
+    reading: Option<Pin<Box<Reading>>>,
+}
+
+type Reading = dyn Future<Output = io::Result<Bytes>> + Send;
+
+impl FileBody {
+    fn new(file: File, left: Range<u64>, reads: &Turns) -> Self {
+        Self {
+            file,
+            left,
+            reads: reads.clone(),
+            piece: (usize::MAX, Bytes::new()),
+            reading: None,
+        }
+    }
+
+    /// The bytes of an image from `range.start` on, as far as they are in one piece of the store.
+    fn poll_stored(
+        &mut self,
+        stored: &Arc<StoredWeights>,
+        range: Range<usize>,
+        context: &mut Context<'_>,
+    ) -> Poll<io::Result<Bytes>> {
+        let of_piece = StoredWeights::PIECE as usize;
+        let number = range.start / of_piece;
+        if self.piece.0 != number {
+            // The piece before is released first.
+            self.piece = (usize::MAX, Bytes::new());
+            let (stored, reads) = (stored, &self.reads);
+            let reading = self
+                .reading
+                .get_or_insert_with(|| Box::pin(read(stored.clone(), number, reads.clone())));
+            let read = ready!(reading.as_mut().poll(context));
+            self.reading = None;
+            self.piece = (number, read?);
+        }
+        let start = range.start % of_piece;
+        let end = of_piece.min(start + range.len());
+        Poll::Ready(Ok(self.piece.1.slice(start..end)))
+    }
+}
+
+/// Reads a piece when it has its turn.
+async fn read(stored: Arc<StoredWeights>, number: usize, reads: Turns) -> io::Result<Bytes> {
+    let read = reads.take(move || stored.piece(number)).await;
+    match read {
+        Some(Ok(piece)) => Ok(piece.into()),
+        Some(Err(error)) => {
+            // The client finds that its file ends early.
+            tracing::warn!("a download is ended: {error}");
+            Err(io::Error::other(error))
+        }
+        None => Err(io::Error::other("the synchronizer has been shut down")),
+    }
 }
 
 impl http_body::Body for FileBody {
     type Data = Bytes;
-    type Error = std::convert::Infallible;
+    type Error = io::Error;
 
     fn poll_frame(
         mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        context: &mut Context<'_>,
+    ) -> Poll<Option<io::Result<Frame<Bytes>>>> {
         if self.left.is_empty() {
             return Poll::Ready(None);
         }
         let most = PART.min(self.left.end - self.left.start);
-        let piece = self.file.piece(self.left.start, most);
-        self.left.start += piece.len() as u64;
-        Poll::Ready(Some(Ok(Frame::data(piece))))
+        let bytes = match self.file.place(self.left.start, most) {
+            FilePlace::Header(range) => self.file.header.slice(range),
+            FilePlace::Image(range) => match self.file.weights.clone() {
+                Weights::Held(snapshot) => Bytes::from_owner(HeldBytes { snapshot, range }),
+                Weights::Stored(stored) => {
+                    match ready!(self.poll_stored(&stored, range, context)) {
+                        Ok(bytes) => bytes,
+                        Err(error) => return Poll::Ready(Some(Err(error))),
+                    }
+                }
+            },
+        };
+        self.left.start += bytes.len() as u64;
+        Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -270,3 +405,6 @@ impl http_body::Body for FileBody {
         self.left.is_empty()
     }
 }
+
+#[cfg(test)]
+mod tests;

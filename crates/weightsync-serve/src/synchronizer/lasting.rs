@@ -13,7 +13,8 @@ use weightsync_engine::{
     AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
 };
 use weightsync_store::{
-    Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme, Which, Writer,
+    Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme, StoredWeights, Which,
+    Writer,
 };
 
 use super::SyncError;
@@ -216,15 +217,15 @@ impl Record {
     }
 }
 
-/// A store as HTTP clients read it: the version that was read last is kept for the next request, which may
-/// be for another range.
+/// A store as HTTP clients read it: what is known of the version that was read last is kept for the next
+/// request, which may be for another range. Its weights are not.
 #[derive(Clone, Debug)]
 pub(super) struct Shelf(Arc<ShelfInner>);
 
 #[derive(Debug)]
 struct ShelfInner {
     store: Store,
-    last: Mutex<Option<(Version, Vec<Snapshot>)>>,
+    last: Mutex<Option<(Version, Vec<Arc<StoredWeights>>)>>,
 }
 
 impl Shelf {
@@ -243,23 +244,22 @@ impl Shelf {
     ///
     /// # Errors
     ///
-    /// Those of [`Store::load`].
-    pub(super) fn snapshots(&self, version: Version) -> Result<Vec<Snapshot>> {
+    /// Those of [`Store::weights`].
+    pub(super) fn weights(&self, version: Version) -> Result<Vec<Arc<StoredWeights>>> {
         let mut last = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known, snapshots)) = last.as_ref()
+        if let Some((known, weights)) = last.as_ref()
             && *known == version
         {
-            return Ok(snapshots.clone());
+            return Ok(weights.clone());
         }
         let newest = self.0.store.newest_versions(1)?.versions;
         let models = newest.last().map_or(&[][..], |newest| &newest.models);
         let model = models.first().map(|one| one.model.clone());
         let which = Which::Exactly(ModelVersion { model, version });
-        let loaded = self.0.store.load(&which)?;
-        let members = loaded.set.members().iter();
-        let snapshots: Vec<_> = members.map(|member| member.snapshot.clone()).collect();
-        *last = Some((version, snapshots.clone()));
-        Ok(snapshots)
+        let weights = self.0.store.weights(&which)?;
+        let weights: Vec<_> = weights.into_iter().map(Arc::new).collect();
+        *last = Some((version, weights.clone()));
+        Ok(weights)
     }
 }
 

@@ -28,6 +28,11 @@ use crate::rpc::wire::line;
 /// The most readers of events at a time.
 const READERS: usize = 256;
 
+/// How many versions are looked for at a time, and how many pieces are read from the store. They take
+/// threads that handshakes need too: however many clients ask, most of those threads stay free.
+const LOOKS: usize = 8;
+const READS: usize = 8;
+
 /// What all routes share.
 #[derive(Clone)]
 pub(super) struct App {
@@ -40,6 +45,33 @@ pub(super) struct App {
     pub(super) has_token: bool,
     /// Room for readers of events.
     pub(super) readers: Arc<Semaphore>,
+    /// Turns to look for a version, and to read a piece.
+    pub(super) looks: Turns,
+    pub(super) reads: Turns,
+}
+
+/// Turns for calls that block.
+#[derive(Clone)]
+pub(super) struct Turns(Arc<Semaphore>);
+
+impl Turns {
+    pub(super) fn new(count: usize) -> Self {
+        Self(Arc::new(Semaphore::new(count)))
+    }
+
+    /// Waits for a turn, and makes the call on a thread of its own. The turn lasts as long as the call,
+    /// also if nobody waits for it any more. `None`: this end is ending.
+    pub(super) async fn take<T: Send + 'static>(
+        &self,
+        call: impl FnOnce() -> T + Send + 'static,
+    ) -> Option<T> {
+        let turn = self.0.clone().acquire_owned().await.ok()?;
+        let called = tokio::task::spawn_blocking(move || {
+            let _turn = turn;
+            call()
+        });
+        called.await.ok()
+    }
 }
 
 impl App {
@@ -57,6 +89,8 @@ impl App {
             shelf,
             has_token,
             readers: Arc::new(Semaphore::new(READERS)),
+            looks: Turns::new(LOOKS),
+            reads: Turns::new(READS),
         }
     }
 

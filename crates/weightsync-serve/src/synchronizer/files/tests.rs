@@ -1,0 +1,187 @@
+//! Downloads from a store that counts what is read, or reads nothing for a while.
+
+use std::future::poll_fn;
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, mpsc};
+
+use http_body::Body as _;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+use weightsync_conformance::scale::longest;
+use weightsync_engine::Tensors;
+use weightsync_engine::transport::raise_files;
+use weightsync_net::tls::{Asks, AsyncStream, Part as Role, Peer, Request, Tls, make};
+use weightsync_store::{SaveOptions, Store, Work, Writer};
+
+use super::*;
+use crate::http::{Bearer, HttpThread, Limits, Server};
+use crate::synchronizer::events::Events;
+use crate::synchronizer::lasting::Shelf;
+use crate::synchronizer::memory::Held;
+use crate::synchronizer::server::{App, router};
+
+/// Bytes of a version: several pieces.
+const BYTES: u64 = 5 * StoredWeights::PIECE + 64;
+
+/// A store with one version.
+fn store() -> (tempfile::TempDir, Store) {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path().to_str().unwrap()).unwrap();
+    let mut weights = Tensors::new();
+    let values: Vec<u8> = (0..BYTES).map(|at| (at / 1000) as u8).collect();
+    weights.insert("layer", [BYTES], values).unwrap();
+    let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    writer.save_weights("policy", &weights).unwrap();
+    (dir, store)
+}
+
+#[tokio::test]
+async fn slow_downloads_read_a_piece_ahead_and_no_more() {
+    let (_dir, store) = store();
+    let read = Arc::new(AtomicU64::new(0));
+    let count = read.clone();
+    let store = store.with_progress(move |work| {
+        if let Work::Moved(bytes) = work {
+            count.fetch_add(bytes, Ordering::SeqCst);
+        }
+        Ok(())
+    });
+    let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
+    stored.compare().unwrap();
+    let reads = Turns::new(3);
+    let mut downloads: Vec<_> = (0..30)
+        .map(|_| {
+            let file = File::of(Weights::Stored(stored.clone())).unwrap();
+            let all = 0..file.bytes;
+            FileBody::new(file, all, &reads)
+        })
+        .collect();
+    let (mut taken, mut ends) = (0, 0);
+    read.store(0, Ordering::SeqCst);
+    // The clients take turns, a frame at a time: each waits for all others.
+    while ends < downloads.len() {
+        ends = 0;
+        for body in &mut downloads {
+            let header = body.file.header.len() as u64;
+            let is_header = body.left.start < header;
+            match poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await {
+                Some(frame) if !is_header => {
+                    let bytes = frame.unwrap().into_data().unwrap();
+                    let at = body.left.start - header - bytes.len() as u64;
+                    assert_eq!(bytes[0], (at / 1000) as u8);
+                    taken += bytes.len() as u64;
+                }
+                Some(frame) => assert!(frame.is_ok()),
+                None => ends += 1,
+            }
+            let ahead = read.load(Ordering::SeqCst) - taken;
+            let most = 30 * StoredWeights::PIECE;
+            assert!(
+                ahead <= most,
+                "{ahead} bytes are read ahead, expected at most {most}"
+            );
+        }
+    }
+    assert_eq!(taken, 30 * BYTES);
+}
+
+/// Where reads of a store wait until it is opened.
+#[derive(Clone, Default)]
+struct Gate(Arc<(Mutex<bool>, Condvar)>);
+
+impl Gate {
+    fn pass(&self) {
+        let (is_open, opened) = &*self.0;
+        let open = opened.wait_while(is_open.lock().unwrap(), |is_open| !*is_open);
+        drop(open.unwrap());
+    }
+
+    fn open(&self) {
+        let (is_open, opened) = &*self.0;
+        *is_open.lock().unwrap() = true;
+        opened.notify_all();
+    }
+}
+
+/// Opens a gate when it is dropped, also if the test fails.
+struct Opens(Gate);
+
+impl Drop for Opens {
+    fn drop(&mut self) {
+        self.0.open();
+    }
+}
+
+/// More clients than there are threads for calls that block.
+const CLIENTS: usize = 520;
+
+#[test]
+fn handshake_ends_while_all_reads_are_blocked() {
+    raise_files();
+    let (_dir, store) = store();
+    let gate = Gate::default();
+    let opens = Opens(gate.clone());
+    let store = store.with_progress(move |_| {
+        gate.pass();
+        Ok(())
+    });
+    let folder = tempfile::tempdir().unwrap();
+    let request = Request {
+        out: folder.path().to_owned(),
+        hosts: vec!["127.0.0.1".into()],
+        days: 2,
+    };
+    make(&request).unwrap();
+    let tls = |part| Tls::read(folder.path(), part).unwrap().on_loopback();
+
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap();
+    let server_tls = Some((tls(Role::Trainer), Asks::Nothing));
+    let bearer = Bearer::to_synchronizer(None);
+    let server = Server::new(listener, bearer, server_tls, Limits::default()).unwrap();
+    let (inputs, _inputs) = mpsc::channel();
+    let held = Held::new("shared-mem".parse().unwrap(), 0, None);
+    let shelf = Some(Shelf::new(store));
+    let app = App::new(inputs, Events::default(), held, shelf, true);
+    let thread = HttpThread::start("test", move |stopping| {
+        server.serve(router(app, stopping.clone()), stopping, |_| {})
+    });
+    let _thread = thread.unwrap();
+
+    let tls = tls(Role::Worker);
+    let ask = async |path: &str| {
+        let asked = async {
+            let socket = TcpStream::connect(at).await.unwrap();
+            let peer = Peer::Trainer("127.0.0.1");
+            let stream = AsyncStream::dial(socket, Some(&tls), at, peer).await;
+            let mut stream = stream.expect("the handshake ends");
+            let head = format!("GET {path} HTTP/1.1\r\nHost: {at}\r\n\r\n");
+            stream.write_all(head.as_bytes()).await.unwrap();
+            stream
+        };
+        timeout(longest(), asked).await.expect("the handshake ends")
+    };
+    let status = async |mut stream: AsyncStream| {
+        let mut head = [0; 12];
+        let read = timeout(longest(), stream.read_exact(&mut head)).await;
+        read.expect("it answers").unwrap();
+        String::from_utf8(head.to_vec()).unwrap()
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let mut lists = Vec::new();
+        for _ in 0..CLIENTS {
+            lists.push(ask("/v1/versions/1/").await);
+        }
+        assert_eq!(status(ask("/healthz").await).await, "HTTP/1.1 200");
+        drop(opens);
+        for list in lists {
+            assert_eq!(status(list).await, "HTTP/1.1 200");
+        }
+    });
+}
