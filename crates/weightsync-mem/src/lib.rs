@@ -129,7 +129,7 @@ pub use crate::{
     partial_slot::{BlockWrite, PartialSlot},
     plan::Targets,
     private::PrivateView,
-    reader::{AttachOptions, Member, Reader, Resume, Taken},
+    reader::{AttachOptions, Member, Reader, Resume, Taken, is_answered},
     registry::{Attendance, Departure, GoneReader, ReaderStatus},
     relay::{Event, Progress, Relay, WorkerInstance},
     remote_reader::{Notified, RemoteReader, RemoteReaderOptions, RemoteReaders},

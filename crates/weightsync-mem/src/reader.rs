@@ -33,6 +33,8 @@ use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
 use crate::watch::{End, Interrupter, Mapped, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
 
+pub use self::join::is_answered;
+
 /// How long a sender that listens may take to answer: far more than it needs on a busy machine, but
 /// little for a worker whose sender is stopped.
 const ANSWER_TIME: Duration = Duration::from_millis(100);

@@ -6,6 +6,7 @@ mod tests;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,14 +31,17 @@ const STRANGER_TIME: Duration = Duration::from_secs(2);
 const MAX_TURN: usize = 16;
 /// How often slots are offered again that could not be sent.
 const OWING_TIME: Duration = Duration::from_millis(20);
+/// How often a relay shows its readers that it gets to run.
+const BEAT: Duration = Duration::from_millis(500);
 
 /// Starts the thread. It ends when [`Shared::close`] is called.
 pub(crate) fn start(shared: Arc<Shared>, listener: Listener) -> Result<JoinHandle<()>, Error> {
     let service = Service {
-        shared,
         listener,
         strangers: Vec::new(),
         owes: false,
+        beat: shared.relayed.is_some().then(Instant::now),
+        shared,
     };
     std::thread::Builder::new()
         .name("weightsync-mem".into())
@@ -63,6 +67,8 @@ struct Service {
     strangers: Vec<Stranger>,
     /// Some reader still waits for slots.
     owes: bool,
+    /// When a relay shows that it gets to run; `None` for a sender, whose readers wait for it.
+    beat: Option<Instant>,
 }
 
 /// A connection that has sent no hello yet.
@@ -92,6 +98,10 @@ impl Service {
 
     /// Waits for the next events and handles them. False if the sender closes.
     fn select(&mut self) -> Result<bool, Error> {
+        if self.beat.is_some_and(|at| Instant::now() >= at) {
+            self.shared.header().beats.0.fetch_add(1, Ordering::Relaxed);
+            self.beat = Some(Instant::now() + BEAT);
+        }
         let readers = self.shared.watched();
         let listens = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let ends = |fd| PollFd::from_borrowed_fd(fd, HANG_UP);
@@ -115,7 +125,7 @@ impl Service {
         }
         let strangers = self.strangers.iter().map(|stranger| stranger.until);
         let retry = self.owes.then(|| Instant::now() + OWING_TIME);
-        let deadline = strangers.chain(retry).min();
+        let deadline = strangers.chain(retry).chain(self.beat).min();
         poll_slice(&mut polled, deadline)?;
         let mut ready = polled.iter().map(|fd| !fd.revents().is_empty());
         let mut next = || ready.next().unwrap_or(false);
@@ -312,6 +322,11 @@ impl Shared {
             }) => {
                 if !same_secret(&secret, &self.secret) {
                     // A connection without the secret gets no answer.
+                    return None;
+                }
+                // A relay that was stopped finds the hellos of workers that have gone elsewhere. To
+                // ask its sender for them would take their memberships from there.
+                if is_gone(&socket) {
                     return None;
                 }
                 let request = JoinRequest {

@@ -27,6 +27,8 @@ pub(crate) struct Header {
     pub(crate) sender: Line<SleepWord>,
     /// How the segment ended, as an [`Ending`]; 0 before the end.
     pub(crate) closed: Line<AtomicU64>,
+    /// Grows for as long as the process of a relay's segment gets to run.
+    pub(crate) beats: Line<AtomicU64>,
     sets: [Line<[AtomicU64; SET_WORDS]>; MAX_RECORDS],
 }
 

@@ -27,6 +27,13 @@ use crate::wire::{FromSender, Packet};
 /// How often a reader that waits for a slot checks whether it is interrupted.
 const SLOT_PAUSE: Duration = Duration::from_millis(10);
 
+/// How often a reader looks whether its relay gets to run.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A relay that did not get to run between so many looks in a row is silent: for five seconds. Looks
+/// count, and no clock: this end's own standstill is not silence of the other.
+const SILENT: u32 = 5;
+
 /// A model and one of its slots.
 pub(crate) type PinnedSlot = (Arc<Model>, Arc<Slot>);
 
@@ -70,19 +77,40 @@ pub(crate) struct Seen {
     sweeps: Arc<Sweeps>,
     stop: Doorbell,
     /// The function to call once nothing more will come.
-    end: Mutex<Option<OnEnd>>,
+    end: Mutex<Option<Call<dyn FnOnce() + Send>>>,
+    /// The segment is a relay's.
+    relayed: bool,
+    /// The function to call while the relay is silent.
+    silence: Mutex<Option<Call<dyn FnMut() + Send>>>,
 }
 
-/// A function that is called once.
-struct OnEnd(Box<dyn FnOnce() + Send>);
+/// A function that the thread calls.
+struct Call<F: ?Sized>(Box<F>);
 
-impl fmt::Debug for OnEnd {
+impl<F: ?Sized> fmt::Debug for Call<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("OnEnd")
+        f.write_str("Call")
     }
 }
 
-/// Runs a function once nothing more will come from a segment.
+/// A relay's signs of life.
+#[derive(Debug, Default)]
+struct Signs {
+    beats: u64,
+    /// How many looks in a row have found none.
+    without: u32,
+}
+
+impl Signs {
+    /// Takes in what a look found. True at every fifth in a row that found nothing new.
+    fn look(&mut self, beats: u64) -> bool {
+        let is_new = std::mem::replace(&mut self.beats, beats) != beats;
+        self.without = if is_new { 0 } else { self.without + 1 };
+        self.without > 0 && self.without.is_multiple_of(SILENT)
+    }
+}
+
+/// Runs a function once nothing more will come from a segment, or while its relay is silent.
 #[derive(Clone, Debug)]
 pub struct End {
     seen: Weak<Seen>,
@@ -97,10 +125,19 @@ impl End {
             return;
         };
         let mut end = seen.end.lock().unwrap_or_else(PoisonError::into_inner);
-        *end = Some(OnEnd(Box::new(call)));
+        *end = Some(Call(Box::new(call)));
         drop(end);
         if seen.over.load(Ordering::SeqCst) {
             seen.notify_end();
+        }
+    }
+
+    /// Has the watching thread run `call` once the segment's relay has been silent for five seconds,
+    /// and again after each five seconds more: its process is stopped, or does not get to run.
+    /// `call` must be quick. It replaces an earlier function.
+    pub fn while_silent(&self, call: impl FnMut() + Send + 'static) {
+        if let Some(seen) = self.seen.upgrade() {
+            *seen.on_silence() = Some(Call(Box::new(call)));
         }
     }
 }
@@ -161,7 +198,7 @@ impl Watch {
     pub(crate) fn start(
         book: Arc<PinBook>,
         models: Vec<Option<Mapped>>,
-        queued: bool,
+        (queued, relayed): (bool, bool),
     ) -> Result<Self, Error> {
         let call = Arc::new(Doorbell::new()?);
         let sweeps = Arc::new(Sweeps::new(call.clone()));
@@ -183,6 +220,8 @@ impl Watch {
             sweeps,
             stop: Doorbell::new()?,
             end: Mutex::new(None),
+            relayed,
+            silence: Mutex::new(None),
         });
         let thread = std::thread::Builder::new()
             .name("weightsync-watch".into())
@@ -345,12 +384,24 @@ impl Seen {
         let Ok(socket) = self.book.socket() else {
             return;
         };
-        while self.listen(socket).unwrap_or_else(|fault| {
+        let mut look = self.relayed.then(|| Instant::now() + LOOK);
+        let mut signs = Signs::default();
+        while self.listen(socket, look).unwrap_or_else(|fault| {
             // The sender lives, and should not wait for this reader.
             let _ = self.book.refuse(0, &fault.to_string());
             self.known().fault = Some(fault);
             false
-        }) {}
+        }) {
+            if passed(look) {
+                look = Some(Instant::now() + LOOK);
+                let beats = self.book.header().beats.0.load(Ordering::Relaxed);
+                if signs.look(beats)
+                    && let Some(Call(call)) = &mut *self.on_silence()
+                {
+                    call();
+                }
+            }
+        }
         self.sweeps.end();
         if self.stopped(Some(Instant::now())) {
             return;
@@ -370,9 +421,13 @@ impl Seen {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take();
-        if let Some(OnEnd(call)) = end {
+        if let Some(Call(call)) = end {
             call();
         }
+    }
+
+    fn on_silence(&self) -> MutexGuard<'_, Option<Call<dyn FnMut() + Send>>> {
+        self.silence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Wakes the reader. A reader that looked too early may fall asleep after a wake-up, so this
@@ -403,13 +458,13 @@ impl Seen {
         known.answer.as_ref().is_some_and(|(to, _)| *to == question)
     }
 
-    /// Waits for the sender's next message. False if there will be none.
-    fn listen(&self, socket: &Socket) -> Result<bool, Error> {
+    /// Waits for the sender's next message, until the deadline. False if there will be none.
+    fn listen(&self, socket: &Socket, deadline: Deadline) -> Result<bool, Error> {
         let (stop, call) = (self.stop.as_fd(), self.call.as_fd());
         let [stopped, called, _, died] = match socket.peer_death() {
-            Some(death) => poll([stop, call, socket.as_fd(), death], None)?,
+            Some(death) => poll([stop, call, socket.as_fd(), death], deadline)?,
             None => {
-                let [stopped, called, spoke] = poll([stop, call, socket.as_fd()], None)?;
+                let [stopped, called, spoke] = poll([stop, call, socket.as_fd()], deadline)?;
                 [stopped, called, spoke, false]
             }
         };
@@ -483,5 +538,23 @@ impl Seen {
     fn known(&self) -> MutexGuard<'_, Known> {
         // Each change is one push or assignment, so the state is valid after a panic.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relay_is_silent_at_each_fifth_look_without_a_sign() {
+        let mut signs = Signs::default();
+        let mut looks = |beats, count| {
+            let found = (0..count).filter(|_| signs.look(beats));
+            found.count()
+        };
+        assert_eq!(looks(7, 5), 0, "the first was new");
+        assert_eq!(looks(8, 5), 0, "so was this");
+        assert_eq!([looks(8, 1), looks(8, 4), looks(8, 1)], [1, 0, 1]);
+        assert_eq!(looks(9, 1), 0);
     }
 }

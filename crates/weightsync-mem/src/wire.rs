@@ -38,7 +38,7 @@ pub const MAX_DEVICE: usize = 64;
 pub const MAX_KNOWN: usize = 16;
 
 /// Grows with every change of a message or of a shared page.
-pub const PROTOCOL: u16 = 4;
+pub const PROTOCOL: u16 = 5;
 
 const MAGIC: [u8; 4] = *b"wsMM";
 
@@ -409,8 +409,8 @@ fn open(packet: &[u8]) -> Result<(u8, Rest<'_>), Error> {
     let protocol = u16::from_le_bytes(rest.take()?);
     if protocol != PROTOCOL {
         return Err(Error::Protocol {
-            expected: "protocol version 3 (install the same weightsync on both ends)",
-            got: format!("version {protocol}"),
+            expected: "this end's protocol version (install the same weightsync on both ends)",
+            got: format!("version {protocol}, not {PROTOCOL}"),
         });
     }
     let [kind] = rest.take()?;

@@ -52,7 +52,7 @@ struct State {
     refused: Option<(Option<SetSnapshot>, String)>,
     /// The thread that looks for another route.
     search: Option<JoinHandle<()>>,
-    /// The thread that looks for a relay while the worker is its own agent.
+    /// The thread that looks for a relay while the worker is its own agent, or makes it that.
     looks: Option<JoinHandle<()>>,
     /// A relay was found: the worker moves to it between two calls.
     moving: bool,
@@ -199,14 +199,7 @@ impl Shared {
         {
             interrupter.interrupt();
         }
-        let watched = found.is_a_relays().then(|| {
-            let weak = Arc::downgrade(shared);
-            move || {
-                if let Some(shared) = weak.upgrade() {
-                    Self::notice(&shared);
-                }
-            }
-        });
+        let watched = found.is_a_relays().then(|| Arc::downgrade(shared));
         let end = found.attached.end();
         state.is_own_agent = found.is_its_own_agents();
         if state.is_own_agent {
@@ -215,8 +208,18 @@ impl Shared {
         state.found = Some(found);
         drop(state);
         shared.changed.notify_all();
-        if let Some(watched) = watched {
-            end.then(watched);
+        if let Some(weak) = watched {
+            let own = weak.clone();
+            end.while_silent(move || {
+                if let Some(shared) = own.upgrade() {
+                    Self::relay_is_silent(&shared);
+                }
+            });
+            end.then(move || {
+                if let Some(shared) = weak.upgrade() {
+                    Self::notice(&shared);
+                }
+            });
         }
     }
 

@@ -131,7 +131,7 @@ impl Reader {
         };
         let book = Arc::new(PinBook::new(owner, header, doorbell, models));
         let queued = matches!(options.delivery, Delivery::Every { .. });
-        let watch = match Watch::start(book.clone(), mapped, queued) {
+        let watch = match Watch::start(book.clone(), mapped, (queued, relayed != 0)) {
             Ok(watch) => watch,
             Err(error) => {
                 // Dropped before the book, which ends the connection.
@@ -156,6 +156,27 @@ impl Reader {
             unmapped: None,
             unusable: AtomicBool::new(false),
         }))
+    }
+}
+
+/// Whether the process that serves an address answers by the deadline, or a moment later. One that
+/// is stopped does not, although the address [is served](crate::is_served).
+///
+/// # Errors
+///
+/// As [`is_served`](crate::is_served).
+pub fn is_answered(address: &str, deadline: Deadline) -> Result<bool, Error> {
+    let Some(socket) = Socket::connect(address)? else {
+        return Ok(false);
+    };
+    // No reader begins with this, so it is refused. The refusal is the answer.
+    if !socket.send(&FromReader::Withdraw.encode(), &[])? {
+        return Ok(false);
+    }
+    match answer(&socket, deadline) {
+        Ok(None) => Ok(false),
+        Ok(Some(_)) | Err(Error::Denied { .. } | Error::Protocol { .. }) => Ok(true),
+        Err(error) => Err(error),
     }
 }
 

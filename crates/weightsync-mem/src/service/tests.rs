@@ -559,3 +559,52 @@ fn death_found_by_a_refused_successor_is_reported() {
         [true]
     );
 }
+
+fn relay(listener: Listener) -> crate::Relay {
+    let options = SegmentOptions::default();
+    crate::Relay::create(listener, SECRET, (RUN, 1), &[model()], options).unwrap()
+}
+
+/// Admits the next worker that asks, which is to be this one.
+fn admit_at(relay: &crate::Relay, worker: WorkerId) {
+    match relay.wait(soon()).unwrap()[..] {
+        [crate::Event::Joins { ticket, who, .. }] if who.worker == worker => {
+            relay.admit(ticket).unwrap();
+        }
+        ref events => panic!("{events:?}"),
+    }
+}
+
+#[test]
+fn reader_hears_that_its_relay_does_not_get_to_run() {
+    let address = address_of("silent");
+    let relay = relay(Listener::at(&address).unwrap());
+    let options = options(&address);
+    let joining = thread::spawn(move || Worker::attach(&options, soon()).unwrap());
+    admit_at(&relay, WorkerId(3));
+    let worker = joining.join().unwrap();
+    let (tell, silent) = std::sync::mpsc::channel();
+    worker.end().while_silent(move || drop(tell.send(())));
+    // The service thread waits for this.
+    let lock = relay.locked_for_a_test();
+    silent.recv_timeout(Duration::from_secs(20)).unwrap();
+    let answers = |deadline| crate::is_answered(&address, deadline).unwrap();
+    assert!(crate::is_served(&address).unwrap());
+    assert!(!answers(Some(Instant::now())));
+    drop(lock);
+    assert!(answers(soon()));
+}
+
+/// A relay that was stopped finds its hello.
+#[test]
+fn relay_does_not_ask_for_a_worker_that_has_gone() {
+    let address = address_of("late");
+    let listener = Listener::at(&address).unwrap();
+    drop(knock(&address));
+    let mut options = options(&address);
+    options.worker = WorkerId(4);
+    let joining = thread::spawn(move || Worker::attach(&options, soon()).unwrap());
+    let relay = relay(listener);
+    admit_at(&relay, WorkerId(4));
+    joining.join().unwrap();
+}

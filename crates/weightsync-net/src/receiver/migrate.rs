@@ -1,10 +1,12 @@
-//! Moves a worker that is its own agent to its host's relay once there is one.
+//! Moves a worker between its host's relay and an agent of its own: to the relay once there is one,
+//! and away from one that is silent, until it answers again.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use weightsync_engine::transport::ReceiverTransport;
+use weightsync_engine::Result;
+use weightsync_engine::transport::{Handoff, ReceiverTransport};
 
 use super::route::Found;
 use super::{Shared, State};
@@ -24,21 +26,76 @@ const LONGEST_WITHOUT: Duration = Duration::from_millis(200);
 /// The longest pause of one that has.
 const LONGEST: Duration = Duration::from_secs(8);
 
+/// How long a relay may take to show a worker that would leave or come that it gets to run.
+const SIGN: Duration = Duration::from_millis(300);
+
 impl Shared {
     /// Starts looking for a relay, unless a thread already does.
     pub(super) fn look_out(shared: &Arc<Self>, state: &mut State) {
         if state.looks.is_some() || !shared.route.wants_a_relay() {
             return;
         }
+        Self::start_looking(shared, state, Self::look_out_for_a_relay);
+    }
+
+    /// The relay shows no sign of life: its process is stopped, or does not get to run. The worker
+    /// fetches for itself meanwhile, if its sender answers.
+    pub(super) fn relay_is_silent(shared: &Arc<Self>) {
+        let mut state = shared.state();
+        // Without a thread that looks, the worker is at a relay. A worker that leaves needs none.
+        if state.looks.is_none() && !shared.closed.load(Ordering::SeqCst) {
+            Self::start_looking(shared, &mut state, |shared| {
+                if Self::leave_a_silent_relay(shared) || !shared.has_looked() {
+                    Self::look_out_for_a_relay(shared);
+                }
+            });
+        }
+    }
+
+    fn start_looking(shared: &Arc<Self>, state: &mut State, work: fn(&Arc<Self>)) {
         let own = shared.clone();
         let looks = std::thread::Builder::new()
             .name("weightsync-look".into())
-            .spawn(move || Self::look_out_for_a_relay(&own));
+            .spawn(move || work(&own));
         match looks {
             Ok(looks) => state.looks = Some(looks),
-            // The worker continues as its own agent.
+            // The worker stays where it is.
             Err(error) => tracing::warn!("cannot start a thread to look for a relay: {error}"),
         }
+    }
+
+    /// Moves to an agent of the worker's own. False if the worker stays: the sender does not answer
+    /// either, or the relay does again.
+    fn leave_a_silent_relay(shared: &Arc<Self>) -> bool {
+        let goes_on = || !shared.closed.load(Ordering::SeqCst);
+        let agent = match shared.route.agent_of_its_own(goes_on) {
+            Ok(Some(agent)) if agent.run == shared.run => agent,
+            Ok(_) => return false,
+            Err(error) => {
+                tracing::warn!(
+                    "this host's relay is silent, and the worker cannot fetch for itself: {error}"
+                );
+                return false;
+            }
+        };
+        // A relay that did not get to run for a while may have just done so.
+        if shared.route.relay_answers(SIGN) {
+            return false;
+        }
+        let moved = Self::moves(shared, |old, handoff| {
+            // It may have found another way meanwhile, because its relay has died.
+            match old.is_a_relays() {
+                true => shared.route.attach_to(agent, handoff).map(Some),
+                false => Ok(None),
+            }
+        });
+        if moved == Some(true) {
+            tracing::warn!(
+                "this host's relay shows no sign of life, and its sender does: the worker fetches \
+                 for itself until the relay answers"
+            );
+        }
+        moved == Some(true)
     }
 
     fn look_out_for_a_relay(shared: &Arc<Self>) {
@@ -49,29 +106,52 @@ impl Shared {
                 false => LONGEST_WITHOUT,
             };
             pause = (pause * 2).min(longest);
-            if !shared.route.has_a_relay() {
+            // No call of the worker waits for a relay that is stopped.
+            if !shared.route.relay_answers(SIGN) {
                 continue;
             }
-            let Some(old) = shared.take_between_calls() else {
-                return;
-            };
-            let stays = since.elapsed() < STAYS && old.attached.reader().has_news();
-            let (next, left) = match stays {
-                true => (old, None),
-                false => shared.at_the_relay(old),
-            };
-            shared.state().moving = false;
-            let is_over = left.is_some();
-            // The sender registers the new route before the worker leaves the old one.
-            Self::take_in(shared, next);
-            if is_over {
-                drop(left);
-                if shared.has_looked() {
-                    return;
+            let moved = Self::moves(shared, |old, handoff| {
+                match since.elapsed() < STAYS && old.attached.reader().has_news() {
+                    true => Ok(None),
+                    false => shared.route.find_relay(handoff),
                 }
-                (pause, since) = (FIRST, Instant::now());
+            });
+            match moved {
+                None => return,
+                Some(true) if shared.has_looked() => return,
+                Some(true) => (pause, since) = (FIRST, Instant::now()),
+                Some(false) => {}
             }
         }
+    }
+
+    /// Moves the worker between two calls to the segment that `find` returns; it stays where none
+    /// is returned. Returns whether it has moved, or `None` if the worker leaves.
+    fn moves(
+        shared: &Arc<Self>,
+        find: impl FnOnce(&Found, &Handoff) -> Result<Option<Found>>,
+    ) -> Option<bool> {
+        let old = shared.take_between_calls()?;
+        let handoff = old.attached.handoff();
+        let (next, left) = match find(&old, &handoff) {
+            Ok(Some(mut next)) if next.attached.run() == shared.run => {
+                if let Err(error) = next.attached.take_over(handoff) {
+                    tracing::error!("going on at another segment of this host: {error}");
+                }
+                (next, Some(old))
+            }
+            Ok(_) => (old, None),
+            Err(error) => {
+                tracing::warn!("the worker stays where it is: {error}");
+                (old, None)
+            }
+        };
+        shared.state().moving = false;
+        let has_moved = left.is_some();
+        // The sender registers the new route before the worker leaves the old one.
+        Self::take_in(shared, next);
+        drop(left);
+        Some(has_moved)
     }
 
     /// Ends the search for a relay, unless the relay has gone meanwhile and the worker is its own
@@ -85,24 +165,6 @@ impl Shared {
             state.looks = None;
         }
         !state.is_own_agent
-    }
-
-    /// The relay's segment and the one left for it; otherwise the current segment.
-    fn at_the_relay(&self, old: Found) -> (Found, Option<Found>) {
-        let handoff = old.attached.handoff();
-        match self.route.find_relay(&handoff) {
-            Ok(Some(mut next)) if next.attached.run() == self.run => {
-                if let Err(error) = next.attached.take_over(handoff) {
-                    tracing::error!("going on at a relay: {error}");
-                }
-                (next, Some(old))
-            }
-            Ok(_) => (old, None),
-            Err(error) => {
-                tracing::warn!("this host's relay cannot be used: {error}");
-                (old, None)
-            }
-        }
     }
 
     /// Takes the segment once no call uses it; `None` if the worker leaves.

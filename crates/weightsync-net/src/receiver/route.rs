@@ -246,10 +246,24 @@ impl Route {
         self.scheme.share != Share::Nothing
     }
 
-    /// Whether this host has a relay.
-    pub(super) fn has_a_relay(&self) -> bool {
-        let is_served = |name: &String| weightsync_mem::is_served(name).unwrap_or(false);
-        self.relays().iter().any(is_served)
+    /// Whether this host has a relay that answers within this time.
+    pub(super) fn relay_answers(&self, within: Duration) -> bool {
+        let until = Some(Instant::now() + within);
+        let answers = |name: &String| weightsync_mem::is_answered(name, until).unwrap_or(false);
+        self.relays().iter().any(answers)
+    }
+
+    /// An agent of the worker's own, whatever its host has; `None` if the sender does not answer.
+    pub(super) fn agent_of_its_own(&self, goes_on: impl FnMut() -> bool) -> Result<Option<Agent>> {
+        let agent = self.become_agent(Vec::new(), ATTEMPT.into(), goes_on)?;
+        Ok(agent.ok())
+    }
+
+    /// Attaches to an agent of the worker's own.
+    pub(super) fn attach_to(&self, agent: Agent, handoff: &Handoff) -> Result<Found> {
+        let attached = self.attach(&agent.address, handoff, Instant::now() + ANSWER)?;
+        let agent = Some(agent);
+        Ok(Found { attached, agent })
     }
 
     /// Attaches to the segment of this host's relay, if there is one.

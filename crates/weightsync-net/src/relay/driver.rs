@@ -36,7 +36,7 @@ use crate::bulk::{
 use crate::link::Credentials;
 use crate::link::listen::accept_all;
 use crate::link::log_limiter::LogLimiter;
-use crate::link::{Link, LinkEnd};
+use crate::link::{Link, LinkEnd, STARVED};
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
 
@@ -45,6 +45,9 @@ const ROOM: Duration = Duration::from_millis(20);
 
 /// How often the driver reports to the sender how much of an arriving version is here.
 const MEASURE: Duration = Duration::from_secs(1);
+
+/// How often the driver runs at the least, so that it notices a standstill of its process.
+const RUNS: Duration = Duration::from_secs(1);
 
 /// How long an agent goes on delivering what it was sent after its sender has shut down.
 const LINGER: Duration = Duration::from_secs(5);
@@ -278,16 +281,26 @@ impl Driver {
             let complain = self.complain.as_ref().map(|(at, ..)| *at);
             let measures = (!self.fetching.is_empty()).then_some(self.measures);
             let due = [room, complain, measures, self.closes];
-            let due = due.into_iter().flatten().min();
+            let since = Instant::now();
+            let due = due.into_iter().flatten().fold(since + RUNS, Instant::min);
             let event = tokio::select! {
-                event = inbox.recv() => match event {
-                    Some(event) => event,
-                    None => break Ending::Moved,
-                },
-                () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                event = inbox.recv() => event.map(Some),
+                () = tokio::time::sleep_until(due) => Some(None),
+            };
+            let waited = since.elapsed();
+            if waited >= STARVED {
+                tracing::warn!(
+                    "this process was stopped, or did not get to run, for {waited:.1?}; what waited \
+                     for it may have gone elsewhere until it is back"
+                );
+            }
+            let event = match event {
+                Some(Some(event)) => event,
+                Some(None) => {
                     self.timers();
                     continue;
                 }
+                None => break Ending::Moved,
             };
             match event {
                 Event::Stop => break Ending::Moved,

@@ -17,6 +17,7 @@ mod scale;
 mod schedules;
 mod slow;
 mod stage;
+mod stopped;
 
 use std::process::ExitCode;
 
@@ -63,6 +64,7 @@ fn trials() -> Vec<Trial> {
         damage::TESTS,
         liar::TESTS,
         slow::TESTS,
+        stopped::TESTS,
     ]
     .concat();
     let trial = |(name, test): (&str, fn())| {

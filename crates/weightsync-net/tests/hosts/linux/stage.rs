@@ -260,10 +260,19 @@ impl Stage {
 
     /// Stops a process without killing it.
     pub(crate) fn pause(&mut self, who: Actor) {
-        let child = &self.processes[&who].child;
-        let pid = Pid::from_child(child);
-        kill_process(pid, Signal::STOP).expect("it can be stopped");
+        self.signal(who, Signal::STOP);
         self.record(&format!("{who} was stopped"));
+    }
+
+    /// Lets a stopped process go on.
+    pub(crate) fn resume(&mut self, who: Actor) {
+        self.signal(who, Signal::CONT);
+        self.record(&format!("{who} goes on"));
+    }
+
+    fn signal(&self, who: Actor, signal: Signal) {
+        let pid = Pid::from_child(&self.processes[&who].child);
+        kill_process(pid, signal).expect("it can be signalled");
     }
 
     /// Sends a version to everybody, and waits for the report.
