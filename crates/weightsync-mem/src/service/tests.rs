@@ -584,7 +584,9 @@ fn reader_hears_that_its_relay_does_not_get_to_run() {
     admit_at(&relay, WorkerId(3));
     let worker = joining.join().unwrap();
     let (tell, silent) = std::sync::mpsc::channel();
-    worker.end().while_silent(move || drop(tell.send(())));
+    worker.end().while_silent(move || {
+        let _ = tell.send(());
+    });
     // The service thread waits for this.
     let lock = relay.locked_for_a_test();
     silent.recv_timeout(Duration::from_secs(20)).unwrap();

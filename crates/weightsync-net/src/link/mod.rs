@@ -26,7 +26,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{timeout, timeout_at};
 use weightsync_core::Remedy;
 use weightsync_mem::HostAnswers;
 
@@ -274,7 +274,6 @@ async fn read_all<In: ControlMessage, E>(
             true => Duration::ZERO,
             false => SUSPECT,
         };
-        let since = Instant::now();
         let read = match timeout(most, reader.read(&mut buffer)).await {
             Err(_) if most.is_zero() => {
                 is_drained = true;
@@ -283,11 +282,8 @@ async fn read_all<In: ControlMessage, E>(
             Err(_) => {
                 // This end's own standstill is not silence of the other, hence no clock.
                 silent += SUSPECT;
-                // After a standstill the clock is over before what has arrived meanwhile is read,
-                // perhaps the true end of the link.
-                let stood = since.elapsed() >= 2 * SUSPECT;
-                let answers = || host.as_ref().and_then(weightsync_mem::host_answers);
-                if silent < STARVED && (stood || answers().is_some_and(is_there)) {
+                let answers = host.as_ref().and_then(weightsync_mem::host_answers);
+                if silent < STARVED && answers.is_some_and(is_there) {
                     continue;
                 }
                 return Some(LinkEnd::Silent(silent));
@@ -453,7 +449,7 @@ pub(crate) async fn greet(
     busy: bool,
     answers: impl Fn() -> bool,
 ) -> Result<(AsyncStream, Agreed), GreetError> {
-    let until = Instant::now() + HANDSHAKE;
+    let until = tokio::time::Instant::now() + HANDSHAKE;
     let tls = credentials.tls.as_ref();
     let secured = AsyncStream::accept(socket, tls, from, Asks::Certificate);
     let secured = timeout_at(until, secured).await;

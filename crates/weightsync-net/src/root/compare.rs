@@ -131,8 +131,10 @@ impl Comparing {
         let work = move || {
             let changed = || store.notify();
             let versions = (&pair.base, &pair.new);
-            own.make(versions, rate, changed, || threads.is_stopped());
-            store.deltas().trim(item.model);
+            let ring = store.deltas();
+            ring.make(item.model, &own, versions, rate, changed, || {
+                threads.is_stopped()
+            });
             drop(pair);
         };
         if let Err(error) = self.threads.spawn("weightsync-delta", work) {

@@ -2,12 +2,13 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use weightsync_core::Version;
 use weightsync_engine::Changes;
+use weightsync_mem::Snapshot;
 
-use super::{Delta, RING, UNKNOWN, seconds};
+use super::{Delta, RING, Rate, UNKNOWN, seconds};
 use crate::relay::Item;
 
 /// Bytes of small deltas that one core folds in a second. Up to one changed element in a hundred,
@@ -34,6 +35,8 @@ pub(crate) struct Ring {
 #[derive(Debug, Default)]
 struct OfModel {
     deltas: VecDeque<Arc<Delta>>,
+    /// Deltas that had to go while they were being sent.
+    going: Vec<Weak<Delta>>,
     /// The most bytes of memory they may take.
     bound: u64,
     /// A version that differs from the published one: nothing is made from it.
@@ -107,11 +110,40 @@ impl Ring {
         of.trim();
     }
 
+    /// Makes a delta that was put here. Older ones go while it grows, so that all stay within their
+    /// bound. Otherwise as [`Delta::make`].
+    pub(crate) fn make(
+        &self,
+        model: usize,
+        delta: &Delta,
+        versions: (&Snapshot, &Snapshot),
+        rate: Rate,
+        changed: impl Fn() + Sync,
+        is_stopped: impl Fn() -> bool + Sync,
+    ) {
+        let changed = || {
+            self.trim(model);
+            changed();
+        };
+        delta.make(versions, rate, changed, is_stopped);
+    }
+
     /// Drops old deltas of a model that exceed its bound, now that more spans are known.
     pub(crate) fn trim(&self, model: usize) {
         if let Some(of) = self.models().get_mut(&model) {
             of.trim();
         }
+    }
+
+    /// Whether a delta that had to go is not to be sent any further: it and others like it, which are
+    /// in memory until they are sent, take as many bytes as may be kept, in addition to those.
+    pub(crate) fn is_too_much(&self, model: usize, delta: &Arc<Delta>) -> bool {
+        let mut models = self.models();
+        let Some(of) = models.get_mut(&model) else {
+            return false;
+        };
+        let is_kept = of.deltas.iter().any(|kept| Arc::ptr_eq(kept, delta));
+        !is_kept && of.held_in_all() > 2 * of.bound
     }
 
     /// The single delta from `base` to a version.
@@ -176,6 +208,12 @@ impl Ring {
         delta.changes()
     }
 
+    /// Bytes of memory that a model's deltas take.
+    #[cfg(test)]
+    pub(super) fn held(&self, model: usize) -> u64 {
+        self.models().get(&model).map_or(0, OfModel::held)
+    }
+
     fn models(&self) -> MutexGuard<'_, BTreeMap<usize, OfModel>> {
         self.models.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -208,8 +246,26 @@ impl OfModel {
         found.cloned()
     }
 
+    /// Bytes of memory in use for all of them.
+    fn held(&self) -> u64 {
+        self.deltas.iter().map(|delta| delta.held()).sum()
+    }
+
+    /// The same, and for those that had to go and are still being sent.
+    fn held_in_all(&mut self) -> u64 {
+        let mut held = self.held();
+        self.going.retain(|going| match going.upgrade() {
+            Some(delta) => {
+                held += delta.held();
+                true
+            }
+            None => false,
+        });
+        held
+    }
+
     fn trim(&mut self) {
-        let mut held: u64 = self.deltas.iter().map(|delta| delta.held()).sum();
+        let mut held = self.held();
         while held > self.bound {
             // The newest step always stays. Alone it is within the bound: `most` keeps no delta of
             // a span that is larger than half of the span.
@@ -220,13 +276,18 @@ impl OfModel {
             };
             held = held.saturating_sub(gone.held());
             // Deltas folded from it would keep it in memory.
+            let going = &mut self.going;
             self.deltas.retain(|delta| {
                 let made_from = delta.parts.iter().any(|part| Arc::ptr_eq(part, &gone));
                 if made_from {
                     held = held.saturating_sub(delta.held());
+                    going.push(Arc::downgrade(delta));
                 }
                 !made_from
             });
+            going.push(Arc::downgrade(&gone));
+            drop(gone);
+            self.going.retain(|delta| delta.strong_count() > 0);
         }
     }
 }

@@ -108,6 +108,24 @@ fn budget_drops_the_oldest_but_keeps_each_newest() {
     assert!(there(1, 1) && !there(0, 3));
 }
 
+/// A slow host may take long, and each of several may be at another one.
+#[test]
+fn deltas_on_their_way_take_no_more_than_those_kept() {
+    let ring = Ring::default();
+    let sent = [1, 2, 3].map(|from| step(from, 5));
+    let bound = sent[0].held();
+    let [first, second, third] = sent;
+    for delta in [&first, &second] {
+        ring.put(0, delta.clone(), bound);
+    }
+    assert!(!ring.is_too_much(0, &first), "one is kept, and one sent");
+    ring.put(0, third.clone(), bound);
+    assert!(ring.is_too_much(0, &first) && ring.is_too_much(0, &second));
+    assert!(!ring.is_too_much(0, &third), "it is kept");
+    drop(first);
+    assert!(!ring.is_too_much(0, &second));
+}
+
 #[test]
 fn range_is_folded_when_that_is_faster_than_dense() {
     let ring = Ring::default();
@@ -264,6 +282,26 @@ fn delta_codec_fits_the_link() {
         }
         assert_eq!(delta.changes().is_some(), begins.is_some(), "{name}");
     }
+}
+
+#[test]
+fn deltas_stay_within_their_bound_while_one_is_made() {
+    let (_relay, [old, new]) = versions("bound", 1);
+    let ring = Ring::default();
+    let make = |from: usize, bound: u64, changed: &(dyn Fn() + Sync)| {
+        let delta = Arc::new(Delta::new(V[from], V[from + 1], new.layout()));
+        ring.put(0, delta.clone(), bound);
+        ring.make(0, &delta, (&old, &new), Rate::Any(None), changed, || false);
+    };
+    make(1, 1 << 30, &|| ());
+    let bound = ring.held(0);
+    let most = AtomicU64::new(0);
+    make(2, bound, &|| {
+        most.fetch_max(ring.held(0), Ordering::Relaxed);
+    });
+    assert!(ring.step(item(0, V[3]), V[2]).is_some());
+    let most = most.into_inner();
+    assert!(bound > 100_000 && most <= bound, "{most} of {bound}");
 }
 
 #[test]

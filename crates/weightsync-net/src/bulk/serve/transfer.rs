@@ -108,7 +108,7 @@ impl Transfer {
             first..first + range.count as usize
         });
         let indices: Vec<usize> = indices.skip(self.done).collect();
-        let delta = self.base().and_then(|base| {
+        let mut delta = self.base().and_then(|base| {
             let deltas = serving.store.deltas();
             // The sender may be comparing the version now: a short wait can save sending it whole.
             let known = || !deltas.is_announced();
@@ -121,6 +121,8 @@ impl Transfer {
             if begun.elapsed() >= TURN && serving.others_wait() {
                 return Ok(End::Turn);
             }
+            let deltas = serving.store.deltas();
+            delta = delta.filter(|delta| !deltas.is_too_much(item.model, delta));
             let span = span_of(left, held.blocks());
             let whole = delta.as_ref().filter(|_| !span.is_empty());
             if let Some(delta) = whole {
@@ -143,7 +145,7 @@ impl Transfer {
                         left = &left[span.len()..];
                         // Folding the span has made the delta larger.
                         if delta.is_folded() {
-                            serving.store.deltas().trim(item.model);
+                            deltas.trim(item.model);
                         }
                         continue;
                     }

@@ -2,9 +2,8 @@
 
 use super::stage::{Actor, Stage};
 
-pub(crate) const TESTS: &[(&str, fn())] = &[
-    ("workers_of_a_stopped_relay_go_round_it_and_return", stopped),
-];
+pub(crate) const TESTS: &[(&str, fn())] =
+    &[("workers_of_a_stopped_relay_go_round_it_and_return", stopped)];
 
 const MIB: usize = 1 << 20;
 

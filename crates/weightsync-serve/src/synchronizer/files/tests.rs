@@ -138,7 +138,7 @@ fn handshake_ends_while_all_reads_are_blocked() {
 
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap();
-    let server_tls = Some((tls(Role::Trainer), Asks::Nothing));
+    let server_tls = Some((tls(Role::Trainer), Asks::IfAny));
     let bearer = Bearer::to_synchronizer(None);
     let server = Server::new(listener, bearer, server_tls, Limits::default()).unwrap();
     let (inputs, _inputs) = mpsc::channel();
