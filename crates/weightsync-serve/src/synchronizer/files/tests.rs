@@ -115,7 +115,7 @@ impl Drop for Opens {
 }
 
 /// More clients than there are threads for calls that block.
-const CLIENTS: usize = 520;
+const CLIENTS: usize = 600;
 
 #[test]
 fn handshake_ends_while_all_reads_are_blocked() {
