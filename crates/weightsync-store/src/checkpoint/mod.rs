@@ -90,7 +90,7 @@ impl Checkpoint {
         Self::open_as(path.as_ref(), false)
     }
 
-    /// The same; links may lead anywhere. Whoever made the checkpoint then chooses which files of this
+    /// The same; links may lead anywhere. The maker of the checkpoint then chooses which files of this
     /// user become a part of it.
     ///
     /// # Errors
@@ -321,7 +321,7 @@ impl Bounds {
         }
         let what = format!(
             "it is a link to {}, which is no part of the checkpoint: copy the file there, or allow links \
-             (push --follow-links) if you trust whoever made the checkpoint",
+             (push --follow-links) if you trust the maker of the checkpoint",
             found.display()
         );
         Err(unusable(path, what))
@@ -405,7 +405,7 @@ fn belongs_to_model(name: &str) -> bool {
     (NAMES.contains(&name) || by_pattern) && is_extra_file(name) && is_plain_data(name)
 }
 
-/// Whether a file next to weights is data by its name, whoever chose the name: no code, nothing pickled,
+/// Whether a file next to weights is data by its name, which somebody else may have chosen: no code, nothing pickled,
 /// and no option of a command that is given all names.
 fn is_plain_data(name: &str) -> bool {
     const ENDS: &[&str] = &[

@@ -466,7 +466,7 @@ fn checkpoint_refuses_links_that_lead_out_of_it() {
     }
 }
 
-/// Whoever wrote the store may have chosen them.
+/// The writer of the store may be somebody else.
 #[test]
 fn pull_writes_no_file_that_push_refuses() {
     let dir = TempDir::new().unwrap();

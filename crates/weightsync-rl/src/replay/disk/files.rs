@@ -306,7 +306,7 @@ fn refuse_data(file: &File, path: &Path) -> Result<(), Error> {
     if is_blank().map_err(failed("read", path))? {
         return Ok(());
     }
-    let what = "it has data, and there is no schema.json of a replay buffer beside it: name another \
+    let what = "it has data, and there is no schema.json of a replay buffer next to it: name another \
                 directory, or remove the file";
     let error = io::Error::new(io::ErrorKind::AlreadyExists, what);
     Err(failed("use", path)(error))
