@@ -284,23 +284,13 @@ impl Driver {
             let since = Instant::now();
             let due = due.into_iter().flatten().fold(since + RUNS, Instant::min);
             let event = tokio::select! {
-                event = inbox.recv() => event.map(Some),
-                () = tokio::time::sleep_until(due) => Some(None),
+                event = inbox.recv() => Some(event.unwrap_or(Event::Stop)),
+                () = tokio::time::sleep_until(due) => None,
             };
-            let waited = since.elapsed();
-            if waited >= STARVED {
-                tracing::warn!(
-                    "this process was stopped, or did not get to run, for {waited:.1?}; what waited \
-                     for it may have gone elsewhere until it is back"
-                );
-            }
-            let event = match event {
-                Some(Some(event)) => event,
-                Some(None) => {
-                    self.timers();
-                    continue;
-                }
-                None => break Ending::Moved,
+            tell_of_a_standstill(since.elapsed());
+            let Some(event) = event else {
+                self.timers();
+                continue;
             };
             match event {
                 Event::Stop => break Ending::Moved,
@@ -532,6 +522,16 @@ impl Driver {
         {
             tracing::warn!("the sender does not keep up");
         }
+    }
+}
+
+/// Says that this process did not get to run while it waited, for at most [`RUNS`] by its own will.
+fn tell_of_a_standstill(waited: Duration) {
+    if waited >= STARVED {
+        tracing::warn!(
+            "this process was stopped, or did not get to run, for {waited:.1?}; what waited for it \
+             may have gone elsewhere until it is back"
+        );
     }
 }
 
