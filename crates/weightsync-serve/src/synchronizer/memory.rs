@@ -15,8 +15,6 @@ use weightsync_engine::{
 use weightsync_net::AccessError;
 use weightsync_store::{SaveOutcome, Saver, Saving};
 
-use super::SyncError;
-
 /// The number of the service as a worker of the trainer.
 const WORKER: u32 = 0;
 
@@ -130,8 +128,6 @@ impl Held {
         if version <= self.newest() {
             return Ok(version);
         }
-        check_number(version, self.newest())
-            .map_err(|why| SyncError::NotPublished { version, why })?;
         let options = SendOptions::new()
             .version(version)
             .wait(WaitFor::Sent)
@@ -328,11 +324,13 @@ fn told(error: &Error) -> String {
     let is_of_files = |one: &(dyn std::error::Error + 'static)| {
         let access = one.downcast_ref::<AccessError>();
         access.is_some_and(AccessError::is_of_files)
+            || matches!(one.downcast_ref(), Some(Error::File { .. }))
     };
     while let Some(one) = next {
         if is_of_files(one) {
             tracing::warn!("the synchronizer cannot join the trainer: {error}");
-            return "the synchronizer cannot use its own token or certificates: its log says why"
+            return "the synchronizer cannot use a file of its own, such as its token or certificates: its \
+                    log says why"
                 .into();
         }
         next = one.source();
@@ -381,13 +379,15 @@ fn pass_on(
             .iter()
             .map(|member| member.snapshot.clone())
             .collect();
-        match interruptible(is_stopped, || held.publish(&members, || !is_stopped())) {
-            Ok(version) => tell(FromBridge::Has(version)),
-            Err(error) => {
-                let version = members.iter().map(Snapshot::version).max();
-                tell(FromBridge::Failed(version, told(&error)));
-            }
-        }
+        let version = members.iter().map(Snapshot::version).max();
+        let published = check_number(version.unwrap_or_default(), held.newest()).and_then(|()| {
+            let publish = || held.publish(&members, || !is_stopped());
+            interruptible(is_stopped, publish).map_err(|error| told(&error))
+        });
+        tell(match published {
+            Ok(version) => FromBridge::Has(version),
+            Err(why) => FromBridge::Failed(version, why),
+        });
     }
     Ok(())
 }
@@ -398,6 +398,7 @@ fn lock(stop: &Mutex<Stop>) -> MutexGuard<'_, Stop> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::SyncError;
     use super::*;
 
     #[test]

@@ -58,12 +58,13 @@ impl Ring {
     pub(crate) fn spoil(&self, item: Item) {
         let mut models = self.models();
         let of = models.entry(item.model).or_default();
-        for delta in of.deltas.drain(..) {
+        for delta in &of.deltas {
             delta.stop();
             if delta.version > item.version {
                 delta.spoil();
             }
         }
+        of.clear();
         of.spoiled = Some(item.version);
     }
 
@@ -77,7 +78,10 @@ impl Ring {
     /// Drops a model's deltas, because its next version does not follow them.
     pub(crate) fn forget(&self, model: usize) {
         self.stop(model);
-        self.models().remove(&model);
+        if let Some(of) = self.models().get_mut(&model) {
+            of.clear();
+            of.spoiled = None;
+        }
     }
 
     /// Stops making a model's deltas; spans that are not known are sent as blocks.
@@ -262,6 +266,13 @@ impl OfModel {
             None => false,
         });
         held
+    }
+
+    /// Drops all. Those that are being sent still count.
+    fn clear(&mut self) {
+        let gone = self.deltas.drain(..).map(|delta| Arc::downgrade(&delta));
+        self.going.extend(gone);
+        self.going.retain(|delta| delta.strong_count() > 0);
     }
 
     fn trim(&mut self) {
