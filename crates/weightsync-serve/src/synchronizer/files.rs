@@ -131,7 +131,7 @@ pub(super) async fn file(
     }
     if let Weights::Stored(stored) = model {
         let stored = stored.clone();
-        match serving.app.reads.take(move || stored.compare()).await {
+        match serving.app.compares.take(move || stored.compare()).await {
             Some(Ok(_)) => {}
             Some(Err(error)) => return refused(StatusCode::NOT_FOUND, error.to_string()),
             None => {
@@ -173,22 +173,20 @@ async fn find(serving: &Serving, version: &str) -> Result<Vec<Weights>, Box<Resp
             }
         },
     };
-    // It waits while a version is being passed on.
-    let find = move || {
-        let held = held.snapshots(number);
-        match (held, shelf) {
-            (Ok(models), None) => Ok(models.into_iter().map(Weights::Held).collect()),
-            (Ok(models), _) if !models.is_empty() => {
-                Ok(models.into_iter().map(Weights::Held).collect())
-            }
-            (_, Some(shelf)) => {
-                let stored = shelf.weights(number)?;
-                Ok(stored.into_iter().map(Weights::Stored).collect())
-            }
-            (Err(absent), None) => Err(absent),
+    // It waits while a version is being passed on, and not for the store.
+    let in_memory = serving.app.holds.take(move || held.snapshots(number)).await;
+    let found = match (in_memory, shelf) {
+        (Some(Ok(models)), _) if !models.is_empty() => {
+            Some(Ok(models.into_iter().map(Weights::Held).collect()))
         }
+        (Some(_), Some(shelf)) => {
+            let looked = serving.app.looks.take(move || shelf.weights(number)).await;
+            looked.map(|stored| Ok(stored?.into_iter().map(Weights::Stored).collect()))
+        }
+        (Some(absent), None) => Some(absent.map(|_| Vec::new())),
+        (None, _) => None,
     };
-    let found: Option<weightsync_engine::Result<Vec<_>>> = serving.app.looks.take(find).await;
+    let found: Option<weightsync_engine::Result<Vec<_>>> = found;
     let absent = match found {
         Some(Ok(models)) if !models.is_empty() => return Ok(models),
         Some(Err(error)) => error.to_string(),

@@ -1,9 +1,9 @@
 //! What lasts longer than the service: versions in a store, and the epochs of trainers in a file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::synchronizer::Method;
@@ -229,22 +229,29 @@ impl Record {
     }
 }
 
-/// A store as HTTP clients read it: what is known of the version that was read last is kept for the next
-/// request, which may be for another range. Its weights are not.
+/// A store as HTTP clients read it: what is known of the versions that were read last is kept for the next
+/// requests, which may be for other ranges. Their weights are not.
 #[derive(Clone, Debug)]
 pub(super) struct Shelf(Arc<ShelfInner>);
 
 #[derive(Debug)]
 struct ShelfInner {
     store: Store,
-    last: Mutex<Option<(Version, Vec<Arc<StoredWeights>>)>>,
+    /// The one that was read last comes last.
+    known: Mutex<VecDeque<Known>>,
 }
+
+/// A version, and its models.
+type Known = (Version, Vec<Arc<StoredWeights>>);
+
+/// How many versions a shelf knows of: the newest, and one more. Each has a lease, so the store keeps it.
+const KNOWN: usize = 2;
 
 impl Shelf {
     pub(super) fn new(store: Store) -> Self {
         Self(Arc::new(ShelfInner {
             store,
-            last: Mutex::default(),
+            known: Mutex::default(),
         }))
     }
 
@@ -258,11 +265,8 @@ impl Shelf {
     ///
     /// Those of [`Store::weights`].
     pub(super) fn weights(&self, version: Version) -> Result<Vec<Arc<StoredWeights>>> {
-        let mut last = self.0.last.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((known, weights)) = last.as_ref()
-            && *known == version
-        {
-            return Ok(weights.clone());
+        if let Some(weights) = again(&mut self.known(), version) {
+            return Ok(weights);
         }
         let newest = self.0.store.newest_versions(1)?.versions;
         let models = newest.last().map_or(&[][..], |newest| &newest.models);
@@ -270,9 +274,30 @@ impl Shelf {
         let which = Which::Exactly(ModelVersion { model, version });
         let weights = self.0.store.weights(&which)?;
         let weights: Vec<_> = weights.into_iter().map(Arc::new).collect();
-        *last = Some((version, weights.clone()));
+        let mut known = self.known();
+        // Another request may have read it meanwhile.
+        if let Some(weights) = again(&mut known, version) {
+            return Ok(weights);
+        }
+        known.push_back((version, weights.clone()));
+        if known.len() > KNOWN {
+            known.pop_front();
+        }
         Ok(weights)
     }
+
+    fn known(&self) -> MutexGuard<'_, VecDeque<Known>> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A version that is known; it counts as the one that was read last.
+fn again(known: &mut VecDeque<Known>, version: Version) -> Option<Vec<Arc<StoredWeights>>> {
+    let at = known.iter().position(|(one, _)| *one == version)?;
+    let found = known.remove(at)?;
+    let weights = found.1.clone();
+    known.push_back(found);
+    Some(weights)
 }
 
 /// The newest version of a trainer's store, if its versions go to one.
@@ -293,4 +318,26 @@ pub(super) fn load(from: &InitInfo, address: &str, version: Version) -> Result<S
     let model = from.models().first().cloned();
     let which = Which::AtLeast(ModelVersion { model, version });
     Ok(store.load(&which)?.set)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A service that believed a party which joined with the highest numbers wrote them.
+    #[test]
+    fn record_without_numbers_left_is_begun_again() {
+        for (epoch, highest, is_kept) in [(7, 8, true), (u64::MAX, 8, false), (7, u64::MAX, false)]
+        {
+            let dir = tempfile::tempdir().unwrap();
+            let read = || Record::read(Some(dir.path().into())).unwrap();
+            let mut record = read();
+            record.announce(Version(highest));
+            record.note(Epoch(epoch), None);
+            let again = read();
+            let expected = if is_kept { (epoch, highest) } else { (0, 0) };
+            assert_eq!((again.epoch.0, again.highest), expected);
+            assert_eq!(again.lineage == record.lineage, is_kept);
+        }
+    }
 }

@@ -45,9 +45,13 @@ pub(super) struct App {
     pub(super) has_token: bool,
     /// Room for readers of events.
     pub(super) readers: Arc<Semaphore>,
-    /// Turns to look for a version, and to read a piece.
+    /// Turns to look for a version in memory, for one in the store, and to read a piece.
+    pub(super) holds: Turns,
     pub(super) looks: Turns,
     pub(super) reads: Turns,
+    /// The turn to compare a version with its digest, which reads all of it. Those that wait for it leave
+    /// the turns of pieces to others.
+    pub(super) compares: Turns,
 }
 
 /// Turns for calls that block.
@@ -89,8 +93,10 @@ impl App {
             shelf,
             has_token,
             readers: Arc::new(Semaphore::new(READERS)),
+            holds: Turns::new(LOOKS),
             looks: Turns::new(LOOKS),
             reads: Turns::new(READS),
+            compares: Turns::new(1),
         }
     }
 
