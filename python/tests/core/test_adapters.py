@@ -116,10 +116,6 @@ def test_adapter_names_are_used_once():
             following = range(max(numbers) + 1, max(numbers) + 100)
             assert others.save(snapshot, taken=following).number == following.stop
         folder = made.path.parent
-        with lora.Adapters("once") as others:
-            with pytest.raises(weightsync.SettingError, match="not saved by these"):
-                others.remove(made)
-            assert made.path.is_dir()
         adapters.remove(made)
         assert not made.path.exists() and adapters.save(snapshot) == made
     assert not folder.exists()

@@ -12,7 +12,6 @@ import torch
 import weightsync
 from ends import LONG, Net, all_ended, meet, pair
 from torch import nn
-from weightsync.engines import Trainer, _base, _http
 
 
 def _raises(words, call, kind=weightsync.WeightsyncError):
@@ -181,42 +180,6 @@ def test_security_errors_name_the_scheme_setting(scheme, monkeypatch):
     with all_ended(sender(",insecure-plaintext")) as (open,):
         assert "insecure-plaintext" in open.scheme
         open.connect(0, timeout=LONG)
-
-
-class _Far(_base.Engine):
-    """A server of another machine, of which nothing is asked."""
-
-    def __init__(self, url):
-        self._server = _http.Server(url, "")
-        super().__init__(url)
-
-    def check_secret(self, insecure_plaintext):
-        self._server.check_secret(insecure_plaintext)
-
-
-# A trainer only adds it.
-_Far.__abstractmethods__ = frozenset()
-
-
-def test_secret_of_a_sender_goes_to_no_far_engine_in_plain_text(monkeypatch):
-    monkeypatch.delenv("WEIGHTSYNC_INSECURE_PLAINTEXT", raising=False)
-
-    def added(url, scheme="distributed"):
-        with all_ended(weightsync.Sender(nn.Linear(2, 2), scheme=scheme)) as (sender,):
-            Trainer(sender, [_Far(url)])
-
-    for url in ("http://host:8000", "http://10.0.0.1", "http://127.0.0.1.example:8000"):
-        _raises(
-            "not encrypted, and the init info .* is a secret.*insecure_plaintext=True",
-            lambda url=url: added(url),
-            weightsync.SettingError,
-        )
-        added(url.replace("http:", "https:"))
-        added(url, "distributed:every=2,insecure-plaintext")
-    for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
-        added(url)
-    monkeypatch.setenv("WEIGHTSYNC_INSECURE_PLAINTEXT", "1")
-    added("http://host:8000")
 
 
 WRAPPED = {

@@ -51,14 +51,6 @@ class Engine(abc.ABC):
         """Whether this is the engine that a trainer was given."""
         return given is self
 
-    def check_secret(self, insecure_plaintext: bool) -> None:
-        """Refuses to bring the sender's init info to it where others could read it. It is called when
-        a trainer adds the engine. One of this process, or that joins in this process, needs no more.
-
-        Args:
-            insecure_plaintext: whether unencrypted connections to other machines are allowed.
-        """
-
     @abc.abstractmethod
     def check(self, timeout: float) -> None:
         """Refuses an engine of a version that cannot be updated. It is called first."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import ipaddress
 import json
 import re
 import socket
@@ -40,25 +39,6 @@ class Server:
                 "may have around it (strip it)"
             )
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-
-    def check_secret(self, insecure_plaintext: bool) -> None:
-        """Refuses to bring a secret to the server in plain text over a network.
-
-        Args:
-            insecure_plaintext: whether unencrypted connections to other machines are allowed.
-
-        Raises:
-            SettingError: if they are not, and the URL is ``http://`` and not of this machine.
-        """
-        host = self._parts.hostname or ""
-        if self._parts.scheme == "https" or insecure_plaintext or _is_loopback(host):
-            return
-        raise SettingError(
-            f"{self.url} is not encrypted, and the init info that an engine joins with is a secret: "
-            "a program that reads it there can join the sender and read the weights; give the engine an "
-            "https:// URL, or, if you trust that network, allow it with the scheme's setting "
-            "insecure_plaintext=True, or WEIGHTSYNC_INSECURE_PLAINTEXT=1"
-        )
 
     def is_of(self, given: Any) -> bool:
         """Whether this is the server's URL."""
@@ -146,15 +126,6 @@ def refusal(answer: Any) -> str | None:
     error = next((answer[one] for one in words if answer.get(one)), None)
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
 
 
 def _bare(path: str) -> str:

@@ -83,17 +83,13 @@ class Trainer:
         at once by :meth:`refresh`.
 
         Args:
-            engine: an ``LLM``, an ``AsyncLLM``, the URL of a server of vLLM, or another engine. It
-                gets the sender's init info, which is a secret. So an ``http://`` URL of another
-                machine needs the permission for plain text: ``insecure_plaintext`` of the sender's
-                scheme, or ``WEIGHTSYNC_INSECURE_PLAINTEXT=1``.
+            engine: an ``LLM``, an ``AsyncLLM``, the URL of a server of vLLM, or another engine.
             info_file: where to write what the engine needs to join. An engine whose variable
                 ``WEIGHTSYNC_ENGINE_INFO`` names this file has the newest version whenever it
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
         """
         made = _engine_of(engine, self._made)
-        made.check_secret(_allows_plaintext(self._sender))
         # A sync calls each engine from a thread of its own: an ``LLM`` that was added twice would
         # be called from two at once, which ends it.
         for member in self._members:
@@ -238,18 +234,6 @@ class Trainer:
 
     def __repr__(self) -> str:
         return f"<Trainer of {self._sender!r}: {', '.join(self.engines) or 'no engine yet'}>"
-
-
-def _allows_plaintext(sender: Sender) -> bool:
-    """Whether the sender's scheme or the environment allows plain text to other machines.
-
-    Who reads the init info of a store has nothing to join: access to the store is what counts.
-    """
-    name, _, settings = sender.init_info.scheme.partition(":")
-    if name == "store":
-        return True
-    by_scheme = {"insecure-plaintext", "insecure-plaintext=true"} & set(settings.split(","))
-    return bool(by_scheme) or os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
 
 
 def _engine_of(given: Any, place: int) -> Engine:

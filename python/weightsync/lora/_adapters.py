@@ -215,13 +215,7 @@ class Adapters:
         return made
 
     def remove(self, adapter: Adapter) -> None:
-        """Removes a version's directory. Its name stays used.
-
-        Raises:
-            SettingError: if the adapter is not one of these.
-        """
-        if adapter not in self._known.values():
-            raise SettingError(f"{adapter.path} was not saved by these adapters, so it is not removed")
+        """Removes a version's directory. Its name stays used."""
         shutil.rmtree(adapter.path, ignore_errors=True)
 
     def _forget(self, adapter: Adapter) -> None:

@@ -38,9 +38,6 @@ class Engine(_base.Engine):
     def is_of(self, given: Any) -> bool:
         return given is self or self._server.is_of(given)
 
-    def check_secret(self, insecure_plaintext: bool) -> None:
-        self._server.check_secret(insecure_plaintext)
-
     def check(self, timeout: float) -> None:
         if self._ranks:
             return

@@ -101,9 +101,6 @@ class ServerEngine(VllmEngine):
     def is_of(self, given: Any) -> bool:
         return given is self or self._server.is_of(given)
 
-    def check_secret(self, insecure_plaintext: bool) -> None:
-        self._server.check_secret(insecure_plaintext)
-
     def version(self, timeout: float) -> str:
         return str(self._server.get("version", timeout).get("version", ""))
 
