@@ -54,7 +54,7 @@ struct State {
     search: Option<JoinHandle<()>>,
     /// The thread that looks for a relay while the worker is its own agent, or makes it that.
     looks: Option<JoinHandle<()>>,
-    /// A relay was found: the worker moves to it between two calls.
+    /// Another route was found, a relay or an agent of its own: the worker moves to it between two calls.
     moving: bool,
     /// The worker is its own agent, or was when it last had a segment.
     is_own_agent: bool,

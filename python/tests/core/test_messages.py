@@ -244,6 +244,7 @@ ALLOWED = {
     ("torchrl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("engines/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
     ("engines/_http.py", "TimeoutError"): "the call was given up, so nobody has the exception",
+    ("trinity/_synchronizer.py", "OSError"): "its caller logs that the file cannot be read",
     ("vllm/_engines.py", "NotImplementedError"): "an abstract method",
 }
 

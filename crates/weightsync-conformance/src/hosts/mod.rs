@@ -218,9 +218,13 @@ impl Hosts {
     /// Puts a queue before both ends of a link.
     fn shape(&self, host: usize, queue: &str) -> Result<(), HostsError> {
         let tc = &self.programs.tc;
-        let out = format!("qdisc replace dev eth0 root {queue}\n");
-        let back = format!("qdisc replace dev port{host} root {queue}\n");
-        self.hosts[host].batch(&self.programs, tc, &out)?;
+        // Packets that wait are dropped: one that is larger than a new, smaller burst would stay at the
+        // head of the queue, and nothing would pass any more.
+        let lines = |port: &str| {
+            format!("qdisc replace dev {port} root pfifo\nqdisc replace dev {port} root {queue}\n")
+        };
+        self.hosts[host].batch(&self.programs, tc, &lines("eth0"))?;
+        let back = lines(&format!("port{host}"));
         self.world.holder().batch(&self.programs, tc, &back)
     }
 

@@ -256,9 +256,9 @@ impl Shared {
         self.table().holder(registration)
     }
 
-    /// Admits a worker, whose connection gets this name, and gives up `holder`. Refuses the worker if another connection than
-    /// `holder` has its number. Returns the new connection and the sequence of the worker's
-    /// first call.
+    /// Admits a worker, whose connection gets this name, and gives up `holder`. Refuses the worker if
+    /// another connection than `holder` has its number. Returns the new connection and the sequence of the
+    /// worker's first call.
     ///
     /// # Errors
     ///
