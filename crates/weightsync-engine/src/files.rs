@@ -71,15 +71,6 @@ impl OpenDir {
         }
     }
 
-    /// The same directory again.
-    ///
-    /// # Errors
-    ///
-    /// Those of the system.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self(self.0.try_clone()?))
-    }
-
     /// The same; a path that is itself a link is an error.
     ///
     /// # Errors
@@ -111,6 +102,15 @@ impl OpenDir {
             }
             Err(errno) => Err(errno.into()),
         }
+    }
+
+    /// The same directory again.
+    ///
+    /// # Errors
+    ///
+    /// Those of the system.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(self.0.try_clone()?))
     }
 
     /// Makes a directory for this user alone in this one. One that is there is no error.
