@@ -53,13 +53,46 @@ def ours(envs: list[Any], net: Any, frames: int) -> Way:
     return Way(lambda: collector.next().numel(), collector.shutdown)
 
 
-def theirs(workers: int, envs: int, frames: int) -> Way:
+def theirs(workers: int, envs: int | None, frames: int) -> Way:
     """TorchRL's collector."""
     import torchrl_peer
 
-    collector = torchrl_peer.collector(policy(), workers, envs, frames)
+    return of_torchrl(torchrl_peer.MultiSyncCollector, policy(), workers, envs, frames)
+
+
+def of_torchrl(
+    kind: Any, net: Any, workers: int, envs: int | None, frames: int, updates: bool = False
+) -> Way:
+    """A collector of this kind, with an environment and a policy of TorchRL."""
+    import torchrl_peer
+
+    collector = torchrl_peer.collector(net, workers, envs, frames, kind)
     iterator = iter(collector)
-    return Way(lambda: next(iterator).numel(), collector.shutdown)
+
+    def run() -> int:
+        if updates:
+            collector.update_policy_weights_()
+        return int(next(iterator).numel())
+
+    return Way(run, collector.shutdown)
+
+
+def with_torchrl(workers: int, envs: int | None, frames: int, width: int = 0) -> dict[str, Way]:
+    """Both with the same environment and the same policy, which is updated each time if it is large."""
+    from torchrl.collectors import MultiSyncCollector
+
+    def net() -> torch.nn.Module:
+        nn = torch.nn
+        if not width:
+            return policy()
+        return nn.Sequential(
+            nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 2)
+        )
+
+    return {
+        name: of_torchrl(kind, net(), workers, envs, frames, bool(width))
+        for name, kind in (("ours", rl.MultiSyncCollector), ("TorchRL's MultiSyncCollector", MultiSyncCollector))
+    }
 
 
 def vector(kind: Any, envs: int, steps: int) -> Way:
@@ -303,6 +336,21 @@ CASES = [
         "16 Gymnasium environments in 2 workers",
         of_vectors,
         {"SyncVectorEnv": 1 / 1.5, "AsyncVectorEnv": 0.2},
+    ),
+    Case(
+        "TorchRL's GymEnv of CartPole, 4 workers",
+        partial(with_torchrl, 4, None, 1024),
+        {"TorchRL's MultiSyncCollector": 1 / 1.5},
+    ),
+    Case(
+        "TorchRL's SerialEnv of 64, 2 workers",
+        partial(with_torchrl, 2, 64, 2048),
+        {"TorchRL's MultiSyncCollector": 1 / 1.2},
+    ),
+    Case(
+        "TorchRL's GymEnv, 10 M parameters updated each batch, 2 workers",
+        partial(with_torchrl, 2, None, 64, 3160),
+        {"TorchRL's MultiSyncCollector": 0.5},
     ),
     Case("multi-async, one worker 10 × slower", of_slow_worker, {"the fast workers alone": 1 / 0.9}),
 ]

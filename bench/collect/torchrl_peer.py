@@ -24,16 +24,19 @@ def cartpole() -> Any:
     return GymEnv("CartPole-v1")
 
 
-def collector(net: torch.nn.Module, workers: int, envs: int, frames: int) -> Any:
-    """Workers with a batch of environments each."""
+def collector(
+    net: torch.nn.Module, workers: int, envs: int | None, frames: int, kind: Any = MultiSyncCollector
+) -> Any:
+    """Workers with a batch of environments each, or with one: TorchRL's, or what takes the same."""
     policy = ProbabilisticTensorDictSequential(
         TensorDictModule(net, ["observation"], ["logits"]),
         ProbabilisticTensorDictModule(
             ["logits"], ["action"], distribution_class=OneHotCategorical, return_log_prob=True
         ),
     )
-    return MultiSyncCollector(
-        [SerialEnv(envs, cartpole)] * workers,
+    env = cartpole if envs is None else SerialEnv(envs, cartpole)
+    return kind(
+        [env] * workers,
         policy,
         frames_per_batch=frames,
         total_frames=-1,

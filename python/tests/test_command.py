@@ -92,6 +92,44 @@ def test_diff_says_what_changed_by_its_exit_status(command, tmp_path):
     assert absent.stderr.startswith("weightsync: ")
 
 
+LOST = ["log s", "push a --to s", "push /nowhere --to s", "pull s --out o", "watch s --exec true"]
+LOST += ["scrub --store s", "diff a b", "certs new --out pki --hosts h", "status --info a"]
+LOST += ["relay --info a", "serve --store s", "serve --config a", "config check a"]
+
+
+def run_in_a_removed_directory(path, *arguments):
+    gone = path / "gone"
+    gone.mkdir()
+    return run(["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', gone], *arguments)
+
+
+@pytest.mark.parametrize("arguments", LOST)
+def test_command_in_a_removed_directory_says_so(arguments, tmp_path):
+    done = run_in_a_removed_directory(tmp_path, *MODULE, *arguments.split())
+    assert done.returncode in (1, 2), done.stderr
+    said = done.stderr.splitlines()
+    assert all(line.startswith("weightsync: ") for line in said), said
+    assert done.stderr.count("working directory was removed: give an absolute path") == 1, said
+
+
+@BOTH
+def test_doctor_works_in_a_removed_directory(command, tmp_path):
+    done = run_in_a_removed_directory(tmp_path, *command, "doctor", "--json")
+    assert (json.loads(done.stdout)["works"], done.stderr) == (True, "")
+
+
+@BOTH
+def test_argument_that_is_not_utf_8_is_named(command):
+    for arguments, named in [
+        (["log", b"a\xff"], rb'"a\xFF"'),
+        (["status", b"\xff:7070"], rb'"\xFF:7070"'),
+        (["pull", "s", "--out", "o", "--name", b"\xfe"], rb'"\xFE"'),
+    ]:
+        done = subprocess.run([*command, *arguments], capture_output=True, timeout=LONG)
+        assert (done.returncode, done.stdout) == (2, b"")
+        assert b"expected arguments in UTF-8, got " + named in done.stderr, done.stderr
+
+
 def test_diff_is_quiet_where_its_pipe_is_closed(tmp_path):
     file = safetensors(tmp_path / "a.safetensors", [1.0])
     done = run(SCRIPT, "diff", file, file, stdout=closed_pipe())

@@ -390,3 +390,26 @@ def version():
     import importlib.metadata
 
     return importlib.metadata.version("weightsync")
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--help"]])
+def test_reader_that_closes_the_pipe_early_gets_no_trace(flags):
+    command = [sys.executable, "-m", "weightsync", "doctor", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        # Before the report is written.
+        program.stdout.close()
+        said = program.stderr.read().decode()
+        program.wait(patience(60))
+    assert program.returncode in (0, 1) and not said, said
+
+
+@pytest.mark.parametrize("flags", [[], ["--help"]])
+def test_report_that_cannot_be_written_is_an_error_in_words(flags):
+    command = [sys.executable, "-m", "weightsync", "doctor", *flags]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=patience(60)
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("weightsync: standard output cannot be written: ")
+    assert done.stderr.count("\n") == 1, done.stderr

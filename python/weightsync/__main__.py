@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 
@@ -31,11 +32,30 @@ def _doctor(arguments: list[str]) -> int:
         "what to change. The exit status is 0 if they work, else 1.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    chosen = parser.parse_args(arguments)
+    try:
+        chosen = parser.parse_args(arguments)
+    except SystemExit as end:
+        # It has written its help, or what is wrong.
+        return _written("", int(end.code or 0))
 
     from weightsync import doctor
 
-    return doctor.main(to_json=chosen.json)
+    return _written(*doctor.main(to_json=chosen.json))
+
+
+def _written(text: str, status: int) -> int:
+    """Writes what is left to be written, and returns the exit status."""
+    try:
+        print(text, end="\n" if text else "", flush=True)
+        return status
+    except OSError as error:
+        # Python writes what is left at its end, and would fail once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            # The reader has closed the pipe early, as `head` does.
+            return status
+        print(f"weightsync: standard output cannot be written: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

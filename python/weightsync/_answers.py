@@ -39,7 +39,7 @@ class Synced:
     ended: str
     #: The version that the explorer runs: the one that it has verified and loaded; 0 before the first.
     version: int
-    #: The trainer's step of which that version was made, if it is known.
+    #: The trainer's step that made that version, if it is known.
     step: int | None
     #: How many versions are newer.
     versions_behind: int
@@ -99,7 +99,7 @@ class Trained:
     ended: str
     #: The version that was published or sent.
     version: int
-    #: The step of which it was made.
+    #: The step that made it.
     step: int
     #: The explorers to which it was sent; with other methods than ``"nccl"``, all that are there.
     explorers: tuple[ExplorerLine, ...] = field(repr=False)

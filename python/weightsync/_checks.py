@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 
-from weightsync.errors import ModelError, SettingError
+from typing import TypeVar
+
+from weightsync.errors import ModelError, OperatingSystemError, SettingError
+
+_T = TypeVar("_T")
 
 
 def choice(setting: str, value: object, *allowed: str) -> None:
@@ -12,6 +17,31 @@ def choice(setting: str, value: object, *allowed: str) -> None:
     if value not in allowed:
         expected = " or ".join(f'"{one}"' for one in allowed)
         raise SettingError(f"{setting}: expected {expected}, got {value!r}")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The path, for processes that work in other directories."""
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError as error:
+        raise OperatingSystemError(
+            f"{os.fspath(path)!r} leads nowhere, as this process's working directory was removed: "
+            "give an absolute path, or change to another directory"
+        ) from error
+
+
+def text(setting: str, value: _T) -> _T:
+    """Refuses text that other processes cannot read: what Python makes of a file's name whose bytes are
+    not UTF-8."""
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise SettingError(
+                f"{setting}: expected text that is UTF-8, got {ascii(value)}, which has other bytes: "
+                "use another name"
+            ) from error
+    return value
 
 
 def seconds(setting: str, value: object) -> None:

@@ -6,6 +6,7 @@ import sys
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from weightsync._checks import text
 from weightsync.errors import WrongTypeError, WrongWeightsError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape of a tensor, both as in safetensors."""
     import torch
 
+    text("the name of a tensor", name)
     if is_lazy(tensor):
         raise WrongWeightsError(
             f"tensor {name!r} has no shape yet, because its module is lazy: run the module once "
@@ -82,6 +84,16 @@ def of_tensor(name: str, tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return found, shape
 
 
+def packed_in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a row-major copy of its bytes if two of its elements share one: a stride counts
+    elements."""
+    import torch
+
+    if tensor.is_contiguous() or tensor.dtype is not _to_torch().get(PACKED):
+        return tensor
+    return tensor.view(torch.uint8).contiguous()
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype for a name of safetensors."""
     try:
@@ -93,12 +105,48 @@ def torch_dtype(name: str) -> torch.dtype:
 def torch_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """torch's shape for a shape of safetensors."""
     if name == PACKED and shape:
+        if shape[-1] % 2:
+            raise WrongTypeError(
+                f"torch has no tensor of F4 with an odd last dimension, as of {list(shape)}: it holds two "
+                "elements in a byte; write the version with save_safetensors, or pull it, and read its "
+                "bytes"
+            )
         return (*shape[:-1], shape[-1] // 2)
     return shape
 
 
+@cache
+def has_torch() -> bool:
+    """Whether torch is installed."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def zeros(name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor in the host's memory, or an array where torch is not installed."""
+    if has_torch():
+        import torch
+
+        return torch.zeros(torch_shape(name, shape), dtype=torch_dtype(name), device="cpu")
+    import numpy as np
+
+    return np.zeros(shape, numpy_dtype(name))
+
+
+def is_of_torch_itself(value: object) -> bool:
+    """Whether it is a torch tensor, or a parameter, and of no other class."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
 def is_lazy(tensor: Any) -> bool:
     """Whether it is a torch tensor of a lazy module, which has no shape yet."""
+    if is_of_torch_itself(tensor):
+        # Torch's own test for a parameter takes as long as all other questions.
+        return False
     from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
     return isinstance(tensor, (UninitializedBuffer, UninitializedParameter))
@@ -106,6 +154,7 @@ def is_lazy(tensor: Any) -> bool:
 
 def of_array(name: str, array: np.ndarray) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape of a numpy array."""
+    text("the name of a tensor", name)
     own = array.dtype.name
     for found, known in _NAMES.items():
         if known == own and array.dtype.isnative:
@@ -124,7 +173,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         known = _NAMES[name]
     except KeyError:
-        raise WrongTypeError(f"numpy has no dtype for {name}") from None
+        raise WrongTypeError(f"numpy has no dtype for {name}: read the tensor with torch") from None
     try:
         return np.dtype(known)
     except TypeError:

@@ -44,7 +44,9 @@ def _plain(value: Any, within: str, tensors: dict[str, Any]) -> Any:
     if _dtypes.is_tensordict(value):
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {key: _plain(item, within, tensors) for key, item in value.items()}
+        # A state that has travelled has its keys in order. Its tensors have the same numbers then.
+        keys = sorted(value, key=str)
+        return {key: _plain(value[key], within, tensors) for key in keys}
     if isinstance(value, (list, tuple)):
         return [_plain(item, within, tensors) for item in value]
     return value

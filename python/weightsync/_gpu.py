@@ -111,16 +111,16 @@ def _piece() -> Any:
     import torch
 
     try:
-        return torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
-        return torch.empty(_PIECE, dtype=torch.uint8)
+        return torch.empty(_PIECE, dtype=torch.uint8, device="cpu")
 
 
 def _page_locked(size: int) -> Any:
     """Memory of exactly this size. torch's own page-locked memory is rounded up to a power of two."""
     import torch
 
-    memory = torch.empty(size, dtype=torch.uint8)
+    memory = torch.empty(size, dtype=torch.uint8, device="cpu")
     cuda = torch.cuda.cudart()
     address = memory.data_ptr()
     if int(cuda.cudaHostRegister(address, size, 0)) == 0:

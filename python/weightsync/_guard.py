@@ -206,6 +206,11 @@ def is_hook(hook: Any) -> bool:
     return type(getattr(hook, "__self__", None)) is _Hook
 
 
+def is_hook_of(hook: Any, hold: Hold | None) -> bool:
+    """Whether it is a guard's that does nothing while this thread has this hold."""
+    return is_hook(hook) and hook.__self__._hold in (None, hold)
+
+
 def _parts(module: Any) -> list[Any]:
     """The module itself, and the parts whose forwards read weights."""
     import torch

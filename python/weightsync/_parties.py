@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
 from weightsync._native import InitInfo, MappedTarget, SetSnapshot
-from weightsync._targets import target_of
+from weightsync._targets import target_of, together
 from weightsync.errors import DeadlineError, LifecycleError, PeerError, SettingError
 from weightsync.mapping import by_model
 from weightsync.model_receiver import ModelReceiver
@@ -239,7 +239,7 @@ class Explorer(_Party):
 
         Args:
             version: its number; None: the newest.
-            model: the model of which ``version`` is a version, where the store has several.
+            model: the model whose version it is, where the store has several.
             named: the version of this name.
 
         Raises:
@@ -337,12 +337,13 @@ class Explorer(_Party):
         first = next(iter(members))
         models = of["models"] or ({} if of["model"] is None else {first: of["model"]})
         mappings = by_model(of["mapping"], models)
+        targets = {name: target_of(one, "copy") for name, one in models.items()}
         # The sender thinks that the model has the version that it sent. The next sync joins it again.
         self._leave_sender(None)
         found.load_into(
             [
                 (name, MappedTarget(mappings[name], name, target) if name in mappings else target)
-                for name, target in ((name, target_of(one, "copy")) for name, one in models.items())
+                for name, target in together(targets, mappings).items()
             ]
         )
         self._snapshots = {} if models else {name: Snapshot(one) for name, one in members.items()}
@@ -484,5 +485,5 @@ async def _ended(made: asyncio.Future[Any], stop: Callable[[], None] | None) -> 
         await asyncio.wait([made], timeout=None if stop is None else 0.1)
     # Looked at, an exception is not reported.
     if not made.cancelled() and made.exception() is None and isinstance(made.result(), _Party):
-        # It has joined, and nobody has it.
+        # It has joined, and this call does not return it.
         threading.Thread(target=made.result().shutdown, name="weightsync-stop").start()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from weightsync import _dtypes
 from weightsync.errors import WrongWeightsError
 from weightsync.snapshot import Snapshot
 
@@ -79,6 +80,8 @@ def _weights(found: Snapshot) -> dict[str, Any]:
     weights: dict[str, Any] = {}
     seen: set[int] = set()
     for name, tensor in found.tensors().items():
-        weights[name] = tensor.clone() if id(tensor) in seen else tensor
+        # An extra state may be anything.
+        is_seen = id(tensor) in seen and _dtypes.is_tensor(tensor)
+        weights[name] = tensor.clone() if is_seen else tensor
         seen.add(id(tensor))
     return weights

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync import _ends
-from weightsync._checks import one_model, only_version
+from weightsync._checks import one_model, only_version, text
 from weightsync._native import InitInfo, Session
-from weightsync.errors import LifecycleError
+from weightsync.errors import LifecycleError, SenderClosedError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -23,10 +23,14 @@ class Receiving(_ends.AsyncWith):
         self, info: InitInfo, worker: int, models: Sequence[str] | None, device: object
     ) -> None:
         self._pid = os.getpid()
-        self._session = Session.prepare_receiver(info, worker, models, str(device))
-        self._info, self._worker, self._device = info, worker, str(device)
+        for name in models or ():
+            text("the name of a model", name)
+        label = text("device", str(device))
+        self._session = Session.prepare_receiver(info, worker, models, label)
+        self._info, self._worker, self._device = info, worker, label
         self._models = list(info.models if models is None else models)
         self._connected = False
+        _ends.made(self)
 
     def connect(self, *, timeout: float | None = 60.0) -> None:
         """Joins the sender, waits for it if necessary, and takes the initial weights.
@@ -35,6 +39,7 @@ class Receiving(_ends.AsyncWith):
             DeadlineError: if the sender, or its first version, is not there in time.
             WrongWeightsError: naming each tensor that does not fit; the sender learns it too.
         """
+        _ends.refuse_lone_receiver(self._info)
         self._join(timeout)
         self._connected = True
         _ends.opened(self)
@@ -125,6 +130,15 @@ class Receiving(_ends.AsyncWith):
         raise LifecycleError(
             "a receiver is a live end and cannot be pickled: make one there from the init info"
         )
+
+    def _new(self, receive: Callable[[], Any]) -> Iterator[Any]:
+        while True:
+            try:
+                version = receive()
+            except SenderClosedError:
+                return
+            if version is not None:
+                yield version
 
     def _only(self, call: str, instead: str) -> None:
         """Refuses a call for one model where the worker receives several."""

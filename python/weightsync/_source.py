@@ -13,6 +13,7 @@ from typing import Any
 
 from weightsync import _dtypes, _extra
 from weightsync._gpu import Staging
+from weightsync._memory import Rooms, is_hollow
 from weightsync._native import Mapping as NativeMapping
 from weightsync._native import Source as NativeSource
 from weightsync._native import Tensors
@@ -40,10 +41,13 @@ class Source:
         # Weights that come once, such as weights gathered for one send, are not kept.
         self._of: Any = None
         self._tensors: Tensors | None = None
-        # The weights that came last, by id and weak references, since they are not kept.
-        self._last: tuple[int, list[weakref.ref[Any]]] | None = None
+        self._rooms: Rooms | None = None
+        # The weights that came last, by ids and weak references, since they are not kept.
+        self._last: tuple[int, list[tuple[int, weakref.ref[Any]]]] | None = None
         # Tensors that must live as long as the native source: slices, copies from a device.
         self._kept: list[Any] = []
+        # Whether one is a negative view, whose memory looks like any other's.
+        self._has_negative = False
         self._staging = Staging()
         # The tensors whose memory is held, and the memory: another thread may exchange a
         # parameter's memory while others are read. Small tensors are read too quickly for that.
@@ -57,9 +61,10 @@ class Source:
         native, tensors = self._native, self._tensors
         if native is not None and tensors is not None and self._of is weights:
             self._hold_memory()
-            if native.place_tensors(tensors):
+            assert self._rooms is not None
+            if self._rooms.hold() and native.place_tensors(tensors):
                 return native
-        self._of = self._tensors = None
+        self._of = self._tensors = self._rooms = None
         places = Places()
         if _dtypes.is_module(weights):
             found, extras = module_weights(weights, self._strategy, places)
@@ -67,15 +72,22 @@ class Source:
             found, extras = tree(weights, places)
         native = self._build_source(weights, found, extras)
         # A module makes its extra states again at each call.
-        if self._is_again(weights, found) and not extras:
+        may_look_alone = not extras and not self._has_negative
+        if self._is_again(weights, found) and may_look_alone:
             self._of, self._tensors = weights, places.tensors()
+            if self._tensors is not None:
+                self._rooms = Rooms([one for _, one, _ in found if _dtypes.is_tensor(one)])
         return native
 
     def _is_again(self, weights: Any, found: list[Found]) -> bool:
-        last, self._last = self._last, (id(weights), [weakref.ref(one) for _, one, _ in found])
-        if last is None or last[0] != id(weights) or len(last[1]) != len(found):
+        now = [(id(one), weakref.ref(_lasting(one))) for _, one, _ in found]
+        last, self._last = self._last, (id(weights), now)
+        if last is None or last[0] != id(weights) or len(last[1]) != len(now):
             return False
-        return all(before() is one for before, (_, one, _) in zip(last[1], found, strict=True))
+        return all(
+            before == after and there() is _lasting(one)
+            for (before, there), (after, _), (_, one, _) in zip(last[1], now, found, strict=True)
+        )
 
     def _build_source(
         self, weights: Any, found: list[Found], extras: dict[str, Any]
@@ -101,6 +113,7 @@ class Source:
         self._held = of_torch if any(one.nbytes >= _LARGE for one in of_torch) else []
         self._hold_memory()
         odd = any(_may_be_odd(tensor) for tensor in tensors)
+        self._has_negative = odd and any(one.is_neg() for one in of_torch)
         addresses, strides = _addresses(tensors, self._kept, odd, self._staging)
         self._native.place(addresses, strides, states)
         # Tensors that exist for this send alone, such as slices, must outlive the send.
@@ -217,7 +230,7 @@ class Places:
         self._tensors.append((place, key))
 
     def all_of(self, module: Any) -> None:
-        """Adds a module's dicts, of which the other entries must not change."""
+        """Adds a module's dicts; their other entries must not change."""
         for part in (module._parameters, module._buffers):
             if not isinstance(part, dict):
                 # Of a scripted module.
@@ -386,6 +399,11 @@ def _walk(
         elif isinstance(value, Mapping) or _dtypes.is_tensordict(value):
             _walk(value, name, places, found, extras)
         elif value is not None:
+            if _dtypes.is_module(value):
+                raise WrongTypeError(
+                    f"{name!r} is a {type(value).__name__}, a module: several models are given as "
+                    f"models={{{name!r}: …}}, and one as itself"
+                )
             raise WrongTypeError(
                 f"{name!r} is a {type(value).__name__}: weights are tensors and arrays, "
                 f"and plain data under {_extra.NAME!r}"
@@ -399,7 +417,33 @@ def _is_buffer(value: Any) -> bool:
 def _spec(name: str, tensor: Any) -> tuple[str, tuple[int, ...]]:
     if _dtypes.is_tensor(tensor) and tensor.device.type == "meta":
         raise WrongWeightsError(f"tensor {name!r} is on the meta device and has no values to send")
-    return _dtypes.of(name, tensor)
+    spec = _dtypes.of(name, tensor)
+    check_whole(name, tensor)
+    return spec
+
+
+def check_whole(name: str, tensor: Any) -> None:
+    """Refuses a tensor whose memory was taken away.
+
+    Raises:
+        SendError: naming it.
+    """
+    if is_hollow(tensor):
+        raise SendError(
+            f"{name!r} has no memory: its storage was taken away, as FSDP1 does between "
+            "forwards. Send the gathered state dict"
+        )
+
+
+def _lasting(tensor: Any) -> Any:
+    """What lives as long as a tensor. `torch.utils.swap_tensors` refuses one with weak references."""
+    if _dtypes.is_tensor(tensor):
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            # One of another class may have none.
+            pass
+    return tensor
 
 
 def _may_be_odd(tensor: Any) -> bool:
@@ -445,6 +489,10 @@ def _addresses(
             kept.append(tensor)
         if not tensor.is_cpu:
             tensor = tensor.detach().to("cpu")
+            kept.append(tensor)
+        ordered = _dtypes.packed_in_order(tensor)
+        if ordered is not tensor:
+            tensor = ordered
             kept.append(tensor)
         addresses.append(tensor.data_ptr())
         if not tensor.is_contiguous():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from weightsync import _dtypes, _extra
 from weightsync._native import Snapshot
-from weightsync.errors import UnsupportedError
+from weightsync._torch import without_threads
+from weightsync.errors import UnsupportedError, WrongTypeError
 
 
 class View:
@@ -24,10 +26,11 @@ class View:
         import torch
 
         dtype, sizes, offset, length = self.places[self.ties.get(name, name)]
-        own = _dtypes.torch_dtype(dtype)
-        shape = _dtypes.torch_shape(dtype, tuple(sizes))
+        with naming(name):
+            own = _dtypes.torch_dtype(dtype)
+            shape = _dtypes.torch_shape(dtype, tuple(sizes))
         if not length:
-            return torch.empty(shape, dtype=own)
+            return torch.empty(shape, dtype=own, device="cpu")
         count = length // own.itemsize
         return torch.frombuffer(self._view, dtype=own, count=count, offset=offset).view(shape)
 
@@ -41,18 +44,24 @@ class View:
             ) from None
 
         dtype, shape, offset, length = self.places[self.ties.get(name, name)]
-        own = _dtypes.numpy_dtype(dtype)
+        with naming(name):
+            own = _dtypes.numpy_dtype(dtype)
         if not length:
             return np.empty(shape, dtype=own)
         count = length // own.itemsize
         view: Any = self._view
         return np.frombuffer(view, dtype=own, count=count, offset=offset).reshape(shape)
 
+    def extra_state(self, prefix: str) -> Any:
+        """The extra state of a module, with tensors of its own."""
+        state = self._snapshot.extra_state(_extra.joined(prefix, _extra.NAME))
+        return _extra.join(prefix, state, self._copy)
+
     def extra_states(self) -> Iterator[tuple[str, Any]]:
-        """Each extra state, with tensors of its own, by its module."""
+        """Each extra state by its module."""
         for name in self._snapshot.extra_states:
             prefix = _extra.prefix_of(name)
-            yield prefix, _extra.join(prefix, self._snapshot.extra_state(name), self._copy)
+            yield prefix, self.extra_state(prefix)
 
     def all(
         self, one: Callable[[str], Any], wanted: Callable[[str], bool] = lambda _: True
@@ -63,7 +72,17 @@ class View:
 
     def _copy(self, name: str, kind: str) -> Any:
         # Not by way of torch, whose bfloat16 and float8 cannot become arrays.
-        return self.array(name).copy() if kind == "array" else self.tensor(name).clone()
+        is_array = kind == "array" or not _dtypes.has_torch()
+        if is_array:
+            return self.array(name).copy()
+        with without_threads():
+            return self.tensor(name).clone()
+
+
+def states_of(snapshot: Snapshot) -> dict[str, str]:
+    """The names of a snapshot's extra states in torch's state dicts, and their modules."""
+    prefixes = [_extra.prefix_of(name) for name in snapshot.extra_states]
+    return {_extra.joined(prefix, _extra.TORCH_NAME): prefix for prefix in prefixes}
 
 
 def weights_of(snapshot: Snapshot) -> dict[str, Any]:
@@ -75,7 +94,10 @@ def weights_of(snapshot: Snapshot) -> dict[str, Any]:
     return found
 
 
-def arrays_of(snapshot: Snapshot) -> dict[str, Any]:
-    """numpy arrays over a snapshot, by name."""
-    view = View(snapshot)
-    return view.all(view.array)
+@contextlib.contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Names the tensor in an error."""
+    try:
+        yield
+    except WrongTypeError as error:
+        raise WrongTypeError(f"tensor {name!r}: {error}") from None

@@ -80,7 +80,7 @@ class Background:
                 # The move has brought a version.
                 return True
             try:
-                if native.wait(wanted or {}, until.left()):
+                if native.wait(wanted or {}, until.left(), run):
                     return True
             except LifecycleError:
                 if native is self._native:

@@ -109,12 +109,12 @@ def as_json(facts: Facts, findings: list[Finding]) -> str:
     return json.dumps(report, indent=2)
 
 
-def main(*, to_json: bool) -> int:
-    """Prints the report; 0 if the schemes for one machine work here, else 1."""
+def main(*, to_json: bool) -> tuple[str, int]:
+    """The report, and 0 if the schemes for one machine work here, else 1."""
     facts = probe()
     findings = judge(facts)
-    print(as_json(facts, findings) if to_json else as_text(findings))
-    return 0 if works(findings) else 1
+    report = as_json(facts, findings) if to_json else as_text(findings)
+    return report, 0 if works(findings) else 1
 
 
 def _count(number: int, noun: str) -> str:

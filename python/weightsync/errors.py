@@ -30,6 +30,7 @@ __all__ = [
     "OperatingSystemError",
     "UnsupportedError",
     "WeightsyncError",
+    "WorkerError",
     "WrongTypeError",
     "WrongWeightsError",
 ]
@@ -58,6 +59,12 @@ class DeadlineError(WeightsyncError, TimeoutError):
 
 class PeerError(WeightsyncError, ConnectionError):
     """The other end died, refuses this one, or does not follow the protocol."""
+
+
+class WorkerError(PeerError, RuntimeError):
+    """A collector's worker has failed, or none is left. It is also of the class of the worker's own error
+    where that is one of Python's, or of the nearest class of Python's above it.
+    """
 
 
 class SenderClosedError(PeerError):

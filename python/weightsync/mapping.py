@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping as Names, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from weightsync import _dtypes, _extra
+from weightsync._checks import text
 from weightsync._native import DryRun, Layout
 from weightsync._native import Mapping as Native
 from weightsync._source import module_tensors, tree
@@ -13,6 +14,8 @@ from weightsync.errors import MissingModelError, WrongTypeError
 from weightsync.snapshot import Snapshot
 
 __all__ = ["Mapping", "PerModel"]
+
+_T = TypeVar("_T")
 
 
 class Mapping:
@@ -49,33 +52,35 @@ class Mapping:
 
     def rename(self, old: str, new: str) -> Mapping:
         """Renames tensors: ``a`` to ``b``, ``actor.*`` to ``policy.actor.*``."""
-        return _of(self._native.rename(old, new))
+        return _of(self._native.rename(_name(old), _name(new)))
 
     def cast(self, tensors: str, dtype: Any) -> Mapping:
         """Casts to a floating-point dtype: ``torch.bfloat16``, ``"bfloat16"`` or ``"BF16"``.
 
         Under a star, tensors that are not floating-point stay the same.
         """
-        return _of(self._native.cast(tensors, _dtypes.name_of(dtype)))
+        return _of(self._native.cast(_name(tensors), _dtypes.name_of(dtype)))
 
     def transpose(self, tensors: str, order: Sequence[int] = (1, 0)) -> Mapping:
         """Reorders the dimensions: ``order`` lists the old dimension of each new one."""
-        return _of(self._native.transpose(tensors, list(order)))
+        return _of(self._native.transpose(_name(tensors), list(order)))
 
     def fuse(self, parts: Sequence[str], into: str, dim: int = 0) -> Mapping:
         """Concatenates several tensors along a dimension into one."""
-        return _of(self._native.fuse(list(parts), into, dim))
+        return _of(self._native.fuse([_name(one) for one in parts], _name(into), dim))
 
     def split(
         self, tensor: str, into: Names[str, int] | Iterable[tuple[str, int]], dim: int = 0
     ) -> Mapping:
         """Splits one tensor into several: the name and the length along ``dim`` of each."""
-        parts = into.items() if isinstance(into, Names) else into
-        return _of(self._native.split(tensor, list(parts), dim))
+        parts = list(into.items() if isinstance(into, Names) else into)
+        for part in parts:
+            _name(part[0])
+        return _of(self._native.split(_name(tensor), parts, dim))
 
     def drop(self, tensors: str) -> Mapping:
         """Leaves tensors out."""
-        return _of(self._native.drop(tensors))
+        return _of(self._native.drop(_name(tensors)))
 
     def quantise(
         self,
@@ -114,7 +119,7 @@ class Mapping:
                 1,048,576 values.
             scale: another name for the scales: ``"{}"`` stands for the tensor's name.
         """
-        return _of(self._native.quantise(tensors, str(to), block, scale))
+        return _of(self._native.quantise(_name(tensors), str(to), block, _name(scale)))
 
     @property
     def rules(self) -> list[str]:
@@ -185,6 +190,10 @@ def layout_of(weights: Any) -> Layout:
     else:
         found = [(name, tensor) for name, tensor, _ in tree(weights)[0]]
     return Layout([(name, *_dtypes.of(name, tensor)) for name, tensor in found])
+
+
+def _name(name: _T) -> _T:
+    return text("the name of a tensor", name)
 
 
 def _of(native: Native) -> Mapping:

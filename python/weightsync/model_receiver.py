@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from weightsync import _ends, _paths
@@ -11,7 +11,7 @@ from weightsync._checks import choice
 from weightsync._deadline import Deadline
 from weightsync._native import InitInfo, MappedTarget, Session
 from weightsync._receiving import Receiving, read
-from weightsync._targets import Target, target_of
+from weightsync._targets import Target, target_of, together
 from weightsync.background import Background
 from weightsync.errors import LifecycleError, ModelError
 from weightsync.mapping import PerModel, by_model
@@ -69,7 +69,7 @@ class ModelReceiver(Receiving):
         # The library loads into these: the targets, some behind a mapping.
         self._loaders: list[tuple[str, Any]] = [
             (name, MappedTarget(mappings[name], name, target) if name in mappings else target)
-            for name, target in self._targets.items()
+            for name, target in together(self._targets, mappings).items()
         ]
         # The models must live as long as this receiver.
         self._kept = (model, models, context)
@@ -96,6 +96,18 @@ class ModelReceiver(Receiving):
         """
         self._only("receive", "receive_set")
         return _one(self._own("receive").receive_into(self._loaders, timeout))
+
+    def __iter__(self) -> Iterator[Any]:
+        """The numbers of new versions, each loaded, until the sender shuts down; or sets by name::
+
+            for version in receiver:
+                evaluate(model)
+
+        Raises:
+            As :meth:`receive`.
+        """
+        several = len(self._models) > 1
+        return self._new(self.receive_set if several else self.receive)
 
     def receive_set(self, timeout: float | None = None) -> dict[str, int] | None:
         """As :meth:`receive`, for any number of models: their versions by name."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from weightsync._native import InitInfo, SetSnapshot
 from weightsync._receiving import Receiving, read
@@ -55,6 +55,15 @@ class Receiver(Receiving):
         """
         self._only("receive", "receive_set")
         return _one(self._session.receive(timeout))
+
+    def __iter__(self) -> Iterator[Any]:
+        """New versions as they come, until the sender shuts down: snapshots, or sets by name.
+
+        Raises:
+            PeerError: the sender died. With a run directory another loop waits for a new one.
+        """
+        several = len(self._models) > 1
+        return self._new(self.receive_set if several else self.receive)
 
     def receive_set(self, timeout: float | None = None) -> dict[str, Snapshot] | None:
         """As :meth:`receive`, for any number of models: their snapshots by name."""

@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from weightsync._checks import text
 from weightsync._native import Session
 from weightsync.errors import SettingError
 
 __all__ = ["Distributed", "MultiProcess", "NoSync", "Rpc", "Scheme", "SharedMem", "StoreScheme"]
+
+#: The variable that allows unencrypted connections to other machines where it is 1.
+PLAINTEXT_VARIABLE = "WEIGHTSYNC_INSECURE_PLAINTEXT"
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Scheme:
 
     def __post_init__(self) -> None:
         # Settings and their values are checked in Rust alone.
-        Session(str(self))
+        Session(text("scheme", str(self)))
 
     def __str__(self) -> str:
         settings = ",".join(self._settings())
@@ -52,8 +56,7 @@ class SharedMem(Scheme):
     """Shared memory: workers on this machine read the newest version in place.
 
     Args:
-        pull: workers take a version only when they ask for one, and sends wait for no
-            worker.
+        pull: workers take a version only when they ask for one, and sends wait for no worker.
     """
 
     _name: ClassVar[str] = "shared-mem"
@@ -66,10 +69,10 @@ class MultiProcess(Scheme):
     """A queue to each worker process on this machine.
 
     Args:
-        every: deliver every version in order, with at most this many (1 to 32) in a
-            worker's queue; None: the newest version only.
-        own_copy: each version is copied into the worker's own memory, so that a worker
-            that holds one keeps no slot.
+        every: every version in order, with at most this many in a worker's queue; the newest alone,
+            without it.
+        own_copy: each version is copied into the worker's own memory, so that a worker that holds
+            one keeps no slot.
     """
 
     _name: ClassVar[str] = "multi-process"
@@ -82,28 +85,29 @@ class MultiProcess(Scheme):
 class Distributed(Scheme):
     """Workers on any host: they dial in, over TCP.
 
+    A trainer that listens at another address than loopback needs a token
+    (``WEIGHTSYNC_TOKEN_FILE``).
+
     Args:
-        listen: where the trainer listens, as ``"host:port"``; loopback without it, which
-            workers of other hosts cannot reach. Other addresses need a token
-            (``WEIGHTSYNC_TOKEN_FILE``).
-        advertise: the address by which workers reach the trainer, if ``listen`` is not it.
-        tls: the folder or file with the certificates of encrypted links, as ``weightsync certs new``
-            makes them; that of ``WEIGHTSYNC_TLS_DIR`` without it. Workers look for theirs at the
-            same path, unless that variable names another.
-        insecure_plaintext: allow unencrypted connections to other machines.
-        every: deliver every version in order, with at most this many (1 to 32) in a
-            worker's queue; None: the newest version only.
-        pull: workers take a version only when they ask for one.
+        listen: where the trainer listens; 127.0.0.1 at a port that the system chooses, without it.
+        advertise: the address at which workers reach the trainer, if ``listen`` is another one;
+            port 0 is the listening port.
+        tls: the certificates of encrypted links, a folder or a file; workers look for theirs at the
+            same path, unless WEIGHTSYNC_TLS_DIR names another.
+        insecure_plaintext: allows unencrypted connections to other machines; workers take this from
+            the init info.
+        every: every version in order, with at most this many in a worker's queue; the newest alone,
+            without it.
+        pull: workers take a version only when they ask for one; none is pushed.
         own_copy: each version is copied into the worker's own memory.
-        share: ``"all"``: workers read the trainer's memory on its host, and that of their
-            host's relay elsewhere; ``"relay"``: only the relay's; ``"none"``: each worker
-            fetches a copy of its own.
-        deltas: whether hosts with an older version get the changes alone: ``"auto"`` if
-            that is quicker, ``"always"`` if it takes fewer bytes, ``"never"``.
-        verify: ``"blake3"``: hosts do not trust relays, and compare what relays send with digests
-            that the trainer tells them. ``"checksums"`` finds accidents alone.
-        arity: how many hosts fetch from each host, 1 to 64; 1 is a chain.
-        connections: the number of connections by which a host fetches, 1 to 8.
+        share: whose memory workers read: the trainer's on its host and their relay's elsewhere,
+            only their relay's, or none: each fetches a copy of its own.
+        deltas: when hosts with an older version get the changes alone: if that is quicker, if it
+            takes fewer bytes, or never.
+        verify: what hosts compare that relays send: checksums, which find accidents, or the BLAKE3
+            digests that the trainer tells them, for relays that nobody trusts.
+        arity: how many hosts fetch from each host; 1 is a chain.
+        connections: how many connections a host fetches over.
     """
 
     _name: ClassVar[str] = "distributed"
@@ -126,16 +130,18 @@ class Distributed(Scheme):
 class Rpc(Scheme):
     """The trainer calls each worker's HTTP endpoint, and the worker fetches the version.
 
+    A trainer that listens at another address than loopback needs a token
+    (``WEIGHTSYNC_TOKEN_FILE``), and so does every host.
+
     Args:
-        initial: ``"send"``: the first weights come with the first send; ``"connect"``:
-            with the rendez-vous.
-        listen: where the trainer listens, as ``"host:port"``; loopback without it. Other
-            addresses need a token (``WEIGHTSYNC_TOKEN_FILE``) on every host.
-        advertise: the address by which workers reach the trainer, if ``listen`` is not it.
-        tls: the folder or file with the certificates of encrypted connections, as ``weightsync certs
-            new`` makes them; that of ``WEIGHTSYNC_TLS_DIR`` without it. Workers look for theirs at
-            the same path, unless that variable names another.
-        insecure_plaintext: allow unencrypted connections to other machines.
+        initial: when workers get their first weights: with the first send, or with the rendez-vous.
+        listen: where the trainer listens; 127.0.0.1 at a port that the system chooses, without it.
+        advertise: the address at which workers reach the trainer, if ``listen`` is another one;
+            port 0 is the listening port.
+        tls: the certificates of encrypted links, a folder or a file; workers look for theirs at the
+            same path, unless WEIGHTSYNC_TLS_DIR names another.
+        insecure_plaintext: allows unencrypted connections to other machines; workers take this from
+            the init info.
     """
 
     _name: ClassVar[str] = "rpc"
@@ -160,9 +166,9 @@ class StoreScheme(Scheme):
 
     Args:
         url: the path of the store's directory, or an address such as ``s3://bucket/path``.
-        keep: which versions stay, as for :class:`weightsync.Store`; 8 by default.
-        temporary: a store of this sender alone below the path, which is removed when the sender
-            and its workers have left.
+        keep: which versions stay; the newest 8 without it.
+        temporary: a store of this sender alone below the path, which is removed when the sender and
+            its workers have left.
     """
 
     _name: ClassVar[str] = "store"
@@ -180,3 +186,15 @@ class StoreScheme(Scheme):
             yield f"keep={self.keep}"
         if self.temporary:
             yield "temporary"
+
+
+def may_tell_in_plaintext(scheme: str) -> bool:
+    """Whether init infos of a sender may leave this machine in plain text.
+
+    Args:
+        scheme: the text of the sender's scheme.
+    """
+    name, _, settings = scheme.partition(":")
+    # A store's init info has no secret.
+    is_allowed = name == StoreScheme._name or "insecure-plaintext" in settings.split(",")
+    return is_allowed or os.environ.get(PLAINTEXT_VARIABLE) == "1"

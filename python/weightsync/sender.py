@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _dtypes, _ends, _paths
-from weightsync._checks import choice, numbers, only_version
+from weightsync._checks import choice, numbers, only_version, text
 from weightsync._native import InitInfo, PendingSend, Report, Session, WorkerStatus
 from weightsync._processes import Watched
 from weightsync._source import Source, Streamed
+from weightsync._turns import Turns
 from weightsync.errors import LifecycleError, MissingModelError, ModelError, SendError, SettingError
 from weightsync.mapping import PerModel, by_model
 from weightsync.scheme import Scheme
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from weightsync._native import _Setup
 
 logger = logging.getLogger("weightsync")
+
+# How workers end that are gone for good.
+_GONE = ("died", "failed", "left")
 
 #: How far a send waits; each level includes the one before.
 WaitFor = Literal["sent", "staged", "applied"]
@@ -93,6 +97,8 @@ class Sender(_ends.AsyncWith):
         choice("strategy", strategy, "state_dict", "tensordict")
         self._context = context
         self._models = _named(model, name, models, context)
+        for one in self._models:
+            text("the name of a model", one)
         self._strategy = strategy
         self._mappings = by_model(mapping, self._models)
         if cast is not None and any(one.quantises for one in self._mappings.values()):
@@ -103,10 +109,12 @@ class Sender(_ends.AsyncWith):
         self._sources = {name: self._source(name) for name in self._models}
         self._sending = _Sending(list(self._sources.values()))
         self._connected = False
+        # The workers that the last report has as gone, and how.
+        self._gone: dict[int, str] = {}
         self._keeper = keeper_of(keep, every, self._models, str(scheme))
         # The number of the first version, where the store has earlier ones.
         self._first: int | None = None
-        self._session = Session(str(scheme))
+        self._session = Session(text("scheme", str(scheme)))
         self._setup: _Setup = {
             "scheme": str(scheme),
             "run_dir": None if run_dir is None else os.fspath(run_dir),
@@ -115,13 +123,15 @@ class Sender(_ends.AsyncWith):
             "history": history,
             "checksums": checksums,
             "digest": digest,
-            "copy_threads": copy_threads,
+            # Tensors that come one at a time come to the thread that sends.
+            "copy_threads": 1 if _is_streamed(self._models) else copy_threads,
             "async_send_limit": async_send_limit,
             "deadline": timeout,
         }
         self._info = self._session.prepare_sender(
             [(name, self._place(name, None)) for name in self._models], self._setup
         )
+        _ends.made(self)
 
     @property
     def init_info(self) -> InitInfo:
@@ -178,7 +188,8 @@ class Sender(_ends.AsyncWith):
             PeerError: naming the processes that have failed.
             WrongWeightsError: if the weights do not fit a worker's model.
         """
-        with self._sending:
+        _ends.refuse_lone_sender(self._info, workers)
+        with self._sending.take("connect", timeout) as left:
             given = self._given(weights, None, weights_dict, whole=True)
             watch = None if processes is None else Watched(processes).check
             if self._keeper is not None and not self._connected:
@@ -192,7 +203,7 @@ class Sender(_ends.AsyncWith):
                     )
             # Workers may have joined even if this call fails.
             _ends.opened(self)
-            self._session.connect_sender(given, workers, timeout, watch, version)
+            self._session.connect_sender(given, workers, left, watch, version)
             if not self._connected:
                 self._connected = True
                 self._sent_to(None)
@@ -204,7 +215,8 @@ class Sender(_ends.AsyncWith):
         Raises:
             DeadlineError: naming the workers that were not there in time.
         """
-        self._session.wait_for(workers, timeout)
+        with self._sending.take("wait_for", timeout) as left:
+            self._session.wait_for(workers, left)
 
     def send(
         self,
@@ -245,21 +257,21 @@ class Sender(_ends.AsyncWith):
             DeadlineError: naming the workers that hold every slot.
         """
         workers = None if worker_ids is None else numbers(worker_ids)
-        with self._sending:
+        with self._sending.take("send", self._limit(timeout)) as left:
             if isinstance(weights, Snapshot):
                 if model not in (None, weights.model) or weights_dict is not None:
                     raise ModelError(f"the snapshot is of {weights.model!r} alone")
                 if partial:
                     raise SendError("a snapshot is a whole version: send it without partial=True")
-                again = (weights.model, workers, wait, timeout, False, version, wait_late)
+                again = (weights.model, workers, wait, left, False, version, wait_late)
                 report = self._session.send_again(weights._native, again)
             else:
                 given = self._given(weights, model, weights_dict, partial=partial)
                 version = self._number(version)
-                options = (model, workers, wait, timeout, partial, version, wait_late)
+                options = (model, workers, wait, left, partial, version, wait_late)
                 report = self._session.send(given, options)
             self._sent_to(worker_ids)
-        _log(report)
+        self._log(report)
         return report
 
     def send_async(
@@ -279,11 +291,11 @@ class Sender(_ends.AsyncWith):
 
         ``wait()`` of the returned value waits for the report; so does ``await``.
         """
-        with self._sending:
+        with self._sending.take("send_async", self._limit(timeout)) as left:
             given = self._given(weights, model, weights_dict, partial=partial)
             workers = None if worker_ids is None else numbers(worker_ids)
             version = self._number(version)
-            options = (model, workers, wait, timeout, partial, version, wait_late)
+            options = (model, workers, wait, left, partial, version, wait_late)
             pending = self._session.send_async(given, options)
             self._sent_to(worker_ids)
             return pending
@@ -302,7 +314,7 @@ class Sender(_ends.AsyncWith):
         Workers that are given the same object share one version.
         """
         report = self._send_each(weights, model, wait, timeout, wait_late)
-        _log(report)
+        self._log(report)
         return report
 
     def _send_each(
@@ -313,7 +325,7 @@ class Sender(_ends.AsyncWith):
         timeout: float | None = None,
         wait_late: bool = False,
     ) -> Report:
-        with self._sending:
+        with self._sending.take("send_each", self._limit(timeout)) as left:
             name = self._only(model)
             if not weights:
                 raise SettingError("send_each: expected weights of at least one worker: {0: …}")
@@ -325,7 +337,7 @@ class Sender(_ends.AsyncWith):
                     kept.append((source, given))
                     sources[id(given)] = source.place(given)
             each = [(worker, sources[id(given)]) for worker, given in weights.items()]
-            options = (name, None, wait, timeout, False, None, wait_late)
+            options = (name, None, wait, left, False, None, wait_late)
             return self._session.send_each(each, options)
 
     def hold(self, worker_ids: int | Iterable[int]) -> None:
@@ -378,7 +390,7 @@ class Sender(_ends.AsyncWith):
     def shutdown(self) -> None:
         """Tells the workers that the sender ends, and frees everything. Any number of times.
 
-        With ``keep`` it returns when the last save has ended.
+        With ``keep`` it returns when the last save has ended, or its storage answers no more.
         """
         try:
             self._session.shutdown()
@@ -394,7 +406,7 @@ class Sender(_ends.AsyncWith):
         self.shutdown()
 
     def __repr__(self) -> str:
-        return f"<Sender of {', '.join(self._models)}: {self._session!r}>"
+        return f"<Sender of {', '.join(self._models)} by {self._info.scheme}: {self._session.summary()}>"
 
     def __getstate__(self) -> Any:
         raise LifecycleError(
@@ -438,12 +450,30 @@ class Sender(_ends.AsyncWith):
         elif isinstance(given, str):
             given = _paths.resolve(self._context, given)
         if isinstance(given, Streamed):
+            if name in self._mappings:
+                raise SettingError(
+                    "mapping: it may need several tensors at once, and these come one at a time: "
+                    "send a dict of them"
+                )
             return given.native
         source = self._source(name) if partial else self._sources[name]
         native = source.place(given)
         if partial:
             self._sending.parts.append(source)
         return native
+
+    def _log(self, report: Report) -> None:
+        """Warns of a send that failed, and of a worker that is gone once alone."""
+        before = self._gone
+        failed = {line.worker: line.outcome for line in report.failed}
+        self._gone = {worker: how for worker, how in failed.items() if how in _GONE}
+        if failed:
+            is_known = all(before.get(worker) == how for worker, how in failed.items())
+            logger.log(logging.INFO if is_known else logging.WARNING, "%s", report)
+
+    def _limit(self, timeout: float | None) -> float | None:
+        """The timeout of a send."""
+        return self._setup["deadline"] if timeout is None else timeout
 
     def _number(self, version: int | None) -> int | None:
         """The number of a send. The first one goes on from the store's, if ``connect`` sent nothing."""
@@ -472,30 +502,28 @@ class Sender(_ends.AsyncWith):
         return next(iter(self._models))
 
 
-class _Sending:
+class _Sending(Turns):
     """Allows one send at a time, and releases its slices and copies from a device after it."""
 
     def __init__(self, sources: list[Source]) -> None:
+        super().__init__()
         self._sources = sources
         # Sources of a partial send.
         self.parts: list[Source] = []
-        self._lock = threading.RLock()
-        # A signal's handler may try to send, too.
-        self._depth = 0
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self._depth -= 1
-            if self._depth == 0:
+    @contextlib.contextmanager
+    def take(self, call: str, timeout: float | None) -> Iterator[float | None]:
+        with super().take(call, timeout) as left:
+            try:
+                yield left
+            finally:
                 self.parts.clear()
                 for source in self._sources:
                     source.release()
-        finally:
-            self._lock.release()
+
+
+def _is_streamed(models: Mapping[str, Any]) -> bool:
+    return any(isinstance(one, Streamed) for one in models.values())
 
 
 class _Path(str):
@@ -514,9 +542,3 @@ def _named(
     if context is None:
         raise ModelError("paths of models need the context that they start at: context=…")
     return {path: _Path(path) for path in models}
-
-
-
-def _log(report: Report) -> None:
-    if report.failed:
-        logger.warning("%s", report)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import abc
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from weightsync import _dtypes, _extra
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._targets import target_of
-from weightsync._view import View, arrays_of
+from weightsync._view import View, states_of
 from weightsync.errors import MissingTensorError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Snapshot(abc.Mapping[str, Any]):
     """One whole version of a model: its tensors by name, read without a copy.
 
-    The tensors are torch's, or numpy's where torch is not installed.
+    The tensors are torch's, or numpy's where torch is not installed. The extra state of a module is
+    there under torch's name for it (``"head._extra_state"``), so ``load_state_dict`` takes a snapshot.
 
     A snapshot does not change while the worker holds it, or a tensor of it, whatever the
     sender does, and also after the sender's death. Each snapshot that is held costs the
@@ -32,6 +33,8 @@ class Snapshot(abc.Mapping[str, Any]):
         self._native = native
         # A dict, because it keeps the order and finds a name quickly.
         self._names: dict[str, None] | None = None
+        # The modules that have extra state, by its name.
+        self._states: dict[str, str] = {}
         self._view: View | None = None
         self._seen: dict[str, Any] = {}
 
@@ -51,14 +54,28 @@ class Snapshot(abc.Mapping[str, Any]):
         return self._native.run
 
     def tensors(self) -> dict[str, Any]:
-        """Torch tensors over the version, by name; a tied tensor under each of its names."""
-        if not _has_torch():
+        """Torch tensors over the version, by name; a tied tensor under each of its names.
+
+        With the extra states of modules it is a state dict.
+        """
+        if not _dtypes.has_torch():
             raise UnsupportedError("torch is not installed here, so use numpy() in place of tensors()")
         return {name: self[name] for name in self}
 
-    def numpy(self) -> dict[str, Any]:
-        """numpy arrays over the version; bf16 and fp8 need ml_dtypes."""
-        return arrays_of(self._native)
+    def numpy(self, *names: str) -> dict[str, Any]:
+        """numpy arrays over the version; bf16 and fp8 need ml_dtypes.
+
+        Args:
+            names: the tensors that are wanted; all of them without names.
+
+        Raises:
+            WrongTypeError: naming a tensor whose dtype numpy does not have.
+        """
+        for name in names:
+            if name not in self:
+                raise self._missing(name)
+        view = View(self._native)
+        return {name: self._read(view, name, view.array) for name in names or self}
 
     def load_into(self, model: Any) -> None:
         """Copies the version into a module, a TensorDict, or a dict of tensors or arrays.
@@ -105,13 +122,14 @@ class Snapshot(abc.Mapping[str, Any]):
         """A tensor over the version, or a numpy array where torch is not installed."""
         if self._view is None:
             self._view = View(self._native)
-        of = self._view.ties.get(name, name)
+        view = self._view
+        of = view.ties.get(name, name)
         if of not in self._seen:
-            if of not in self._view.places:
-                known = list(self)
-                some = ", ".join(map(repr, known[:5])) + (", …" if len(known) > 5 else "")
-                raise MissingTensorError(f"{self.model} has no tensor {name!r}; it has {some}")
-            self._seen[of] = self._view.tensor(of) if _has_torch() else self._view.array(of)
+            made = self._read(view, name, view.tensor if _dtypes.has_torch() else view.array)
+            if name in self._states:
+                # Nobody else is to change it.
+                return made
+            self._seen[of] = made
         return self._seen[of]
 
     def __contains__(self, name: object) -> bool:
@@ -126,17 +144,25 @@ class Snapshot(abc.Mapping[str, Any]):
     def __repr__(self) -> str:
         return repr(self._native)
 
+    def _missing(self, name: str) -> MissingTensorError:
+        known = list(self)
+        some = ", ".join(map(repr, known[:5])) + (", …" if len(known) > 5 else "")
+        return MissingTensorError(f"{self.model} has no tensor {name!r}; it has {some}")
+
+    def _read(self, view: View, name: str, one: Callable[[str], Any]) -> Any:
+        """A tensor, or an extra state."""
+        if name not in self._known():
+            raise self._missing(name)
+        prefix = self._states.get(name)
+        return one(name) if prefix is None else view.extra_state(prefix)
+
     def _known(self) -> dict[str, None]:
         if self._names is None:
-            self._names = dict.fromkeys(place[0] for place in self._native.places())
-            self._names.update((alias, None) for alias, _ in self._native.ties)
+            names = dict.fromkeys(place[0] for place in self._native.places())
+            names.update((alias, None) for alias, _ in self._native.ties)
+            self._states = states_of(self._native)
+            if self._states:
+                names = {name: None for name in names if not _extra.is_extra(name)}
+                names |= dict.fromkeys(self._states)
+            self._names = names
         return self._names
-
-
-@cache
-def _has_torch() -> bool:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from weightsync import _files
+from weightsync._checks import absolute, text
 from weightsync._native import Store as NativeStore
 from weightsync._native import SetSnapshot, StoredModel, StoredVersion
+from weightsync._deadline import Deadline
 from weightsync._source import Source, Streamed
 from weightsync._targets import target_of
 from weightsync.errors import DeadlineError, LifecycleError, ModelError, SettingError
@@ -30,6 +33,14 @@ _T = TypeVar("_T")
 
 #: How many saves of a sender are remembered.
 _REMEMBERED = 256
+
+# The most bytes of a file next to the weights; all of them together have this bound, too.
+_MOST_OF_FILES = 256 << 20
+
+# How long the end of a sender waits for a save: so many seconds, and the time of storage that takes
+# so many bytes a second.
+_PATIENCE = 60.0
+_SLOWEST = 10e6
 
 
 class Saved(NamedTuple):
@@ -74,7 +85,7 @@ class Store:
         files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes] = (),
         deltas: bool = True,
     ) -> None:
-        self._native = NativeStore(os.fspath(url))
+        self._native = NativeStore(text("url", os.fsdecode(url)))
         if not isinstance(shard_bytes, int) or shard_bytes < 1:
             raise SettingError(f"shard_bytes: expected a number of bytes, got {shard_bytes!r}")
         self._options = {
@@ -99,7 +110,8 @@ class Store:
     def versions(self) -> list[StoredVersion]:
         """Every version that can be loaded, oldest first. What is damaged is logged as a warning."""
         versions, damage = self._native.versions()
-        _warn(damage)
+        for file, what in damage:
+            logger.warning("%s is damaged: %s", file, what)
         return versions
 
     def damage(self) -> list[tuple[str, str]]:
@@ -132,11 +144,9 @@ class Store:
             CorruptError: naming the damaged file of a version that was asked for.
             DeadlineError: if ``at_least`` has not come in time.
         """
-        asked = (model, version, at_least, named)
+        asked = _asked(version, model, named, at_least)
         loaded = self._native.load_one(asked, model, timeout)
-        found, damage = self._in_time(loaded, at_least, timeout)
-        _warn(damage)
-        return Snapshot(found)
+        return Snapshot(self._in_time(loaded, at_least, timeout))
 
     def load_all(
         self,
@@ -149,7 +159,7 @@ class Store:
         """As :meth:`load`, for every model of the version, by its name.
 
         Args:
-            model: the model of which ``version`` is a version, where the store has several.
+            model: the model whose version it is, where the store has several.
         """
         found = self._load_set(version, model=model, named=named, timeout=timeout)
         return {one.model: Snapshot(one) for one, _ in found.members()}
@@ -164,10 +174,8 @@ class Store:
         timeout: float | None = 0,
     ) -> SetSnapshot:
         """As :meth:`load`, for every model of the version; ``load_into`` of it loads all or none."""
-        loaded = self._native.load((model, version, at_least, named), timeout)
-        found, damage = self._in_time(loaded, at_least, timeout)
-        _warn(damage)
-        return found
+        loaded = self._native.load(_asked(version, model, named, at_least), timeout)
+        return self._in_time(loaded, at_least, timeout)
 
     def load_into(
         self,
@@ -213,9 +221,7 @@ class Store:
         Returns:
             The version that was written.
         """
-        pulled, damage = self._native.pull(_asked(version, model, named), model, out)
-        _warn(damage)
-        return pulled
+        return self._native.pull(_asked(version, model, named), model, out)
 
     def from_pretrained(
         self,
@@ -249,8 +255,7 @@ class Store:
         from weightsync._pretrained import made
 
         asked = _asked(version, model, named)
-        found, damage, files = self._native.load_with_files(asked, model)
-        _warn(damage)
+        found, files = self._native.load_with_files(asked, model)
         named_files = dict(files)
         if "config.json" not in named_files and "config" not in settings:
             raise ModelError(
@@ -263,12 +268,8 @@ class Store:
         self, held: int, lag: int, *, model: str | None = None
     ) -> Snapshot | None:
         """Loads the newest version, unless ``held`` is at most ``lag`` versions behind it."""
-        loaded = self._native.load_unless_within(model, held, lag)
-        if loaded is None:
-            return None
-        found, damage = loaded
-        _warn(damage)
-        return Snapshot(found)
+        found = self._native.load_unless_within(text("model", model), held, lag)
+        return None if found is None else Snapshot(found)
 
     def save(self, weights: Any, *, name: str = "policy", version: int | None = None) -> Saved:
         """Saves the next version of a model, and returns when it is durable.
@@ -290,6 +291,7 @@ class Store:
             LifecycleError: while a sender keeps its versions with this object.
             OperatingSystemError: naming the file that could not be written.
         """
+        text("name", name)
         if isinstance(weights, Snapshot):
             return Saved(*self._claimed().save_snapshot(name, weights._native, version))
         # It keeps the copies and slices that it reads, so it stays until they were read.
@@ -304,11 +306,11 @@ class Store:
             SettingError: if it cannot be a name.
             ModelError: if there is no such version.
         """
-        self._native.set_name(name, model, version)
+        self._native.set_name(text("name", name), text("model", model), version)
 
     def remove_name(self, name: str) -> None:
         """Takes a name back. The version is then kept or removed like any other."""
-        self._native.remove_name(name)
+        self._native.remove_name(text("name", name))
 
     def names(self) -> dict[str, dict[str, int]]:
         """The names, and the version of each model that they stand for."""
@@ -354,7 +356,6 @@ class Store:
                 self._claims = True
                 try:
                     writer = self._native.writer(self._options)
-                    _warn(writer.damage())
                     writer.read_base()
                     self._writer = writer
                 finally:
@@ -423,8 +424,11 @@ class Keeper:
         self._every = every
         self._models = list(models)
         self._kept = _Kept()
+        self._pid = os.getpid()
         self._newest = 0
         self._sent = 0
+        # Of the version that was saved last.
+        self._bytes = 0
         self.saves: deque[Saving] = deque(maxlen=_REMEMBERED)
 
     def open(self) -> int:
@@ -454,26 +458,35 @@ class Keeper:
             return
         snapshots = [session.sent(model, None) for model in models]
         versions = {one.model: one.version for one in snapshots}
+        self._bytes = sum(one.layout.payload_bytes for one in snapshots)
         self.saves.append(Saving(versions, saver.save(snapshots)))
 
     def close(self) -> None:
-        """Waits until the last save has ended. Ctrl-C ends the wait; the save goes on."""
-        if self._kept.saver is not None:
-            for saving in list(self.saves)[-2:]:
-                saving.wait()
-        self._end()
+        """Waits until the last save has ended. Ctrl-C ends the wait; the save goes on.
 
-    def _end(self) -> None:
+        So it does where storage answers no more, or is slower than 10 MB/s and a minute.
+        """
         # A signal's handler, or another thread, may close it in the meantime.
         saver = self._kept.saver
-        if saver is not None:
-            saver.close()
-            # Not before: another writer would fence off the last save.
-            self._kept.saver = None
+        if saver is None or os.getpid() != self._pid:
+            # In a forked child the thread that saves is the parent's.
+            return
+        # Of two saves, one may wait for the other.
+        last = list(self.saves)[-2:]
+        until = Deadline(len(last) * (_PATIENCE + self._bytes / _SLOWEST))
+        left = [saving for saving in last if saving.wait(until.left()) == "saving"]
+        for saving in left:
+            logger.error(
+                "%s: %s, and this process waits for it no longer; if the storage is not just slow, the "
+                "version is not in the store: save it elsewhere", self._store, saving
+            )  # fmt: skip
+        saver.close(not left)
+        # Not before: another writer would fence off the last save.
+        self._kept.saver = None
 
     def __del__(self) -> None:
         if hasattr(self, "_kept") and not sys.is_finalizing():
-            self._end()
+            self.close()
 
 
 def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keeper | None:
@@ -494,23 +507,18 @@ def keeper_of(keep: Any, every: int, models: Iterable[str], scheme: str) -> Keep
 
 
 def _asked(
-    version: int | None, model: str | None, named: str | None
+    version: int | None, model: str | None, named: str | None, at_least: int | None = None
 ) -> tuple[str | None, int | None, int | None, str | None]:
-    return (model, version, None, named)
+    return (text("model", model), version, at_least, text("named", named))
 
 
 def _read(files: Iterable[str | os.PathLike[str]] | Mapping[str, bytes]) -> list[tuple[str, bytes]]:
     if isinstance(files, Mapping):
-        return [(name, bytes(data)) for name, data in files.items()]
+        return [(text("files", name), bytes(data)) for name, data in files.items()]
     if isinstance(files, (str, os.PathLike)):
         raise SettingError(f"files: expected a list of paths or a dict of bytes, got {files!r}")
     read = []
     for path in files:
-        with open(path, "rb") as file:
-            read.append((os.path.basename(os.fspath(path)), file.read()))
+        path = absolute(path)
+        read.append((text("files", os.path.basename(path)), _files.read(path, _MOST_OF_FILES)))
     return read
-
-
-def _warn(damage: Iterable[tuple[str, str]]) -> None:
-    for file, what in damage:
-        logger.warning("%s is damaged: %s", file, what)

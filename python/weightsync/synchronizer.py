@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightsync import _ends
 from weightsync._answers import ExplorerLine, Need, Synced, Trained
+from weightsync._checks import text
 from weightsync._native import Synchronizer as Native
 from weightsync._parties import Explorer, Trainer, in_thread, watching
 from weightsync._targets import target_of
@@ -86,7 +87,7 @@ class Synchronizer(_ends.AsyncWith):
         if not 0 <= history <= 255:
             raise SettingError(f"history: expected 0 to 255 versions, got {history}")
         lasting = (
-            None if store is None else os.fspath(store),
+            None if store is None else text("store", os.fspath(store)),
             None if keep is None else str(keep),
             run_dir,
         )
@@ -96,7 +97,7 @@ class Synchronizer(_ends.AsyncWith):
     @classmethod
     def connect(cls, address: str) -> Self:
         """One of another process, at ``"host:port"``. Nothing is sent before a party joins."""
-        return cls(Native.connect(address), remote=True)
+        return cls(Native.connect(text("address", address)), remote=True)
 
     @property
     def address(self) -> str | None:
@@ -157,7 +158,7 @@ class Synchronizer(_ends.AsyncWith):
             if resume:
                 known = self._resume(name, model, models, sender.init_info.store, timeout)
                 step = step if known is None else known
-            party = (name, (style, interval, offset, lag), method, step)
+            party = (text("name", name), (style, interval, offset, lag), method, step)
             native = self._native.trainer(party, sender.init_info, timeout, watching())
         except BaseException:
             sender.shutdown()
@@ -216,7 +217,7 @@ class Synchronizer(_ends.AsyncWith):
             raise SettingError("mapping= is for an explorer with a model; use Snapshot.mapped")
         if eval_interval is not None and eval_interval < 1:
             raise SettingError(f"eval_interval: expected 1 step or more, or None, got {eval_interval}")
-        party = (name, (style, interval, offset, lag), None, step)
+        party = (text("name", name), (style, interval, offset, lag), None, step)
         native = self._native.explorer(party, eval_interval, timeout, watching())
         loading = {"model": model, "models": models, "mode": mode, "mapping": mapping, "device": device}
         return Explorer(native, loading)

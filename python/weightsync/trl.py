@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import time
-import urllib.request
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
@@ -19,12 +20,14 @@ from weightsync import _dtypes
 from weightsync._checks import choice
 from weightsync._source import Streamed
 from weightsync._tested import check
+from weightsync.engines._http import Server
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     NotAppliedError,
     SettingError,
     UnsupportedError,
+    WeightsyncError,
     WrongWeightsError,
 )
 from weightsync.scheme import Scheme
@@ -112,6 +115,7 @@ class WeightTransfer:
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check("trl")
+        _unmerge_exactly()
         choice("pause", pause, "keep", "wait", "abort")
         choice("require", require, "fresh", "any", "all")
         self._engines = list(engines) if isinstance(engines, (list, tuple)) else [engines]
@@ -387,23 +391,67 @@ class _Client:
         return self.communicator
 
 
+def _unmerge_exactly() -> None:
+    """Has PEFT's ``unmerge_adapter`` bring the weights back bit for bit.
+
+    TRL merges a model's adapter for a sync, and takes it out again. PEFT adds and subtracts in place,
+    and both round: in bfloat16 the trained weights drift a little with each sync. So the weights are
+    kept in the host's memory while the adapter is merged, and put back. Any number of calls are one.
+    """
+    try:
+        from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    except ImportError:
+        return
+    merge, unmerge = BaseTuner.merge_adapter, BaseTuner.unmerge_adapter
+    if getattr(merge, "is_exact", False):
+        return
+    # By the layer: the parameters of its base layer, and their values.
+    kept: weakref.WeakKeyDictionary[Any, list[tuple[str, Any, Any]]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(merge)
+    def merge_adapter(self: Any, *given: Any, **named: Any) -> None:
+        for layer in self.model.modules():
+            if isinstance(layer, BaseTunerLayer) and not layer.merged:
+                own = layer.get_base_layer().named_parameters(recurse=False)
+                kept[layer] = [(name, one, _copy(one)) for name, one in own]
+        merge(self, *given, **named)
+
+    @functools.wraps(unmerge)
+    def unmerge_adapter(self: Any, *given: Any, **named: Any) -> None:
+        import torch
+
+        unmerge(self, *given, **named)
+        with torch.no_grad():
+            for layer in self.model.modules():
+                for name, own, values in kept.pop(layer, []):
+                    base = layer.get_base_layer()
+                    # PEFT replaces quantised ones, whose scales lie elsewhere.
+                    if getattr(base, name) is own:
+                        own.copy_(values)
+
+    merge_adapter.is_exact = True  # type: ignore[attr-defined]
+    BaseTuner.merge_adapter, BaseTuner.unmerge_adapter = merge_adapter, unmerge_adapter
+
+
 def _goes_on(report: SyncReport) -> bool:
     """Whether an engine generates with weights that it had before."""
     return any(one.outcome in ("kept old", "not resumed") for one in report.engines)
 
 
 def _checked(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise SettingError(f"engines: expected a URL such as http://host:8000, got {url!r}")
-    return url.rstrip("/")
+    try:
+        return Server(url, "").url
+    except SettingError as error:
+        raise SettingError(f"engines: {error}") from error
 
 
 def _serves(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (OSError, ValueError):
+        # As its updates go: not by a proxy, which may answer in its place.
+        Server(url, "").get("health", 5.0)
+    except WeightsyncError:
         return False
+    return True
 
 
 def _specs_of(weights: Mapping[str, torch.Tensor]) -> list[_Spec]:

@@ -24,6 +24,12 @@ from weightsync import _tested
 _tested.check("verl")
 
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry  # noqa: E402
+from verl.utils.device import (  # noqa: E402
+    get_device_id,
+    get_device_name,
+    is_device_available,
+    is_support_ipc,
+)
 
 from weightsync._stream import TIMEOUT, Incoming, Outgoing, Place, drain  # noqa: E402
 from weightsync.errors import LifecycleError, SettingError  # noqa: E402
@@ -38,7 +44,8 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """One end of an update, in a trainer's rank or in a rollout worker.
 
     Args:
-        bucket_size: verl passes it. Nothing is packed into buckets here.
+        bucket_size: in bytes, of the buckets in which verl's adapter for vLLM hands tensors on.
+            Nothing is packed into buckets here.
         is_master: whether this is rank 0 of the trainer.
         rebuild_group: whether ``finalize`` closes the ends, so that each update is whole.
         timeout: how long each wait lasts at most, in seconds.
@@ -133,7 +140,9 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yields the tensors of the update, which lie in the version itself.
 
-        A tensor stays valid as long as it is referenced, and keeps the version's slot so long.
+        A tensor stays valid as long as it is referenced, and keeps the version's slot so long. A
+        tensor that is larger than a bucket is a copy on this process's device, if that has memory
+        which other processes can open: verl hands it to vLLM by its place there.
 
         Raises:
             DeadlineError: if the update does not come within the timeout.
@@ -146,8 +155,13 @@ class WeightsyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         snapshot = await self._incoming.receive(self._after)
         self.version = self._after = snapshot.version
         logger.info("step %s is version %d", global_steps, self.version)
+        # verl takes a machine without any for one with GPUs.
+        has_handles = is_device_available() and is_support_ipc()
         for name in snapshot:
-            yield name, snapshot[name]
+            tensor = snapshot[name]
+            if tensor.nbytes > self.bucket_size and has_handles:
+                tensor = tensor.to(f"{get_device_name()}:{get_device_id()}")
+            yield name, tensor
 
     def finalize(self) -> None:
         """Keeps the ends for the next update, unless ``rebuild_group`` is set."""

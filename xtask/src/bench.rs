@@ -3,7 +3,8 @@
 //! A group is one or more subcommands of the crate `weightsync-bench`, which measures through the
 //! code of `weightsync bench`, or a Python program that uses the installed package, or both. It
 //! prints tables, or with `--json` one object a line (`case`, `value`, `unit`, `baseline`, `ratio`,
-//! `target`, `met`); with `--plot` it also draws.
+//! `target`, `met`), of which [`rows`](crate::rows) makes the tables of the documents; with `--plot`
+//! it also draws.
 
 use std::path::Path;
 use std::process::Command;
@@ -349,6 +350,12 @@ pub fn listing() -> String {
         .map(|group| format!("  {:<8}{}", group.name, group.about))
         .collect();
     lines.join("\n")
+}
+
+/// What the groups are called.
+#[cfg(test)]
+pub fn names() -> impl Iterator<Item = &'static str> {
+    GROUPS.iter().map(|group| group.name)
 }
 
 fn parse<'a>(args: &[&'a str]) -> Result<(&'static Group, Vec<&'a str>), Error> {

@@ -83,6 +83,7 @@ const RAY: Framework = Framework {
     tests: &["python/tests/ray_actors"],
     options: &["--numprocesses=2", "--dist=loadscope"],
     sources: &[
+        "examples/ray_direct_transport",
         "python/tests/patience.py",
         "python/tests/sync/trinity_world.py",
         "python/tests/torchrl/crew.py",

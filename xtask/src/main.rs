@@ -5,7 +5,7 @@
 //! tools live, [`tools`] provides the tools, [`python`] the environment of the Python tests and
 //! [`data`] what benchmarks measure, [`step`] runs one command, [`orphans`] ends what tests leave
 //! behind, [`report`] says what a run did, [`wheel`] builds and installs the Python package, and the commands themselves are [`mod@test`], [`ci`], [`pytest`],
-//! [`frameworks`], [`platforms`], [`arrows`] and [`bench`].
+//! [`frameworks`], [`platforms`], [`arrows`] and [`bench`], whose figures [`rows`] writes down.
 
 #![forbid(unsafe_code)]
 
@@ -22,11 +22,13 @@ mod platforms;
 mod pytest;
 mod python;
 mod report;
+mod rows;
 mod step;
 mod test;
 mod tools;
 mod wheel;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use error::Error;
@@ -50,6 +52,8 @@ usage: cargo xtask <command>
   arrows                          the crate graph, held against the design's table
   soak [--hours N]                trainer, relay and workers for N hours: nothing they have may grow
   bench GROUP [--json] [--plot]   one group of benchmarks
+  bench rows --on MACHINE FILE... what `bench GROUP --json` printed into GROUP.json, as the tables of
+                                  docs/performance-rows.md
 
 environment:
   WEIGHTSYNC_SOAK    how long the long tests run: a factor such as 0.1 or 3, or `full`. Above 1,
@@ -73,7 +77,21 @@ fn main() -> ExitCode {
     }
 }
 
+fn help() -> Result<(), Error> {
+    // Where nobody reads it to its end, as in `… --help | head`, the rest is left out.
+    let _ = writeln!(
+        std::io::stdout(),
+        "{USAGE}\n\nbench groups:\n{}",
+        bench::listing()
+    );
+    Ok(())
+}
+
 fn run(args: &[&str]) -> Result<(), Error> {
+    let own = !matches!(args, ["nextest" | "pytest", ..]);
+    if own && args.iter().any(|arg| matches!(*arg, "--help" | "-h")) {
+        return help();
+    }
     match args {
         ["test", "quick"] => test::quick(&Places::open()?),
         ["test", "frameworks", names @ ..] => frameworks::run(&Places::open()?, names),
@@ -85,11 +103,9 @@ fn run(args: &[&str]) -> Result<(), Error> {
         ["pytest", rest @ ..] => pytest::some(&Places::open()?, rest),
         ["wheel"] => wheel::run(&Places::open()?),
         ["soak", rest @ ..] => bench::soak(&Places::open()?, rest),
+        ["bench", "rows", rest @ ..] => rows::run(&Places::open()?, rest),
         ["bench", rest @ ..] => bench::run(&Places::open()?, rest),
-        ["help" | "--help" | "-h"] => {
-            println!("{USAGE}\n\nbench groups:\n{}", bench::listing());
-            Ok(())
-        }
+        ["help"] => help(),
         [] => Err(Error::Usage(USAGE.into())),
         [other, ..] => Err(Error::Usage(format!("cannot run `{other}`\n\n{USAGE}"))),
     }

@@ -100,10 +100,8 @@ pub fn parts(places: &Places, report: &mut Report, names: &[&str], all: bool) ->
     eprintln!("build output: {}", places.target().display());
     if names.is_empty() {
         eprintln!(
-            "this runs the doc tests, loom, the Python tests, then every other Rust test: some 16 \
-             minutes on 2 quiet cores. The first run also downloads some 1.2 GB and builds \
-             everything, and takes some 25 minutes. `cargo xtask test quick` takes a minute once \
-             it is built"
+            "this runs the doc tests, loom, the Python tests, then every other Rust test. README.md \
+             says how long that takes. `cargo xtask test quick` takes a minute once it is built"
         );
     }
     for part in PARTS {

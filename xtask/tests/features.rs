@@ -1,11 +1,18 @@
-//! The documents are promises: the tests they name exist, the program they show is the one that is
-//! tested, and their links lead somewhere.
+//! The documents are promises: each feature has tests that exist, the program they show is the one
+//! that is tested, and their links lead somewhere.
 
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// What a newcomer reads.
 const DOCUMENTS: &[&str] = &["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "docs"];
+
+/// What works, for people.
+const TABLE: &str = "docs/features.md";
+
+/// The tests of each row of that table.
+const LIST: &str = "xtask/tests/features.txt";
 
 #[test]
 fn the_readme_shows_the_quickstart_as_it_is() {
@@ -57,31 +64,118 @@ fn every_link_between_documents_leads_somewhere() {
 }
 
 #[test]
-fn every_test_the_feature_table_names_exists() {
+fn rows_of_features_have_tests_that_exist() {
     let root = root();
-    let text = fs::read_to_string(root.join("docs/features.md")).expect("docs/features.md");
-    let named: Vec<(&str, &str)> = named_tests(&text).collect();
-    assert!(!named.is_empty(), "the table names no test at all");
-
-    let missing: Vec<String> = named
-        .into_iter()
-        .filter(|(package, test)| {
-            let (folder, extension, has): (_, _, fn(&str, &str) -> bool) = match *package {
-                "python" => (root.join("python/tests"), "py", has_python_test),
-                "weightsync-fuzz" => (root.join("fuzz"), "rs", has_test),
-                "xtask" => (root.join("xtask"), "rs", has_test),
-                other => (root.join("crates").join(other), "rs", has_test),
-            };
-            !sources(&folder, extension)
-                .iter()
-                .any(|source| has(source, test))
-        })
-        .map(|(package, test)| format!("{package}::{test}"))
-        .collect();
+    let read = |path| fs::read_to_string(root.join(path)).expect("a text in UTF-8");
+    let (table, list) = (read(TABLE), read(LIST));
+    // Read once, for the list has a thousand tests.
+    let mut packages: HashMap<String, Vec<String>> = HashMap::new();
+    let faults = faults(&table, &list, |package, test| {
+        let (folder, extension, has): (_, _, fn(&str, &str) -> bool) = match package {
+            "python" => (root.join("python/tests"), "py", has_python_test),
+            "weightsync-fuzz" => (root.join("fuzz"), "rs", has_test),
+            "xtask" => (root.join("xtask"), "rs", has_test),
+            other => (root.join("crates").join(other), "rs", has_test),
+        };
+        let sources = packages
+            .entry(package.to_owned())
+            .or_insert_with(|| sources(&folder, extension));
+        sources.iter().any(|source| has(source, test))
+    });
     assert!(
-        missing.is_empty(),
-        "docs/features.md names tests that do not exist: {missing:#?}"
+        faults.is_empty(),
+        "{TABLE} has the features, and {LIST} their tests: {faults:#?}"
     );
+}
+
+/// What is wrong with the table of features and the list of their tests.
+fn faults(table: &str, list: &str, mut exists: impl FnMut(&str, &str) -> bool) -> Vec<String> {
+    let rows: Vec<[&str; 4]> = features(table);
+    let mut faults = Vec::new();
+    if rows.is_empty() {
+        faults.push("the table has no row".to_owned());
+    }
+    let mut without: Vec<&str> = rows.iter().map(|row| row[0]).collect();
+    for [row, what, state, page] in &rows {
+        if what.is_empty() || state.is_empty() || !page.contains("](") {
+            faults.push(format!("`{row}` lacks what it is, its state or its page"));
+        }
+    }
+    let mut row = "";
+    for line in list.lines() {
+        match (line.strip_prefix("  "), line.trim_start()) {
+            (_, "") => {}
+            (_, words) if words.starts_with('#') => {}
+            (None, name) => {
+                row = name;
+                if !rows.iter().any(|[known, ..]| *known == row) {
+                    faults.push(format!("`{row}` is no row of the table"));
+                }
+            }
+            (Some(name), _) => match name.split_once("::") {
+                Some((package, test)) if exists(package, test) => {
+                    without.retain(|other| *other != row);
+                }
+                _ => faults.push(format!("`{row}` names {name}, which is no test")),
+            },
+        }
+    }
+    faults.extend(without.iter().map(|row| format!("`{row}` has no test")));
+    faults
+}
+
+/// The rows of the table of features, without its head.
+fn features(table: &str) -> Vec<[&str; 4]> {
+    let lines = table.lines().filter_map(|line| line.strip_prefix("| "));
+    let rows = lines.map(|line| {
+        let mut cells = line.trim_end().trim_end_matches('|').split(" | ");
+        // A row that lacks cells is a fault, and not passed over.
+        [(); 4].map(|()| cells.next().unwrap_or_default().trim())
+    });
+    rows.skip(1).collect()
+}
+
+#[test]
+fn features_are_faulty_without_a_row_a_page_or_a_test() {
+    let table = "| row | what it is | state | page |\n|---|---|---|---|\n\
+                 | A1 one | first | done | [P](p.md) |\n| A2 `two` | second | not yet: x | [P](p.md) |\n";
+    let list = "# words\n\nA1 one\n  # words\n  xtask::first\n\nA2 `two`\n  python::test_second\n";
+    let known = ["xtask::first", "python::test_second"];
+    let faults = |table: &str, list: &str| {
+        faults(table, list, |package, test| {
+            known.contains(&format!("{package}::{test}").as_str())
+        })
+    };
+    assert_eq!(faults(table, list), [""; 0]);
+    let cases = [
+        (
+            "A2 `two`\n",
+            "A3 three\n",
+            "`A3 three` is no row of the table",
+        ),
+        (
+            "xtask::first",
+            "xtask::gone",
+            "`A1 one` names xtask::gone, which is no test",
+        ),
+        (
+            "xtask::first",
+            "first",
+            "`A1 one` names first, which is no test",
+        ),
+        ("  xtask::first\n", "", "`A1 one` has no test"),
+        ("A2 `two`\n  python", "  python", "`A2 `two`` has no test"),
+    ];
+    for (from, to, expected) in cases {
+        let found = faults(table, &list.replace(from, to));
+        assert!(found.contains(&expected.to_owned()), "{to}: {found:?}");
+    }
+    let lacks = ["`A1 one` lacks what it is, its state or its page"];
+    assert_eq!(faults(&table.replacen("[P](p.md)", "p.md", 1), list), lacks);
+    assert_eq!(faults(&table.replacen("done", "", 1), list), lacks);
+    assert_eq!(faults(&table.replacen("| done ", "", 1), list), lacks);
+    let empty = ["the table has no row"];
+    assert_eq!(faults("", ""), empty);
 }
 
 #[test]
@@ -132,17 +226,6 @@ fn a_function_that_is_no_test_does_not_count() {
     let names = ["test_one", "test_two", "three", "test_four", "test_o"];
     let expected = [true, true, false, false, false];
     assert_eq!(names.map(|name| has_python_test(source, name)), expected);
-    let table = "| row | text with `code` | `weightsync-mem::a_name`, `xtask::b` |";
-    let named: Vec<_> = named_tests(table).collect();
-    assert_eq!(named, [("weightsync-mem", "a_name"), ("xtask", "b")]);
-}
-
-/// The pieces of code of the form `package::test`.
-fn named_tests(text: &str) -> impl Iterator<Item = (&str, &str)> {
-    text.lines()
-        .filter(|line| line.starts_with('|'))
-        .flat_map(|line| line.split('`').skip(1).step_by(2))
-        .filter_map(|code| code.split_once("::"))
 }
 
 #[test]

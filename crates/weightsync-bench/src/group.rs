@@ -4,6 +4,7 @@ use std::error::Error;
 use std::time::Duration;
 
 use serde::Serialize;
+use weightsync_cli::output;
 use weightsync_engine::{AnyScheme, MultiProcess, Queue, SharedMem};
 
 use super::local::{self, Figures};
@@ -25,7 +26,7 @@ pub struct Args {
     only: String,
 }
 
-/// One row of `docs/performance.md`.
+/// One row of `docs/performance-rows.md`.
 #[derive(Serialize)]
 pub struct Row {
     pub case: String,
@@ -393,7 +394,7 @@ impl Comparison {
             }
         };
         let mut row = compared(self.name, &times, &baseline, by_ratio, self.target);
-        // A crowd of which one worker is missing is an error.
+        // A crowd without one of its workers is an error.
         if let Workload::Crowd { .. } = self.what {
             row.met = Some(true);
         }
@@ -474,17 +475,18 @@ fn row(case: &str, figure: Figure, got: &Figures, target: Option<f64>) -> Row {
 /// Prints what the columns of the table are.
 pub fn head(json: bool) {
     if !json {
-        println!(
-            "{:<58}{:>12}  {:>10}  {:>7}  {:>7}",
+        // Rows report a standard output that cannot be written.
+        let _ = output::print(&format!(
+            "{:<58}{:>12}  {:>10}  {:>7}  {:>7}\n",
             "case", "value", "baseline", "ratio", "target"
-        );
+        ));
     }
 }
 
 /// Prints a row of the table, or its line of JSON.
 pub fn print(json: bool, row: &Row) -> Result<(), Box<dyn Error>> {
     if json {
-        println!("{}", serde_json::to_string(row)?);
+        output::print(&format!("{}\n", serde_json::to_string(row)?))?;
         return Ok(());
     }
     let target = match (row.target, row.met) {
@@ -497,12 +499,12 @@ pub fn print(json: bool, row: &Row) -> Result<(), Box<dyn Error>> {
         (None, Some(true)) => "works".into(),
         _ => String::new(),
     };
-    println!(
-        "{:<58}{:>12}  {:>10}  {:>7.2}  {target}",
+    let line = format!(
+        "{:<58}{:>12}  {:>10}  {:>7.2}  {target}\n",
         row.case,
         format!("{:.2} {}", row.value, row.unit),
         format!("{:.2}", row.baseline),
         row.ratio
     );
-    Ok(())
+    Ok(output::print(&line)?)
 }

@@ -33,7 +33,7 @@ pub struct Args {
     /// Bytes of the model whose deltas are folded
     #[arg(long, default_value = "1GiB")]
     folded: Size,
-    /// Rounds of which the median is taken
+    /// Rounds; their median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Where the stores are made; the file system that is measured

@@ -33,10 +33,10 @@ pub struct Args {
     /// Explorers that load it
     #[arg(long, default_value_t = 4)]
     explorers: usize,
-    /// Rounds of which the median is taken
+    /// Rounds; their median counts
     #[arg(long, default_value_t = 9)]
     rounds: usize,
-    /// Signals of which the latency is taken
+    /// Signals; each gives a latency
     #[arg(long, default_value_t = 2000)]
     signals: usize,
     /// Explorers that only ask

@@ -11,7 +11,7 @@ mod diff;
 mod log;
 #[cfg(feature = "net")]
 mod net;
-mod output;
+pub mod output;
 mod plot;
 #[cfg(feature = "net")]
 mod serve;
@@ -21,6 +21,7 @@ mod words;
 
 use std::ffi::OsString;
 
+use clap::error::ErrorKind;
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub use self::log::Logger;
@@ -45,7 +46,8 @@ pub struct Program {
 /// SIGHUP, but for those that are ignored, and end in order; the others leave signals as the process has
 /// them.
 pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> u8 {
-    let words = std::iter::once("weightsync".into()).chain(arguments);
+    let arguments: Vec<OsString> = arguments.into_iter().collect();
+    let words = std::iter::once("weightsync".into()).chain(arguments.clone());
     let parsed = program
         .command()
         .try_get_matches_from(words)
@@ -65,6 +67,16 @@ pub fn run(program: &Program, arguments: impl IntoIterator<Item = OsString>) -> 
                 FAILURE
             }
         },
+        Err(said) if said.kind() == ErrorKind::InvalidUtf8 => {
+            let other = arguments.iter().filter(|one| one.to_str().is_none());
+            let other: Vec<_> = other.map(|one| format!("{one:?}")).collect();
+            eprintln!(
+                "weightsync: expected arguments in UTF-8, got {}: files and directories may have other \
+                 names, but not stores, models, versions and hosts",
+                other.join(", ")
+            );
+            said.exit_code() as u8
+        }
         // Help and the version are of this kind, too.
         Err(said) => {
             let _ = said.print();
@@ -222,7 +234,13 @@ impl Action {
             Action::Scrub(args) => store::scrub(&args),
         };
         done.unwrap_or_else(|error| {
+            let error = error.to_string();
             eprintln!("weightsync: {error}");
+            if let Some(lost) = weightsync_engine::files::lost_directory()
+                && !error.contains(lost)
+            {
+                eprintln!("weightsync: {lost}");
+            }
             failure
         })
     }

@@ -18,13 +18,40 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use weightsync_engine::{
-    Expect, InitInfo, ReceiverSetup, SendOptions, Sender, SenderSetup, Tensors, Version,
+    AnyScheme, Expect, InitInfo, MultiProcess, NoSync, ReceiverSetup, SendOptions, Sender,
+    SenderSetup, SharedMem, Tensors, Version,
 };
 use weightsync_net::{Deltas, Distributed, Share, Token};
+use weightsync_serve as _;
+use weightsync_store::StoreScheme;
 
 /// More than an unoptimised build on a busy machine needs.
 fn longest() -> Duration {
     patience::patience(20)
+}
+
+/// The tables of docs/which-scheme.md are what the schemes declare.
+#[test]
+fn settings_in_the_documents_are_those_of_the_schemes() {
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/which-scheme.md");
+    let page = fs::read_to_string(page).unwrap();
+    let mut tables = String::new();
+    for scheme in ["shared-mem", "multi-process", "distributed", "rpc", "store"] {
+        tables += &format!("\n### `{scheme}`\n\n| setting | | default |\n|---|---|---|\n");
+        for setting in AnyScheme::settings_of(scheme).unwrap() {
+            let text = match setting.takes {
+                "" => setting.key.to_owned(),
+                takes => format!("{}={takes}", setting.key),
+            };
+            let default = setting.default.map(|value| format!("`{value}`"));
+            let (about, default) = (setting.about, default.unwrap_or_default());
+            tables += &format!("| `{text}` | {about} | {default} |\n");
+        }
+    }
+    assert!(
+        page.contains(&tables),
+        "docs/which-scheme.md has no tables\n{tables}"
+    );
 }
 
 #[test]
@@ -175,6 +202,64 @@ fn scrub_finds_sender_damage_and_no_worker_gets_it() {
     // What changes from here on is not told from it.
     trainer.stays_sound();
     host.end();
+}
+
+#[test]
+fn sender_without_a_port_is_said_to_be_one() {
+    let dir = tempfile::tempdir().expect("a temporary directory");
+    let mut weights = Tensors::new();
+    weights.insert("bias", [1], [0.5_f32]).expect("a tensor");
+    let path = dir.path().join("store").display().to_string();
+    let store = StoreScheme::new(&path).expect("a scheme");
+    let log = format!("weightsync log {path}");
+    let memory = "share the memory of one machine";
+    for (scheme, words) in [
+        (AnyScheme::new(SharedMem::default()), memory),
+        (AnyScheme::new(MultiProcess::default()), memory),
+        (AnyScheme::new(store), &log),
+        (AnyScheme::new(NoSync), "its scheme is none"),
+    ] {
+        let setup = SenderSetup::new("policy", &weights).expect("a model");
+        let info = setup.scheme(scheme).expect("a place").init_info();
+        let json = serde_json::to_string(&info).expect("JSON");
+        let file = write(&dir, "info.json", &json);
+        let file = file.to_str().expect("text");
+        for (command, code) in [("status", 1), ("scrub", 2), ("relay", 1)] {
+            let said = said_by(&[command, "--info", file], code);
+            assert!(said.contains(words), "{command}: {said}");
+            assert!(said.contains("sender.workers"), "{command}: {said}");
+        }
+        let said = said_by(&["status", &json], 1);
+        assert!(said.contains("name that by --info"), "{said}");
+        let said = said_by(&["status", file], 1);
+        assert!(said.contains(&format!("by --info {file}")), "{said}");
+    }
+    let info = SenderSetup::new("policy", &weights)
+        .expect("a model")
+        .init_info();
+    let address = info.endpoint().address();
+    for (arguments, code) in [
+        (&["status", address][..], 1),
+        (&["scrub", address], 2),
+        (&["relay", "--join", address], 1),
+    ] {
+        let said = said_by(arguments, code);
+        assert!(said.contains(memory), "{arguments:?}: {said}");
+    }
+    let said = said_by(&["status", "trainer"], 1);
+    assert!(said.contains("expected HOST:PORT"), "{said}");
+    let text = write(&dir, "text", "x");
+    let said = said_by(&["status", "--info", text.to_str().expect("text")], 1);
+    assert!(said.contains("expected an init info as JSON"), "{said}");
+}
+
+/// What the command says, which ends with this code.
+fn said_by(arguments: &[&str], code: i32) -> String {
+    let ended = weightsync(arguments).output().expect("it starts");
+    let said = text(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(code), "{arguments:?}: {said}");
+    assert!(!said.contains("firewall"), "{arguments:?}: {said}");
+    said
 }
 
 /// Changes the last of these numbers wherever a process has all of them in memory that it

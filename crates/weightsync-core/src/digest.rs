@@ -145,7 +145,7 @@ pub struct Digester {
 }
 
 impl Digester {
-    /// A digester for an image of `layout_bytes` bytes, of which none is fed yet.
+    /// A digester for an image of `layout_bytes` bytes, before any byte is fed.
     pub fn new(layout_bytes: u64) -> Self {
         Self {
             bytes: layout_bytes,

@@ -18,6 +18,7 @@
 //! | mark a version in shared memory as whole | [`record`] |
 //! | decide each step of an engine's update | [`engine_update`] |
 //! | decide when a trainer and its explorers synchronise | [`synchronizer`] |
+//! | say what became of a version at a worker | [`worker`] |
 #![forbid(unsafe_code)]
 
 pub mod chunk;
@@ -37,6 +38,7 @@ pub mod quantise;
 pub mod record;
 pub mod synchronizer;
 pub mod version;
+pub mod worker;
 
 pub use chunk::{Chunking, Chunks, Placement, WeightChunk};
 pub use digest::{Digest, DigestError, Digester};
@@ -49,3 +51,7 @@ pub use manifest::{Manifest, Part};
 pub use names::{Node, Tree};
 pub use record::{CommitRecord, RECORD_WORDS, RecordFault};
 pub use version::{Epoch, Run, Version};
+pub use worker::{
+    Attendance, GoneWorker, Level, Outcome, OutcomeKind, Targets, WaitFor, WorkerReport,
+    WorkerStatus,
+};

@@ -53,7 +53,7 @@ pub struct Synchronizer {
     /// The trainer has stopped in order.
     stopped: bool,
     explorers: BTreeMap<Party, Explorer>,
-    /// The newest version that can be had, and the step of which it was made.
+    /// The newest version that can be had, and the step that made it.
     newest: (Version, u64),
     /// The highest number that a trainer gave a version, whatever became of that.
     highest: Version,
@@ -104,7 +104,7 @@ struct Wait {
 }
 
 impl Synchronizer {
-    /// Nobody is there yet. A store may have a version, and the step of which it was made; trainers of
+    /// Nobody is there yet. A store may have a version, and the step that made it; trainers of
     /// earlier lives of the synchronizer had epochs up to this one.
     pub fn new(method: Method, newest: Option<(Version, u64)>, epoch: Epoch) -> Self {
         let newest = newest.unwrap_or((Version::NONE, 0));
@@ -307,7 +307,7 @@ impl Synchronizer {
         self.epoch
     }
 
-    /// The newest version that can be had, and the trainer's step of which it was made.
+    /// The newest version that can be had, and the trainer's step that made it.
     pub fn newest(&self) -> (Version, u64) {
         self.newest
     }
@@ -402,14 +402,11 @@ impl Synchronizer {
                 self.stopped = how == Departure::Stopped;
             }
             Event::ExplorerJoined(party, version, [step, synced], style) => {
-                // A number that no trainer gave is no version.
-                let known = version <= self.highest;
-                let version = if known { version } else { Version::NONE };
                 let explorer = Explorer {
                     style,
                     step,
                     synced: synced.min(step),
-                    version,
+                    version: self.given(version),
                     paused: false,
                     stopped: false,
                     wait: None,
@@ -430,9 +427,10 @@ impl Synchronizer {
                 self.end(party, Outcome::Cancelled, effects);
             }
             Event::ExplorerLoaded(party, version) => {
+                let given = self.given(version);
                 let explorer = self.explorers.get_mut(&party).ok_or(party)?;
                 // Whatever it was told: this is what it runs.
-                explorer.version = version;
+                explorer.version = given;
                 let told = explorer.wait.as_ref().and_then(|wait| wait.told);
                 if let Some(meeting) = self.meeting()
                     && meeting.version == version
@@ -481,6 +479,14 @@ impl Synchronizer {
             }
         }
         Ok(())
+    }
+
+    /// What an explorer says it has. A number that no trainer gave is no version.
+    fn given(&self, version: Version) -> Version {
+        match version <= self.highest {
+            true => version,
+            false => Version::NONE,
+        }
     }
 
     /// The trainer, if this is its party.

@@ -61,10 +61,10 @@ impl fmt::Display for Version {
 pub struct Epoch(pub u64);
 
 impl Epoch {
-    /// The epoch after this one; stays at the largest number.
-    #[must_use]
-    pub const fn next(self) -> Epoch {
-        Epoch(self.0.saturating_add(1))
+    /// The epoch after this one; `None` after the largest number. Two senders of one epoch could not
+    /// be told apart.
+    pub fn next(self) -> Option<Epoch> {
+        self.0.checked_add(1).map(Epoch)
     }
 }
 
@@ -128,7 +128,7 @@ mod tests {
     fn versions_never_wrap() {
         assert!(Version::NONE.is_none());
         assert_eq!(Version(u64::MAX).next(), Version(u64::MAX));
-        assert_eq!(Epoch(u64::MAX).next(), Epoch(u64::MAX));
+        assert_eq!(Epoch(u64::MAX).next(), None);
     }
 
     #[test]

@@ -205,7 +205,7 @@ impl Attributes {
         Ok(Layout::new(sent.map(|spec| named(spec, &spec.name)))?)
     }
 
-    /// The whole model of which `sent` was sent: aliases follow after the rest.
+    /// The whole model that `sent` is a part of: aliases follow after the rest.
     ///
     /// # Errors
     ///
@@ -448,7 +448,7 @@ impl<'a> Names<'a, '_> {
 
 type Ties = Vec<(String, String)>;
 
-/// Ties of which none leads to another alias.
+/// Ties; none leads to another alias.
 fn resolved(ties: Ties) -> Result<Ties, (String, AttributesError)> {
     let mut of = HashMap::with_capacity(ties.len());
     for (alias, target) in &ties {

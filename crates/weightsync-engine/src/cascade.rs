@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_core::{ModelId, Run, Version, WaitFor, WorkerId};
 
 use crate::background::BackgroundStatus;
 use crate::background::handoff::ReceiverHandoff;
@@ -13,7 +13,7 @@ use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::receiver::{Receiver, ReceiverSetup};
-use crate::report::{Report, WaitFor};
+use crate::report::Report;
 use crate::send_source::Set;
 use crate::sender::Sender;
 use crate::set::SetSnapshot;

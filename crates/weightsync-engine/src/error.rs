@@ -12,7 +12,9 @@ pub(crate) use self::text::misfit_text;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use weightsync_core::{Dtype, Epoch, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId};
+use weightsync_core::{
+    Dtype, Epoch, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId, WorkerReport,
+};
 use weightsync_mem::Holder;
 
 use self::text::{
@@ -21,7 +23,7 @@ use self::text::{
 };
 use crate::attributes::AttributesError;
 use crate::path::ModelPathError;
-use crate::report::{Report, WorkerReport};
+use crate::report::Report;
 use crate::scheme::AnyScheme;
 use crate::worker::WorkerError;
 
@@ -406,9 +408,9 @@ pub enum Error {
     },
     /// No scheme of that name.
     #[error(
-        "this program has no scheme {got:?}; it has {}: build it with the crate, or the feature of \
-         weightsync, that brings the scheme",
-        .known.join(", ")
+        "there is no scheme {got:?} here: expected one of {}{}",
+        .known.join(", "),
+        meant(got, known)
     )]
     UnknownScheme {
         /// What was asked for.
@@ -579,6 +581,21 @@ impl From<WorkerError> for Error {
 
 /// In place of a scheme's text, where a transport does not know it.
 pub(crate) const UNNAMED: &str = "this transport";
+
+/// The scheme that a word may stand for.
+fn meant(got: &str, known: &[String]) -> String {
+    let got = got.to_lowercase().replace('_', "-");
+    if matches!(&*got, "nccl" | "gloo" | "mpi" | "process-group") {
+        return "; a process group of torch is no scheme, but has ends of its own (weightsync.process_group)"
+            .into();
+    }
+    let is_like = |name: &&String| {
+        let start = name.len().min(got.len()).min(4);
+        start >= 3 && name.get(..start) == got.get(..start)
+    };
+    let like = known.iter().find(is_like);
+    like.map_or_else(String::new, |name| format!("; {name:?} is like it"))
+}
 
 impl Error {
     /// The error with the scheme's text, where its transport did not know it.

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
@@ -25,6 +25,31 @@ pub fn open(path: &Path) -> io::Result<File> {
     let mut options = File::options();
     let file = options.read(true).custom_flags(flags.bits() as i32);
     regular(file.open(path)?)
+}
+
+/// What to say where the directory in which this process works was removed: relative paths lead nowhere
+/// then. `None` if it is there.
+pub fn lost_directory() -> Option<&'static str> {
+    let here = std::env::current_dir();
+    let is_lost = here.is_err_and(|error| error.kind() == ErrorKind::NotFound);
+    is_lost.then_some(
+        "this process's working directory was removed: give an absolute path, or change to another \
+         directory",
+    )
+}
+
+/// The path, for processes that work in other directories.
+///
+/// # Errors
+///
+/// For a relative path, if this process's working directory was removed; for an empty one.
+pub fn absolute(path: &Path) -> io::Result<PathBuf> {
+    std::path::absolute(path).map_err(|error| match lost_directory() {
+        Some(lost) if error.kind() == ErrorKind::NotFound => {
+            io::Error::new(ErrorKind::NotFound, lost)
+        }
+        _ => error,
+    })
 }
 
 /// A directory. What is done below it is done in this directory, wherever its path leads by then.
@@ -50,6 +75,10 @@ pub const PLAIN: u32 = 0o666;
 
 /// The permissions of a file that this user alone may read.
 pub const PRIVATE: u32 = 0o600;
+
+/// How many levels of directories are removed from one: each takes a descriptor. Those that `weightsync`
+/// makes have three.
+const DEEPEST: u32 = 32;
 
 const DIR: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
@@ -298,22 +327,31 @@ impl OpenDir {
     ///
     /// # Errors
     ///
-    /// Those of the system; [`ErrorKind::InvalidInput`] for a link.
+    /// As [`remove_all`](Self::remove_all); [`ErrorKind::InvalidInput`] for a link.
     pub fn remove_tree(&self, name: impl AsRef<OsStr>) -> io::Result<()> {
-        let name = name.as_ref();
-        self.dir(name)?.remove_all()?;
-        self.remove_dir(name)
+        self.remove_levels(name.as_ref(), DEEPEST)
     }
 
     /// Removes everything in this directory. What another process removes meanwhile is no error.
     ///
     /// # Errors
     ///
-    /// Those of the system.
+    /// Those of the system; another one for directories that are far deeper than any that
+    /// `weightsync` makes.
     pub fn remove_all(&self) -> io::Result<()> {
+        self.empty_levels(DEEPEST)
+    }
+
+    fn remove_levels(&self, name: &OsStr, levels: u32) -> io::Result<()> {
+        self.dir(name)?.empty_levels(levels)?;
+        self.remove_dir(name)
+    }
+
+    fn empty_levels(&self, levels: u32) -> io::Result<()> {
         for entry in self.entries()? {
             let removed = match entry.is_dir {
-                true => self.remove_tree(&entry.name),
+                true if levels == 0 => return Err(too_deep()),
+                true => self.remove_levels(&entry.name, levels - 1),
                 // Of a link the link itself.
                 false => self.remove_file(&entry.name),
             };
@@ -497,8 +535,13 @@ pub fn is_unique(name: &str) -> bool {
         return false;
     };
     let digits = |text: &str| !text.is_empty() && text.bytes().all(|c| c.is_ascii_digit());
-    let hex = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
-    digits(pid) && digits(count) && salt.len() == 16 && salt.bytes().all(hex)
+    digits(pid) && digits(count) && is_hex(salt, 16)
+}
+
+/// Whether these are so many hexadecimal digits, lower case, as names have of random bytes.
+pub fn is_hex(text: &str, digits: usize) -> bool {
+    let is_digit = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
+    text.len() == digits && text.bytes().all(is_digit)
 }
 
 /// Which file this is.
@@ -524,6 +567,13 @@ fn regular(file: File) -> io::Result<File> {
 
 fn not_regular() -> io::Error {
     io::Error::new(ErrorKind::InvalidData, "it is not a regular file")
+}
+
+fn too_deep() -> io::Error {
+    io::Error::other(format!(
+        "there are directories in it more than {DEEPEST} levels deep, which no program of weightsync \
+         makes: remove them yourself"
+    ))
 }
 
 fn is_link() -> io::Error {
@@ -571,6 +621,22 @@ mod tests {
         assert!(!dir.path().join("own").exists());
         let text = std::fs::read_to_string(outside.path().join("thesis.tex")).unwrap();
         assert_eq!(text, "all of it");
+    }
+
+    #[test]
+    fn tree_that_is_far_too_deep_is_not_descended() {
+        let dir = tempfile::tempdir().unwrap();
+        let open = OpenDir::open(dir.path()).unwrap();
+        let make = |levels| {
+            let path: std::path::PathBuf = std::iter::repeat_n("level", levels).collect();
+            std::fs::create_dir_all(dir.path().join(path)).unwrap();
+        };
+        make(DEEPEST as usize);
+        open.remove_all().unwrap();
+        make(1 + DEEPEST as usize);
+        let error = open.remove_all().unwrap_err();
+        assert!(error.to_string().contains("deep"), "{error}");
+        open.dir("level").unwrap().remove_all().unwrap();
     }
 
     #[test]

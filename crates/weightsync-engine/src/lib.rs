@@ -20,6 +20,8 @@ pub mod files;
 mod init_info;
 mod load;
 mod load_set;
+#[doc(hidden)] // For the schemes of this workspace.
+pub mod log_limiter;
 pub mod mapping;
 mod models;
 mod options;
@@ -66,9 +68,9 @@ pub use crate::{
     pending::PendingSend,
     plain::{ExtraState, Plain, PlainError},
     receiver::{Joined, Pull, Receiver, ReceiverSetup, Receiving},
-    report::{Changes, Outcome, Report, WaitFor, WorkerReport, WorkerStatus},
+    report::{Changes, Report},
     safetensors_file::SafetensorsFile,
-    scheme::{AnyScheme, MultiProcess, Queue, SharedMem},
+    scheme::{AnyScheme, MultiProcess, Queue, SharedMem, settings},
     send_source::{Members, Registered, SendSource, Set},
     sender::{Loan, Sender},
     senders::Senders,
@@ -83,8 +85,9 @@ pub use crate::{
 
 pub use weightsync_core::{
     Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
-    Remedy, Run, TensorRef, TensorSpec, Version, WeightChunk, WorkerId, WriterId, chunk,
-    extract::ExtractError, layout, manifest, names,
+    Outcome, OutcomeKind, Remedy, Run, TensorRef, TensorSpec, Version, WaitFor, WeightChunk,
+    WorkerId, WorkerReport, WorkerStatus, WriterId, chunk, extract::ExtractError, layout, manifest,
+    names,
 };
 #[doc(hidden)] // For schemes on shared memory.
 pub use weightsync_mem::interrupt::with as interruptible;

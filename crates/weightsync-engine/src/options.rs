@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use weightsync_core::{ModelId, Version, WorkerId};
+use weightsync_core::{ModelId, Version, WaitFor, WorkerId};
 
-use crate::report::WaitFor;
 use crate::transport::Targets;
 
 /// The options of one send. A plain send goes to all workers, whole, and waits until it is applied.

@@ -3,10 +3,10 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use weightsync_core::{ModelId, Version};
+use weightsync_core::{ModelId, Outcome, Version, WaitFor, WorkerReport};
 
 use crate::error::{Error, Result};
-use crate::report::{Changes, Outcome, Report, WaitFor, WorkerReport, only_version};
+use crate::report::{Changes, Report, only_version};
 use crate::transport::{Deadline, Level, Outstanding};
 
 /// A send that has been published and may not have reached every worker yet;
@@ -108,8 +108,10 @@ impl Handle {
             // worker. Only an earlier report is true then.
             _ => return state.settled.clone().ok_or(Error::SenderClosed),
         };
+        // A send that waits for no worker has only lines that no wait changes.
+        let level = self.level.level().unwrap_or(Level::Staged);
         let mut lines = report.workers.iter();
-        if lines.all(|line| line.outcome.is_final(self.level)) {
+        if lines.all(|line| line.outcome.is_final(level)) {
             state.settled = Some(report.clone());
         }
         Ok(report)
@@ -165,11 +167,11 @@ pub(crate) struct InFlight {
 impl InFlight {
     /// Waits once. The usual send is settled then, and keeps no lines for another wait.
     pub(crate) fn finish(self, wait: WaitFor, until: Deadline) -> Result<Report> {
-        let Some(level) = level(wait) else {
+        let Some(level) = wait.level() else {
             return self.settle(wait, until);
         };
         let mut lines = self.look(level, self.first(until))?;
-        if !lines.iter().all(|line| line.outcome.is_final(wait)) {
+        if !lines.iter().all(|line| line.outcome.is_final(level)) {
             self.settled().extend(finals(&lines));
             if self.is_over() {
                 self.late(level)?;
@@ -193,7 +195,7 @@ impl InFlight {
 
     /// Waits; it can be waited for again.
     pub(crate) fn settle(&self, wait: WaitFor, until: Deadline) -> Result<Report> {
-        let Some(level) = level(wait) else {
+        let Some(level) = wait.level() else {
             let mut lines = Vec::new();
             for one in &self.outstanding {
                 lines.extend(one.decided()?);
@@ -201,7 +203,7 @@ impl InFlight {
             return Ok(self.report(wait, lines));
         };
         let mut lines = self.lines(level, self.first(until))?;
-        let done = |line: &WorkerReport| line.outcome.is_final(wait);
+        let done = |line: &WorkerReport| line.outcome.is_final(level);
         if !lines.iter().all(done) && self.is_over() {
             self.late(level)?;
             self.give_up()?;
@@ -211,7 +213,7 @@ impl InFlight {
     }
 
     pub(crate) fn is_settled(&self, wait: WaitFor) -> Result<bool> {
-        let Some(level) = level(wait) else {
+        let Some(level) = wait.level() else {
             return Ok(true);
         };
         if self.is_over() {
@@ -300,20 +302,11 @@ fn changes(outstanding: &[Box<dyn Outstanding>]) -> Option<Changes> {
         .filter(|changes| changes.whole > 0)
 }
 
-/// How far the transport is to wait, if at all.
-fn level(wait: WaitFor) -> Option<Level> {
-    match wait {
-        WaitFor::Sent => None,
-        WaitFor::Staged => Some(Level::Staged),
-        WaitFor::Applied => Some(Level::Applied),
-    }
-}
-
 /// The lines that no further wait could change. The line of a worker that only takes what it asks
 /// for is not among them: by the next wait it may have asked for this version.
 fn finals(lines: &[WorkerReport]) -> Vec<WorkerReport> {
     let keeps = |line: &&WorkerReport| {
-        line.outcome.is_final(WaitFor::Applied) && line.outcome != Outcome::Asks
+        line.outcome.is_final(Level::Applied) && line.outcome != Outcome::Asks
     };
     lines.iter().filter(keeps).cloned().collect()
 }

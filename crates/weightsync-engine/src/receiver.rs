@@ -7,21 +7,17 @@ mod setup;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Epoch, Layout, LayoutMismatch, ModelId, Remedy, Run, Version, WorkerId};
+use weightsync_core::{Layout, LayoutMismatch, ModelId, Run, Version, WorkerId};
 use weightsync_mem::{Deadline, WaitStyle};
 
 use self::inner::Search;
 use crate::error::{Error, Result, misfit_text, place_of};
 use crate::init_info::InitInfo;
-use crate::load::WeightLoader;
-use crate::load_set::SetLoader;
 use crate::report::only_version;
 use crate::scheme::AnyScheme;
 use crate::set::SetSnapshot;
 use crate::snapshot::Snapshot;
-use crate::transport::{
-    FirstWeights, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest, deadline,
-};
+use crate::transport::{Interrupter, ModelSpec, ReceiverTransport, VersionRequest, deadline};
 
 pub use self::receiving::{Pull, Receiving};
 pub use self::setup::Joined;

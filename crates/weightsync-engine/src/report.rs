@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use weightsync_core::{ModelId, Version, WorkerId};
+use weightsync_core::{ModelId, Outcome, Version, WaitFor, WorkerId, WorkerReport};
 
 use crate::error::{Error, Result};
 
@@ -114,118 +114,6 @@ impl fmt::Display for Bytes {
     }
 }
 
-/// How far a send waits. Each level includes the one before.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum WaitFor {
-    /// The version is live: a worker that looks finds it.
-    Sent,
-    /// Every worker has the whole version in addition to the one it runs, and has
-    /// checked it.
-    Staged,
-    /// Every worker has loaded it, or has a line in the report that says why
-    /// not.
-    #[default]
-    Applied,
-}
-
-/// One worker's line.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct WorkerReport {
-    /// Which worker.
-    pub worker: WorkerId,
-    /// Its process; 0 if it is not known.
-    pub pid: u32,
-    /// What became of the version there.
-    pub outcome: Outcome,
-    /// The version it has loaded of each model that was sent, in the order of
-    /// the set; `Version::NONE` before its first. There is one entry for each
-    /// model, also where [`Report::versions`] has several of one.
-    pub versions: Vec<Version>,
-    /// Whether that is what was sent, or newer, of each model that it takes.
-    pub current: bool,
-    /// How long after the version went live the sender learned of it.
-    pub after: Duration,
-    /// Of a worker that was late for an earlier send and has not moved since: how long
-    /// ago the version went live that it was late for. The send did not wait for it.
-    pub late: Option<Duration>,
-}
-
-/// What became of a version at one worker.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Outcome {
-    /// The worker has loaded it (or a newer one).
-    Applied,
-    /// The worker has it in addition to the one it runs, and has checked it.
-    Staged,
-    /// The worker cannot use it, and says why and what it does now.
-    Refused {
-        /// The worker's words.
-        reason: String,
-    },
-    /// The worker's process died.
-    Died,
-    /// The worker closed its end in order.
-    Left,
-    /// The worker ended and said why: an error, or that it can use nothing more.
-    Failed {
-        /// The worker's words.
-        reason: String,
-    },
-    /// The worker has been silent for too long: its link is silent, or the relay of its host is
-    /// gone. It gets the newest version when it is back.
-    Lost,
-    /// The deadline came first; or it did for an earlier send, and the worker has not
-    /// moved since ([`WorkerReport::late`]).
-    Late,
-    /// The worker is held at the version it has.
-    Held,
-    /// The worker is to get every version, and its queue had no room for this
-    /// one by the deadline, or as many as may wait for room did so already: it
-    /// will not get it.
-    Full,
-    /// The worker takes only what it asks for.
-    Asks,
-    /// No such worker is connected. If it joins, it gets this version.
-    Absent,
-}
-
-/// A worker as the sender sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct WorkerStatus {
-    /// Which worker.
-    pub worker: WorkerId,
-    /// Its process; 0 if it is not known.
-    pub pid: u32,
-    /// Where it runs its models: a label such as `cpu` or `cuda:0`.
-    pub device: String,
-    /// Whether it is held at the versions it has.
-    pub held: bool,
-    /// The newest version it has loaded of each model, in the set's order;
-    /// `Version::NONE` before the first, and for models it did not want.
-    pub versions: Vec<Version>,
-}
-
-impl WorkerStatus {
-    /// A worker that has nothing yet, as a transport of one's own makes it.
-    pub fn new(worker: WorkerId, pid: u32, models: usize) -> Self {
-        Self {
-            worker,
-            pid,
-            device: "cpu".into(),
-            held: false,
-            versions: vec![Version::NONE; models],
-        }
-    }
-
-    /// Whether it has loaded anything.
-    pub fn is_ready(&self) -> bool {
-        self.versions.iter().any(|version| !version.is_none())
-    }
-}
-
 impl Report {
     /// The version of the model that was sent; the newest, if workers got different weights.
     ///
@@ -276,7 +164,7 @@ impl Report {
     pub fn failed(&self) -> impl Iterator<Item = &WorkerReport> {
         self.workers
             .iter()
-            .filter(|line| !self.reached(line) && !line.outcome.is_no_failure())
+            .filter(|line| !self.reached(line) && !is_wished(line))
             .filter(|line| !self.is_succeeded(line))
     }
 
@@ -305,48 +193,9 @@ impl Report {
     }
 }
 
-impl Outcome {
-    /// Whether a worker that is not up to date is so because somebody wished it.
-    fn is_no_failure(&self) -> bool {
-        matches!(self, Self::Left | Self::Held | Self::Asks)
-    }
-
-    /// Whether the worker's process is no longer connected.
-    pub(crate) fn is_gone(&self) -> bool {
-        matches!(
-            self,
-            Self::Died | Self::Left | Self::Failed { .. } | Self::Lost
-        )
-    }
-
-    /// Whether waiting longer can change it.
-    pub fn is_final(&self, level: WaitFor) -> bool {
-        match self {
-            Self::Late => false,
-            Self::Staged => level < WaitFor::Applied,
-            _ => true,
-        }
-    }
-}
-
-impl From<weightsync_mem::Outcome> for Outcome {
-    fn from(outcome: weightsync_mem::Outcome) -> Self {
-        use weightsync_mem::Outcome as Memory;
-        match outcome {
-            Memory::Applied => Self::Applied,
-            Memory::Staged => Self::Staged,
-            Memory::Refused { reason } => Self::Refused { reason },
-            Memory::Died => Self::Died,
-            Memory::Left => Self::Left,
-            Memory::Failed { reason } => Self::Failed { reason },
-            Memory::Lost => Self::Lost,
-            Memory::Late => Self::Late,
-            Memory::Held => Self::Held,
-            Memory::Full => Self::Full,
-            Memory::Asks => Self::Asks,
-            Memory::Absent => Self::Absent,
-        }
-    }
+/// Whether a worker that is not up to date is so because somebody wished it.
+fn is_wished(line: &WorkerReport) -> bool {
+    matches!(line.outcome, Outcome::Left | Outcome::Held | Outcome::Asks)
 }
 
 /// One sentence for the send, and one for each worker that is not up to date.
@@ -413,89 +262,8 @@ impl fmt::Display for Report {
         let rest = self.workers.iter().filter(|line| !self.reached(line));
         rest.into_iter().try_for_each(|line| {
             f.write_str("\n  ")?;
-            line.write(f, self.level)
+            write!(f, "{}", line.sentence(self.level))
         })
-    }
-}
-
-/// As in the report of a send that waited until the version was applied.
-impl fmt::Display for WorkerReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.write(f, WaitFor::Applied)
-    }
-}
-
-/// A queue that was full for less time was full at publication, and the send did not wait for room.
-const AT_ONCE: Duration = Duration::from_millis(1);
-
-impl WorkerReport {
-    /// Its sentence in the report of a send that waited so far.
-    fn write(&self, f: &mut fmt::Formatter<'_>, level: WaitFor) -> fmt::Result {
-        write!(f, "{}", self.worker)?;
-        if self.pid != 0 {
-            write!(f, " (pid {})", self.pid)?;
-        }
-        let version = Versions(&self.versions);
-        let none_yet = self.versions.iter().all(|version| version.is_none());
-        let still = |f: &mut fmt::Formatter<'_>| match none_yet {
-            true => write!(f, "; it has no version yet"),
-            false => write!(f, "; it goes on with {version}"),
-        };
-        let last = |f: &mut fmt::Formatter<'_>| match none_yet {
-            true => write!(f, "; it had no version yet"),
-            false => write!(f, "; its last version was {version}"),
-        };
-        match &self.outcome {
-            Outcome::Applied => write!(f, " applied it after {:.1?}", self.after),
-            Outcome::Staged => {
-                write!(f, " had staged but not applied it after {:.1?}", self.after)?;
-                still(f)
-            }
-            Outcome::Refused { reason } => {
-                write!(f, " refused it: {reason}")?;
-                still(f)
-            }
-            Outcome::Failed { reason } => {
-                write!(f, " failed: {reason}")?;
-                last(f)
-            }
-            Outcome::Died => {
-                f.write_str(" died")?;
-                last(f)
-            }
-            Outcome::Left => write!(f, " left in order"),
-            Outcome::Lost => {
-                write!(
-                    f,
-                    " cannot be reached; it gets the newest version when it is back"
-                )?;
-                still(f)
-            }
-            Outcome::Late if let Some(late) = self.late => {
-                write!(f, " has been late for {late:.1?} and was not waited for")?;
-                still(f)
-            }
-            Outcome::Late => {
-                let done = match level {
-                    WaitFor::Staged => "staged",
-                    WaitFor::Sent | WaitFor::Applied => "applied",
-                };
-                write!(f, " had not {done} it after {:.1?}", self.after)?;
-                still(f)
-            }
-            Outcome::Held if none_yet => write!(f, " is held, and has no version yet"),
-            Outcome::Held => write!(f, " is held at {version}"),
-            Outcome::Full => {
-                f.write_str(" will not get it: its queue was full")?;
-                if level > WaitFor::Sent && self.after >= AT_ONCE {
-                    write!(f, " for {:.1?}", self.after)?;
-                }
-                still(f)
-            }
-            Outcome::Asks if none_yet => write!(f, " takes what it asks for, and has nothing yet"),
-            Outcome::Asks => write!(f, " takes what it asks for, and runs {version}"),
-            Outcome::Absent => write!(f, " is not connected; it gets this version if it joins"),
-        }
     }
 }
 
@@ -511,20 +279,6 @@ pub(crate) fn only_version(versions: &[(ModelId, Version)]) -> Result<Version> {
         false => Err(Error::SeveralModels {
             known: versions.iter().map(|(model, _)| model.clone()).collect(),
         }),
-    }
-}
-
-/// Some versions: `v3`, or `v3, v1`, without those of models that it has none of.
-struct Versions<'a>(&'a [Version]);
-
-impl fmt::Display for Versions<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let some = self.0.iter().filter(|version| !version.is_none());
-        for (index, version) in some.enumerate() {
-            let before = if index == 0 { "" } else { ", " };
-            write!(f, "{before}{version}")?;
-        }
-        Ok(())
     }
 }
 

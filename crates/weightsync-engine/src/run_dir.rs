@@ -48,12 +48,12 @@ pub(crate) fn anonymous(models: &[ModelId]) -> Result<Endpoint> {
 
 /// The place a run directory gives a set of models: the same in every process.
 pub(crate) fn at(dir: &Path, models: &[ModelId]) -> Result<Endpoint> {
+    let dir = &files::absolute(dir).map_err(failed("finding", dir))?;
     let key = shared_bytes(dir)?;
     let [name, secret] = *key.as_chunks::<16>().0 else {
         unreachable!("32 bytes are two times 16")
     };
     let set = set_name(models);
-    let dir = std::path::absolute(dir).map_err(failed("finding", dir))?;
     let lookup = dir.join(format!("address-{:016x}", hash(&set)));
     Endpoint::new(address(&name, &set), secret, true)?.looked_up_in(lookup)
 }
@@ -118,6 +118,22 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
     let address = text.trim_end();
     let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;
     Ok(fits.then(|| address.into()))
+}
+
+/// Why there is no sender now where one has told its address in this file; `None` while it is there,
+/// or if none was.
+///
+/// # Errors
+///
+/// As [`look_up`].
+pub(crate) fn ended(file: &Path) -> Result<Option<String>> {
+    let ended = match look_up(file)? {
+        Some(address) => !is_served(&address)?,
+        None => false,
+    };
+    let words = "nothing listens any more at the address that the last sender has told, so that \
+                 sender has ended";
+    Ok(ended.then(|| words.into()))
 }
 
 /// A name for a set: that of its only model, or all of them.

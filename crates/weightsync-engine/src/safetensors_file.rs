@@ -43,12 +43,26 @@ impl SafetensorsFile {
     /// [`Error::File`] if it cannot be read or is no safetensors file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
+        let file = files::open(path).map_err(|error| Error::File {
+            action: "opening",
+            path: path.into(),
+            source: error.into(),
+        })?;
+        Self::of(file, path)
+    }
+
+    /// The same of a file that is open. Errors name this path.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`open`](Self::open).
+    pub fn of(file: File, path: impl AsRef<Path>) -> Result<Self> {
+        let path = path.as_ref();
         let failed = |source| Error::File {
             action: "opening",
             path: path.into(),
             source,
         };
-        let file = files::open(path).map_err(|error| failed(error.into()))?;
         let about = file.metadata().map_err(|error| failed(error.into()))?;
         // It may have grown since: its length then is what counts.
         let header = Header::read(about.len(), &mut |at, place| file.read_exact_at(place, at));

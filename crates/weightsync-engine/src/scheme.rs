@@ -1,5 +1,7 @@
 //! Schemes chosen by a word.
 
+pub mod settings;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::Path;
@@ -10,6 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
 use weightsync_core::ModelId;
 use weightsync_mem::Delivery;
 
+use self::settings::{Declared, Setting};
 use crate::error::{Error, Result};
 use crate::transport::{
     Capabilities, Deadline, Endpoint, Joining, Memory, NoSync, Opening, ReceiverTransport, Scheme,
@@ -111,6 +114,7 @@ pub struct AnyScheme(Arc<dyn Scheme>);
 pub struct Registration {
     name: &'static str,
     parse: Parse,
+    settings: fn() -> Vec<Declared>,
 }
 
 /// How settings become a scheme.
@@ -119,56 +123,101 @@ type Parse = fn(&BTreeMap<String, String>) -> Result<AnyScheme>;
 impl Registration {
     /// A scheme of this name, which is made of its settings.
     pub const fn new(name: &'static str, parse: Parse) -> Self {
-        Self { name, parse }
+        Self {
+            name,
+            parse,
+            settings: Vec::new,
+        }
+    }
+
+    /// The same with its settings, as [`AnyScheme::settings_of`] returns them.
+    #[must_use]
+    pub const fn settings(mut self, settings: fn() -> Vec<Declared>) -> Self {
+        self.settings = settings;
+        self
     }
 }
 
 inventory::collect!(Registration);
 
+impl SharedMem {
+    /// The settings of this scheme's text.
+    pub const SETTINGS: &[Setting<Self>] = &[Setting {
+        key: "pull",
+        takes: "",
+        about: "workers take a version only when they ask for one, and sends wait for no worker",
+        set: |scheme, value| {
+            scheme.pull = settings::flag(value)?;
+            Ok(())
+        },
+        get: |scheme| settings::set_flag(scheme.pull),
+    }];
+}
+
 inventory::submit! {
-    Registration::new("shared-mem", |settings| {
-        let mut scheme = SharedMem::default();
-        for (key, value) in settings {
-            match key.as_str() {
-                "pull" => scheme.pull = flag(key, value)?,
-                _ => return Err(unknown("shared-mem", key, "pull")),
-            }
-        }
+    Registration::new("shared-mem", |given| {
+        let scheme = settings::read("shared-mem", SharedMem::SETTINGS, given)?;
+        Ok(AnyScheme::new(scheme))
+    })
+    .settings(|| settings::declared(SharedMem::SETTINGS))
+}
+
+impl MultiProcess {
+    /// The settings of this scheme's text.
+    pub const SETTINGS: &[Setting<Self>] = &[
+        Setting {
+            key: "every",
+            takes: "1 to 32",
+            about: "every version in order, with at most this many in a worker's queue; the newest alone, \
+                    without it",
+            set: |scheme, value| {
+                let bound = settings::number(value, 1..=32)?;
+                scheme.queue = Queue::Every { bound };
+                Ok(())
+            },
+            get: |scheme| match scheme.queue {
+                Queue::Newest => None,
+                Queue::Every { bound } => Some(bound.to_string()),
+            },
+        },
+        Setting {
+            key: "own-copy",
+            takes: "",
+            about: "each version is copied into the worker's own memory, so that a worker that holds one \
+                    keeps no slot",
+            set: |scheme, value| {
+                scheme.own_copy = settings::flag(value)?;
+                Ok(())
+            },
+            get: |scheme| settings::set_flag(scheme.own_copy),
+        },
+    ];
+}
+
+inventory::submit! {
+    Registration::new("multi-process", |given| {
+        let scheme = settings::read("multi-process", MultiProcess::SETTINGS, given)?;
+        Ok(AnyScheme::new(scheme))
+    })
+    .settings(|| settings::declared(MultiProcess::SETTINGS))
+}
+
+/// A scheme without settings.
+const NONE: &[Setting<NoSync>] = &[];
+
+inventory::submit! {
+    Registration::new("none", |given| {
+        let scheme = settings::read("none", NONE, given)?;
         Ok(AnyScheme::new(scheme))
     })
 }
 
-inventory::submit! {
-    Registration::new("multi-process", |settings| {
-        let mut scheme = MultiProcess::default();
-        for (key, value) in settings {
-            match key.as_str() {
-                "own-copy" => scheme.own_copy = flag(key, value)?,
-                "every" => {
-                    scheme.queue = Queue::Every {
-                        bound: bound(value)?,
-                    }
-                }
-                _ => return Err(unknown("multi-process", key, "every=1 to 32, own-copy")),
-            }
-        }
-        Ok(AnyScheme::new(scheme))
-    })
-}
-
-inventory::submit! {
-    Registration::new("none", |settings| match settings.keys().next() {
-        Some(key) => Err(unknown("none", key, "none at all")),
-        None => Ok(AnyScheme::new(NoSync)),
-    })
-}
-
-/// How the scheme of this name is made.
-fn registered(name: &str, text: &str) -> Result<Parse> {
+/// The only scheme of this name.
+fn registered(name: &str, text: &str) -> Result<&'static Registration> {
     let all = inventory::iter::<Registration>.into_iter();
     let mut found = all.clone().filter(|one| one.name == name);
     match (found.next(), found.count()) {
-        (Some(one), 0) => Ok(one.parse),
+        (Some(one), 0) => Ok(one),
         (None, _) => {
             let known: BTreeSet<_> = all.map(|one| one.name.to_owned()).collect();
             Err(Error::UnknownScheme {
@@ -202,6 +251,15 @@ impl AnyScheme {
     /// Any scheme.
     pub fn new(scheme: impl Scheme + 'static) -> Self {
         Self(Arc::new(scheme))
+    }
+
+    /// The settings of the scheme of this name.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownScheme`] with the names there are.
+    pub fn settings_of(name: &str) -> Result<Vec<Declared>> {
+        Ok((registered(name, name)?.settings)())
     }
 
     /// The scheme itself.
@@ -283,7 +341,7 @@ impl FromStr for AnyScheme {
     /// [`Error::UnknownScheme`] with the names there are, [`Error::BadSetting`].
     fn from_str(text: &str) -> Result<Self> {
         let (name, settings) = parts(text);
-        let parse = registered(name, text)?;
+        let registration = registered(name, text)?;
         let mut known = BTreeMap::new();
         for (key, value) in settings {
             if known.contains_key(key) {
@@ -295,7 +353,7 @@ impl FromStr for AnyScheme {
             }
             known.insert(key.to_owned(), value.to_owned());
         }
-        parse(&known)
+        (registration.parse)(&known)
     }
 }
 
@@ -346,8 +404,7 @@ impl Scheme for SharedMem {
     }
 
     fn settings(&self) -> Vec<(String, String)> {
-        let pull = self.pull.then(|| ("pull".to_owned(), String::new()));
-        pull.into_iter().collect()
+        settings::given(self, Self::SETTINGS)
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -387,14 +444,7 @@ impl Scheme for MultiProcess {
     }
 
     fn settings(&self) -> Vec<(String, String)> {
-        let mut settings = Vec::new();
-        if let Queue::Every { bound } = self.queue {
-            settings.push(("every".to_owned(), bound.to_string()));
-        }
-        if self.own_copy {
-            settings.push(("own-copy".to_owned(), String::new()));
-        }
-        settings
+        settings::given(self, Self::SETTINGS)
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -424,35 +474,6 @@ impl Scheme for MultiProcess {
             Queue::Every { bound } => Delivery::Every { bound },
         };
         Memory::join(at, joining, (delivery, self.own_copy), deadline)
-    }
-}
-
-fn flag(key: &str, value: &str) -> Result<bool> {
-    match value {
-        "" | "true" => Ok(true),
-        "false" => Ok(false),
-        _ => Err(Error::BadSetting {
-            setting: key.into(),
-            expected: "no value, true or false".into(),
-            got: value.into(),
-        }),
-    }
-}
-
-fn bound(value: &str) -> Result<u8> {
-    let bound = value.parse().ok().filter(|bound| (1..=32).contains(bound));
-    bound.ok_or_else(|| Error::BadSetting {
-        setting: "every".into(),
-        expected: "a number from 1 to 32".into(),
-        got: value.into(),
-    })
-}
-
-fn unknown(word: &str, key: &str, known: &str) -> Error {
-    Error::BadSetting {
-        setting: cut(key),
-        expected: format!("a setting of {word}: {known}"),
-        got: cut(key),
     }
 }
 

@@ -9,7 +9,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Weak;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
+use weightsync_core::{
+    Layout, ModelId, Outcome, Run, Version, WorkerId, WorkerReport, WorkerStatus,
+};
 use weightsync_mem::Origin;
 
 pub use self::loan::Loan;
@@ -17,7 +19,7 @@ use crate::error::{Error, Result, place_of};
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::pending::{Handle, PendingSend};
-use crate::report::{Outcome, Report, WorkerReport, WorkerStatus};
+use crate::report::Report;
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, SendSource};
 use crate::setup::{Expect, SenderSetup};

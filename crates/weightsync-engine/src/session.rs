@@ -333,6 +333,20 @@ impl Session {
         }
     }
 
+    /// The same as [`state`](Self::state); of a sender that sends, what and to how many.
+    pub fn summary(&self) -> String {
+        let State::Sending(sender) = &self.state else {
+            return self.state().into();
+        };
+        let newest: Vec<_> = sender
+            .newest()
+            .map(|(_, version)| version.to_string())
+            .collect();
+        let count = sender.workers().len();
+        let s = if count == 1 { "" } else { "s" };
+        format!("{}, {count} worker{s}", newest.join(", "))
+    }
+
     /// Where the session is in its lifecycle, in a word or two.
     pub fn state(&self) -> &'static str {
         match self.state {

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Dtype, Layout, ModelId, Version, WorkerId};
+use weightsync_core::{Dtype, Layout, ModelId, Version, WaitFor, WorkerId};
 use weightsync_mem::{CopyOptions, WaitStyle};
 
 pub(crate) use self::model::Model;
@@ -15,7 +15,6 @@ use crate::extract::WeightExtractor;
 use crate::init_info::InitInfo;
 use crate::options::SendOptions;
 use crate::publish::{self, compare};
-use crate::report::WaitFor;
 use crate::run_dir;
 use crate::scheme::AnyScheme;
 use crate::send_source::{Members, Resolved, SendSource, resolve};

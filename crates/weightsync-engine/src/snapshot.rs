@@ -114,6 +114,11 @@ impl Snapshot {
         Self::received(&spec, run, version, image)
     }
 
+    /// Whether it lies in a slot of shared memory, which its writer needs back.
+    pub fn holds_slot(&self) -> bool {
+        matches!(self.held, Held::Slot(_))
+    }
+
     /// The same, with the digest that the sender made and the transport has
     /// compared: workers then find it as [`published_digest`](Self::published_digest).
     #[must_use]

@@ -119,6 +119,11 @@ mod writer;
 pub use weightsync_simd::stream_copy_slice;
 
 #[cfg(not(loom))]
+pub use weightsync_core::{
+    Attendance, GoneWorker, Level, Outcome, Targets, WorkerReport, WorkerStatus,
+};
+
+#[cfg(not(loom))]
 pub use crate::{
     copy::{BoxedError, CopyOptions, Fill, Source},
     error::{Error, Holder, RecordHolder},
@@ -127,13 +132,12 @@ pub use crate::{
     limits::raise_files,
     model::{MAX_NOTE_BYTES, ModelSpec},
     partial_slot::{BlockWrite, PartialSlot},
-    plan::Targets,
     private::PrivateView,
     reader::{AttachOptions, Member, Reader, Resume, Taken, is_answered},
-    registry::{Attendance, Departure, GoneReader, ReaderStatus},
+    registry::Departure,
     relay::{Event, Progress, Relay, WorkerInstance},
     remote_reader::{Notified, RemoteReader, RemoteReaderOptions, RemoteReaders},
-    report::{Level, Outcome, Publication, ReaderOutcome, Waiter},
+    report::{Publication, Waiter},
     shared::Ending,
     snapshot::Snapshot,
     socket::{Listener, check_sharing, is_served},

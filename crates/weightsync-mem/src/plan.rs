@@ -34,15 +34,6 @@ use crate::wire::Delivery;
 /// each worker, that of its newest reader.
 pub(crate) type Key = (WorkerId, u64);
 
-/// The workers that a publication is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Targets {
-    /// Every worker, including those that join later.
-    All,
-    /// Only these workers, connected or not.
-    Workers(Vec<WorkerId>),
-}
-
 /// One change of the shared pages. The caller makes the changes in the given order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {

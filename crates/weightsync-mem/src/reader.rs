@@ -7,7 +7,6 @@ mod taking;
 mod tests;
 
 use std::fmt;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,23 +14,16 @@ use std::time::{Duration, Instant};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
 use crate::error::{Error, bad, unexpected};
-use crate::interrupt;
-use crate::map::{Mapping, OwnedFile};
-use crate::model::{Description, Model, ModelSpec};
-use crate::pins::{Hold, PinBook, PinOwner};
-use crate::protocol::{MAX_BOUND, MAX_MODELS};
-use crate::set::Models;
-use crate::shared::{
-    CONTROL_BYTES, Control, Ending, Exit, HEADER_BYTES, MAILBOX_BYTES, MODEL_PAGE_BYTES,
-};
-use crate::slot::Slot;
+use crate::model::ModelSpec;
+use crate::pins::{Hold, PinBook};
+use crate::protocol::MAX_MODELS;
+use crate::shared::{Ending, Exit};
 use crate::snapshot::Snapshot;
 use crate::socket::Socket;
-use crate::spans::SlotShape;
 use crate::sync::load_acquire;
-use crate::wait::{Deadline, Doorbell, WaitStyle, passed, poll};
-use crate::watch::{End, Interrupter, Mapped, Watch};
-use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
+use crate::wait::{Deadline, WaitStyle, passed};
+use crate::watch::{End, Interrupter, Watch};
+use crate::wire::Delivery;
 
 pub use self::join::is_answered;
 
@@ -59,7 +51,7 @@ pub struct AttachOptions {
     pub models: Option<Vec<usize>>,
     /// Which versions the reader gets.
     pub delivery: Delivery,
-    /// Where the worker's weights live, for people to read; at most [`MAX_DEVICE`] bytes.
+    /// Where the worker's weights live, for people to read; at most [`MAX_DEVICE`](crate::wire::MAX_DEVICE) bytes.
     pub device: String,
     /// A number that the worker chooses when it first joins.
     pub instance: u64,

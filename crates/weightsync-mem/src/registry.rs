@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-use weightsync_core::{Run, Version, WorkerId};
+use weightsync_core::{Attendance, GoneWorker, Run, WorkerId, WorkerStatus};
 
 pub use self::state::Departure;
 pub(crate) use self::{
@@ -53,6 +53,8 @@ pub(crate) struct Shared {
     /// Rings when a reader is owed slots.
     pub(crate) owes: Doorbell,
     pub(crate) wait: WaitStyle,
+    /// Logs why a reader was refused.
+    pub(crate) refused: fn(&str),
     /// How many versions may wait in a reader's queue.
     pub(crate) max_queue: u8,
     pub(crate) watchers: Watchers,
@@ -86,55 +88,6 @@ impl fmt::Debug for Shared {
             .field("readers", &self.readers())
             .finish_non_exhaustive()
     }
-}
-
-/// A reader as the sender sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReaderStatus {
-    /// The worker's number.
-    pub worker: WorkerId,
-    /// Its process.
-    pub pid: u32,
-    /// Where the worker's weights live, as the worker says.
-    pub device: String,
-    /// Whether the worker is held.
-    pub held: bool,
-    /// The sequence number of the newest set that the reader has taken; 0 before the first.
-    pub taken: u64,
-    /// The version of each model that it has loaded; `Version::NONE` before the first, and for
-    /// models that it did not ask for.
-    pub applied: Vec<Version>,
-}
-
-/// The readers that are connected, and those that were.
-#[derive(Clone, Debug, Default)]
-pub struct Attendance {
-    /// The readers connected at present, by worker.
-    pub readers: Vec<ReaderStatus>,
-    /// Readers that cannot use the models, until they are [taken](crate::Writer::take_rejected) or
-    /// reported.
-    pub rejected: Vec<WorkerId>,
-    /// Departed readers that are still remembered, in the order in which they joined.
-    pub gone: Vec<GoneReader>,
-    /// How many readers have joined so far.
-    pub joined: u64,
-}
-
-/// A reader that has departed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GoneReader {
-    /// The worker's number.
-    pub worker: WorkerId,
-    /// Its process.
-    pub pid: u32,
-    /// How it departed.
-    pub departure: Departure,
-    /// Why it could use nothing more, if it said so. It then counts as failed, however it departed.
-    pub reason: Option<String>,
-    /// The version of each model it had loaded.
-    pub applied: Vec<Version>,
-    /// Its place in the order of joining, from 1.
-    pub joined: u64,
 }
 
 impl Shared {
@@ -182,6 +135,7 @@ impl Shared {
             stop: Doorbell::new()?,
             owes: Doorbell::new()?,
             wait: options.wait,
+            refused: options.refused,
             max_queue: options.max_queue,
             watchers: Watchers::default(),
             slots: options.slots,
@@ -371,7 +325,7 @@ impl Shared {
         holders.filter(|holder| holder.records > 0).collect()
     }
 
-    pub(crate) fn readers(&self) -> Vec<ReaderStatus> {
+    pub(crate) fn readers(&self) -> Vec<WorkerStatus> {
         // In a forked child the control pages are not mapped, and the lock may
         // be held by a thread that does not exist there.
         if self.header.map.usable().is_err() {
@@ -380,18 +334,17 @@ impl Shared {
         self.present(&self.state())
     }
 
-    fn present(&self, state: &State) -> Vec<ReaderStatus> {
+    fn present(&self, state: &State) -> Vec<WorkerStatus> {
         let present = state
             .readers
             .iter()
             .filter(|(_, reader)| !reader.has_left());
-        let lines = present.map(|((worker, _), reader)| ReaderStatus {
-            worker: *worker,
-            pid: reader.pid(),
-            device: reader.device.clone(),
-            held: state.plan.is_held(*worker),
-            taken: reader.taken(),
-            applied: reader.versions(self.models.len()),
+        let lines = present.map(|((worker, _), reader)| {
+            let mut status = WorkerStatus::new(*worker, reader.pid(), 0);
+            status.device = reader.device.clone();
+            status.held = state.plan.is_held(*worker);
+            status.versions = reader.versions(self.models.len());
+            status
         });
         lines.collect()
     }
@@ -402,16 +355,17 @@ impl Shared {
             return Attendance::default();
         }
         let state = self.state();
-        let gone = state.gone().into_iter().map(|gone| GoneReader {
-            worker: gone.key.0,
-            pid: gone.pid,
-            departure: gone.departure,
-            reason: gone.reason,
-            applied: gone.versions,
-            joined: gone.key.1,
+        let gone = state.gone().into_iter().map(|gone| {
+            let mut status = WorkerStatus::new(gone.key.0, gone.pid, 0);
+            status.versions = gone.versions;
+            GoneWorker {
+                status,
+                how: gone.departure.outcome(gone.reason),
+                joined: gone.key.1,
+            }
         });
         Attendance {
-            readers: self.present(&state),
+            workers: self.present(&state),
             rejected: state.rejected().iter().map(|one| one.key.0).collect(),
             gone: gone.collect(),
             joined: state.joined,

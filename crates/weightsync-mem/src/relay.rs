@@ -13,14 +13,14 @@ mod events;
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use weightsync_core::{Run, Version};
+use weightsync_core::{Run, Version, WorkerStatus};
 
 use crate::error::Error;
 use crate::grow;
 use crate::model::ModelSpec;
 use crate::partial_slot::PartialSlot;
 use crate::plan::Key;
-use crate::registry::{Reader, ReaderStatus, Shared, State};
+use crate::registry::{Reader, Shared, State};
 use crate::service;
 use crate::set::{ModelSet, SetEntry};
 use crate::shared::Ending;
@@ -147,10 +147,7 @@ impl Relay {
         // The service thread listens to the reader from now on.
         self.shared.owes.ring();
         welcomed.map_err(|(socket, reason)| {
-            let denied = FromSender::Denied {
-                reason: reason.clone(),
-            };
-            let _ = socket.send(&denied.encode(), &[]);
+            service::deny(&socket, reason.clone());
             Error::Denied { reason }
         })
     }
@@ -161,11 +158,7 @@ impl Relay {
             return;
         }
         if let Some(ticket) = self.relayed().take(ticket) {
-            let denied = FromSender::Denied {
-                reason: reason.into(),
-            };
-            // If the worker does not read, it does not learn of this.
-            let _ = ticket.socket.send(&denied.encode(), &[]);
+            service::deny(&ticket.socket, reason.into());
         }
     }
 
@@ -297,7 +290,7 @@ impl Relay {
     }
 
     /// The workers that are connected, by number.
-    pub fn readers(&self) -> Vec<ReaderStatus> {
+    pub fn readers(&self) -> Vec<WorkerStatus> {
         self.shared.readers()
     }
 

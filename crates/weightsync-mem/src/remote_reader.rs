@@ -11,14 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
-use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerStatus};
 
 use crate::error::{Error, os};
 use crate::plan::{Answer, Key};
 use crate::protocol::order;
-use crate::registry::{
-    Call, Departure, End, MAX_REMOTE_READERS, Reader, ReaderStatus, Shared, State,
-};
+use crate::registry::{Call, Departure, End, MAX_REMOTE_READERS, Reader, Shared, State};
 use crate::service::JoinRequest;
 use crate::set::{ModelSet, Models, SetEntry};
 use crate::shared::{Exit, PrivatePages};
@@ -150,7 +148,7 @@ impl RemoteReaders {
     }
 
     /// The readers of the sender's own host, by worker.
-    pub fn local(&self) -> Vec<ReaderStatus> {
+    pub fn local(&self) -> Vec<WorkerStatus> {
         let mut readers = self.shared.readers();
         if self.shared.header.map.usable().is_ok() {
             let state = self.shared.state();

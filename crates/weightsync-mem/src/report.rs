@@ -2,16 +2,16 @@
 
 mod settling;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Level, Outcome, Targets, Version, WorkerId, WorkerReport};
 
 use self::settling::Settling;
 use crate::error::Error;
-use crate::plan::{Disposition, Key, Plan, Published, Targets};
-use crate::registry::{Departure, Gone, Reader, Shared, State};
+use crate::plan::{Disposition, Key, Plan, Published};
+use crate::registry::{Reader, Shared, State};
 use crate::set::Models;
 use crate::snapshot::Snapshot;
 use crate::wait::Deadline;
@@ -35,76 +35,6 @@ pub struct Publication {
     full: Option<Arc<Mutex<BTreeSet<Key>>>>,
     /// Whether to wait for readers that were late for an earlier publication.
     waits_for_late: bool,
-}
-
-/// How far a publication must have come at a reader to count as done there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Level {
-    /// The reader has taken it: the record is checked, and the slots are pinned.
-    Staged,
-    /// The worker has reported that it has loaded it.
-    Applied,
-}
-
-/// The outcome of a publication at one reader.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The worker has loaded the publication or a newer one, and runs no older version of any of
-    /// its models.
-    Applied,
-    /// The reader has taken the publication or a newer one; the caller waited only for
-    /// [`Level::Staged`].
-    Staged,
-    /// The worker refused the publication, and goes on with its earlier versions.
-    Refused {
-        /// The worker's reason.
-        reason: String,
-    },
-    /// The worker's process died.
-    Died,
-    /// The worker closed its end in order.
-    Left,
-    /// The worker could use nothing more, and has gone.
-    Failed {
-        /// The worker's reason.
-        reason: String,
-    },
-    /// Nothing was heard of the worker for too long; it may come back.
-    Lost,
-    /// The worker was not done at the deadline.
-    Late,
-    /// The worker is held; it gets the newest set when it is released.
-    Held,
-    /// The worker's queue had no room in time, or too many publications already waited for room.
-    /// The worker will not get this one.
-    Full,
-    /// The worker takes only what it asks for, so the send did not wait for it; or it has since
-    /// asked for an older version, or waits for a version to come.
-    Asks,
-    /// The worker was named but is not connected; it gets the publication when it joins.
-    Absent,
-}
-
-/// One line of a publication's result.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ReaderOutcome {
-    /// The worker.
-    pub worker: WorkerId,
-    /// The worker's process; 0 if it is not connected.
-    pub pid: u32,
-    /// The outcome.
-    pub outcome: Outcome,
-    /// The version of each model that the worker reports as loaded; `Version::NONE` before the
-    /// first.
-    pub versions: Vec<Version>,
-    /// Whether these are the published versions or newer ones, for each model that the worker
-    /// takes.
-    pub current: bool,
-    /// How long after the publication the sender learned of the outcome.
-    pub after: Duration,
-    /// For how long the worker has been late, if it was late for an earlier publication and has not
-    /// moved since. The send did not wait for it.
-    pub late: Option<Duration>,
 }
 
 /// Waits for readers; usable from any thread, also from several.
@@ -269,13 +199,13 @@ impl Waiter {
         publication: &Publication,
         level: Level,
         deadline: Deadline,
-    ) -> Result<Vec<ReaderOutcome>, Error> {
+    ) -> Result<Vec<WorkerReport>, Error> {
         let shared = &self.shared;
         shared.open()?;
         let awaited = publication.dispositions.clone();
         let mut settling = Settling::new(shared, publication, level, awaited);
         let done = shared.wait_until(deadline, || {
-            settling.look();
+            settling.note_settled();
             Ok(settling.awaited.is_empty().then_some(()))
         });
         done.inspect_err(|_| settling.unreport())?;
@@ -311,7 +241,7 @@ impl Waiter {
     /// # Errors
     ///
     /// As [`settle`](Self::settle).
-    pub fn decided(&self, publication: &Publication) -> Result<Vec<ReaderOutcome>, Error> {
+    pub fn decided(&self, publication: &Publication) -> Result<Vec<WorkerReport>, Error> {
         let shared = &self.shared;
         shared.open()?;
         let decided = |(_, disposition): &&(Key, Disposition)| {
@@ -323,7 +253,7 @@ impl Waiter {
         let awaited = publication.dispositions.iter().filter(decided);
         let awaited = awaited.copied().collect();
         let mut settling = Settling::new(shared, publication, Level::Staged, awaited);
-        settling.look();
+        settling.note_settled();
         settling.report_missing(&shared.state());
         settling.report_absent();
         let mut lines = std::mem::take(&mut settling.lines);

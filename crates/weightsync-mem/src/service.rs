@@ -310,7 +310,7 @@ impl Shared {
             }
         };
         let hello = FromReader::decode(&bytes);
-        let denied = match hello {
+        match hello {
             Ok(FromReader::Hello {
                 secret,
                 worker,
@@ -344,19 +344,22 @@ impl Shared {
                         let socket = Arc::new(socket);
                         if let Err((socket, reason)) = self.let_join(request, seen, socket, control)
                         {
-                            let denied = FromSender::Denied { reason };
-                            let _ = socket.send(&denied.encode(), &[]);
+                            self.refuse(&socket, reason);
                         }
-                        return None;
                     }
-                    Err(reason) => reason,
+                    Err(reason) => self.refuse(&socket, reason),
                 }
             }
-            Ok(_) => "expected a hello first".into(),
-            Err(error) => error.to_string(),
-        };
-        let _ = socket.send(&FromSender::Denied { reason: denied }.encode(), &[]);
+            Ok(_) => deny(&socket, "expected a hello first".into()),
+            Err(error) => deny(&socket, error.to_string()),
+        }
         None
+    }
+
+    /// Refuses a worker that has shown the secret, and logs it.
+    fn refuse(&self, socket: &Socket, reason: String) {
+        (self.refused)(&reason);
+        deny(socket, reason);
     }
 
     /// Answers a reader's question. An error text if the question breaks the protocol.
@@ -590,6 +593,12 @@ pub(crate) struct JoinRequest {
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
     pub(crate) instance: u64,
+}
+
+/// Tells a reader why it gets nothing.
+pub(crate) fn deny(socket: &Socket, reason: String) {
+    // If the reader does not read, it does not learn of this.
+    let _ = socket.send(&FromSender::Denied { reason }.encode(), &[]);
 }
 
 /// The reader's control page, from the descriptors of its hello.

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use weightsync_core::record::CommitRecord;
-use weightsync_core::{Layout, Version};
+use weightsync_core::{Layout, Targets, Version};
 
 use crate::copy::{CopyOptions, Source, write_image};
 use crate::error::Error;
-use crate::plan::Targets;
 use crate::registry::Shared;
 use crate::report::Publication;
 use crate::slot::Slot;
@@ -166,7 +165,7 @@ impl<'a> Staging<'a> {
     }
 
     /// The publication waits also for readers that were late for an earlier one. Otherwise it
-    /// passes them over until they move: see [`ReaderOutcome::late`](crate::ReaderOutcome::late).
+    /// passes them over until they move: see [`WorkerReport::late`](crate::WorkerReport::late).
     pub fn wait_for_late(&mut self) {
         self.waits_for_late = true;
     }

@@ -4,14 +4,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use weightsync_core::{Run, Version, WorkerId};
+use weightsync_core::{Attendance, Run, Targets, Version, WorkerId, WorkerStatus};
 
 use crate::error::{Error, bad};
 use crate::grow::{self, Shortage};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
-use crate::plan::{Key, Targets};
+use crate::plan::Key;
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
-use crate::registry::{Attendance, ReaderStatus, Shared};
+use crate::registry::Shared;
 use crate::report::Waiter;
 use crate::service;
 use crate::set::ModelSet;
@@ -40,6 +40,8 @@ pub struct SegmentOptions {
     pub max_queue: u8,
     /// How the sender waits for its readers.
     pub wait: WaitStyle,
+    /// Called with the reason for each reader that is refused, on the segment's thread: for a log.
+    pub refused: fn(&str),
 }
 
 impl Default for SegmentOptions {
@@ -50,6 +52,7 @@ impl Default for SegmentOptions {
             history: 0,
             max_queue: MAX_BOUND,
             wait: WaitStyle::default(),
+            refused: |_| {},
         }
     }
 }
@@ -212,7 +215,7 @@ impl Writer {
     }
 
     /// The readers that are connected now, by worker.
-    pub fn readers(&self) -> Vec<ReaderStatus> {
+    pub fn readers(&self) -> Vec<WorkerStatus> {
         self.shared.readers()
     }
 

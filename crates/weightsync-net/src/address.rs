@@ -8,7 +8,8 @@ use weightsync_engine::{Error, ModelId, Result, files};
 
 use crate::error::NetError;
 
-/// The parts of a `host:port` setting.
+/// The parts of a `host:port` setting. An IPv6 address is in brackets, and may name an interface of
+/// this machine after a percent sign.
 ///
 /// # Errors
 ///
@@ -16,16 +17,88 @@ use crate::error::NetError;
 pub fn host_and_port<'a>(setting: &str, text: &'a str) -> Result<(&'a str, u16)> {
     let parts = text.rsplit_once(':');
     let parts = parts.and_then(|(host, port)| Some((host, port.parse().ok()?)));
-    let is_host = |host: &str| {
-        let bare = host
-            .strip_prefix('[')
-            .and_then(|host| host.strip_suffix(']'));
-        !host.is_empty() && (bare.is_some() || !host.contains(':'))
+    let is_host = |host: &str| match bare(host) {
+        Some(bare) => {
+            let (address, interface) = bare.split_once('%').unwrap_or((bare, "any"));
+            address.parse::<Ipv6Addr>().is_ok() && !interface.is_empty()
+        }
+        None => !host.is_empty() && !host.contains([':', '[', ']', '%']),
     };
     let wanted = "HOST:PORT, such as 10.0.0.1:7070 or [::1]:7070";
     parts
         .filter(|(host, _)| is_host(host))
         .ok_or_else(|| bad(setting, wanted, text))
+}
+
+/// What is in brackets.
+fn bare(host: &str) -> Option<&str> {
+    host.strip_prefix('[')?.strip_suffix(']')
+}
+
+/// The same for an address that other machines are told. A link-local one means something with the
+/// name of an interface alone, and each machine has its own.
+///
+/// # Errors
+///
+/// [`Error::BadSetting`].
+pub fn told<'a>(setting: &str, text: &'a str) -> Result<(&'a str, u16)> {
+    let (host, port) = host_and_port(setting, text)?;
+    let address = bare(host).map(|bare| bare.split('%').next().unwrap_or(bare).parse::<Ipv6Addr>());
+    let is_local = matches!(address, Some(Ok(address)) if address.is_unicast_link_local());
+    match host.contains('%') || is_local {
+        true => Err(of_one_link(setting, text)),
+        false => Ok((host, port)),
+    }
+}
+
+/// The address at which an end listens, and which others are told.
+///
+/// # Errors
+///
+/// [`Error::BadSetting`]; [`NetError::Resolve`] if there is no address.
+pub fn listening(setting: &str, text: &str) -> Result<SocketAddr> {
+    told(setting, text)?;
+    let at = resolve(text)?;
+    match at.ip() {
+        IpAddr::V6(ip) if ip.is_unicast_link_local() => Err(of_one_link(setting, text)),
+        _ => Ok(at),
+    }
+}
+
+fn of_one_link(setting: &str, text: &str) -> Error {
+    let wanted = "an address that means the same on every machine, such as one of fd00::/8, or the \
+                  name of a host: a link-local one (fe80::…%eth0) is of an interface of one machine";
+    bad(setting, wanted, text)
+}
+
+/// Checks that a sender is asked at a port. The scheme [`Distributed`](crate::Distributed) alone
+/// has one for that.
+///
+/// # Errors
+///
+/// [`NetError::NotAsked`] for an address in shared memory, [`Error::BadSetting`].
+pub fn check_asked(address: &str) -> Result<()> {
+    match address.starts_with("weightsync/") {
+        true => Err(not_asked("shared-mem", address)),
+        false => host_and_port("the sender's address", address).map(drop),
+    }
+}
+
+/// The error for asking a sender that has no port for that.
+pub(crate) fn not_asked(scheme: &str, address: &str) -> Error {
+    const IN_PROGRAM: &str = "the trainer's program says by `sender.workers`, and by the report of \
+                              each send, what every worker runs";
+    let instead = match scheme {
+        "shared-mem" | "multi-process" => format!(
+            "it and its workers share the memory of one machine ({scheme}), and it has no port. \
+             {IN_PROGRAM}; `weightsync doctor` says what this machine allows"
+        ),
+        "store" => format!(
+            "its versions go through a store, and `weightsync log {address}` shows them. {IN_PROGRAM}"
+        ),
+        _ => format!("its scheme is {scheme}, and `distributed` alone answers that. {IN_PROGRAM}"),
+    };
+    NetError::NotAsked { instead }.into()
 }
 
 /// The error for a wrong value of a setting.
@@ -58,7 +131,10 @@ pub fn resolve_all(name: &str) -> Result<Vec<SocketAddr>> {
         name: name.into(),
         source,
     };
-    let all: Vec<_> = name.to_socket_addrs().map_err(failed)?.collect();
+    let (host, port) = host_and_port("address", name)?;
+    // Without brackets the system finds the interface by its name.
+    let host = bare(host).unwrap_or(host);
+    let all: Vec<_> = (host, port).to_socket_addrs().map_err(failed)?.collect();
     match all.is_empty() {
         true => Err(failed(io::Error::other("there is no address of that name")).into()),
         false => Ok(all),
@@ -168,10 +244,12 @@ impl PortFile {
     }
 }
 
-/// The host in `HOST:PORT`, without the brackets of an IPv6 address.
+/// The host in `HOST:PORT` as certificates have it: without the brackets of an IPv6 address, and
+/// without the interface.
 pub fn host_of(name: &str) -> &str {
     let host = name.rsplit_once(':').map_or(name, |(host, _)| host);
-    host.trim_start_matches('[').trim_end_matches(']')
+    let host = bare(host).unwrap_or(host);
+    host.split('%').next().unwrap_or(host)
 }
 
 #[cfg(test)]
@@ -199,6 +277,58 @@ mod tests {
         }
         let names = std::fs::read_dir(dir.path()).unwrap();
         assert_eq!(names.count(), 1, "nothing is left next to it");
+    }
+
+    #[test]
+    fn address_of_ipv6_is_kept_or_refused() {
+        for (text, host) in [
+            ("[::1]:7070", "::1"),
+            ("[fd00::1]:7070", "fd00::1"),
+            ("[::ffff:10.0.0.1]:7070", "::ffff:10.0.0.1"),
+            ("[::]:0", "::"),
+        ] {
+            let (kept, port) = told("listen", text).unwrap();
+            assert_eq!(format!("{kept}:{port}"), text);
+            assert_eq!(host_of(text), host);
+            let at = listening("listen", text).unwrap();
+            assert_eq!(at.ip().to_string(), host);
+        }
+        for text in [
+            "::1:7070",
+            "[::1]",
+            "[::1]7070",
+            "[]:7070",
+            "[host]:7070",
+            "[::1%]:7070",
+            "a%eth0:1",
+        ] {
+            for error in [
+                told("listen", text).unwrap_err(),
+                resolve(text).unwrap_err(),
+            ] {
+                let Error::BadSetting { expected, .. } = &error else {
+                    panic!("{text}: {error}");
+                };
+                assert!(expected.contains("[::1]:7070"), "{error}");
+            }
+        }
+        // The loopback interface has number 1.
+        let local = "[fe80::1%lo]:7070";
+        assert_eq!(resolve(local).unwrap().to_string(), "[fe80::1%1]:7070");
+        assert_eq!(host_of(local), "fe80::1");
+        for text in [local, "[fe80::1]:7070", "[::1%lo]:7070"] {
+            for error in [
+                told("listen", text).unwrap_err(),
+                listening("listen", text).unwrap_err(),
+            ] {
+                assert!(error.to_string().contains("fd00::/8"), "{text}: {error}");
+            }
+        }
+        let unknown = resolve("[fe80::1%none]:7070").unwrap_err();
+        assert!(
+            unknown.to_string().contains("[fe80::1%none]:7070"),
+            "{unknown}"
+        );
     }
 
     #[test]

@@ -88,6 +88,12 @@ pub enum NetError {
         /// The address.
         address: String,
     },
+    /// The sender has no port at which it could be asked: it is of another scheme.
+    #[error("the sender cannot be asked over the network: {instead}")]
+    NotAsked {
+        /// Its scheme, and what to ask in place of it.
+        instead: String,
+    },
     /// The worker's relay has gone, and there is no other route.
     #[error(
         "this worker's relay is gone, and there is no other route to the sender ({reason}): start \

@@ -27,6 +27,7 @@ mod bulk;
 pub mod collect;
 mod error;
 mod link;
+pub mod reach;
 mod receiver;
 mod relay;
 mod root;
@@ -42,6 +43,6 @@ pub use self::access::{Access, AccessError, Key, Token};
 pub use self::error::{NetError, listen_error};
 #[doc(hidden)] // for the schemes of this workspace
 pub use self::link::admission;
-pub use self::link::log_limiter;
 pub use self::relay::{Relay, RelayEvent, RelayStop};
 pub use self::scheme::{Deltas, Distributed, Share, Verify};
+pub use weightsync_engine::log_limiter;

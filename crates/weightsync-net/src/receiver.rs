@@ -200,6 +200,7 @@ impl Shared {
             interrupter.interrupt();
         }
         let watched = found.is_a_relays().then(|| Arc::downgrade(shared));
+        let relay = found.name.clone();
         let end = found.attached.end();
         state.is_own_agent = found.is_its_own_agents();
         if state.is_own_agent {
@@ -212,7 +213,7 @@ impl Shared {
             let own = weak.clone();
             end.while_silent(move || {
                 if let Some(shared) = own.upgrade() {
-                    Self::relay_is_silent(&shared);
+                    Self::relay_is_silent(&shared, &relay);
                 }
             });
             end.then(move || {

@@ -5,16 +5,19 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use strum::{EnumString, IntoStaticStr};
+use weightsync_engine::settings::{self, Setting, flag, number, set_flag, word};
 use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, ModelId, Queue, Result, WorkerId};
+use weightsync_engine::{AnyScheme, Error, InitInfo, ModelId, Queue, Result, WorkerId};
 use weightsync_mem::{Delivery, Listener};
 
 use crate::access::{Access, Token};
-use crate::address::{PortFile, bad, host_and_port, reached, resolve};
+use crate::address::{PortFile, bad, listening, not_asked, reached, told};
 use crate::error::{listen_error, os, transport};
+use crate::reach::{self, Reached};
 use crate::receiver::NetReceiver;
 use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
@@ -25,22 +28,7 @@ use crate::tls::Part;
 /// host once, from one to the next, and all workers of the host share that copy;
 /// without one, a worker is its own relay.
 ///
-/// `distributed`, with these settings:
-///
-/// | | |
-/// |---|---|
-/// | `listen=HOST:PORT` | where the trainer listens; `127.0.0.1:0` by default |
-/// | `advertise=HOST:PORT` | the address at which workers reach it, if that is another one; port 0 is the listening port |
-/// | `tls=DIR` | the certificates of encrypted links (see [`tls`](crate::tls)); workers look for theirs at the same path, unless `WEIGHTSYNC_TLS_DIR` names another |
-/// | `insecure-plaintext` | allow unencrypted connections to other machines; workers take this from the init info |
-/// | `every=N` | every version in order, with at most N in a worker's queue (1 to 32) |
-/// | `pull` | workers ask for versions; none is pushed |
-/// | `own-copy` | each version is copied into the worker's own memory |
-/// | `share=all`, `relay`, `none` | whose memory workers read: the trainer's if it is on their host, else their relay's (default); only their relay's; none, each fetches its own copy |
-/// | `arity=N` | how many hosts fetch from each; 1 by default, a chain |
-/// | `connections=N` | how many connections a host fetches over, 1 to 8 |
-/// | `verify=blake3` | hosts do not trust relays: each compares what relays send with BLAKE3 digests that the sender tells it |
-/// | `deltas=auto`, `always`, `never` | when hosts with an older version get only the changes: if that is faster (default), if it takes fewer bytes, never |
+/// `distributed`, with the settings of [`SETTINGS`](Self::SETTINGS).
 ///
 /// Without a [`Token`] (`WEIGHTSYNC_TOKEN_FILE`, `WEIGHTSYNC_TOKEN`, or
 /// [`token`](Self::token)) nothing listens on an address that is not loopback.
@@ -93,7 +81,8 @@ struct Allocated {
 }
 
 /// Whose memory a worker reads. Without any, the worker fetches a copy of its own.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 #[non_exhaustive]
 pub enum Share {
     /// The trainer's on the trainer's host, the relay's elsewhere.
@@ -102,11 +91,13 @@ pub enum Share {
     /// Only the memory of the host's relay.
     Relay,
     /// No shared memory: each worker fetches its own copy.
+    #[strum(serialize = "none")]
     Nothing,
 }
 
 /// Whether hosts with an older version get only the changes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 #[non_exhaustive]
 pub enum Deltas {
     /// Where that is faster, which a sample of each version shows.
@@ -119,7 +110,8 @@ pub enum Deltas {
 }
 
 /// What a host compares that it gets of a relay of another host.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, EnumString, IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 #[non_exhaustive]
 pub enum Verify {
     /// The checksum that the relay sends along, which finds accidents.
@@ -137,19 +129,33 @@ pub enum Verify {
 /// The scheme's name.
 const WORD: &str = "distributed";
 
-/// The settings, for errors about a wrong one.
-const SETTINGS: &str = "listen=HOST:PORT, advertise=HOST:PORT, tls=DIR, insecure-plaintext, every=1 to 32, \
-                        pull, own-copy, share=all, relay or none, arity=1 to 64, connections=1 to 8, \
-                        deltas=auto, always or never, verify=checksums or blake3";
-
 impl Default for Distributed {
     fn default() -> Self {
         Self::new()
     }
 }
 
+impl Reached for Distributed {
+    fn listen(&mut self) -> &mut Option<String> {
+        &mut self.listen
+    }
+
+    fn advertise(&mut self) -> &mut Option<String> {
+        &mut self.advertise
+    }
+
+    fn tls(&mut self) -> &mut Option<PathBuf> {
+        &mut self.tls
+    }
+
+    fn insecure_plaintext(&mut self) -> &mut bool {
+        &mut self.insecure_plaintext
+    }
+}
+
 register! {
-    Registration::new(WORD, |settings| Ok(AnyScheme::new(Distributed::parse(settings)?)))
+    Registration::new(WORD, |given| Ok(AnyScheme::new(Distributed::parse(given)?)))
+        .settings(|| settings::declared(Distributed::SETTINGS))
 }
 
 impl Distributed {
@@ -181,6 +187,19 @@ impl Distributed {
         self
     }
 
+    /// Where the sender of an init info is asked over the network: for its status, or by a relay.
+    ///
+    /// # Errors
+    ///
+    /// [`NetError::NotAsked`](crate::NetError::NotAsked) for the sender of another scheme.
+    pub fn endpoint_of(info: &InitInfo) -> Result<&Endpoint> {
+        let at = info.endpoint();
+        match info.scheme().split(':').next() {
+            Some(WORD) => Ok(at),
+            scheme => Err(not_asked(scheme.unwrap_or_default(), at.address())),
+        }
+    }
+
     /// Sets the address at which workers reach the sender, if it is not the listening one. With
     /// port 0 the port is the listening one.
     #[must_use]
@@ -209,9 +228,7 @@ impl Distributed {
     /// same path, unless the environment names another.
     #[must_use]
     pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
-        let path = path.into();
-        // Workers may run in another folder.
-        self.tls = Some(std::path::absolute(&path).unwrap_or(path));
+        self.tls = Some(reach::certificates(path.into()));
         self
     }
 
@@ -243,6 +260,20 @@ impl Distributed {
         self
     }
 
+    /// Sets how many connections a host fetches over.
+    #[must_use]
+    pub fn connections(mut self, connections: usize) -> Self {
+        self.connections = connections.clamp(1, 8);
+        self
+    }
+
+    /// Each version is copied into the worker's own memory.
+    #[must_use]
+    pub fn own_copy(mut self) -> Self {
+        self.own_copy = true;
+        self
+    }
+
     /// Sets whether hosts with an older version get only the changes.
     #[must_use]
     pub fn deltas(mut self, deltas: Deltas) -> Self {
@@ -257,57 +288,104 @@ impl Distributed {
         self
     }
 
-    fn parse(settings: &BTreeMap<String, String>) -> Result<Self> {
-        let mut scheme = Self::new();
-        for (key, value) in settings {
-            match key.as_str() {
-                "listen" | "advertise" => {
-                    host_and_port(key, value)?;
-                    let value = Some(value.clone());
-                    match key.as_str() {
-                        "listen" => scheme.listen = value,
-                        _ => scheme.advertise = value,
-                    }
-                }
-                "tls" if value.is_empty() => {
-                    return Err(bad(key, "a folder or a file of certificates", value));
-                }
-                "tls" => scheme = scheme.tls(value),
-                "insecure-plaintext" => scheme.insecure_plaintext = flag(key, value)?,
-                "pull" => scheme.pull = flag(key, value)?,
-                "own-copy" => scheme.own_copy = flag(key, value)?,
-                "every" => {
-                    let bound = number(key, value, 1, 32)? as u8;
-                    scheme.queue = Queue::Every { bound };
-                }
-                "share" => {
-                    scheme.share = match value.as_str() {
-                        "all" => Share::All,
-                        "relay" => Share::Relay,
-                        "none" => Share::Nothing,
-                        _ => return Err(bad(key, "all, relay or none", value)),
-                    }
-                }
-                "deltas" => {
-                    scheme.deltas = match value.as_str() {
-                        "auto" => Deltas::Auto,
-                        "always" => Deltas::Always,
-                        "never" => Deltas::Never,
-                        _ => return Err(bad(key, "auto, always or never", value)),
-                    }
-                }
-                "verify" => {
-                    scheme.verify = match value.as_str() {
-                        "checksums" => Verify::Checksums,
-                        "blake3" => Verify::Blake3,
-                        _ => return Err(bad(key, "checksums or blake3", value)),
-                    }
-                }
-                "arity" => scheme.arity = number(key, value, 1, 64)?,
-                "connections" => scheme.connections = number(key, value, 1, 8)?,
-                _ => return Err(bad(key, SETTINGS, key)),
-            }
-        }
+    /// The settings of this scheme's text.
+    pub const SETTINGS: &[Setting<Self>] = &[
+        reach::listen(),
+        reach::advertise(),
+        reach::tls(),
+        reach::insecure_plaintext(),
+        Setting {
+            key: "every",
+            takes: "1 to 32",
+            about: "every version in order, with at most this many in a worker's queue; the newest alone, \
+                    without it",
+            set: |scheme, value| {
+                let bound = number(value, 1..=32)?;
+                scheme.queue = Queue::Every { bound };
+                Ok(())
+            },
+            get: |scheme| match scheme.queue {
+                Queue::Every { bound } => Some(bound.to_string()),
+                _ => None,
+            },
+        },
+        Setting {
+            key: "pull",
+            takes: "",
+            about: "workers take a version only when they ask for one; none is pushed",
+            set: |scheme, value| {
+                scheme.pull = flag(value)?;
+                Ok(())
+            },
+            get: |scheme| set_flag(scheme.pull),
+        },
+        Setting {
+            key: "own-copy",
+            takes: "",
+            about: "each version is copied into the worker's own memory",
+            set: |scheme, value| {
+                scheme.own_copy = flag(value)?;
+                Ok(())
+            },
+            get: |scheme| set_flag(scheme.own_copy),
+        },
+        Setting {
+            key: "share",
+            takes: "all, relay or none",
+            about: "whose memory workers read: the trainer's on its host and their relay's elsewhere, only \
+                    their relay's, or none: each fetches a copy of its own",
+            set: |scheme, value| {
+                scheme.share = word(value)?;
+                Ok(())
+            },
+            get: |scheme| Some(<&str>::from(scheme.share).into()),
+        },
+        Setting {
+            key: "deltas",
+            takes: "auto, always or never",
+            about: "when hosts with an older version get the changes alone: if that is quicker, if it takes \
+                    fewer bytes, or never",
+            set: |scheme, value| {
+                scheme.deltas = word(value)?;
+                Ok(())
+            },
+            get: |scheme| Some(<&str>::from(scheme.deltas).into()),
+        },
+        Setting {
+            key: "verify",
+            takes: "checksums or blake3",
+            about: "what hosts compare that relays send: checksums, which find accidents, or the BLAKE3 \
+                    digests that the trainer tells them, for relays that nobody trusts",
+            set: |scheme, value| {
+                scheme.verify = word(value)?;
+                Ok(())
+            },
+            get: |scheme| Some(<&str>::from(scheme.verify).into()),
+        },
+        Setting {
+            key: "arity",
+            takes: "1 to 64",
+            about: "how many hosts fetch from each host; 1 is a chain",
+            set: |scheme, value| {
+                scheme.arity = number(value, 1..=64)?;
+                Ok(())
+            },
+            get: |scheme| Some(scheme.arity.to_string()),
+        },
+        Setting {
+            key: "connections",
+            takes: "1 to 8",
+            about: "how many connections a host fetches over",
+            set: |scheme, value| {
+                scheme.connections = number(value, 1..=8)?;
+                Ok(())
+            },
+            get: |scheme| Some(scheme.connections.to_string()),
+        },
+    ];
+
+    fn parse(given: &BTreeMap<String, String>) -> Result<Self> {
+        let scheme = settings::read(WORD, Self::SETTINGS, given)?;
         if scheme.pull && scheme.queue != Queue::Newest {
             return Err(bad("pull", "not to be set with `every`", "both"));
         }
@@ -362,8 +440,7 @@ impl Distributed {
     /// The address to listen at; with port 0 the system chooses the port.
     pub(crate) fn listens(&self) -> Result<SocketAddr> {
         let name = self.listen.as_deref().unwrap_or("127.0.0.1:0");
-        host_and_port("listen", name)?;
-        resolve(name)
+        listening("listen", name)
     }
 
     /// Binds a listener.
@@ -377,7 +454,7 @@ impl Distributed {
         let Some(advertise) = &self.advertise else {
             return Ok(reached(bound)?.to_string());
         };
-        Ok(match host_and_port("advertise", advertise)? {
+        Ok(match told("advertise", advertise)? {
             (host, 0) => format!("{host}:{}", bound.port()),
             _ => advertise.clone(),
         })
@@ -390,49 +467,7 @@ impl Scheme for Distributed {
     }
 
     fn settings(&self) -> Vec<(String, String)> {
-        let mut settings = Vec::new();
-        let mut set = |key: &str, value: String| settings.push((key.to_owned(), value));
-        if let Some(listen) = &self.listen {
-            set("listen", listen.clone());
-        }
-        if let Some(advertise) = &self.advertise {
-            set("advertise", advertise.clone());
-        }
-        if let Some(tls) = &self.tls {
-            set("tls", tls.display().to_string());
-        }
-        if self.insecure_plaintext {
-            set("insecure-plaintext", String::new());
-        }
-        if let Queue::Every { bound } = self.queue {
-            set("every", bound.to_string());
-        }
-        if self.pull {
-            set("pull", String::new());
-        }
-        if self.own_copy {
-            set("own-copy", String::new());
-        }
-        match self.share {
-            Share::All => {}
-            Share::Relay => set("share", "relay".into()),
-            Share::Nothing => set("share", "none".into()),
-        }
-        match self.deltas {
-            Deltas::Auto => {}
-            Deltas::Always => set("deltas", "always".into()),
-            Deltas::Never => set("deltas", "never".into()),
-        }
-        if self.verify == Verify::Blake3 {
-            set("verify", "blake3".into());
-        }
-        if self.arity != 1 {
-            set("arity", self.arity.to_string());
-        }
-        if self.connections != 2 {
-            set("connections", self.connections.to_string());
-        }
-        settings
+        settings::given(self, Self::SETTINGS)
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -533,20 +568,6 @@ fn local_address(listener: &TcpListener) -> Result<SocketAddr> {
 
 fn port_of(address: &str) -> Option<u16> {
     address.rsplit_once(':')?.1.parse().ok()
-}
-
-fn flag(key: &str, value: &str) -> Result<bool> {
-    match value {
-        "" | "true" => Ok(true),
-        "false" => Ok(false),
-        _ => Err(bad(key, "no value, true or false", value)),
-    }
-}
-
-fn number(key: &str, value: &str, least: usize, most: usize) -> Result<usize> {
-    let number = value.parse().ok();
-    let number = number.filter(|number| (least..=most).contains(number));
-    number.ok_or_else(|| bad(key, &format!("a number from {least} to {most}"), value))
 }
 
 #[cfg(test)]

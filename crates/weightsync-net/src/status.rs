@@ -1,7 +1,7 @@
 //! The status of a sender, its agents and workers, for `weightsync status`.
 
 use std::io::{self, Read};
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::de::DeserializeOwned;
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
 
 use crate::access::Key;
-use crate::address::host_of;
+use crate::address::{check_asked, host_of, resolve_all};
 use crate::link::{Credentials, blocking};
 use crate::relay::unreachable;
 use crate::tls::{Peer, Tls};
@@ -208,14 +208,14 @@ pub(crate) fn ask<T: DeserializeOwned>(
     role: Role,
     timeout: Option<Duration>,
 ) -> Result<T> {
+    check_asked(address)?;
     let mut last = unreachable(address, &io::ErrorKind::NotFound.into());
     let credentials = Credentials {
         key: Key::new(secret),
         tls: tls.cloned(),
     };
     let peer = Peer::Trainer(host_of(address));
-    let failed = |error: io::Error| unreachable(address, &error);
-    for one in address.to_socket_addrs().map_err(failed)? {
+    for one in resolve_all(address)? {
         match ask_at(one, &credentials, peer, role, timeout) {
             Ok(answer) => return Ok(answer),
             Err(error) => last = unreachable(address, &error),

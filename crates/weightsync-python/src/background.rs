@@ -104,13 +104,15 @@ impl Background {
 
     /// Waits, in seconds, until every model named has at least this version, or,
     /// with none named, until something is applied; False if the timeout came
-    /// first or nothing will arrive any more. A safe point.
-    #[pyo3(signature = (versions, timeout = None))]
+    /// first or nothing will arrive any more. Of another run than the one given, any version does: its
+    /// numbers begin again. A safe point.
+    #[pyo3(signature = (versions, timeout = None, run = None))]
     fn wait(
         &self,
         py: Python<'_>,
         versions: BTreeMap<String, u64>,
         timeout: Option<Seconds>,
+        run: Option<(u64, String)>,
     ) -> PyResult<bool> {
         let until = timeout_of(timeout).and_then(|timeout| Instant::now().checked_add(timeout));
         self.call(py, |inner| {
@@ -118,6 +120,7 @@ impl Background {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             inner.wait(left, |status| match versions.is_empty() {
                 true => (&status.versions, &status.run) != (&before.versions, &before.run),
+                false if run.as_ref().is_some_and(|run| run_of(status.run) != *run) => true,
                 false => {
                     let mut wanted = versions.iter();
                     wanted.all(|(model, version)| {

@@ -59,41 +59,45 @@ impl Cascade {
     /// worker.
     fn connect(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
         let timeout = timeout_of(timeout);
-        self.with(py, |state| match std::mem::replace(state, State::Closed) {
+        let connect = |state: &mut State, left| match std::mem::replace(state, State::Closed) {
             State::Joined(setup) => {
-                *state = State::Feeding(Box::new(setup.connect(workers.into(), timeout)?));
+                *state = State::Feeding(Box::new(setup.connect(workers.into(), left)?));
                 Ok(())
             }
             other => {
                 *state = other;
                 Err(state.wrong("connect"))
             }
-        })
+        };
+        self.state.timed(py, "connect", timeout, None, connect)
     }
 
     /// Waits for what comes next and passes it on; what became of it, or None.
     #[pyo3(signature = (timeout = None))]
     fn forward(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<Report>> {
         let timeout = timeout_of(timeout);
-        self.with(py, |state| match state {
+        let forward = |state: &mut State, left| match state {
             State::Feeding(cascade) => {
-                let forwarded = cascade.forward(timeout)?;
+                let forwarded = cascade.forward(left)?;
                 Ok(forwarded.map(|forwarded| Report(forwarded.report)))
             }
             state => Err(state.wrong("forward")),
-        })
+        };
+        self.state.polled(py, "forward", timeout, forward)
     }
 
     /// Passes everything on from here on, in a thread of its own.
     fn start_background(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |state| match std::mem::replace(state, State::Closed) {
-            State::Feeding(cascade) => {
-                *state = State::Following(Box::new(cascade.in_background()?));
-                Ok(())
-            }
-            other => {
-                *state = other;
-                Err(state.wrong("start_background"))
+        self.with(py, "start_background", |state| {
+            match std::mem::replace(state, State::Closed) {
+                State::Feeding(cascade) => {
+                    *state = State::Following(Box::new(cascade.in_background()?));
+                    Ok(())
+                }
+                other => {
+                    *state = other;
+                    Err(state.wrong("start_background"))
+                }
             }
         })
     }
@@ -101,7 +105,7 @@ impl Cascade {
     /// What became of what was passed on last, in a thread of its own.
     #[getter]
     fn last(&self, py: Python<'_>) -> PyResult<Option<Report>> {
-        self.with(py, |state| match state {
+        self.with(py, "last", |state| match state {
             State::Following(cascade) => {
                 Ok(cascade.last()?.map(|forwarded| Report(forwarded.report)))
             }
@@ -112,7 +116,7 @@ impl Cascade {
     /// Forgets sub-workers that failed, died or were lost.
     fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
         let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
-        self.with(py, |state| match state {
+        self.with(py, "forget", |state| match state {
             State::Feeding(cascade) => cascade.forget(workers),
             state => Err(state.wrong("forget")),
         })
@@ -141,9 +145,10 @@ impl Cascade {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
+        name: &'static str,
         call: impl FnOnce(&mut State) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        self.state.with(py, call)
+        self.state.with(py, name, call)
     }
 }
 

@@ -1,11 +1,13 @@
 //! Errors of the library as exceptions: one class for each category, defined in
 //! `weightsync/errors.py`.
 
+use std::time::Duration;
+
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
-use weightsync_engine::{Error, ErrorKind};
+use weightsync_engine::{Error, ErrorKind, files};
 use weightsync_serve::synchronizer::SyncError;
 use weightsync_store::StoreError;
 
@@ -57,6 +59,15 @@ pub fn within_itself() -> PyErr {
     LifecycleError::new_err(text)
 }
 
+/// A call whose turn did not come in time, since another thread is in a call of the same end: that
+/// call's name, and the thread's number in Python.
+pub fn busy(py: Python<'_>, call: &str, by: (&str, u64), timeout: Duration) -> PyErr {
+    let module = py.import("weightsync._turns");
+    let arguments = (call, by.0, by.1, timeout.as_secs_f64());
+    let made = module.and_then(|module| module.call_method1("busy", arguments));
+    made.map_or_else(|broken| broken, PyErr::from_value)
+}
+
 /// A call of an end that another thread was using when this process was forked.
 pub fn forked() -> PyErr {
     let text = "this end belongs to the parent process: open another one in this process";
@@ -75,7 +86,7 @@ pub fn make(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
     let remedy = error.remedy().to_string();
     let text = match error {
         Error::WrongOrder { .. } => in_python(error.to_string()),
-        _ => error.to_string(),
+        _ => said(error),
     };
     let made = class.call1((text, remedy))?;
     Ok(PyErr::from_value(made))
@@ -104,8 +115,25 @@ pub fn rl_exception(py: Python<'_>, error: weightsync_rl::Error) -> PyErr {
         Error::ReplayBufferFile { .. } => "OperatingSystemError",
         _ => "WeightsyncError",
     };
-    let made = class(py, name).and_then(|class| class.call1((error.to_string(),)));
+    let made = class(py, name).and_then(|class| class.call1((said(&error),)));
     made.map_or_else(|broken| broken, PyErr::from_value)
+}
+
+/// An error in words. A file that is not there may be one of a directory that is not there any more.
+fn said(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut causes = std::iter::successors(Some(error), |error| error.source());
+    let is_missing = causes.any(|cause| {
+        let cause = cause.downcast_ref::<std::io::Error>();
+        cause.is_some_and(|cause| cause.kind() == std::io::ErrorKind::NotFound)
+    });
+    if let Some(lost) = files::lost_directory()
+        && is_missing
+        && !text.contains(lost)
+    {
+        text = format!("{text}; {lost}");
+    }
+    text
 }
 
 /// A session's calls by the names that they have in Python.

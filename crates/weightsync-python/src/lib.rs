@@ -56,6 +56,8 @@ mod _native {
     #[pymodule_export]
     use crate::mapping::{DryRun, MappedTarget, Mapping, TensorOutcome};
     #[pymodule_export]
+    use crate::options::scheme_settings;
+    #[pymodule_export]
     use crate::raw::{View, checksum};
     #[pymodule_export]
     use crate::replay::ReplayBuffer;

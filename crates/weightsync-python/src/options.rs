@@ -9,7 +9,7 @@ use weightsync_engine::{
     Version, WaitFor, WorkerId,
 };
 
-use crate::errors::SettingError;
+use crate::errors::{SettingError, exception};
 
 /// The longest timeout there is: more is none.
 pub const LONGEST: f64 = 1e9;
@@ -115,7 +115,7 @@ pub fn whole<'py, T: for<'a> FromPyObject<'a, 'py>>(
     number.ok_or_else(|| wants(name, possible, value))
 }
 
-/// A value that cannot be.
+/// A value that no setting takes.
 pub fn wants(name: &str, possible: &str, got: &Bound<'_, PyAny>) -> PyErr {
     let got = got.repr().map_or("what has no repr".into(), |text| {
         text.to_string_lossy().chars().take(80).collect::<String>()
@@ -257,7 +257,8 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Send {
 }
 
 impl Send {
-    pub fn options(self) -> PyResult<SendOptions> {
+    /// The options, and the timeout, if it is not the sender's own.
+    pub fn options(self) -> PyResult<(SendOptions, Option<Duration>)> {
         let Self {
             model,
             workers,
@@ -283,19 +284,29 @@ impl Send {
         if let Some(version) = version {
             options = options.version(Version(version.0));
         }
-        Ok(options)
+        Ok((options, timeout_of(timeout)))
     }
 }
 
-fn level_of(word: &str) -> PyResult<WaitFor> {
-    match word {
-        "sent" => Ok(WaitFor::Sent),
-        "staged" => Ok(WaitFor::Staged),
-        "applied" => Ok(WaitFor::Applied),
-        other => Err(SettingError::new_err(format!(
-            "wait: expected \"sent\", \"staged\" or \"applied\", got {other:?}"
-        ))),
-    }
+/// The settings of a scheme: their names, the values they take, what they do, and their defaults.
+#[pyfunction]
+pub fn scheme_settings(py: Python<'_>, scheme: &str) -> PyResult<Vec<DeclaredSetting>> {
+    let declared = AnyScheme::settings_of(scheme).map_err(|error| exception(py, error))?;
+    let declared = declared.into_iter();
+    Ok(declared
+        .map(|one| (one.key, one.takes, one.about, one.default))
+        .collect())
+}
+
+/// A setting's name, the values it takes, what it does, and its default.
+type DeclaredSetting = (&'static str, &'static str, &'static str, Option<String>);
+
+pub fn level_of(word: &str) -> PyResult<WaitFor> {
+    word.parse().map_err(|_| {
+        SettingError::new_err(format!(
+            "wait: expected \"sent\", \"staged\" or \"applied\", got {word:?}"
+        ))
+    })
 }
 
 /// The version that a worker asks for; without arguments, the newest.

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use weightsync_engine::{Error, ModelId, Outcome, Version, WaitFor, WorkerId};
+use weightsync_engine::{Error, ModelId, Outcome, Version, WorkerId};
 
 use crate::errors::{ModelError, exception, make};
-use crate::options::{Seconds, timeout_of};
+use crate::options::{Seconds, level_of, timeout_of};
 use crate::wait::released;
 
 /// The result of one send: a line per worker.
@@ -71,7 +71,7 @@ impl Report {
     /// How far the send waited: "sent", "staged" or "applied".
     #[getter]
     fn level(&self) -> &'static str {
-        level_word(self.0.level)
+        self.0.level.as_str()
     }
 
     /// One line per worker.
@@ -189,13 +189,13 @@ impl WorkerReport {
     /// "left", "failed", "lost", "late", "held", "full", "asks" or "absent".
     #[getter]
     fn outcome(&self) -> &'static str {
-        outcome_word(&self.0.outcome)
+        self.0.outcome.as_str()
     }
 
     /// The worker's words, if it refused or failed.
     #[getter]
     fn reason(&self) -> Option<String> {
-        reason_of(&self.0.outcome).cloned()
+        self.0.outcome.reason().map(str::to_owned)
     }
 
     /// The version it has loaded of each model that was sent; 0 before the first.
@@ -254,8 +254,8 @@ impl WorkerReport {
 
     fn __repr__(&self) -> String {
         let (worker, pid) = (self.0.worker, self.0.pid);
-        let outcome = outcome_word(&self.0.outcome);
-        match reason_of(&self.0.outcome) {
+        let outcome = self.0.outcome.as_str();
+        match self.0.outcome.reason() {
             Some(reason) => format!("<WorkerReport {worker} (pid {pid}): {outcome}, {reason}>"),
             None => format!("<WorkerReport {worker} (pid {pid}): {outcome}>"),
         }
@@ -280,8 +280,8 @@ fn line_parts(line: &weightsync_engine::WorkerReport) -> LineParts {
     (
         line.worker.0,
         line.pid,
-        outcome_word(&line.outcome).to_owned(),
-        reason_of(&line.outcome).cloned(),
+        line.outcome.as_str().to_owned(),
+        line.outcome.reason().map(str::to_owned),
         line.versions.iter().map(|version| version.0).collect(),
         line.current,
         nanos(line.after),
@@ -330,7 +330,7 @@ impl Parts {
                 .map(|one| (one.elements, one.changed, one.bytes, one.whole)),
             copied: nanos(report.copied),
             took: nanos(report.took),
-            level: level_word(report.level).to_owned(),
+            level: report.level.as_str().to_owned(),
             workers: report.workers.iter().map(line_parts).collect(),
         }
     }
@@ -350,11 +350,7 @@ impl Parts {
             changes,
             copied: Duration::from_nanos(self.copied),
             took: Duration::from_nanos(self.took),
-            level: match self.level.as_str() {
-                "sent" => WaitFor::Sent,
-                "staged" => WaitFor::Staged,
-                _ => WaitFor::Applied,
-            },
+            level: level_of(&self.level)?,
             workers: self
                 .workers
                 .into_iter()
@@ -493,61 +489,13 @@ fn only(versions: &BTreeMap<String, u64>) -> PyResult<u64> {
     Ok(versions.values().next().copied().unwrap_or(0))
 }
 
-fn level_word(level: WaitFor) -> &'static str {
-    match level {
-        WaitFor::Sent => "sent",
-        WaitFor::Staged => "staged",
-        _ => "applied",
-    }
-}
-
-fn reason_of(outcome: &Outcome) -> Option<&String> {
-    match outcome {
-        Outcome::Refused { reason } | Outcome::Failed { reason } => Some(reason),
-        _ => None,
-    }
-}
-
-/// The outcome of a word that [`outcome_word`] gave.
+/// The outcome of a word that a report has.
 fn outcome_of(word: &str, reason: Option<String>) -> PyResult<Outcome> {
-    let reason = reason.unwrap_or_default();
-    Ok(match word {
-        "applied" => Outcome::Applied,
-        "staged" => Outcome::Staged,
-        "refused" => Outcome::Refused { reason },
-        "died" => Outcome::Died,
-        "left" => Outcome::Left,
-        "failed" => Outcome::Failed { reason },
-        "lost" => Outcome::Lost,
-        "late" => Outcome::Late,
-        "held" => Outcome::Held,
-        "full" => Outcome::Full,
-        "asks" => Outcome::Asks,
-        "absent" => Outcome::Absent,
-        word => {
-            return Err(raised(Error::BadSetting {
-                setting: "an outcome".into(),
-                expected: "one that a report has".into(),
-                got: word.into(),
-            }));
-        }
+    Outcome::of(word, reason.unwrap_or_default()).ok_or_else(|| {
+        raised(Error::BadSetting {
+            setting: "an outcome".into(),
+            expected: Outcome::words().collect::<Vec<_>>().join(", "),
+            got: word.into(),
+        })
     })
-}
-
-fn outcome_word(outcome: &Outcome) -> &'static str {
-    match outcome {
-        Outcome::Applied => "applied",
-        Outcome::Staged => "staged",
-        Outcome::Refused { .. } => "refused",
-        Outcome::Died => "died",
-        Outcome::Left => "left",
-        Outcome::Failed { .. } => "failed",
-        Outcome::Lost => "lost",
-        Outcome::Late => "late",
-        Outcome::Held => "held",
-        Outcome::Full => "full",
-        Outcome::Asks => "asks",
-        Outcome::Absent => "absent",
-        _ => "unknown",
-    }
 }

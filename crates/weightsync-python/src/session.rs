@@ -1,12 +1,13 @@
 //! One end of the lifecycle, bound to Python.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyString, PyTuple};
 use weightsync_engine::{
-    Error, Members, Receiver, ReceiverSetup, Result, Run, SendSource, SenderSetup, Version,
-    WeightExtractor,
+    Error, Members, Receiver, ReceiverSetup, Result, Run, SendOptions, SendSource, SenderSetup,
+    Version, WeightExtractor,
 };
 
 use crate::background::Background;
@@ -28,9 +29,18 @@ pub struct InitInfo(pub weightsync_engine::InitInfo);
 impl InitInfo {
     /// Reads what `to_json` wrote.
     #[staticmethod]
-    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
-        let info = serde_json::from_str(text);
-        let info = info.map_err(|error| exception(py, Error::BadInitInfo(error.to_string())))?;
+    fn from_json(py: Python<'_>, text: &Bound<'_, PyString>) -> PyResult<Self> {
+        // What is not UTF-8 is no such text either.
+        let text = text.to_string_lossy();
+        let info = serde_json::from_str(&text).map_err(|error| {
+            // The text is a secret, so it is not repeated.
+            let words = format!(
+                "expected the text that `sender.init_info.to_json()` makes, got {} characters that are \
+                 something else ({error})",
+                text.chars().count()
+            );
+            exception(py, Error::BadInitInfo(words))
+        })?;
         Ok(Self(info))
     }
 
@@ -109,7 +119,9 @@ impl Session {
             chosen.apply(all)
         })?;
         let info = prepared.init_info();
-        self.with(py, |session| session.prepare_sender(prepared))?;
+        self.with(py, "prepare_sender", |session| {
+            session.prepare_sender(prepared)
+        })?;
         Ok(InitInfo(info))
     }
 
@@ -129,9 +141,11 @@ impl Session {
         let sent = Sent::of(&weights);
         let timeout = timeout_of(timeout);
         let first = version.map(|number| Version(number.0));
-        self.inner.watched(py, watch.as_ref(), |session| {
-            session.connect_sender_at(&sent, first, workers.into(), timeout)
-        })
+        let connect = |session: &mut weightsync_engine::Session, left| {
+            session.connect_sender_at(&sent, first, workers.into(), left)
+        };
+        self.inner
+            .timed(py, "connect", timeout, watch.as_ref(), connect)
     }
 
     /// Waits, in seconds, until these workers are there and have loaded something.
@@ -139,14 +153,18 @@ impl Session {
     fn wait_for(&self, py: Python<'_>, workers: Workers, timeout: Option<Seconds>) -> PyResult<()> {
         let timeout = timeout_of(timeout);
         let expect = workers.into();
-        self.with(py, |session| session.sender()?.wait_for(&expect, timeout))
+        self.timed(py, "wait_for", timeout, |session, left| {
+            session.sender()?.wait_for(&expect, left)
+        })
     }
 
     /// Publishes the next version and waits for the workers; the report.
     fn send(&self, py: Python<'_>, weights: NamedSources, options: Send) -> PyResult<Report> {
-        let (sent, options) = (Sent::of(&weights), options.options()?);
-        self.with(py, |session| session.send(&sent, &options))
-            .map(Report)
+        let (sent, (options, timeout)) = (Sent::of(&weights), options.options()?);
+        self.timed(py, "send", timeout, |session, left| {
+            session.send(&sent, &within(options, left))
+        })
+        .map(Report)
     }
 
     /// As `send`, but returns once the weights were read.
@@ -156,9 +174,11 @@ impl Session {
         weights: NamedSources,
         options: Send,
     ) -> PyResult<PendingSend> {
-        let (sent, options) = (Sent::of(&weights), options.options()?);
-        self.with(py, |session| session.send_async(&sent, &options))
-            .map(PendingSend)
+        let (sent, (options, timeout)) = (Sent::of(&weights), options.options()?);
+        self.timed(py, "send_async", timeout, |session, left| {
+            session.send_async(&sent, &within(options, left))
+        })
+        .map(PendingSend)
     }
 
     /// Sends weights of one model, to each worker its own.
@@ -168,30 +188,30 @@ impl Session {
         weights: Vec<(Worker, Py<Source>)>,
         options: Send,
     ) -> PyResult<Report> {
-        let options = options.options()?;
+        let (options, timeout) = options.options()?;
         let each: Vec<(u32, &Source)> = weights
             .iter()
             .map(|(worker, source)| (worker.0, source.get()))
             .collect();
-        self.with(py, |session| {
+        self.timed(py, "send_each", timeout, |session, left| {
             let each = each.iter().map(|(worker, source)| {
                 let source: &dyn WeightExtractor = *source;
                 (*worker, source)
             });
-            session.sender()?.send_each(each, &options)
+            session.sender()?.send_each(each, &within(options, left))
         })
         .map(Report)
     }
 
     /// Every connected worker, as the sender sees it.
     fn workers(&self, py: Python<'_>) -> PyResult<Vec<WorkerStatus>> {
-        let workers = self.with(py, |session| Ok(session.sender()?.workers()))?;
+        let workers = self.with(py, "workers", |session| Ok(session.sender()?.workers()))?;
         Ok(workers.into_iter().map(WorkerStatus).collect())
     }
 
     /// Holds workers at their versions, or releases them.
     fn hold(&self, py: Python<'_>, workers: Vec<Worker>, hold: bool) -> PyResult<()> {
-        self.with(py, |session| {
+        self.with(py, "hold", |session| {
             let sender = session.sender()?;
             let workers = workers.into_iter().map(|worker| worker.0);
             match hold {
@@ -203,7 +223,7 @@ impl Session {
 
     /// The version of each model that was published last.
     fn sent_versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        self.with(py, |session| {
+        self.with(py, "versions", |session| {
             let sender = session.sender()?;
             let models: Vec<_> = sender.models().cloned().collect();
             let versions = models.into_iter().map(|model| {
@@ -218,7 +238,7 @@ impl Session {
     /// older one that is still kept.
     #[pyo3(signature = (model, version = None))]
     fn sent(&self, py: Python<'_>, model: &str, version: Option<Number>) -> PyResult<Snapshot> {
-        let snapshot = self.with(py, |session| {
+        let snapshot = self.with(py, "snapshot", |session| {
             let sender = session.sender()?;
             match version {
                 None => sender.snapshot_of(model),
@@ -230,15 +250,18 @@ impl Session {
 
     /// Publishes a snapshot's weights again, as a new version.
     fn send_again(&self, py: Python<'_>, snapshot: &Snapshot, options: Send) -> PyResult<Report> {
-        let options = options.options()?.model(snapshot.held().model().as_str());
+        let (options, timeout) = options.options()?;
         let weights = snapshot.held();
-        self.with(py, |session| session.send(weights, &options))
-            .map(Report)
+        let options = options.model(weights.model().as_str());
+        self.timed(py, "send", timeout, |session, left| {
+            session.send(weights, &within(options, left))
+        })
+        .map(Report)
     }
 
     /// Makes the digest of what was sent to all last, and stores it for workers.
     fn digest(&self, py: Python<'_>, model: &str) -> PyResult<String> {
-        let digest = self.with(py, |session| session.sender()?.digest_of(model))?;
+        let digest = self.with(py, "digest", |session| session.sender()?.digest_of(model))?;
         Ok(digest.to_string())
     }
 
@@ -259,7 +282,9 @@ impl Session {
             setup = setup.models(models);
         }
         let session = Self::of(weightsync_engine::Session::of(info.0.clone()));
-        session.with(py, |session| session.prepare_receiver(setup))?;
+        session.with(py, "prepare_receiver", |session| {
+            session.prepare_receiver(setup)
+        })?;
         Ok(session)
     }
 
@@ -274,9 +299,9 @@ impl Session {
     ) -> PyResult<()> {
         let timeout = timeout_of(timeout);
         let targets = targets.map(targets_of);
-        self.with(py, |session| match targets {
-            None => session.connect_receiver(timeout),
-            Some(mut targets) => session.connect_receiver_into(&mut set_of(&mut targets), timeout),
+        self.timed(py, "connect", timeout, |session, left| match targets {
+            None => session.connect_receiver(left),
+            Some(mut targets) => session.connect_receiver_into(&mut set_of(&mut targets), left),
         })
     }
 
@@ -289,14 +314,18 @@ impl Session {
         timeout: Option<Seconds>,
     ) -> PyResult<Option<SetSnapshot>> {
         let timeout = timeout_of(timeout);
-        let first = self.with(py, |session| session.join_receiver(timeout))?;
+        let first = self.timed(py, "connect", timeout, |session, left| {
+            session.join_receiver(left)
+        })?;
         Ok(first.map(SetSnapshot))
     }
 
     /// Loads the initial weights of a session that has joined.
     fn load_joined(&self, py: Python<'_>, targets: Vec<(String, TargetArgument)>) -> PyResult<()> {
         let mut targets = targets_of(targets);
-        self.with(py, |session| session.load_joined(&mut set_of(&mut targets)))
+        self.with(py, "connect", |session| {
+            session.load_joined(&mut set_of(&mut targets))
+        })
     }
 
     /// Waits for what this worker has not had yet; None if the timeout comes
@@ -304,11 +333,11 @@ impl Session {
     #[pyo3(signature = (timeout = None))]
     fn receive(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Option<SetSnapshot>> {
         let timeout = timeout_of(timeout);
-        let set = self.with(py, |session| {
+        let set = self.inner.polled(py, "receive", timeout, |session, left| {
             let receiver = receiving(session, "receive")?;
-            match timeout {
+            match left {
                 None if carries(receiver) => receiver.set().recv().map(Some),
-                timeout => receiver.set().recv_timeout(timeout.unwrap_or_default()),
+                left => receiver.set().recv_timeout(left.unwrap_or_default()),
             }
         })?;
         Ok(set.map(SetSnapshot))
@@ -324,14 +353,14 @@ impl Session {
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
         let timeout = timeout_of(timeout);
         let mut targets = targets_of(targets);
-        let versions = self.with(py, |session| {
+        let versions = self.inner.polled(py, "receive", timeout, |session, left| {
             let receiver = receiving(session, "receive")?;
             let mut models = set_of(&mut targets);
-            match timeout {
+            match left {
                 None if carries(receiver) => receiver.loading_set(&mut models).recv().map(Some),
-                timeout => {
-                    let timeout = timeout.unwrap_or_default();
-                    receiver.loading_set(&mut models).recv_timeout(timeout)
+                left => {
+                    let left = left.unwrap_or_default();
+                    receiver.loading_set(&mut models).recv_timeout(left)
                 }
             }
         })?;
@@ -340,7 +369,7 @@ impl Session {
 
     /// The newest set at once, even if this worker has had it.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<SetSnapshot>> {
-        let set = self.with(py, |session| session.receiver()?.set().latest())?;
+        let set = self.with(py, "latest", |session| session.receiver()?.set().latest())?;
         Ok(set.map(SetSnapshot))
     }
 
@@ -354,10 +383,13 @@ impl Session {
         at_least: Option<Number>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<SetSnapshot>> {
-        let pull = pull_of(version, at_least)?
-            .model(model)
-            .timeout(timeout_of(timeout));
-        let set = self.with(py, |session| receiving(session, "pull")?.set().pull(pull))?;
+        let (pull, timeout) = (
+            pull_of(version, at_least)?.model(model),
+            timeout_of(timeout),
+        );
+        let set = self.inner.polled(py, "pull", timeout, |session, left| {
+            receiving(session, "pull")?.set().pull(pull.timeout(left))
+        })?;
         Ok(set.map(SetSnapshot))
     }
 
@@ -372,39 +404,42 @@ impl Session {
         at_least: Option<Number>,
         timeout: Option<Seconds>,
     ) -> PyResult<Option<BTreeMap<String, u64>>> {
-        let pull = pull_of(version, at_least)?
-            .model(model)
-            .timeout(timeout_of(timeout));
+        let (pull, timeout) = (
+            pull_of(version, at_least)?.model(model),
+            timeout_of(timeout),
+        );
         let mut targets = targets_of(targets);
-        let versions = self.with(py, |session| {
+        let versions = self.inner.polled(py, "pull", timeout, |session, left| {
             let mut models = set_of(&mut targets);
             receiving(session, "pull")?
                 .loading_set(&mut models)
-                .pull(pull)
+                .pull(pull.timeout(left))
         })?;
         Ok(versions.map(|versions| versions_of(&versions)))
     }
 
     /// The version of each model that this worker runs; 0 before the first.
     fn versions(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
-        self.with(py, |session| {
+        self.with(py, "versions", |session| {
             Ok(versions_of(session.receiver()?.versions()))
         })
     }
 
     /// The run of these versions.
     fn run(&self, py: Python<'_>) -> PyResult<(u64, String)> {
-        self.with(py, |session| Ok(run_of(session.receiver()?.run())))
+        self.with(py, "run", |session| Ok(run_of(session.receiver()?.run())))
     }
 
     /// Bytes of weights that this worker's process has moved; None if it reads memory.
     fn travelled(&self, py: Python<'_>) -> PyResult<Option<u64>> {
-        self.with(py, |session| Ok(session.receiver()?.travelled()))
+        self.with(py, "travelled", |session| {
+            Ok(session.receiver()?.travelled())
+        })
     }
 
     /// The models that are received, with their tensors.
     fn models(&self, py: Python<'_>) -> PyResult<Vec<(String, Layout)>> {
-        self.with(py, |session| {
+        self.with(py, "models", |session| {
             let specs = session.receiver()?.models().iter();
             let models = specs.map(|one| (one.id.to_string(), Layout(one.layout.clone())));
             Ok(models.collect())
@@ -420,26 +455,32 @@ impl Session {
         declared: bool,
     ) -> PyResult<Background> {
         let targets = targets_of(targets);
-        let receiver = self.with(py, weightsync_engine::Session::take_receiver)?;
+        let receiver = self.with(
+            py,
+            "start_background",
+            weightsync_engine::Session::take_receiver,
+        )?;
         Background::start(py, receiver, targets, declared)
     }
 
     /// The end's scheme: its word and settings.
     #[getter]
     fn scheme(&self, py: Python<'_>) -> PyResult<String> {
-        self.with(py, |session| Ok(session.scheme().to_owned()))
+        self.with(py, "scheme", |session| Ok(session.scheme().to_owned()))
     }
 
     /// What a worker needs, once a sender was prepared.
     #[getter]
     fn init_info(&self, py: Python<'_>) -> PyResult<Option<InitInfo>> {
-        self.with(py, |session| Ok(session.init_info().cloned().map(InitInfo)))
+        self.with(py, "init_info", |session| {
+            Ok(session.init_info().cloned().map(InitInfo))
+        })
     }
 
     /// Forgets workers that failed, died or were lost.
     fn forget(&self, py: Python<'_>, workers: Vec<Worker>) -> PyResult<()> {
         let workers: Vec<u32> = workers.into_iter().map(|worker| worker.0).collect();
-        self.with(py, |session| session.sender()?.forget(workers))
+        self.with(py, "forget", |session| session.sender()?.forget(workers))
     }
 
     /// Ends the sender or receiver, and any call that waits; any number of times. A receiver that
@@ -447,6 +488,12 @@ impl Session {
     #[pyo3(signature = (reason = None))]
     fn shutdown(&self, py: Python<'_>, reason: Option<String>) -> PyResult<()> {
         self.inner.end(py, reason)
+    }
+
+    /// What it does, in a few words, without a wait for a call that another thread makes.
+    fn summary(&self) -> String {
+        let text = self.inner.look(weightsync_engine::Session::summary);
+        text.unwrap_or_else(|| "in a call".into())
     }
 
     fn __repr__(&self) -> String {
@@ -489,9 +536,30 @@ impl Session {
     fn with<T: std::marker::Send>(
         &self,
         py: Python<'_>,
+        name: &'static str,
         call: impl FnOnce(&mut weightsync_engine::Session) -> Result<T> + std::marker::Send,
     ) -> PyResult<T> {
-        self.inner.with(py, call)
+        self.inner.with(py, name, call)
+    }
+
+    /// Makes a call with a timeout.
+    fn timed<T: std::marker::Send>(
+        &self,
+        py: Python<'_>,
+        name: &'static str,
+        timeout: Option<Duration>,
+        call: impl FnOnce(&mut weightsync_engine::Session, Option<Duration>) -> Result<T>
+        + std::marker::Send,
+    ) -> PyResult<T> {
+        self.inner.timed(py, name, timeout, None, call)
+    }
+}
+
+/// The options of a send whose turn has come, with what the wait for it has left of the timeout.
+fn within(options: SendOptions, left: Option<Duration>) -> SendOptions {
+    match left {
+        None => options,
+        left => options.timeout(left),
     }
 }
 

@@ -233,6 +233,12 @@ impl Snapshot {
         self.read(py, |held| Ok(held.save_safetensors(path)?.to_string()))
     }
 
+    /// Whether it lies in a slot of shared memory, which the sender, or a relay, needs back.
+    #[getter]
+    fn holds_slot(&self) -> bool {
+        self.held().holds_slot()
+    }
+
     /// The same version in this process's own memory: costs the sender nothing.
     fn to_owned_copy(&self, py: Python<'_>) -> PyResult<Self> {
         let copy = self.read(py, |held| Ok(held.to_owned_copy()))?;

@@ -432,6 +432,11 @@ impl Tensor {
         if self.len == 0 {
             return Ok((0, 0));
         }
+        let Some(size) = self.dtype.bytes() else {
+            let why = "its elements share bytes, so it has no strides";
+            return Err(failed(&self.name, why));
+        };
+        let size = size as usize;
         let (mut low, mut high) = (0_i64, 0_i64);
         for (len, stride) in self.shape.iter().zip(strides) {
             let reach = i64::try_from(len - 1)
@@ -444,7 +449,6 @@ impl Tensor {
                 high += reach
             }
         }
-        let size = self.size();
         Ok((
             low.unsigned_abs() as usize * size,
             (high - low + 1) as usize * size,

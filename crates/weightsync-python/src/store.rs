@@ -46,15 +46,14 @@ impl Store {
         Ok((versions.collect::<PyResult<_>>()?, damage.collect()))
     }
 
-    /// Loads a version of one model, and waits for it; None at the deadline. And what was found to be
-    /// damaged.
+    /// Loads a version of one model, and waits for it; None at the deadline.
     fn load_one(
         &self,
         py: Python<'_>,
         asked: Asked,
         model: Option<String>,
         timeout: Option<Seconds>,
-    ) -> PyResult<Option<(Snapshot, Vec<Damaged>)>> {
+    ) -> PyResult<Option<Snapshot>> {
         let (timeout, which, model) = (timeout_of(timeout), which(asked)?, model_of(model)?);
         let loaded = released(py, || {
             Ok(self.0.wait_one(&which, model.as_ref(), timeout)?)
@@ -68,27 +67,23 @@ impl Store {
         py: Python<'_>,
         asked: Asked,
         model: Option<String>,
-    ) -> PyResult<(Snapshot, Vec<Damaged>, Vec<NamedFile>)> {
+    ) -> PyResult<(Snapshot, Vec<NamedFile>)> {
         let (which, model) = (which(asked)?, model_of(model)?);
         let loaded = released(py, || Ok(self.0.load_with_files(&which, model.as_ref())?))?;
-        let (snapshot, damage) = one(loaded.0);
-        Ok((snapshot, damage, named(loaded.1)))
+        Ok((one(loaded.0), named(loaded.1)))
     }
 
-    /// Loads a version, and waits for it; None at the deadline. And what was found to be damaged.
+    /// Loads a version, and waits for it; None at the deadline.
     fn load(
         &self,
         py: Python<'_>,
         asked: Asked,
         timeout: Option<Seconds>,
-    ) -> PyResult<Option<(SetSnapshot, Vec<Damaged>)>> {
+    ) -> PyResult<Option<SetSnapshot>> {
         let timeout = timeout_of(timeout);
         let which = which(asked)?;
         let loaded = released(py, || Ok(self.0.wait(&which, timeout)?))?;
-        Ok(loaded.map(|loaded| {
-            let damage = loaded.damage.into_iter().map(parts);
-            (SetSnapshot(loaded.set), damage.collect())
-        }))
+        Ok(loaded.map(|loaded| SetSnapshot(loaded.set)))
     }
 
     /// The files that were saved with the weights of a version: their names and bytes.
@@ -103,18 +98,17 @@ impl Store {
         Ok(named(files))
     }
 
-    /// Writes a version out as a checkpoint directory: its number, and what was found to be damaged.
+    /// Writes a version out as a checkpoint directory, and returns its number.
     fn pull(
         &self,
         py: Python<'_>,
         asked: Asked,
         model: Option<String>,
         out: PathBuf,
-    ) -> PyResult<(u64, Vec<Damaged>)> {
+    ) -> PyResult<u64> {
         let (which, model) = (which(asked)?, model_of(model)?);
         let pulled = released(py, || Ok(self.0.pull(&which, model.as_ref(), &out)?))?;
-        let damage = pulled.damage.into_iter().map(parts);
-        Ok((pulled.version.0, damage.collect()))
+        Ok(pulled.version.0)
     }
 
     /// Loads the newest version, unless the one that is held is at most `lag` versions behind.
@@ -124,7 +118,7 @@ impl Store {
         model: Option<String>,
         held: Number,
         lag: u64,
-    ) -> PyResult<Option<(Snapshot, Vec<Damaged>)>> {
+    ) -> PyResult<Option<Snapshot>> {
         let held = version_of(model, held)?;
         let loaded = released(py, || Ok(self.0.load_unless_within(&held, lag)?))?;
         Ok(loaded.map(one))
@@ -215,20 +209,14 @@ pub struct Writer(Turns<Option<weightsync_store::Writer>>);
 impl Writer {
     /// Reads the newest version, which the next one is compared with.
     fn read_base(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |writer| Ok(writer.read_base()?))
-    }
-
-    /// What was damaged when it took the store over.
-    fn damage(&self, py: Python<'_>) -> PyResult<Vec<Damaged>> {
-        let damage = self.with(py, |writer| Ok(writer.damage().to_vec()))?;
-        Ok(damage.into_iter().map(parts).collect())
+        self.with(py, "read_base", |writer| Ok(writer.read_base()?))
     }
 
     /// The newest version of a model that the store has.
     fn version(&self, py: Python<'_>, model: &str) -> PyResult<u64> {
         let id = ModelId::new(model);
         let id = id.map_err(|error| SettingError::new_err(error.to_string()))?;
-        self.with(py, |writer| Ok(writer.version(&id).0))
+        self.with(py, "version", |writer| Ok(writer.version(&id).0))
     }
 
     /// Saves the next version of some models: their names, weights and numbers.
@@ -242,7 +230,7 @@ impl Writer {
             (name.as_str(), &**source, number)
         });
         let models: Vec<_> = models.collect();
-        self.with(py, |writer| {
+        self.with(py, "save", |writer| {
             let models = models.iter().map(|(name, source, number)| {
                 let id = ModelId::new(name)?;
                 let version = number.unwrap_or_else(|| writer.version(&id).next());
@@ -262,7 +250,7 @@ impl Writer {
         number: Option<Number>,
     ) -> PyResult<SavedVersion> {
         let held = snapshot.readable()?;
-        self.with(py, |writer| {
+        self.with(py, "save", |writer| {
             let version = match number {
                 Some(number) => Version(number.0),
                 None => writer.version(&ModelId::new(name)?).next(),
@@ -274,7 +262,7 @@ impl Writer {
 
     /// A thread that saves with this writer, which is of no other use then.
     fn saver(&self, py: Python<'_>) -> PyResult<Saver> {
-        let saver = self.0.with(py, |writer| match writer.take() {
+        let saver = self.0.with(py, "connect", |writer| match writer.take() {
             Some(writer) => Ok(Some(weightsync_store::Saver::start(writer)?)),
             None => Ok(None),
         })?;
@@ -292,11 +280,12 @@ impl Writer {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
+        name: &'static str,
         call: impl FnOnce(&mut weightsync_store::Writer) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
         let done = self
             .0
-            .with(py, |writer| writer.as_mut().map(call).transpose())?;
+            .with(py, name, |writer| writer.as_mut().map(call).transpose())?;
         done.ok_or_else(ended)
     }
 }
@@ -319,10 +308,18 @@ impl Saver {
         Ok(Saving(saver.save(models.collect())))
     }
 
-    /// Saves what waits, and ends the thread.
-    fn close(&self, py: Python<'_>) {
+    /// Saves what waits, and ends the thread; or, without the wait, leaves that to the thread.
+    fn close(&self, py: Python<'_>, waits: bool) {
         let saver = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| drop(saver));
+        py.detach(|| match saver {
+            Some(saver) if !waits => {
+                // Another thread that saves at this moment ends it.
+                if let Some(saver) = Arc::into_inner(saver) {
+                    saver.abandon();
+                }
+            }
+            saver => drop(saver),
+        });
     }
 }
 
@@ -363,9 +360,8 @@ fn named(files: Vec<(String, Vec<u8>)>) -> Vec<NamedFile> {
     files.map(|(name, bytes)| (name, bytes.into())).collect()
 }
 
-fn one(loaded: LoadedModel) -> (Snapshot, Vec<Damaged>) {
-    let damage = loaded.damage.into_iter().map(parts).collect();
-    (Snapshot::new(Arc::new(loaded.snapshot)), damage)
+fn one(loaded: LoadedModel) -> Snapshot {
+    Snapshot::new(Arc::new(loaded.snapshot))
 }
 
 /// A damaged file, and what is wrong with it.

@@ -2,7 +2,7 @@
 
 use std::num::NonZero;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use weightsync_engine::transport::Deadline;
@@ -98,7 +98,7 @@ impl Synchronizer {
     /// Its address, if it has one.
     #[getter]
     fn address(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.inner.with(py, |sync| {
+        self.inner.with(py, "address", |sync| {
             let address = sync.as_ref().and_then(|sync| sync.address());
             Ok(address.map(|address| address.to_string()))
         })
@@ -106,7 +106,7 @@ impl Synchronizer {
 
     /// This machine's address towards it, if it is not of this machine alone.
     fn route(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        let route = self.with(py, weightsync_serve::synchronizer::Synchronizer::route)?;
+        let route = self.timed(py, "route", NO_WAIT, |sync, _| sync.route())?;
         Ok(route.map(|ip| std::net::SocketAddr::new(ip, 0).to_string()))
     }
 
@@ -120,8 +120,8 @@ impl Synchronizer {
         watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncTrainer> {
         let (timeout, from) = (timeout_of(timeout), from.0.clone());
-        let trainer = self.watched(py, watch, move |sync| {
-            sync.trainer(options_of(party)?, from, timeout)
+        let trainer = self.timed(py, "trainer", (timeout, watch), move |sync, left| {
+            sync.trainer(options_of(party)?, from, left)
         })?;
         Ok(SyncTrainer {
             inner: Turns::new(Some(trainer), |trainer, why| {
@@ -143,9 +143,9 @@ impl Synchronizer {
         watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncExplorer> {
         let timeout = timeout_of(timeout);
-        let explorer = self.watched(py, watch, move |sync| {
+        let explorer = self.timed(py, "explorer", (timeout, watch), move |sync, left| {
             let options = options_of(party)?.eval_interval(eval_interval);
-            sync.explorer(options, timeout)
+            sync.explorer(options, left)
         })?;
         Ok(SyncExplorer {
             inner: Turns::new(Some(explorer), |explorer, why| {
@@ -169,26 +169,30 @@ impl Synchronizer {
         }
     }
 
-    fn with<T: Send>(
+    fn timed<T: Send>(
         &self,
         py: Python<'_>,
-        call: impl FnOnce(&weightsync_serve::synchronizer::Synchronizer) -> Result<T, Error> + Send,
+        name: &'static str,
+        (timeout, watch): Wait,
+        call: impl FnOnce(
+            &weightsync_serve::synchronizer::Synchronizer,
+            Option<Duration>,
+        ) -> Result<T, Error>
+        + Send,
     ) -> PyResult<T> {
-        self.watched(py, None, call)
-    }
-
-    fn watched<T: Send>(
-        &self,
-        py: Python<'_>,
-        watch: Option<Py<PyAny>>,
-        call: impl FnOnce(&weightsync_serve::synchronizer::Synchronizer) -> Result<T, Error> + Send,
-    ) -> PyResult<T> {
-        self.inner.watched(py, watch.as_ref(), |sync| match sync {
-            Some(sync) => call(sync),
+        let call = |sync: &mut Option<_>, left| match sync {
+            Some(sync) => call(sync, left),
             None => Err(Error::Interrupted),
-        })
+        };
+        self.inner.timed(py, name, timeout, watch.as_ref(), call)
     }
 }
+
+/// A call's timeout, and what is called while it waits.
+type Wait = (Option<Duration>, Option<Py<PyAny>>);
+
+/// That of a call without a timeout.
+const NO_WAIT: Wait = (None, None);
 
 /// The trainer's membership.
 #[pyclass(frozen, module = "weightsync._native")]
@@ -199,7 +203,7 @@ pub struct SyncTrainer {
 #[pymethods]
 impl SyncTrainer {
     fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
-        self.with(py, None, |trainer| {
+        self.with(py, "need_sync", NO_WAIT, |trainer, _| {
             trainer.need_sync(steps_of(step)).map(need_parts)
         })
     }
@@ -212,10 +216,8 @@ impl SyncTrainer {
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
         let timeout = timeout_of(timeout);
-        self.with(py, watch, |trainer| {
-            trainer
-                .wait_need_sync(steps_of(step), timeout)
-                .map(need_parts)
+        self.with(py, "wait_need_sync", (timeout, watch), |trainer, left| {
+            trainer.wait_need_sync(steps_of(step), left).map(need_parts)
         })
     }
 
@@ -227,9 +229,9 @@ impl SyncTrainer {
         publish: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let mut raised = None;
-        let done = self.with(py, watch, |trainer| {
-            trainer.first(timeout_of(timeout), |version| {
+        let (mut raised, timeout) = (None, timeout_of(timeout));
+        let done = self.with(py, "first", (timeout, watch), |trainer, left| {
+            trainer.first(left, |version| {
                 called(&mut raised, |py| publish.call1(py, (version.0,)).map(drop))
             })
         });
@@ -245,9 +247,9 @@ impl SyncTrainer {
         publish: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<TrainedParts> {
-        let mut raised = None;
-        let done = self.with(py, watch, |trainer| {
-            let published = trainer.sync(step.0, timeout_of(timeout), |version, until| {
+        let (mut raised, timeout) = (None, timeout_of(timeout));
+        let done = self.with(py, "sync", (timeout, watch), |trainer, rest| {
+            let published = trainer.sync(step.0, rest, |version, until| {
                 called(&mut raised, |py| {
                     publish.call1(py, (version.0, left(until))).map(drop)
                 })
@@ -259,12 +261,14 @@ impl SyncTrainer {
 
     /// How versions travel.
     fn method(&self, py: Python<'_>) -> PyResult<&'static str> {
-        self.with(py, None, |trainer| Ok(method_word(trainer.method())))
+        self.with(py, "method", NO_WAIT, |trainer, _| {
+            Ok(method_word(trainer.method()))
+        })
     }
 
     /// The trainer's epoch.
     fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
-        self.with(py, None, |trainer| Ok(trainer.epoch()))
+        self.with(py, "epoch", NO_WAIT, |trainer, _| Ok(trainer.epoch()))
     }
 
     /// Leaves: in order, or for a reason.
@@ -277,14 +281,15 @@ impl SyncTrainer {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
-        watch: Option<Py<PyAny>>,
-        call: impl FnOnce(&mut Trainer) -> Result<T, Error> + Send,
+        name: &'static str,
+        (timeout, watch): Wait,
+        call: impl FnOnce(&mut Trainer, Option<Duration>) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        self.inner
-            .watched(py, watch.as_ref(), |trainer| match trainer {
-                Some(trainer) => call(trainer),
-                None => Err(Error::Interrupted),
-            })
+        let call = |trainer: &mut Option<_>, left| match trainer {
+            Some(trainer) => call(trainer, left),
+            None => Err(Error::Interrupted),
+        };
+        self.inner.timed(py, name, timeout, watch.as_ref(), call)
     }
 }
 
@@ -303,7 +308,7 @@ pub struct SyncExplorer {
 #[pymethods]
 impl SyncExplorer {
     fn need(&self, py: Python<'_>, step: Option<Steps>) -> PyResult<NeedParts> {
-        self.with(py, None, |explorer| {
+        self.with(py, "need_sync", NO_WAIT, |explorer, _| {
             explorer.need_sync(steps_of(step)).map(need_parts)
         })
     }
@@ -316,9 +321,9 @@ impl SyncExplorer {
         watch: Option<Py<PyAny>>,
     ) -> PyResult<NeedParts> {
         let timeout = timeout_of(timeout);
-        self.with(py, watch, |explorer| {
+        self.with(py, "wait_need_sync", (timeout, watch), |explorer, left| {
             explorer
-                .wait_need_sync(steps_of(step), timeout)
+                .wait_need_sync(steps_of(step), left)
                 .map(need_parts)
         })
     }
@@ -333,9 +338,9 @@ impl SyncExplorer {
         load: Py<PyAny>,
         watch: Option<Py<PyAny>>,
     ) -> PyResult<SyncParts> {
-        let mut raised = None;
-        let done = self.with(py, watch, |explorer| {
-            let synced = explorer.sync(steps_of(step), timeout_of(timeout), |fetch| {
+        let (mut raised, timeout) = (None, timeout_of(timeout));
+        let done = self.with(py, "sync", (timeout, watch), |explorer, left| {
+            let synced = explorer.sync(steps_of(step), left, |fetch| {
                 called(&mut raised, |py| {
                     let (version, worker) = (fetch.version.0, fetch.worker);
                     let info = InitInfo(fetch.from.clone());
@@ -359,7 +364,7 @@ impl SyncExplorer {
     ) -> PyResult<SyncParts> {
         let mut raised = None;
         let begun = Instant::now();
-        let done = self.with(py, watch, |explorer| {
+        let done = self.with(py, "load", (None, watch), |explorer, _| {
             let store = explorer.store()?;
             let loaded = called(&mut raised, |py| {
                 let loaded: Number = load.call1(py, (store,))?.extract(py)?;
@@ -374,21 +379,25 @@ impl SyncExplorer {
 
     /// The address of the store, if there is one.
     fn store(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.with(py, None, Explorer::store)
+        self.with(py, "store", NO_WAIT, |explorer, _| explorer.store())
     }
 
     /// Whether it is to evaluate after so many steps.
     fn need_eval(&self, py: Python<'_>, step: Steps) -> PyResult<bool> {
-        self.with(py, None, |explorer| Ok(explorer.need_eval(step.0)))
+        self.with(py, "need_eval", NO_WAIT, |explorer, _| {
+            Ok(explorer.need_eval(step.0))
+        })
     }
 
     fn pause(&self, py: Python<'_>, paused: bool) -> PyResult<()> {
-        self.with(py, None, |explorer| explorer.pause(paused))
+        self.with(py, "pause", NO_WAIT, |explorer, _| explorer.pause(paused))
     }
 
     /// How versions travel.
     fn method(&self, py: Python<'_>) -> PyResult<&'static str> {
-        self.with(py, None, |explorer| Ok(method_word(explorer.method())))
+        self.with(py, "method", NO_WAIT, |explorer, _| {
+            Ok(method_word(explorer.method()))
+        })
     }
 
     /// Leaves: in order, or for a reason.
@@ -401,14 +410,15 @@ impl SyncExplorer {
     fn with<T: Send>(
         &self,
         py: Python<'_>,
-        watch: Option<Py<PyAny>>,
-        call: impl FnOnce(&mut Explorer) -> Result<T, Error> + Send,
+        name: &'static str,
+        (timeout, watch): Wait,
+        call: impl FnOnce(&mut Explorer, Option<Duration>) -> Result<T, Error> + Send,
     ) -> PyResult<T> {
-        self.inner
-            .watched(py, watch.as_ref(), |explorer| match explorer {
-                Some(explorer) => call(explorer),
-                None => Err(Error::Interrupted),
-            })
+        let call = |explorer: &mut Option<_>, left| match explorer {
+            Some(explorer) => call(explorer, left),
+            None => Err(Error::Interrupted),
+        };
+        self.inner.timed(py, name, timeout, watch.as_ref(), call)
     }
 }
 

@@ -36,6 +36,8 @@ struct Expected {
     /// Whether the tensor was in this host's memory.
     on_host: bool,
     row_major: bool,
+    /// Whether its strides are those of a new tensor.
+    new_strides: bool,
 }
 
 /// The addresses of tensors, and the strides of tensors that are not row-major.
@@ -280,6 +282,7 @@ impl Expected {
             shape: seen.shape.to_vec(),
             on_host: seen.device.is_host(),
             row_major: is_row_major(seen),
+            new_strides: has_strides_of_a_new_one(seen),
         }
     }
 
@@ -298,7 +301,7 @@ impl Expected {
         const COMPLEX: u8 = 5;
         match self.dtype.0 {
             COMPLEX => true,
-            FLOAT => self.shape.is_empty() || !self.row_major,
+            FLOAT => self.shape.is_empty() || !self.new_strides,
             _ => false,
         }
     }
@@ -310,6 +313,7 @@ impl PartialEq<TensorInfo<'_>> for Expected {
             && self.shape == seen.shape
             && self.on_host == seen.device.is_host()
             && self.row_major == is_row_major(seen)
+            && self.new_strides == has_strides_of_a_new_one(seen)
     }
 }
 
@@ -318,9 +322,21 @@ fn dtype_of(seen: &TensorInfo<'_>) -> (u8, u8, u16) {
     (dtype.class, dtype.bits, dtype.lanes)
 }
 
-/// Whether the last index moves by one element, and each other one by a whole row. A dimension
-/// of one element counts: a view of one number of a complex tensor has a stride of two.
+/// Whether its elements lie one behind the other, as torch's `is_contiguous` has it: the stride of a
+/// dimension of one element leads nowhere.
 fn is_row_major(seen: &TensorInfo<'_>) -> bool {
+    has_strides(seen, |len| len != 1)
+}
+
+/// Whether the dimensions of one element have the strides of a new tensor, too. A view of one number of
+/// a complex tensor has a stride of two.
+fn has_strides_of_a_new_one(seen: &TensorInfo<'_>) -> bool {
+    has_strides(seen, |_| true)
+}
+
+/// Whether the last index moves by one element, and each other one by a whole row: in those dimensions
+/// whose length counts.
+fn has_strides(seen: &TensorInfo<'_>, counts: impl Fn(i64) -> bool) -> bool {
     if seen.strides.len() != seen.shape.len() {
         // DLPack's word for row-major is no strides at all.
         return seen.strides.is_empty();
@@ -331,7 +347,7 @@ fn is_row_major(seen: &TensorInfo<'_>) -> bool {
     let mut step = 1;
     let dimensions = seen.shape.iter().zip(seen.strides).rev();
     for (len, stride) in dimensions {
-        if *stride != step {
+        if counts(*len) && *stride != step {
             return false;
         }
         step *= len;

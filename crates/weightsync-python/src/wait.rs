@@ -3,12 +3,13 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::ThreadId;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use weightsync_engine::{Error, Origin};
 
-use crate::errors::{ended, exception, forked, within_itself};
+use crate::errors::{busy, ended, exception, forked, within_itself};
 
 /// How long a thread waits for its turn before it looks for signals.
 const SLICE: Duration = Duration::from_millis(50);
@@ -49,11 +50,10 @@ pub fn released_until<T: Send>(
 
 /// What one thread at a time uses, in calls that may wait.
 ///
-/// **Guarantee.** Waiting for one's turn ends as any other wait does; ending it
-/// from another thread, or from a signal's handler, ends the call that is on.
+/// **Guarantee.** Waiting for one's turn ends as any other wait does, and by the call's timeout; ending
+/// it from another thread, or from a signal's handler, ends the call that is on.
 pub struct Turns<T> {
-    /// None while a call has it.
-    value: Mutex<(Option<T>, Option<ThreadId>)>,
+    held: Mutex<Held<T>>,
     free: Condvar,
     end: fn(&mut T, Option<&str>),
     /// Whether it was to be ended; for good.
@@ -63,11 +63,29 @@ pub struct Turns<T> {
     origin: Origin,
 }
 
+struct Held<T> {
+    /// None while a call has it.
+    value: Option<T>,
+    by: Option<Holder>,
+}
+
+/// The call that has it.
+#[derive(Clone, Copy)]
+struct Holder {
+    call: &'static str,
+    thread: ThreadId,
+    /// The thread's number in Python.
+    number: u64,
+}
+
 impl<T: Send> Turns<T> {
     /// `end` is what an end is, in order or for a reason; any number of times.
     pub fn new(value: T, end: fn(&mut T, Option<&str>)) -> Self {
         Self {
-            value: Mutex::new((Some(value), None)),
+            held: Mutex::new(Held {
+                value: Some(value),
+                by: None,
+            }),
             free: Condvar::new(),
             end,
             ending: AtomicBool::new(false),
@@ -76,36 +94,55 @@ impl<T: Send> Turns<T> {
         }
     }
 
-    /// Makes a call when it is this thread's turn, without the interpreter's lock.
+    /// Makes a call of this name when it is this thread's turn, without the interpreter's lock.
     pub fn with<R: Send>(
         &self,
         py: Python<'_>,
+        name: &'static str,
         call: impl FnOnce(&mut T) -> Result<R, Error> + Send,
     ) -> PyResult<R> {
-        self.watched(py, None, call)
+        self.timed(py, name, None, None, |value, _| call(value))
     }
 
-    /// As [`with`](Self::with); `watch` is called while the call waits, and what it raises
-    /// ends the call.
-    pub fn watched<R: Send>(
+    /// As [`with`](Self::with), for a call with a timeout: it gets what the wait for its turn has left of
+    /// that, and is not made, a `DeadlineError`, if that leaves nothing. `watch` is called in both waits,
+    /// and what it raises ends the call.
+    pub fn timed<R: Send>(
         &self,
         py: Python<'_>,
+        name: &'static str,
+        timeout: Option<Duration>,
         watch: Option<&Py<PyAny>>,
-        call: impl FnOnce(&mut T) -> Result<R, Error> + Send,
+        call: impl FnOnce(&mut T, Option<Duration>) -> Result<R, Error> + Send,
     ) -> PyResult<R> {
-        let mut turn = self.turn(py)?;
-        let done = released_until(py, &self.ending, watch, || match &mut turn.value {
-            Some(value) => call(value),
-            None => Err(Error::Interrupted),
-        });
-        // It may be what ends the value: threads are joined then, and memory is given back.
-        py.detach(|| drop(turn));
-        done
+        match self.turn(py, name, timeout, watch)? {
+            Ok(turn) => self.made(py, turn, watch, call),
+            Err(by) => Err(busy(
+                py,
+                name,
+                (by.call, by.number),
+                timeout.unwrap_or_default(),
+            )),
+        }
+    }
+
+    /// As [`timed`](Self::timed), for a call whose timeout is an answer: None.
+    pub fn polled<R: Send>(
+        &self,
+        py: Python<'_>,
+        name: &'static str,
+        timeout: Option<Duration>,
+        call: impl FnOnce(&mut T, Option<Duration>) -> Result<Option<R>, Error> + Send,
+    ) -> PyResult<Option<R>> {
+        match self.turn(py, name, timeout, None)? {
+            Ok(turn) => self.made(py, turn, None, call),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Looks at it, if no call has it.
     pub fn look<R>(&self, look: impl FnOnce(&T) -> R) -> Option<R> {
-        self.lock().0.as_ref().map(look)
+        self.lock().value.as_ref().map(look)
     }
 
     /// Ends it, and the call that has it; in order, unless there is a reason.
@@ -115,57 +152,98 @@ impl<T: Send> Turns<T> {
             said.get_or_insert(why);
         }
         self.ending.store(true, Ordering::SeqCst);
-        if self.lock().1 == Some(std::thread::current().id()) {
+        let by = self.lock().by;
+        if by.is_some_and(|by| by.thread == std::thread::current().id()) {
             // A signal's handler, in the middle of a wait: ended when that returns.
             return Ok(());
         }
         // Giving it back is what ends it.
-        self.with(py, |_| Ok(()))
+        self.with(py, "shutdown", |_| Ok(()))
     }
 
     /// Ends it where nobody will call it any more, unless it was ended before.
     pub fn abandon(&mut self, why: &str) {
         if !*self.ending.get_mut() && self.origin.is_here() {
-            let held = self.value.get_mut();
-            let (value, _) = held.unwrap_or_else(PoisonError::into_inner);
-            if let Some(value) = value {
+            let held = self.held.get_mut();
+            let held = held.unwrap_or_else(PoisonError::into_inner);
+            if let Some(value) = &mut held.value {
                 (self.end)(value, Some(why));
             }
         }
     }
 
-    fn turn(&self, py: Python<'_>) -> PyResult<Turn<'_, T>> {
-        let me = std::thread::current().id();
+    /// Makes a call whose turn it is.
+    fn made<R: Send>(
+        &self,
+        py: Python<'_>,
+        mut turn: Turn<'_, T>,
+        watch: Option<&Py<PyAny>>,
+        call: impl FnOnce(&mut T, Option<Duration>) -> Result<R, Error> + Send,
+    ) -> PyResult<R> {
+        let left = turn.left;
+        let done = released_until(py, &self.ending, watch, || match &mut turn.value {
+            Some(value) => call(value, left),
+            None => Err(Error::Interrupted),
+        });
+        // It may be what ends the value: threads are joined then, and memory is given back.
+        py.detach(|| drop(turn));
+        done
+    }
+
+    /// Waits for this thread's turn; or returns the call that has it at the timeout.
+    fn turn(
+        &self,
+        py: Python<'_>,
+        call: &'static str,
+        timeout: Option<Duration>,
+        watch: Option<&Py<PyAny>>,
+    ) -> PyResult<Result<Turn<'_, T>, Holder>> {
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut left = timeout;
+        let me = Holder {
+            call,
+            thread: std::thread::current().id(),
+            number: thread_number(py)?,
+        };
         loop {
+            let slice = left.map_or(SLICE, |left| left.min(SLICE));
             let taken = py.detach(|| {
                 let mut held = self.lock();
-                if held.0.is_none() && held.1 != Some(me) && self.origin.is_here() {
-                    let waited = self.free.wait_timeout(held, SLICE);
+                let is_mine = held.by.is_some_and(|by| by.thread == me.thread);
+                if held.value.is_none() && !is_mine && self.origin.is_here() {
+                    let waited = self.free.wait_timeout(held, slice);
                     held = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    left = until.map(|at| at.saturating_duration_since(Instant::now()));
                 }
-                match held.0.take() {
+                match held.value.take() {
                     Some(value) => {
-                        held.1 = Some(me);
+                        held.by = Some(me);
                         Ok(value)
                     }
-                    None => Err(held.1),
+                    None => Err(held.by),
                 }
             });
             match taken {
                 Ok(value) => {
                     let value = Some(value);
-                    return Ok(Turn { of: self, value });
+                    let of = self;
+                    return Ok(Ok(Turn { of, value, left }));
                 }
-                Err(Some(owner)) if owner == me => return Err(within_itself()),
+                Err(Some(by)) if by.thread == me.thread => return Err(within_itself()),
                 // The thread that has it was not forked along.
                 Err(_) if !self.origin.is_here() => return Err(forked()),
-                Err(_) => py.check_signals()?,
+                Err(Some(by)) if left == Some(Duration::ZERO) => return Ok(Err(by)),
+                Err(_) => {
+                    if let Some(raised) = looked(watch) {
+                        return Err(raised);
+                    }
+                }
             }
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Option<T>, Option<ThreadId>)> {
-        self.value.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Held<T>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -173,6 +251,8 @@ impl<T: Send> Turns<T> {
 struct Turn<'a, T> {
     of: &'a Turns<T>,
     value: Option<T>,
+    /// What the wait for it has left of the call's timeout.
+    left: Option<Duration>,
 }
 
 impl<T> Drop for Turn<'_, T> {
@@ -186,11 +266,24 @@ impl<T> Drop for Turn<'_, T> {
                 .clone();
             (self.of.end)(value, why.as_deref());
         }
-        let mut held = self.of.value.lock().unwrap_or_else(PoisonError::into_inner);
-        *held = (self.value.take(), None);
+        let mut held = self.of.held.lock().unwrap_or_else(PoisonError::into_inner);
+        *held = Held {
+            value: self.value.take(),
+            by: None,
+        };
         drop(held);
         self.of.free.notify_one();
     }
+}
+
+/// This thread's number in Python, by which Python finds its name.
+fn thread_number(py: Python<'_>) -> PyResult<u64> {
+    static NUMBER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let number = NUMBER.get_or_try_init(py, || {
+        let module = py.import("threading")?;
+        module.getattr("get_ident").map(Bound::unbind)
+    })?;
+    number.call0(py)?.extract(py)
 }
 
 /// Logs queued messages, and returns the exception of a signal handler or of `watch`, if any.

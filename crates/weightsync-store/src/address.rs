@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
 
+use weightsync_engine::files;
+
 use crate::error::{Result, StoreError};
 #[cfg(feature = "objects")]
 use crate::storage::objects::{self, Objects};
@@ -99,9 +101,9 @@ impl FromStr for Address {
             ));
         }
         // Other processes run elsewhere.
-        let path = std::path::absolute(Path::new(path));
+        let path = files::absolute(Path::new(path));
         let path =
-            path.map_err(|error| unusable(&format!("a path that can be resolved ({error})")))?;
+            path.map_err(|error| unusable(&format!("a path that leads to a directory ({error})")))?;
         Ok(Self(Place::Directory(path)))
     }
 }

@@ -154,7 +154,7 @@ impl Catalog {
         let run = match own {
             Some(run) => run,
             None => Run {
-                epoch: highest.next(),
+                epoch: highest.next().ok_or_else(|| no_epoch_left(storage))?,
                 id,
             },
         };
@@ -233,6 +233,17 @@ pub(crate) fn manifest(storage: &dyn Storage, place: Place) -> Result<Option<Man
             let what = format!("it is that of {}, which is not its name", manifest.place);
             Err(Damage::new(file, what).into())
         }
+    }
+}
+
+fn no_epoch_left(storage: &dyn Storage) -> StoreError {
+    let reason = "a name there has the highest epoch there is, so no sender can come after it: remove it \
+                  if no sender wrote it, or use another store";
+    let invalid = std::io::Error::new(ErrorKind::InvalidData, reason);
+    StoreError::File {
+        action: "taking over",
+        file: storage.name(DATA),
+        source: invalid,
     }
 }
 

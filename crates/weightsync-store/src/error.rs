@@ -68,7 +68,7 @@ pub enum StoreError {
     },
 
     /// The store has no whole version at all.
-    #[error("{store} has no version that can be read{}: save one, or look for a typo", damages(.damage))]
+    #[error("{store} has no version that can be read: {}", nothing_whole(.damage))]
     Empty {
         /// The store.
         store: String,
@@ -370,14 +370,21 @@ fn models_given(models: &[ModelId]) -> String {
     }
 }
 
-fn damages(damage: &[Damage]) -> String {
+fn nothing_whole(damage: &[Damage]) -> String {
     match damage {
-        [] => String::new(),
-        _ => format!(": {}", list(damage)),
+        [] => "save one, or look for a typo".into(),
+        _ => format!(
+            "{}; restore what is damaged, or save another version",
+            joined(damage, "; ")
+        ),
     }
 }
 
 pub(crate) fn list(all: &[impl ToString]) -> String {
+    joined(all, ", ")
+}
+
+fn joined(all: &[impl ToString], separator: &str) -> String {
     /// More would hide the rest of the message.
     const MOST: usize = 8;
     let mut texts: Vec<_> = all.iter().take(MOST).map(ToString::to_string).collect();
@@ -387,5 +394,5 @@ pub(crate) fn list(all: &[impl ToString]) -> String {
     if all.len() > MOST {
         texts.push(format!("{} more", all.len() - MOST));
     }
-    texts.join(", ")
+    texts.join(separator)
 }

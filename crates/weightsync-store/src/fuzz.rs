@@ -91,14 +91,14 @@ pub fn valid_deltas() -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// What reading needs, grown as far as it ever does: by deltas of both codecs.
+/// What reading needs, grown as far as it ever does: by deltas of all codecs.
 pub fn scratch() -> Scratch {
     let mut scratch = Scratch::new();
     for kind in 0..KINDS.len() {
         let layout = layout(kind);
         let pattern = Pattern::of_span(&layout, 0);
         let old = older(&layout);
-        for codec in [Codec::Fast, Codec::Thin] {
+        for &codec in Codec::ALL {
             let mut new = old.clone();
             for byte in new.iter_mut().step_by(2) {
                 *byte = byte.wrapping_mul(5).wrapping_add(1);

@@ -7,7 +7,7 @@
 use std::io::ErrorKind;
 use std::sync::Arc;
 
-use weightsync_engine::files::is_unique;
+use weightsync_engine::files::{is_hex, is_unique};
 
 use crate::error::{Result, StoreError};
 use crate::format::{LEASES, Place};
@@ -72,10 +72,9 @@ fn place_of(name: &str) -> Option<Option<Place>> {
     Some(Some(place))
 }
 
-/// Whether these are 16 hexadecimal digits, as a name has of 8 random bytes.
+/// Whether this is how a name ends that has 8 random bytes.
 pub(crate) fn is_random(text: &str) -> bool {
-    let hex = |c: u8| matches!(c, b'0'..=b'9' | b'a'..=b'f');
-    text.len() == 16 && text.bytes().all(hex)
+    is_hex(text, 16)
 }
 
 /// Whether this is the name of a lease.

@@ -41,7 +41,7 @@ mod writer;
 pub use self::address::Address;
 pub use self::checkpoint::{Checkpoint, PULL_MARK, Pulled, PushOptions, Pushed, remove_pulled};
 pub use self::error::{DAMAGE_TARGET, Damage, Result, StoreError};
-pub use self::pieces::StoredWeights;
+pub use self::pieces::{Comparison, StoredWeights};
 pub use self::progress::Work;
 pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};

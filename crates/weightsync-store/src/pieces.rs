@@ -1,11 +1,13 @@
 //! The weights of a version that are read a piece at a time.
 
 use std::fmt;
+use std::mem;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use weightsync_core::delta::{SPAN, Scratch};
 use weightsync_core::digest::Digester;
-use weightsync_core::{Run, Version};
+use weightsync_core::{Digest, Run, Version};
+use weightsync_engine::Error;
 use weightsync_engine::transport::ModelSpec;
 use weightsync_simd::crc64;
 
@@ -37,10 +39,25 @@ pub struct StoredWeights {
     tensors: Vec<(usize, u64)>,
     /// The paths of the deltas, their bytes, and where their parts lie.
     deltas: Vec<(String, u64, Index)>,
+    comparison: Arc<Comparison>,
+}
+
+/// What comparing a version with its digest has come to. It holds none of the version's files.
+#[derive(Debug)]
+pub struct Comparison {
+    digest: Digest,
+    bytes: u64,
     /// The checksum of each piece, once the whole has the digest.
     sums: OnceLock<Vec<u64>>,
-    /// Held by the thread that compares the whole.
-    comparing: Mutex<()>,
+    /// What a thread that gave up has left to the next one. Held by the thread that compares.
+    begun: Mutex<Begun>,
+}
+
+/// The pieces that were read so far.
+#[derive(Debug)]
+struct Begun {
+    digester: Digester,
+    sums: Vec<u64>,
 }
 
 impl Store {
@@ -88,10 +105,9 @@ impl StoredWeights {
             deltas: deltas
                 .map(|delta| (delta.path, delta.blob.bytes(), delta.index))
                 .collect(),
+            comparison: Arc::new(Comparison::new(stored.digest, spec.layout.bytes())),
             spec,
             storage,
-            sums: OnceLock::new(),
-            comparing: Mutex::default(),
         })
     }
 
@@ -110,6 +126,11 @@ impl StoredWeights {
         self.run
     }
 
+    /// The digest of its bytes.
+    pub fn digest(&self) -> Digest {
+        self.stored.digest
+    }
+
     /// Bytes of a piece of the version's image; the last one may be shorter.
     pub const PIECE: u64 = SPAN;
 
@@ -119,7 +140,31 @@ impl StoredWeights {
     ///
     /// [`StoreError::Damaged`], and those of the storage.
     pub fn compare(&self) -> Result<()> {
-        self.sums().map(drop)
+        self.compare_while(&|| true)
+    }
+
+    /// The same, as long as this holds. Where one call stops, the next goes on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Interrupted`] if it holds no more; those of [`compare`](Self::compare).
+    pub fn compare_while(&self, goes_on: &dyn Fn() -> bool) -> Result<()> {
+        self.sums(goes_on).map(drop)
+    }
+
+    /// What comparing it has come to, for the same version when it is found again.
+    pub fn comparison(&self) -> &Arc<Comparison> {
+        &self.comparison
+    }
+
+    /// Goes on with what was compared before. A comparison of other bytes is not used.
+    #[must_use]
+    pub fn resume(mut self, known: &Arc<Comparison>) -> Self {
+        let of = |one: &Comparison| (one.digest, one.bytes);
+        if of(known) == of(&self.comparison) {
+            self.comparison = known.clone();
+        }
+        self
     }
 
     /// The bytes of a piece.
@@ -132,7 +177,7 @@ impl StoredWeights {
     ///
     /// Those of [`compare`](Self::compare).
     pub fn piece(&self, piece: usize) -> Result<Vec<u8>> {
-        let expected = self.sums()?[piece];
+        let expected = self.sums(&|| true)?[piece];
         let mut bytes = Vec::new();
         self.read(piece, &mut bytes, &mut Scratch::new())?;
         let got = crc64(&bytes);
@@ -148,17 +193,19 @@ impl StoredWeights {
     }
 
     /// The checksums of all pieces.
-    fn sums(&self) -> Result<&[u64]> {
-        let one = self.comparing.lock();
-        let _one = one.unwrap_or_else(PoisonError::into_inner);
-        if let Some(sums) = self.sums.get() {
+    fn sums(&self, goes_on: &dyn Fn() -> bool) -> Result<&[u64]> {
+        let known = &*self.comparison;
+        let begun = known.begun.lock();
+        let mut begun = begun.unwrap_or_else(PoisonError::into_inner);
+        if let Some(sums) = known.sums.get() {
             return Ok(sums);
         }
         let layout = &self.spec.layout;
-        let mut digester = Digester::new(layout.bytes());
         let (mut bytes, mut scratch) = (Vec::new(), Scratch::new());
-        let mut sums = Vec::with_capacity(delta_file::spans(layout));
-        for piece in 0..delta_file::spans(layout) {
+        for piece in begun.sums.len()..delta_file::spans(layout) {
+            if !goes_on() {
+                return Err(Error::Interrupted.into());
+            }
             match self.read(piece, &mut bytes, &mut scratch) {
                 // It may be the first that does not fit one before it which is damaged.
                 Err(StoreError::Damaged(found)) => {
@@ -167,12 +214,13 @@ impl StoredWeights {
                 }
                 read => read?,
             }
-            sums.push(crc64(&bytes));
-            let fed = digester.tensor(piece as u64 * SPAN, &bytes);
+            begun.sums.push(crc64(&bytes));
+            let fed = begun.digester.tensor(piece as u64 * SPAN, &bytes);
             fed.unwrap_or_else(|error| unreachable!("pieces lie in the image: {error}"));
         }
+        let Begun { digester, sums } = mem::replace(&mut *begun, Begun::new(known.bytes));
         anchor::has_digest(&*self.storage, self.manifest, &self.stored, digester)?;
-        Ok(self.sums.get_or_init(|| sums))
+        Ok(known.sums.get_or_init(|| sums))
     }
 
     /// Reads a piece from the anchor's files, and brings it to this version.
@@ -214,6 +262,26 @@ impl StoredWeights {
             }
         }
         Ok(())
+    }
+}
+
+impl Comparison {
+    fn new(digest: Digest, bytes: u64) -> Self {
+        Self {
+            digest,
+            bytes,
+            sums: OnceLock::new(),
+            begun: Mutex::new(Begun::new(bytes)),
+        }
+    }
+}
+
+impl Begun {
+    fn new(bytes: u64) -> Self {
+        Self {
+            digester: Digester::new(bytes),
+            sums: Vec::new(),
+        }
     }
 }
 

@@ -115,6 +115,11 @@ impl Saver {
         }
         saving
     }
+
+    /// Ends without a wait: what is being saved, and what waits, goes on for as long as the process lives.
+    pub fn abandon(mut self) {
+        self.thread = None;
+    }
 }
 
 impl Drop for Saver {

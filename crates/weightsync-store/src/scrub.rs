@@ -7,7 +7,7 @@ use crate::catalog::Catalog;
 use crate::error::{Damage, Result, StoreError};
 use crate::format::Manifest;
 use crate::progress::Work;
-use crate::store::Store;
+use crate::store::{Store, note};
 
 /// What a store was found to hold.
 #[derive(Clone, Debug, Default)]
@@ -57,12 +57,12 @@ impl Store {
                     found.sound += usize::from(damage.is_empty());
                     seen.extend(files);
                     for damage in damage {
-                        add(&mut found.damage, damage);
+                        note(damage, &mut found.damage);
                     }
                 }
                 Err(StoreError::Damaged(damage)) => {
                     found.versions += 1;
-                    add(&mut found.damage, damage);
+                    note(damage, &mut found.damage);
                 }
                 Err(error) => return Err(error),
             }
@@ -99,13 +99,6 @@ impl Store {
             }
         }
         Ok((read, damage))
-    }
-}
-
-/// A file of several versions is damaged once.
-fn add(all: &mut Vec<Damage>, damage: Damage) {
-    if !all.contains(&damage) {
-        all.push(damage);
     }
 }
 

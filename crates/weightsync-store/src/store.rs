@@ -18,10 +18,12 @@ use crate::address::Address;
 use crate::anchor::{self, Base};
 use crate::catalog::{self, Catalog};
 use crate::error::{self, Damage, Result, StoreError};
-use crate::format::{Hash, Manifest, Place, Stored};
+use crate::format::{HEAD, Hash, Manifest, Place, Stored};
 use crate::lease::Lease;
 use crate::progress::{Progress, Work};
 use crate::storage::{Metered, Storage};
+
+pub(crate) use self::finding::note;
 
 /// Versions of a model, or of several, in a directory or an object store.
 ///
@@ -268,6 +270,16 @@ impl Store {
         Ok(found)
     }
 
+    /// The file that says which versions there are. Its bytes are others whenever a version was
+    /// published, removed or named, and no other file is read for them.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::File`], [`StoreError::Damaged`].
+    pub fn head(&self) -> Result<Option<Vec<u8>>> {
+        catalog::read(self.storage(), HEAD)
+    }
+
     fn describe(&self, manifest: &Manifest, names: &BTreeMap<String, Place>) -> StoredVersion {
         let names = names.iter().filter(|(_, named)| **named == manifest.place);
         let names = names.map(|(name, _)| name.clone()).collect();
@@ -388,6 +400,7 @@ impl Store {
                 Which::AtLeast(asked) => self.find_newest(&catalog, asked)?,
             };
             if let Some(value) = self.read_place(found, read)? {
+                finding::tell(&damage, damage.len());
                 return Ok((value, damage));
             }
             // It was removed since the catalog was read: the next one says so.
@@ -422,6 +435,7 @@ impl Store {
         mut damaged: Option<(Place, Damage)>,
         read: &dyn Fn(&Manifest) -> Result<T>,
     ) -> Result<(T, Vec<Damage>)> {
+        let known = damage.len();
         loop {
             let Some(&place) = catalog.places.last() else {
                 return Err(StoreError::Empty {
@@ -435,7 +449,10 @@ impl Store {
                 None => self.read_place(place, read),
             };
             match found {
-                Ok(Some(value)) => return Ok((value, damage)),
+                Ok(Some(value)) => {
+                    finding::tell(&damage, known);
+                    return Ok((value, damage));
+                }
                 // It was removed since, so there are newer ones.
                 Ok(None) => {
                     let now = Catalog::read(self.storage())?;
@@ -443,13 +460,13 @@ impl Store {
                         true => catalog = now,
                         false => {
                             let file = self.storage.name(&place.manifest());
-                            finding::passed_over(Damage::new(file, "it is missing"), &mut damage);
+                            finding::note(Damage::new(file, "it is missing"), &mut damage);
                             catalog.places.pop();
                         }
                     }
                 }
                 Err(StoreError::Damaged(found)) => {
-                    finding::passed_over(found, &mut damage);
+                    finding::note(found, &mut damage);
                     catalog.places.pop();
                 }
                 // The model came with a version that is damaged, or its name is mistyped.

@@ -96,7 +96,7 @@ pub struct Writer {
     half_dropped: BTreeSet<Place>,
     /// Data of earlier writers that may have to be removed still.
     left_over: BTreeSet<Place>,
-    /// The version of which nobody knows whether it was published.
+    /// The version that may or may not have been published.
     unsettled: Option<Unsettled>,
     /// The run that has taken the store over.
     successor: Option<Run>,
@@ -201,7 +201,7 @@ impl Writer {
             damage: catalog.damage.clone(),
             owner: Origin::here(),
         };
-        writer.look(&catalog)?;
+        writer.take_stock(&catalog)?;
         Ok(writer)
     }
 

@@ -125,7 +125,7 @@ pub mod report {
 
 /// The ways for weights to travel: as values, or by name.
 pub mod scheme {
-    pub use weightsync_engine::{AnyScheme, MultiProcess, NoSync, Queue, SharedMem};
+    pub use weightsync_engine::{AnyScheme, MultiProcess, NoSync, Queue, SharedMem, settings};
     #[cfg(feature = "net")]
     pub use weightsync_net::Distributed;
     #[cfg(feature = "rpc")]

@@ -1,4 +1,4 @@
-//! Deltas of both codecs: put into a span, and folded.
+//! Deltas of all codecs: put into a span, and folded.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -15,13 +15,21 @@ fn delta_fast() {
 }
 
 #[test]
+fn delta_gaps() {
+    put("delta_gaps", Codec::Gaps);
+}
+
+#[test]
 fn delta_thin() {
     put("delta_thin", Codec::Thin);
 }
 
 /// The first byte of an input says of which elements the span is.
 fn put(name: &str, codec: Codec) {
-    let both = [samples(Codec::Fast), samples(Codec::Thin)].concat();
+    let all: Vec<_> = Codec::ALL
+        .iter()
+        .flat_map(|codec| samples(*codec))
+        .collect();
     let samples = samples(codec);
     // It grows to what a span needs, and no further: before anything is counted.
     let scratch = Mutex::new(Scratch::new());
@@ -56,7 +64,7 @@ fn put(name: &str, codec: Codec) {
             Err(_) => assert!(both.is_empty()),
         }
     };
-    both.iter().for_each(|sample| put(sample));
+    all.iter().for_each(|sample| put(sample));
     fuzz!(name, samples, put);
 }
 

@@ -115,6 +115,9 @@ def test_adapter_names_are_used_once():
         with lora.Adapters("once") as others:
             following = range(max(numbers) + 1, max(numbers) + 100)
             assert others.save(snapshot, taken=following).number == following.stop
+            with pytest.raises(weightsync.SettingError, match="not of these adapters"):
+                others.remove(made)
+            assert made.path.exists()
         folder = made.path.parent
         adapters.remove(made)
         assert not made.path.exists() and adapters.save(snapshot) == made
@@ -341,6 +344,7 @@ def test_model_that_cannot_be_merged_is_refused():
     for name, value, words in [
         ("alora_invocation_tokens", [1], "aLoRA.*adapter_of"),
         ("trainable_token_indices", [1], "trainable_token_indices"),
+        ("target_parameters", ["experts.down_proj"], "target_parameters.*adapter_of"),
     ]:
         model = _peft()
         setattr(model.peft_config["default"], name, value)
@@ -386,6 +390,8 @@ def test_adapter_that_cannot_be_named_is_refused():
         ("bias", "lora_only", "bias='lora_only'"),
         ("trainable_token_indices", [1], "trainable_token_indices"),
         ("use_dora", True, "DoRA"),
+        ("lora_bias", True, "lora_bias"),
+        ("layer_replication", [(0, 2), (1, 3)], "layer_replication"),
         ("peft_type", "ADALORA", "the peft_type ADALORA"),
     ]:
         model = _peft()

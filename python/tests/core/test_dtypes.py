@@ -124,3 +124,13 @@ def test_packed_elements_count_as_torch_counts_them():
         assert got.shape == sent.shape
         assert bits(got.view(torch.uint8)) == bits(sent.view(torch.uint8))
         del got
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="an older torch")
+def test_packed_elements_are_sent_in_order_from_any_strides():
+    whole = torch.arange(48, dtype=torch.uint8).reshape(4, 12)
+    for part in (whole.t(), whole[:, ::2], whole[::2, 1:7]):
+        with pair({"it": part.view(torch.float4_e2m1fn_x2)}) as (_, receiver):
+            got = receiver.latest()["it"]
+            assert bits(got.view(torch.uint8)) == bits(part.contiguous())
+            del got

@@ -236,15 +236,28 @@ def test_a_worker_that_joined_and_was_killed_is_named(actor, scheme):
         assert f"worker 1 (pid {dies.pid}) died" in str(raised[0]), raised[0]
 
 
+def until_logged(caplog, words):
+    """The lines with these words, once there are some: a thread of the engine logs them."""
+    until = time.monotonic() + LONG
+    while not (said := [one.message for one in caplog.records if words in one.message]):
+        assert time.monotonic() < until, caplog.text
+        time.sleep(0.01)
+    return said
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_second_worker_of_a_number_is_refused(scheme):
+def test_second_worker_of_a_number_is_refused(scheme, caplog):
+    # Its own: the same words are logged once a minute.
+    number = SCHEMES.index(scheme)
     with weightsync.Sender(Net(1.0), scheme=scheme) as sender:
-        lives = worker(sender.init_info, 0)
+        lives = worker(sender.init_info, number)
         meet(sender, lives)
         for _ in range(3):
             with pytest.raises(weightsync.PeerError, match="already connected") as raised:
-                worker(sender.init_info, 0).connect(timeout=LONG)
+                worker(sender.init_info, number).connect(timeout=LONG)
             assert "another number" in str(raised.value)
+        reason = str(raised.value).removeprefix("the sender refused this worker: ")
+        assert until_logged(caplog, "refused") == [f"a worker was refused: {reason}"]
         with beside(lambda: received(lives)):
             assert sender.send(timeout=LONG).all_applied
             sender.shutdown()
@@ -301,3 +314,54 @@ class Reports:
 
     def send_to_all(self):
         return self.sender.send().ensure_applied()
+
+
+#: Runs that another trainer goes on with, by the same init info.
+RESTARTS = {
+    "store": lambda path: {"scheme": f"store:{path}"},
+    "shared-mem": lambda path: {"scheme": "shared-mem", "run_dir": path},
+    "multi-process": lambda path: {"scheme": "multi-process", "run_dir": path},
+}
+
+
+@pytest.mark.parametrize("scheme", RESTARTS)
+def test_worker_that_comes_after_the_end_waits_and_says_so(scheme, tmp_path, caplog):
+    how = RESTARTS[scheme](tmp_path / "run")
+    with weightsync.Sender(Net(1.0), **how) as sender:
+        info = sender.init_info
+        # Nothing has ended yet.
+        with pytest.raises(weightsync.DeadlineError) as raised:
+            worker(info).connect(timeout=0.1)
+        assert "has " not in str(raised.value).split("s: is")[0] and not caplog.records
+        sender.connect(0)
+    ended = r"last attempt: (its sender, process \d+ on .*, has shut down|.*that sender has ended)\)"
+    with pytest.raises(weightsync.DeadlineError, match=ended):
+        worker(info).connect(timeout=0)
+    caplog.clear()
+    late, again = worker(info), weightsync.Sender(Net(2.0), **how)
+    with all_ended(again, late):
+        with beside(lambda: late.connect(timeout=LONG)):
+            (said,) = until_logged(caplog, "waits for a trainer that starts again")
+            assert "has ended" in said or "has shut down" in said
+            again.connect(1, timeout=LONG)
+        assert late.version == again.version
+
+
+def test_worker_is_told_of_a_sender_that_was_killed(tmp_path):
+    script = """
+        import os, signal, weightsync
+        sender = weightsync.Sender({"a": __import__("numpy").ones(2)}, scheme=SCHEME)
+        sender.connect(0)
+        print(sender.init_info.to_json(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    for scheme in [f"store:{tmp_path}/store", f"store:{tmp_path},temporary"]:
+        program = textwrap.dedent(script).replace("SCHEME", repr(scheme))
+        killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        info = weightsync.InitInfo.from_json(killed.stdout)
+        if "temporary" in scheme:
+            with pytest.raises(weightsync.PeerError, match="died"):
+                worker(info).connect(timeout=LONG)
+        else:
+            with pytest.raises(weightsync.DeadlineError, match="its sender, process .* has died"):
+                worker(info).connect(timeout=0.1)

@@ -11,9 +11,11 @@ import sys
 import threading
 
 import pytest
+import torch
 import weightsync
 from actors import STARTS
-from ends import LONG, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from ends import FAR, LONG, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from torch import nn
 from weightsync import errors
 
 SCHEMES = [*PUSHING, "none"]
@@ -416,3 +418,59 @@ class Worker:
 
     def shutdown(self):
         self.receiver.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["shared-mem", "multi-process:every=8", *FAR])
+def test_loop_over_a_receiver_ends_with_its_sender(scheme):
+    source = {"w": torch.zeros(3)}
+    with pair(source, setup={"scheme": scheme}) as (sender, receiver):
+        came = []
+
+        def follow():
+            for snapshot in receiver:
+                came.append((snapshot.version, snapshot["w"][0].item()))
+
+        def send():
+            for value in (1, 2, 3):
+                source["w"].fill_(value)
+                sender.send().ensure_applied()
+            sender.shutdown()
+
+        with beside(follow):
+            send()
+    assert came[-1][1] == 3 and [version for version, _ in came] == sorted({one for one, _ in came})
+
+
+def test_loop_over_a_model_receiver_loads_each_version():
+    trainer, worker = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pair(trainer, worker, setup={"scheme": "multi-process:every=8"}) as (sender, receiver):
+        for _ in range(3):
+            sender.send(wait="sent")
+        sender.shutdown()
+        assert list(receiver) == [2, 3, 4]
+
+
+ALONE = """
+import sys, time, weightsync
+sender = weightsync.Sender({"w": __import__("torch").ones(3)})
+receiver = weightsync.Receiver(sender.init_info)
+begun = time.monotonic()
+try:
+    eval(sys.argv[1])
+except weightsync.LifecycleError as error:
+    assert time.monotonic() - begun < 30
+    print(error)
+sender.connect(0)
+receiver.connect()
+sender.send(wait="sent")
+assert receiver.receive(60).version == 2
+"""
+
+
+@pytest.mark.parametrize("first", ["sender.connect(1)", "receiver.connect()"])
+def test_one_thread_with_both_ends_is_told_at_once(first):
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, first], capture_output=True, text=True, timeout=2 * LONG
+    )
+    assert done.returncode == 0, done.stderr
+    assert "`sender.connect(0)`" in done.stdout and "`receiver.connect()`" in done.stdout

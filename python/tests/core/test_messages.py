@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import os
 import socket
 import warnings
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 import weightsync
 from ends import LONG, Net, all_ended, meet, pair
 from torch import nn
+
+from weightsync import engines, lora, rl
 
 
 def _raises(words, call, kind=weightsync.WeightsyncError):
@@ -185,6 +188,7 @@ def test_security_errors_name_the_scheme_setting(scheme, monkeypatch):
 WRAPPED = {
     "module": lambda model: nn.DataParallel(model),
     "_orig_mod": lambda model: torch.compile(model, backend="eager"),
+    "module._orig_mod": lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
 }
 
 
@@ -197,13 +201,107 @@ def test_a_wrapped_model_is_recognised(part):
     ]:
         sender = weightsync.Sender(trainer)
         receiver = weightsync.ModelReceiver(sender.init_info, 0, model=worker)
-        words = rf"names {whose} have \"{part}\".*pass the module inside \(model\.{part}\)"
+        names = " and ".join(rf'"{one}" \(of [A-Za-z.]*\)' for one in part.split("."))
+        words = rf"names {whose} have {names} in.*pass the module inside \(model\.{part}\)"
         with all_ended(sender, receiver):
             _raises(words, lambda: meet(sender, receiver), weightsync.WrongWeightsError)
     sender = weightsync.Sender(nn.Linear(2, 3))
     with all_ended(sender):
         sender.connect(0, timeout=LONG)
         _raises(rf"model\.{part}\)", lambda: sender.send(wrapped), weightsync.WrongWeightsError)
+
+
+@pytest.fixture
+def lost_directory(tmp_path, monkeypatch):
+    """A working directory that was removed."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+
+def _sent_to_nobody(**settings):
+    sender = weightsync.Sender(nn.Linear(2, 2), **settings)
+    with all_ended(sender):
+        sender.connect(0, timeout=LONG)
+
+
+#: Calls that take a path: its way through the package is another one each time.
+WITH_PATHS = {
+    "store": lambda path, _: weightsync.Store(path),
+    "pull": lambda path, store: store.pull(path),
+    "files": lambda path, _: weightsync.Store("/nowhere", files=[path]),
+    "scheme": lambda path, _: weightsync.StoreScheme(path),
+    "keep": lambda path, _: _sent_to_nobody(keep=path),
+    "run_dir": lambda path, _: _sent_to_nobody(run_dir=path),
+    "run_dir of rpc": lambda path, _: _sent_to_nobody(run_dir=path, scheme="rpc"),
+    "tls": lambda path, _: _sent_to_nobody(scheme=f"distributed:tls={path}"),
+    "synchronizer": lambda path, _: weightsync.Synchronizer.local(run_dir=path),
+    "its store": lambda path, _: weightsync.Synchronizer.local(store=path),
+    "replay buffer": lambda path, _: rl.ReplayBuffer(8, directory=path),
+    "adapters": lambda path, _: lora.Adapters("policy", path),
+    "checkpoints": lambda path, _: engines.Remote("http://[::1]", routes=ROUTES, directory=path),
+    "like": lambda path, _: engines.Remote("http://[::1]", routes=ROUTES, like=path),
+}
+ROUTES = {"update": "/update"}
+
+
+@pytest.mark.parametrize("call", WITH_PATHS)
+def test_path_in_a_removed_directory_is_said_to_lead_nowhere(call, tmp_path, lost_directory):
+    with weightsync.Store(tmp_path / "store") as store:
+        store.save(nn.Linear(2, 2))
+        _raises("working directory was removed.*absolute path", lambda: WITH_PATHS[call]("a", store))
+
+
+#: What Python makes of a file's name with the byte 0xff.
+ODD = "a\udcff"
+
+#: Calls that take text which goes to other processes.
+WITH_NAMES = {
+    "url": lambda: weightsync.Store(ODD),
+    "url of a path": lambda: weightsync.Store(Path(ODD)),
+    "url of bytes": lambda: weightsync.Store(os.fsencode(ODD)),
+    "files": lambda: weightsync.Store("/nowhere", files={ODD: b""}),
+    "named": lambda: weightsync.Store("/nowhere").load(named=ODD),
+    "scheme": lambda: weightsync.Sender(nn.Linear(2, 2), scheme=f"store:{ODD}"),
+    "scheme of settings": lambda: weightsync.Distributed(tls=Path(ODD)),
+    "the name of a model": lambda: weightsync.Sender(nn.Linear(2, 2), name=ODD),
+    "the name of a tensor": lambda: weightsync.Sender({ODD: torch.ones(2)}),
+    "the name of a tensor within": lambda: weightsync.Sender({"a": {ODD: np.ones(2)}}),
+    "the name of a tensor of a rule": lambda: weightsync.Mapping().rename("a", ODD),
+    "device": lambda: weightsync.Receiver(weightsync.Sender(nn.Linear(2, 2)).init_info, 0, device=ODD),
+    "address": lambda: weightsync.Synchronizer.connect(ODD),
+    "store": lambda: weightsync.Synchronizer.local(store=ODD),
+}
+
+
+@pytest.mark.parametrize("call", WITH_NAMES)
+def test_text_that_is_not_utf_8_is_named(call):
+    setting = call.split(" of ")[0] if call.startswith(("url", "scheme")) else call
+    words = setting.split(" within")[0].split(" of a rule")[0] + ": expected text that is UTF-8"
+    error = _raises(words, WITH_NAMES[call], weightsync.SettingError)
+    assert ascii(ODD).strip("'") in str(error)
+    # The error can be printed and logged.
+    str(error).encode()
+
+
+def test_files_may_have_any_name(tmp_path):
+    other = tmp_path / ODD
+    other.mkdir()
+    with weightsync.Store(tmp_path / "store") as store:
+        store.save(nn.Linear(2, 2))
+        assert store.pull(other / ODD) == 1
+        assert store.load().save_safetensors(other / "a.safetensors")
+    # Its workers read where it is in an init info.
+    _raises("it is not UTF-8; choose", lambda: _sent_to_nobody(run_dir=other / "run"))
+    # What others have put into the store has any name, too.
+    for folder in [tmp_path / "store", *(one for one in (tmp_path / "store").iterdir() if one.is_dir())]:
+        (folder / ODD).mkdir()
+        (folder / f"{ODD}.json").touch()
+    with weightsync.Store(tmp_path / "store", keep=1) as store:
+        store.save(nn.Linear(2, 2))
+        assert store.load().version == 2
+        assert (tmp_path / "store" / f"{ODD}.json").exists()
 
 
 def test_a_dtype_that_differs_mentions_the_cast():
@@ -244,7 +342,11 @@ ALLOWED = {
     ("torchrl/__init__.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("engines/_checkpoint.py", "ValueError"): "its caller takes the file for unreadable",
     ("engines/_http.py", "TimeoutError"): "the call was given up, so nobody has the exception",
-    ("trinity/_synchronizer.py", "OSError"): "its caller logs that the file cannot be read",
+    ("rl/_base.py", "NotImplementedError"): "an abstract method",
+    ("rl/_form.py", "ValueError"): "its caller says that a worker's form cannot be read",
+    ("rl/_multi_base.py", "NotImplementedError"): "an abstract method",
+    ("rl/_values.py", "ValueError"): "its caller says that what a worker sent cannot be read",
+    ("transfer/skyrl.py", "AttributeError"): "what Python asks of a module's __getattr__",
     ("vllm/_engines.py", "NotImplementedError"): "an abstract method",
 }
 

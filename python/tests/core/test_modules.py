@@ -145,11 +145,79 @@ def test_extra_state_travels(state):
 def test_extra_state_reaches_a_dict(state):
     into = {}
     with pair(nn.ModuleDict({"inner": Stateful(STATES[state])}), into):
-        assert _same(STATES[state], into["inner.__extra_state__"])
+        assert _same(STATES[state], into["inner._extra_state"])
     # And goes on from there.
     worker = nn.ModuleDict({"inner": Stateful("none yet")})
     with pair(into, worker):
         assert _same(STATES[state], worker["inner"].state)
+
+
+def loaded(weights):
+    """The state of a module that has loaded a state dict."""
+    module = nn.ModuleDict({"inner": Stateful("none yet")})
+    module.load_state_dict(weights)
+    return module["inner"].state
+
+
+@pytest.mark.parametrize("kind", ["empty", "its own state dict"])
+def test_extra_state_survives_load_state_dict_of_a_dict(kind, tmp_path):
+    """Whatever has loaded a version into a dict."""
+
+    def made():
+        return {} if kind == "empty" else nn.ModuleDict({"inner": Stateful("old")}).state_dict()
+
+    trainer, into = nn.ModuleDict({"inner": Stateful(STATES["a tensor"])}), made()
+    with pair(trainer, into) as (sender, receiver):
+        assert _same(loaded(into), STATES["a tensor"])
+        trainer["inner"].state = torch.arange(5) + 1
+        pass_on(sender, receiver)
+        assert _same(loaded(into), torch.arange(5) + 1)
+        assert len(into) == 2
+        others = [made(), made()]
+        sender.snapshot().load_into(others[0])
+    with weightsync.Store(tmp_path) as store:
+        store.save(trainer)
+        store.load_into(others[1])
+    for other in others:
+        assert _same(loaded(other), torch.arange(5) + 1) and len(other) == 2
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_extra_state_survives_load_state_dict_of_a_snapshot(state):
+    trainer = nn.ModuleDict({"inner": Stateful(STATES[state])})
+    with pair(trainer) as (sender, receiver):
+        snapshot = receiver.latest()
+        assert list(snapshot) == ["inner.weight", "inner._extra_state"] and len(snapshot) == 2
+        for weights in (snapshot, dict(snapshot), snapshot.tensors()):
+            assert _same(loaded(weights), STATES[state])
+        assert _same(snapshot.numpy()["inner._extra_state"], STATES[state])
+        # Two that have loaded one snapshot share nothing.
+        if isinstance(STATES[state], dict):
+            assert loaded(snapshot) is not loaded(snapshot)
+        with pytest.raises(weightsync.errors.MissingTensorError, match="inner.__extra_state__"):
+            snapshot["inner.__extra_state__"]
+        # It is a source as any state dict.
+        sender.send(dict(snapshot), wait="sent")
+        assert _same(loaded(receiver.receive(30)), STATES[state])
+
+
+def test_extra_state_goes_where_the_dict_has_it():
+    trainer = nn.ModuleDict({"inner": Stateful({"step": 3})})
+    nested = {"inner": {"weight": torch.zeros(3), "__extra_state__": "old"}}
+    without = {"inner": {"weight": torch.zeros(3)}}
+    for into in (nested, without):
+        with pair(trainer, into):
+            pass
+    assert nested["inner"]["__extra_state__"] == {"step": 3} and len(nested["inner"]) == 2
+    assert without["inner"]["_extra_state"] == {"step": 3}
+
+
+def test_extra_state_goes_into_a_tensordict():
+    # The oldest torch is tested without TensorDict.
+    tensordict = pytest.importorskip("tensordict")
+    into = tensordict.TensorDict({"inner": {"weight": torch.zeros(3)}})
+    with pair(nn.ModuleDict({"inner": Stateful({"step": 3})}), into):
+        assert into["inner", "__extra_state__", "step"] == 3
 
 
 def test_extra_state_may_change_and_grow_into_its_room():
@@ -190,7 +258,7 @@ def test_extra_state_reaches_a_module_and_a_dict():
     with all_ended(sender, one, other):
         meet(sender, one, other)
         assert _same(worker["inner"].state, {"step": 3, "at": torch.ones(2)})
-        assert _same(into["inner.__extra_state__"], {"step": 3, "at": torch.ones(2)})
+        assert _same(into["inner._extra_state"], {"step": 3, "at": torch.ones(2)})
 
 
 def test_module_with_changed_parts_is_loaded_as_it_is():
@@ -291,7 +359,7 @@ def test_equal_untied_weights_load_into_a_tied_worker(numel, how):
         with torch.no_grad():
             trainer.one.fill_(2.0)
         sender.send(wait="sent")
-        with pytest.raises(weightsync.LoadError, match="'one' and 'other' are tied here"):
+        with pytest.raises(weightsync.LoadError, match="'one' and 'other' are tied here|share memory here"):
             receiver.receive(30)
         assert worker.one[0] == worker.other[0] == 1.0
         with torch.no_grad():
@@ -315,7 +383,7 @@ def test_equal_untied_weights_load_into_a_tied_dict():
     with pair(Untied(1, 1), into) as (sender, receiver):
         assert into["other"][0] == 1.0
         sender.send(Untied(1, 2).state_dict(), wait="sent")
-        with pytest.raises(weightsync.LoadError, match="tied here"):
+        with pytest.raises(weightsync.LoadError, match="tied here|share memory here"):
             receiver.receive(30)
 
 

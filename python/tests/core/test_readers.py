@@ -16,7 +16,7 @@ import torch
 import weightsync
 from ends import LONG, all_ended, beside
 from torch import nn
-from weightsync._targets.module import _let_others_run, _processor_time
+from weightsync._targets.memory import _let_others_run, _processor_time
 
 LAYERS = 24
 SENDS = 60

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import pickle
 import re
 
@@ -9,6 +10,8 @@ import pytest
 import weightsync
 from ends import LONG, Net, all_ended, meet
 from weightsync import Distributed, MultiProcess, NoSync, Rpc, SharedMem
+from weightsync._native import scheme_settings
+from weightsync.scheme import StoreScheme
 
 TEXTS = {
     "shared-mem": SharedMem(),
@@ -54,26 +57,27 @@ def test_scheme_value_is_its_text(text):
         assert by_text.scheme == text
 
 
-@pytest.mark.parametrize("kind", [SharedMem, MultiProcess, Distributed, Rpc, NoSync])
+@pytest.mark.parametrize("kind", [SharedMem, MultiProcess, Distributed, Rpc, StoreScheme, NoSync])
 def test_scheme_value_has_every_setting_of_rust(kind):
-    # Rust names the settings there are when one is unknown.
-    with pytest.raises(weightsync.SettingError) as refused:
-        weightsync.Sender(Net(), scheme=f"{kind()}:nothing-such")
-    said = re.search(r"expected (?:a setting of [a-z-]+: )?(.*), got", str(refused.value))[1]
-    known = {part.partition("=")[0] for part in said.split(", ")}
-    names = {field.name.replace("_", "-") for field in dataclasses.fields(kind)}
-    # A part with a space goes on with the values of the setting before it.
-    assert names == {name for name in known if " " not in name}
+    fields = {field.name.replace("_", "-"): field.default for field in dataclasses.fields(kind)}
+    fields.pop("url", None)
+    settings = scheme_settings(kind._name)
+    assert [name for name, *_ in settings] == list(fields)
+    words = " ".join(inspect.getdoc(kind).replace("``", "`").split())
+    for name, takes, about, default in settings:
+        usual = fields[name]
+        assert (usual is False) if not takes else (default == (usual and str(usual)))
+        assert f"{name.replace('-', '_')}: {about}." in words
 
 
 def test_wrong_setting_is_refused_in_the_words_of_rust():
     for wrong, words in [
-        (lambda: MultiProcess(every=0), '"every": expected a number from 1 to 32, got "0"'),
-        (lambda: MultiProcess(every=True), '"every": expected a number from 1 to 32, got ""'),
-        (lambda: MultiProcess(every=4.0), '"every": expected a number from 1 to 32, got "4.0"'),
+        (lambda: MultiProcess(every=0), '"every": expected 1 to 32, got "0"'),
+        (lambda: MultiProcess(every=True), '"every": expected 1 to 32, got ""'),
+        (lambda: MultiProcess(every=4.0), '"every": expected 1 to 32, got "4.0"'),
         (lambda: SharedMem(pull=0), '"pull": expected no value, true or false, got "0"'),
         (lambda: Distributed(listen="here"), '"listen": expected .* got "here"'),
-        (lambda: Distributed(arity=65), '"arity": expected a number from 1 to 64, got "65"'),
+        (lambda: Distributed(arity=65), '"arity": expected 1 to 64, got "65"'),
         (lambda: Distributed(share="some"), '"share": expected all, relay or none, got "some"'),
         (lambda: Distributed(pull=True, every=2), '"pull": expected not to be set with `every`'),
         (lambda: Rpc(initial="soon"), '"initial": expected connect or send, got "soon"'),

@@ -1,15 +1,18 @@
 """Adapters of a server that is late, refuses, forgets or is gone. Real servers have tests of their own."""
 
+import contextlib
 import json
 import logging
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
 import weightsync
-from ends import pair, pass_on
-from weightsync import lora
+from ends import LONG, pair, pass_on
+from weightsync import lora, trl
+from weightsync.engines import _http as http
 
 #: What a PEFT model's adapter is, as it is sent.
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
@@ -18,18 +21,20 @@ CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"]}
 class Server:
     """The three routes of vLLM."""
 
-    def __init__(self):
+    def __init__(self, host="127.0.0.1"):
         #: Paths by name, and what was posted.
         self.has, self.posted = {"base": "/models/base"}, []
         #: What it answers to the next posts of a route in its place; None: nothing, until the end.
         self.refuses = {}
+        #: Where it says that it is now.
+        self.moved = None
         self._over = threading.Event()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 cards = [{"id": name, "root": root} for name, root in server.has.items()]
-                self.answer(200, {"data": cards})
+                self.answer(302 if server.moved else 200, {"data": cards})
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -49,15 +54,20 @@ class Server:
 
             def answer(self, status, said):
                 self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", server.moved)
                 self.end_headers()
                 self.wfile.write(json.dumps(said).encode())
 
             def log_message(self, *_):
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        class Listener(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            daemon_threads = True
+
+        self._server = Listener((host.strip("[]"), 0), Handler)
+        self.url = f"http://{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
 
@@ -183,3 +193,41 @@ def test_wrong_settings_are_refused():
     ]:
         with pytest.raises(weightsync.SettingError, match=words):
             lora.ServerAdapters("http://host:8000", "policy", **wrong)
+
+
+def test_url_of_an_ipv6_address_is_kept_or_refused():
+    for url, address in [
+        ("https://[::1]", ("::1", 443)),
+        ("http://[::1]/", ("::1", 80)),
+        ("http://[fd00::1]:8000/v1", ("fd00::1", 8000)),
+        ("http://[fe80::1%eth0]:8000", ("fe80::1%eth0", 8000)),
+        ("http://[fe80::1%25eth0]", ("fe80::1%eth0", 80)),
+        ("https://host", ("host", 443)),
+    ]:
+        assert http.Server(url, "")._address == address, url
+    for url in ["http://::1:8000", "http://[::1", "http://[host]:8000", "http://host:99999", "http://:80"]:
+        with pytest.raises(weightsync.SettingError, match="expected a URL such as http://host:8000"):
+            http.Server(url, "")
+        with pytest.raises(weightsync.SettingError, match="^engines: expected a URL"):
+            trl._checked(url)
+    with pytest.raises(weightsync.SettingError, match="a host that a certificate can name"):
+        http.Server("https://[fe80::1%eth0]:8000", "")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_server_is_asked_without_a_proxy(host, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        at = f"http://127.0.0.1:{proxy.getsockname()[1]}"
+        for name in ["http_proxy", "https_proxy", "all_proxy"]:
+            monkeypatch.setenv(name, at)
+            monkeypatch.setenv(name.upper(), at)
+        with contextlib.closing(Server(host)) as server:
+            assert http.Server(server.url, "").get("v1/models", LONG)["data"]
+            assert trl._serves(server.url)
+            # What a server redirects to is not asked.
+            server.moved = f"{at}/v1/models"
+            with pytest.raises(weightsync.WeightsyncError, match=f"leads to {at}"):
+                http.Server(server.url, "").get("v1/models", LONG)
+        proxy.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            proxy.accept()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import weightsync
 from ends import FAR, LONG, MODES, PUSHING, Net, all_ended, beside, meet, pair, pass_on
+from torch import nn
 
 
 def _crowd(source, workers, **setup):
@@ -341,3 +342,73 @@ def test_weights_of_no_worker_are_refused():
     with pair(Net(1.0), Net()) as (sender, _):
         with pytest.raises(ValueError, match="at least one worker"):
             sender.send_each({})
+
+
+class Head(nn.Module):
+    """A part of its own, behind one that it may share."""
+
+    def __init__(self, encoder, fill):
+        super().__init__()
+        self.encoder, self.own = encoder, nn.Parameter(torch.full((3,), float(fill)))
+
+
+def heads(kind, value, *, tied):
+    """Two models, which may have one encoder."""
+    encoder = Net(value)
+    made = {"actor": Head(encoder, value), "critic": Head(encoder if tied else Net(value), value)}
+    # State dicts have the same tensors.
+    return {name: dict(one.state_dict()) for name, one in made.items()} if kind == "dicts" else made
+
+
+def values_of(model):
+    tensors = model.values() if isinstance(model, dict) else model.state_dict().values()
+    return {float(one) for tensor in tensors for one in tensor.unique()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["modules", "dicts"])
+def test_set_gives_a_tensor_of_two_models_one_value(kind, mode):
+    trainer, worker = heads(kind, 1.0, tied=False), heads(kind, 0.0, tied=True)
+
+    def fill(name, value):
+        one = trainer[name] if kind == "dicts" else trainer[name].state_dict()
+        for tensor in one.values():
+            tensor.fill_(value)
+
+    sender = weightsync.Sender(models=trainer)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, models=worker, mode=mode)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        assert values_of(worker["actor"]) == values_of(worker["critic"]) == {1.0}
+        for name in trainer:
+            fill(name, 2.0)
+        sender.send(wait="sent")
+        assert receiver.receive_set(LONG) == {"actor": 2, "critic": 2}
+        # One that comes alone may change what both have.
+        fill("actor", 3.0)
+        sender.send(model="actor", wait="sent")
+        assert receiver.receive_set(LONG) == {"actor": 3, "critic": 2}
+        assert (values_of(worker["actor"]), values_of(worker["critic"])) == ({3.0}, {2.0, 3.0})
+        fill("critic", 4.0)
+        sender.send(wait="sent")
+        words = "'actor: encoder.* share memory here, and were sent"
+        with pytest.raises(weightsync.LoadError, match=words):
+            receiver.receive_set(LONG)
+        assert receiver.versions == {"actor": 3, "critic": 2}
+        assert (values_of(worker["actor"]), values_of(worker["critic"])) == ({3.0}, {2.0, 3.0})
+        fill("actor", 4.0)
+        sender.send(wait="sent")
+        assert receiver.receive_set(LONG)
+        assert values_of(worker["actor"]) == values_of(worker["critic"]) == {4.0}
+
+
+def test_set_whose_models_differ_in_one_tensor_is_refused_at_connect():
+    trainer, worker = heads("modules", 1.0, tied=False), heads("modules", 0.0, tied=True)
+    with torch.no_grad():
+        trainer["critic"].encoder.small[1] = 7
+    sender = weightsync.Sender(models=trainer)
+    receiver = weightsync.ModelReceiver(sender.init_info, 0, models=worker)
+    with all_ended(sender, receiver):
+        with pytest.raises(weightsync.WeightsyncError, match="encoder.small' share memory here"):
+            meet(sender, receiver)
+    assert values_of(worker["actor"]) == {0.0}

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 import weightsync
-from ends import MODES, Net, all_ended, beside, bits, meet, pair, pass_on
+from ends import LONG, MODES, Net, all_ended, beside, bits, meet, pair, pass_on
 from tensordict import TensorDict
 from torch import nn
+from weightsync._source import Streamed
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 # What torch says of kinds that are refused here.
@@ -23,6 +24,9 @@ def _weights():
         "head": torch.tensor(2.5),
     }
 
+
+# Elements of a tensor that takes several threads' time to copy.
+LARGE = 32 * 1024
 
 FLAT = {"body.weight", "body.bias", "head"}
 
@@ -460,3 +464,68 @@ def test_sender_keeps_no_weights_after_a_send():
                 assert held() is None
             finally:
                 gc.enable()
+
+
+class Negative(nn.Module):
+    """Views whose memory has other values than they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = torch.arange(8.0)
+        self.pairs = torch.complex(torch.arange(8.0), -torch.arange(8.0))
+        self.negative = nn.Parameter(torch._neg_view(self.plain), requires_grad=False)
+        self.imaginary = nn.Parameter(self.pairs.conj().imag, requires_grad=False)
+        self.conjugate = nn.Parameter(self.pairs.conj(), requires_grad=False)
+        self.again = nn.Parameter(self.plain, requires_grad=False)
+        self.same = nn.Parameter(self.pairs, requires_grad=False)
+
+    def change(self):
+        self.plain.add_(1)
+        self.pairs.add_(1 + 1j)
+
+
+@pytest.mark.parametrize("kind", ["module", "dict"])
+def test_views_that_compute_their_values_are_sent_with_these_each_time(kind):
+    model = Negative()
+    source = model if kind == "module" else dict(model.named_parameters())
+    with pair(source) as (sender, receiver):
+        # The third send looks at the tensors all at once.
+        for _ in range(4):
+            got = receiver.latest()
+            for name, one in model.named_parameters():
+                assert torch.equal(got[name], one.detach().resolve_conj().resolve_neg()), name
+            model.change()
+            pass_on(sender, receiver)
+
+
+def test_tensors_can_be_swapped_between_sends():
+    model = nn.Linear(3, 4)
+    with pair(model) as (sender, receiver):
+        for value in range(4):
+            other = nn.Parameter(torch.full((4, 3), float(value)))
+            torch.utils.swap_tensors(model.weight, other)
+            pass_on(sender, receiver)
+            assert (receiver.latest()["weight"] == value).all()
+
+
+def test_weights_that_come_one_at_a_time_need_no_setting_of_threads():
+    specs = [(f"w{at}", "F32", (LARGE,)) for at in range(8)]
+
+    def groups(value):
+        for name, _, shape in specs:
+            yield [(name, torch.full(shape, float(value)))]
+
+    with all_ended(weightsync.Sender(Streamed(specs), copy_threads=4)) as (sender,):
+        receiver = weightsync.Receiver(sender.init_info)
+        with all_ended(receiver):
+            sender.connect(0, weights=Streamed(specs, groups(1)))
+            receiver.connect(timeout=LONG)
+            sender.send(Streamed(specs, groups(2)), wait="sent")
+            assert all((one == 2).all() for one in receiver.receive(LONG).values())
+
+
+def test_mapping_of_weights_that_come_one_at_a_time_is_refused():
+    specs = [("w", "F32", (3,))]
+    mapping = weightsync.Mapping().rename("w", "v")
+    with pytest.raises(weightsync.SettingError, match="mapping: it may need several tensors at once"):
+        weightsync.Sender(Streamed(specs), mapping=mapping)

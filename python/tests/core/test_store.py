@@ -77,6 +77,19 @@ def test_full_versions_are_checkpoint_directories(tmp_path):
         assert parts.load()["mean"].tolist() == [5.0] * 5
 
 
+def test_file_that_is_not_regular_is_refused(tmp_path):
+    pipe = tmp_path / "config.json"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero", tmp_path):
+        with pytest.raises(OSError, match="not a regular file"):
+            weightsync.Store(tmp_path / "store", files=[path])
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate((256 << 20) + 1)
+    with pytest.raises(OSError, match="more than 268435456 bytes"):
+        weightsync.Store(tmp_path / "store", files=[large])
+
+
 def test_everything_that_a_sender_takes_can_be_saved(tmp_path):
     kinds = {
         "module": Net(7.0),
@@ -166,6 +179,49 @@ def test_damage_is_named_and_an_older_version_loads(tmp_path, caplog):
         assert path in caplog.text and "damaged" in caplog.text
         with pytest.raises(weightsync.CorruptError, match="model.safetensors is damaged"):
             store.load(2)
+
+
+def _spoil(path):
+    with open(path, "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"~")
+
+
+def test_damage_of_several_versions_is_said_once(tmp_path, caplog):
+    model = Net()
+    with weightsync.Store(tmp_path) as store:
+        for step in range(4):
+            with torch.no_grad():
+                model.small[0] = step
+            store.save(model)
+        (anchor,) = {version.models[0].directory for version in store.versions()}
+        newest = Path(anchor).parents[1] / f"{1:020}-{4:020}"
+        _spoil(newest / "policy" / "weights.delta")
+        assert store.load().version == 3
+        (said,) = [record.message for record in caplog.records]
+        assert "weights.delta is damaged" in said and said.endswith("; an older version is loaded")
+        # All versions need this file, and then none is loaded.
+        _spoil(Path(anchor) / "model.safetensors")
+        caplog.clear()
+        for load in [store.load, store.load_all]:
+            with pytest.raises(weightsync.CorruptError, match="has no version") as raised:
+                load()
+            assert str(raised.value).count("model.safetensors is damaged") == 1, raised.value
+        assert not caplog.records
+        manifests = list((tmp_path / "versions").iterdir())
+        for manifest in manifests:
+            _spoil(manifest)
+        for asked in [{"version": 2}, {"at_least": 9}]:
+            with pytest.raises((weightsync.CorruptError, weightsync.DeadlineError)):
+                store.load(**asked)
+            said = [sum(one.name in record.message for record in caplog.records) for one in manifests]
+            assert said == [1] * 4, caplog.text
+            caplog.clear()
+        # The next writer says so once, too.
+        _spoil(tmp_path / "head.json")
+        with weightsync.Store(tmp_path) as writer:
+            writer.save(model)
+        assert sum("head.json is damaged" in record.message for record in caplog.records) == 1
 
 
 def test_a_second_writer_fences_the_first_off(tmp_path):
@@ -587,3 +643,15 @@ def test_names_that_are_untied_are_noticed(mode):
         model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
         with pytest.raises(weightsync.WrongWeightsError, match=r"head\.weight"):
             pass_on(sender, receiver)
+
+
+def test_worker_that_comes_after_the_end_is_told_so(tmp_path):
+    sender = weightsync.Sender({"w": torch.ones(3)}, scheme=f"store:{tmp_path},temporary")
+    # A temporary store is there until its last worker has left.
+    receiver = weightsync.Receiver(sender.init_info)
+    with all_ended(sender, receiver):
+        meet(sender, receiver)
+        sender.shutdown()
+        late = weightsync.Receiver(sender.init_info, 1)
+        with pytest.raises(weightsync.SenderClosedError):
+            late.connect(timeout=LONG)

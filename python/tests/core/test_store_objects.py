@@ -1,10 +1,15 @@
 """Stores in an object store: a real S3 server, moto, in a process of its own."""
 
+import contextlib
+import http.client
+import http.server
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import urllib.parse
 import urllib.request
 import uuid
 
@@ -181,3 +186,82 @@ def test_commands_move_checkpoints_in_objects(url, tmp_path):
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].sum() == 2
     assert run("watch", url, "--once", "--exec", "echo $WEIGHTSYNC_VERSION") == "3\n"
     assert run("scrub", "--store", url) == "all of 3 versions can be loaded\n"
+
+
+class Proxy(http.server.BaseHTTPRequestHandler):
+    """Passes requests for any host on to the server of this test."""
+
+    protocol_version = "HTTP/1.1"
+    behind = None
+    asked = []
+
+    def _pass_on(self):
+        there = urllib.parse.urlsplit(self.path)
+        self.asked.append(there.hostname)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        # A client of the server itself would ask for a path alone.
+        path = urllib.parse.urlunsplit(("", "", there.path, there.query, ""))
+        server = http.client.HTTPConnection(self.behind, timeout=LONG)
+        # moto takes the first part of other hosts for the bucket.
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        server.request(self.command, path, body, headers | {"host": self.behind})
+        answer = server.getresponse()
+        content = answer.read()
+        server.close()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("connection", "transfer-encoding"):
+                self.send_header(name, value)
+        if not answer.getheader("Content-Length"):
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _pass_on
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def a_proxy(behind):
+    """A proxy, and the hosts that it was asked for."""
+    asked = []
+    handler = type("Handler", (Proxy,), {"behind": behind, "asked": asked})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+#: The host of the bucket, which variables are set (PROXY stands for the proxy), and whether requests go
+#: by the proxy. No resolver knows the host `bucket.invalid`.
+PROXIED = [
+    ("bucket.invalid", {"HTTP_PROXY": "PROXY"}, True),
+    ("bucket.invalid", {"http_proxy": "PROXY"}, True),
+    ("bucket.invalid", {"ALL_PROXY": "PROXY", "NO_PROXY": "127.0.0.1,example.org"}, True),
+    ("bucket.invalid", {"AWS_PROXY_URL": "PROXY", "NO_PROXY": "*"}, True),
+    ("127.0.0.1", {"HTTP_PROXY": "PROXY", "NO_PROXY": "127.0.0.0/8"}, False),
+    ("127.0.0.1", {"ALL_PROXY": "PROXY", "no_proxy": "127.0.0.1"}, False),
+    ("127.0.0.1", {"HTTPS_PROXY": "PROXY"}, False),
+    ("127.0.0.1", {"AWS_PROXY_URL": "PROXY", "AWS_PROXY_EXCLUDES": "127.0.0.1"}, False),
+]
+
+
+@pytest.mark.parametrize(("host", "variables", "is_asked"), PROXIED)
+def test_bucket_is_reached_by_the_proxy_of_the_environment(url, monkeypatch, host, variables, is_asked):
+    behind = urllib.parse.urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with a_proxy(behind.netloc) as (proxy, asked):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{behind.port}")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value.replace("PROXY", proxy))
+        with weightsync.Store(url) as store:
+            store.save(Net(3.0))
+        model = Net()
+        assert weightsync.Store(url).load_into(model) == 1
+        assert model.value == 3.0
+    assert set(asked) == ({host} if is_asked else set())

@@ -14,11 +14,20 @@ from typing import Any
 from patience import patience
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import weightsync
 from weightsync.engines import Remote, Trainer
 from weightsync.errors import SettingError
+from weightsync.sglang import Engine as SglangEngine
 
 ROUTES: dict[str, Any] = {
     "update": ("/load", {"path": "{directory}", "label": "{version}"}),
@@ -40,6 +49,27 @@ def llama(seed: int, *, tied: bool = False) -> LlamaForCausalLM:
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def mixture(of: str, seed: int) -> PreTrainedModel:
+    """A mixture of experts. transformers 5 has a layer's experts in one tensor, and its checkpoint
+    each expert in three."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    if of == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4)).eval()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts, head_dim=16)).eval()
 
 
 class Server:
@@ -85,7 +115,7 @@ def fresh(checkpoint: Path) -> Iterator[Server]:
     made.kill()
 
 
-def tokens(model: LlamaForCausalLM) -> list[int]:
+def tokens(model: PreTrainedModel) -> list[int]:
     ids = torch.tensor([[1, 5, 9]])
     with torch.no_grad():
         out = model.generate(
@@ -100,7 +130,7 @@ def generated(server: Server) -> tuple[list[int], str]:
     return said["ids"], said["version"]
 
 
-def change(model: LlamaForCausalLM, seed: int) -> None:
+def change(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one in model.parameters():
@@ -126,6 +156,25 @@ def test_remote_engine_has_each_version(server: Server, checkpoint: Path, tmp_pa
     del trainer, remote
     gc.collect()
     assert list(folders.iterdir()) == []
+
+
+@pytest.mark.parametrize("of", ["mixtral", "qwen3-moe"])
+def test_remote_engine_gets_experts_in_the_form_of_its_checkpoint(of: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    mixture(of, 0).save_pretrained(checkpoint)
+    model = mixture(of, 1)
+    server = Server(checkpoint)
+    try:
+        with weightsync.Sender(model) as sender:
+            trainer = Trainer(sender, [Remote(server.url, routes=ROUTES, like=checkpoint)])
+            for step in (2, 3):
+                change(model, step)
+                report = trainer.sync(step)
+                assert report.all_synced, report
+                assert generated(server) == (tokens(model), str(step))
+            trainer.remove(server.url)
+    finally:
+        server.kill()
 
 
 @pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.soak), 1])
@@ -302,3 +351,29 @@ def test_tied_weights_reach_a_remote_engine(tmp_path: Path) -> None:
 def test_wrong_routes_are_refused(routes: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         Remote("http://127.0.0.1:9", routes=routes)
+
+
+def test_secret_goes_to_no_engine_in_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, here = "http://10.255.255.1:8000", "http://127.0.0.1:8000"
+    engines = [other, SglangEngine(other)]
+    with weightsync.Sender(llama(0)) as sender:
+        for engine in engines:
+            with pytest.raises(SettingError, match="in plain text.*https://.*insecure_plaintext"):
+                Trainer(sender).add(engine)
+        for allowed in (here, "http://localhost:1", "http://0.0.0.0:1", "http://[::1]:1"):
+            Trainer(sender).add(allowed)
+        Trainer(sender).add(other.replace("http:", "https:"))
+        # This process asks by a route that is told the folder alone.
+        Trainer(sender).add(Remote(other, routes={"update": "/load"}))
+        monkeypatch.setenv("WEIGHTSYNC_INSECURE_PLAINTEXT", "1")
+        for engine in engines:
+            Trainer(sender).add(engine)
+
+
+@pytest.mark.parametrize("scheme", ["distributed:insecure-plaintext", "store"])
+def test_plain_text_to_engines_is_allowed_by_scheme(
+    scheme: str, tmp_path: Path
+) -> None:
+    chosen = f"store:{tmp_path}" if scheme == "store" else scheme
+    with weightsync.Sender(llama(0), scheme=chosen) as sender:
+        assert Trainer(sender).add("http://10.255.255.1:8000") == "http://10.255.255.1:8000"

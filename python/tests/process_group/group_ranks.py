@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import weightsync
 from patience import patience
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 from torch import nn
 from weightsync import process_group
 
@@ -89,6 +89,20 @@ def make(kind, fill):
         return tree_of(fill, kind)
     if kind == "empty":
         return {}
+    if kind == "views":
+        # Two that compute their values from the memory of a third.
+        memory = torch.complex(torch.full((8,), fill), torch.arange(8.0))
+        return {"conjugate": memory.conj(), "negative": memory.conj().imag, "memory": memory}
+    if kind == "overlapping":
+        memory = torch.full((8, 8), fill)
+        return {"whole": memory, "rows": memory[:4]}
+    if kind == "apart":
+        return {"whole": torch.full((8, 8), fill), "rows": torch.full((4, 8), fill + 1)}
+    if kind == "lazy stack":
+        parts = [TensorDict({"w": torch.full((8,), fill)}, batch_size=[]) for _ in range(4)]
+        return LazyStackedTensorDict(*parts, stack_dim=0)
+    if kind == "stack":
+        return {"w": torch.full((4, 8), fill)}
     # A send of several pieces takes long enough for a test to come in between.
     return {f"part{at}": torch.full((5 << 18,), float(fill)) for at in range(int(kind))}
 
@@ -160,6 +174,16 @@ class Rank:
     def values(self):
         return values_of(self.model)
 
+    def lists(self):
+        """The values of a dict's tensors."""
+        return {
+            name: torch.view_as_real(one.resolve_conj()).tolist() if one.is_complex() else one.tolist()
+            for name, one in self.model.items()
+        }
+
+    def default_device(self, name):
+        torch.set_default_device(name)
+
     def version(self):
         return self.end.version
 
@@ -206,14 +230,14 @@ class Rank:
         """Makes the next load fail after it has changed a part of the model."""
         import weightsync.process_group._target as module
 
-        plain, error = module._exchange, {"error": RuntimeError, "Ctrl-C": KeyboardInterrupt}[kind]
+        plain, error = module.exchange, {"error": RuntimeError, "Ctrl-C": KeyboardInterrupt}[kind]
 
         def other(pairs):
-            module._exchange = plain
+            module.exchange = plain
             plain(pairs[:1])
             raise error("the load was interrupted")
 
-        module._exchange = other
+        module.exchange = other
 
     def note_sends(self):
         """Notes which pieces are filled, and when receivers are told of a version."""
@@ -310,8 +334,10 @@ class Rank:
         thread.join(LONG)
         return said
 
-    def shutdown_while_sending(self):
-        """What a send that waits in another thread gets as this end shuts down."""
+    def shutdown_while_sending(self, seconds=None):
+        """What a send that waits in another thread gets as this end shuts down; and before that what
+        another one gets that may wait so many seconds.
+        """
         said, waits = [], threading.Event()
         plain = self.end._group.next
 
@@ -320,16 +346,21 @@ class Rank:
                 waits.set()
             return plain(timeout)
 
-        def wait():
+        def send():
             try:
                 said.append(self.end.send())
             except weightsync.WeightsyncError as error:
                 said.append(type(error).__name__)
+                if isinstance(error, weightsync.DeadlineError):
+                    said.append(str(error))
 
         self.end._group.next = following
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=send, name="other")
         thread.start()
         waits.wait(LONG)
+        if seconds is not None:
+            self.end._timeout = seconds
+            send()
         self.end.shutdown()
         thread.join(LONG)
         return said

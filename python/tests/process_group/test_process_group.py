@@ -2,7 +2,10 @@
 
 from patience import patience
 import pytest
+import torch
 from actors import Raised
+from weightsync.process_group._packing import Layout
+from weightsync.process_group._target import Target
 
 
 def start(ranks, world=3, kind="net", fill=0.0, timeout=patience(30), **how):
@@ -143,6 +146,57 @@ def test_tensor_that_cannot_be_written_is_refused(ranks, kind, why):
     report, ((refusal, said),) = send(made)
     assert refusal == "WrongTypeError" and why in said
     assert report["ranks"][0]["reason"] == said
+
+
+def test_views_that_compute_their_values_are_sent_with_these(ranks):
+    made = ranks(2)
+    made[0].order("open", "views", 3.0)
+    made[1].order("open", "empty")
+    for one in made:
+        one.answer()
+    report, _ = send(made)
+    assert report["ranks"][0]["outcome"] == "applied"
+    assert made[1].ask("lists") == made[0].ask("lists")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "words"),
+    [
+        ("stack", "lazy stack", "'w' is made again whenever it is asked for"),
+        ("apart", "overlapping", "share memory here, and were sent with values that differ"),
+    ],
+)
+def test_model_that_would_not_have_what_was_sent_is_refused(ranks, given, taken, words):
+    made = ranks(2)
+    made[0].order("open", given, 1.0)
+    made[1].order("open", taken, -1.0)
+    for one in made:
+        one.answer()
+    report, ((refusal, said),) = send(made)
+    assert refusal in ("WrongTypeError", "WrongWeightsError") and words in said
+    assert report["ranks"][0]["reason"] == said
+
+
+def test_default_device_of_torch_does_not_matter(ranks):
+    made = start(ranks, world=2, fill=2.0)
+    for one in made:
+        one.ask("default_device", "meta")
+    for value in (2.0, 3.0):
+        made[0].ask("fill", value)
+        report, _ = send(made)
+        assert report["ranks"][0]["outcome"] == "applied", report
+        for one in made:
+            one.ask("default_device", "cpu")
+        assert made[1].ask("values") == [value]
+        for one in made:
+            one.ask("default_device", "meta")
+
+
+def test_empty_dict_gets_tensors_that_can_be_trained():
+    model = {}
+    with torch.inference_mode():
+        Target(model, "copy").load(Layout(["w"], [torch.float32], [(3,)], {}), [torch.ones(3)])
+    assert model["w"].all() and not model["w"].is_inference()
 
 
 def test_load_that_fails_halfway_is_undone(ranks):
@@ -318,6 +372,13 @@ def test_shutdown_ends_a_receive_that_waits(ranks):
 def test_shutdown_ends_a_send_and_blames_nobody(ranks):
     made = start(ranks)
     assert made[0].ask("shutdown_while_sending") == ["LifecycleError"]
+
+
+def test_send_ends_while_another_thread_sends(ranks):
+    made = start(ranks)
+    kind, said, other = made[0].ask("shutdown_while_sending", 0.2)
+    assert (kind, other) == ("DeadlineError", "LifecycleError")
+    assert "for all of 0.2 s the thread 'other' was in send of this end" in said
 
 
 @pytest.mark.parametrize(

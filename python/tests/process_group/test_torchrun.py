@@ -41,6 +41,16 @@ def test_late_trainer_rank_is_named_and_group_goes_on():
     assert said.count("is done") == 4
 
 
+def test_trainer_rank_that_fails_is_named_at_once_and_group_goes_on():
+    said = torchrun(HERE / "trainers.py", "failing")
+    assert said.count("is done") == 4
+
+
+def test_trainer_rank_that_fails_in_the_middle_keeps_none_waiting():
+    said = torchrun(HERE / "trainers.py", "broken")
+    assert said.count("is done") == 4
+
+
 def test_sharded_scheme_goes_on_after_failed_calls():
     said = torchrun(HERE / "trainers.py", "scheme")
     assert said.count("is done") == 4

@@ -1,6 +1,7 @@
 """A program for torchrun: two ranks of a trainer with sharded weights, and two workers."""
 
 import sys
+import time
 
 from patience import patience
 import torch
@@ -34,22 +35,74 @@ def be_late(sender, rank, group):
     sender._timeout = 60.0
 
 
+class Odd(nn.Sequential):
+    """A model whose tensors a rank cannot list."""
+
+    def named_modules(self, *args, **how):
+        raise ValueError("not today")
+
+
+def fail_before(sender, rank, model, group):
+    """A rank fails before it gathers: all hear of it at once, and the group goes on."""
+    for failing in (1, 0):
+        odd = Odd(*model) if rank == failing else None
+        began = time.monotonic()
+        try:
+            sender.send(odd)
+            raise AssertionError("a send that one rank has failed has returned")
+        except ValueError:
+            assert rank == failing
+        except weightsync.PeerError as error:
+            assert rank != failing and f"rank {failing} (" in str(error)
+            assert "ValueError: not today" in str(error) and "closed" not in str(error)
+        assert time.monotonic() - began < patience(15)
+        dist.barrier(group)
+    # What rank 1 would gather is something else.
+    other = model if rank == 0 else nn.Sequential(model[0])
+    try:
+        sender.send(other)
+        raise AssertionError("ranks have gathered different weights")
+    except weightsync.WrongWeightsError as error:
+        assert "gathers other tensors than rank" in str(error)
+    dist.barrier(group)
+
+
+def fail_while(sender, rank):
+    """A rank fails in the middle: no rank waits, and each is told why."""
+    from weightsync.transfer import extractors
+
+    if rank == 1:
+        plain = extractors._gather_to_first
+
+        def gather(*args):
+            extractors._gather_to_first = plain
+            raise MemoryError("no room")
+
+        extractors._gather_to_first = gather
+    began = time.monotonic()
+    try:
+        sender.send()
+        raise AssertionError("a send that one rank has failed has returned")
+    except (MemoryError, weightsync.PeerError) as error:
+        assert (rank == 1) == isinstance(error, MemoryError)
+        assert rank == 1 or ("rank 1 (" in str(error) and "MemoryError: no room" in str(error)), error
+    assert time.monotonic() - began < patience(15)
+
+
 def send_by_scheme(rank, model, group):
     """A rank whose call fails before it gathers goes on with the others at the next call."""
     scheme = ProcessGroupWeightSyncScheme(timeout=patience(30))
     scheme.init_on_sender(model_id="policy", model=model)
     scheme.connect()
-    scheme._sender._timeout = 1.0
     for failing in (0, 1):
         try:
             scheme.send(**({"weights": "no.such.model"} if rank == failing else {}))
             raise AssertionError("a send that one rank has failed has returned")
-        except weightsync.DeadlineError as error:
-            assert rank != failing and f"rank {failing} (" in str(error)
+        except weightsync.PeerError as error:
+            assert rank != failing and f"rank {failing} (" in str(error) and "ModelError: " in str(error)
         except weightsync.ModelError:
             assert rank == failing
         dist.barrier(group)
-    scheme._sender._timeout = 60.0
     # All of the workers: also on the rank that only gathers.
     report = scheme.send(worker_ids=[0, 1])
     assert (report is None) == (rank == 1) and scheme.version == 2
@@ -84,6 +137,12 @@ def main(kind):
         sender = weightsync.process_group.Sender(model, timeout=patience(30))
         if kind == "late":
             be_late(sender, rank, trainers.get_group())
+        if kind == "failing":
+            fail_before(sender, rank, model, trainers.get_group())
+        if kind == "broken":
+            fail_while(sender, rank)
+            sender.shutdown()
+            return end(rank)
         for version in (1, 2):
             report = sender.send()
             assert (report is None) == (rank == 1) and sender.version == version
@@ -109,6 +168,14 @@ def main(kind):
             assert all(torch.equal(state[name], one) for name, one in want.items())
             return end(rank)
         receiver = weightsync.process_group.Receiver(model, timeout=patience(30))
+        if kind == "broken":
+            try:
+                receiver.receive()
+                raise AssertionError("a version has come whose gathering has failed")
+            except weightsync.PeerError as error:
+                assert "MemoryError: no room" in str(error)
+            receiver.shutdown()
+            return end(rank)
         for version in (1, 2):
             assert receiver.receive() == version
             state = model.state_dict()

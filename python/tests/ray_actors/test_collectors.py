@@ -17,9 +17,18 @@ from torchrl.collectors import Collector
 from torchrl.collectors.distributed import RayCollector
 from torchrl.envs import TransformedEnv
 from torchrl.envs.transforms.module import ModuleTransform
+from torchrl.weight_update import WeightStrategy
 from weightsync._deadline import Deadline
 from weightsync.ray._group import Group, Offer
-from weightsync.torchrl import RayModuleTransformScheme, RayWeightSyncScheme, _ray
+from weightsync.torchrl import (
+    RayActorTransport,
+    RayModuleTransformReceiver,
+    RayModuleTransformScheme,
+    RayModuleTransformSender,
+    RayTransport,
+    RayWeightSyncScheme,
+    _ray,
+)
 
 # Ray waits a minute for a process that does not come up before it starts another.
 pytestmark = pytest.mark.timeout(300, func_only=True)
@@ -185,3 +194,128 @@ def test_ray_transform_gets_its_weights_from_the_sender(cluster):
     assert acted(batches, ("next", "observation")) == {3.0}
     collector.shutdown()
     scheme.shutdown()
+
+
+def weights_of(value):
+    return TensorDict.from_module(policy(value)).data
+
+
+class Receiving:
+    """An actor of a program's own, with TorchRL's transport."""
+
+    def __init__(self, transport):
+        self.transport, self.policy = transport, policy(0.0)
+        self.transport.set_model(self.policy)
+
+    def _receive_weights_scheme(self):
+        assert self.transport.receive_weights(timeout=60.0, strategy=WeightStrategy()) is not None
+
+    def begin(self, worker):
+        self.transport.setup_connection_and_weights_on_receiver(worker_idx=worker)
+        return self.read()
+
+    def read(self):
+        return self.policy.module.weight.item()
+
+    def end(self):
+        self.transport.shutdown()
+
+
+def test_ray_transports_bring_weights(cluster, name):
+    transports, actors = [], []
+    for worker in range(2):
+        # The actor says itself which worker it is, where its transport does not.
+        theirs = RayTransport(connection_info_name=name, worker_idx=worker or None)
+        actors.append(cluster.ray.remote(num_cpus=0)(Receiving).remote(theirs))
+        transports.append(
+            RayTransport(remote_actor=actors[-1], connection_info_name=name, worker_idx=worker)
+        )
+    first, second = transports
+    assert first.send_weights(weights_of(1.0)) is None, "it joined"
+    assert first.send_weights(weights_of(2.0)).all_applied
+    second.send_weights_async(weights_of(3.0))
+    second.wait_ack()
+    second.send_weights_async(weights_of(4.0))
+    assert second.wait_ack(60.0).all_applied
+    assert cluster.get([one.read.remote() for one in actors]) == [2.0, 4.0]
+    for one in transports:
+        one.shutdown()
+    for actor in actors:
+        cluster.ray.kill(actor)
+
+
+def test_ray_transport_begins_where_its_worker_does(cluster, name):
+    actor = cluster.ray.remote(num_cpus=0)(Receiving).remote(RayTransport(connection_info_name=name))
+    begun = actor.begin.remote(3)
+    sending = RayTransport(connection_info_name=name, worker_idx=3)
+    sending.send_weights(weights_of(2.0))
+    assert cluster.get(begun) == 2.0
+    cluster.ray.kill(actor)
+    sending.shutdown()
+
+
+def test_ray_transport_that_nobody_reads_gives_up(cluster, name):
+    sending = RayTransport(connection_info_name=name)
+    sending.send_weights_async(weights_of(1.0))
+    with pytest.raises(weightsync.DeadlineError, match="missing: worker 0"):
+        sending.wait_ack(0.1)
+    receiving = RayTransport(connection_info_name=f"{name} nowhere")
+    with pytest.raises(weightsync.DeadlineError, match="worker 0 got no initial weights within 0.1 s"):
+        receiving.setup_connection_and_weights_on_receiver(timeout=0.1)
+    for one in (sending, receiving):
+        one.shutdown()
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+def test_older_ends_of_a_ray_transform_carry_weights(cluster, strategy):
+    module = TensorDictModule(One(1.0), in_keys=["observation"], out_keys=["observation"])
+    transform = ModuleTransform(module=module, use_ray_service=True, num_cpus=0)
+    rows = TensorDict({"observation": torch.zeros(2, 1)}, [2])
+    scheme = RayModuleTransformScheme(strategy)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    assert isinstance(sender, RayModuleTransformSender)
+    assert isinstance(receiver, RayModuleTransformReceiver)
+    with pytest.raises(weightsync.LifecycleError, match="there is no actor to send to"):
+        sender.update_weights(weights_of(2.0))
+    sender.set_context(SimpleNamespace(transform=transform), "transform")
+    for value in (2.0, 3.0):
+        sender.update_weights(weights_of(value))
+        assert transform(rows)["observation"].tolist() == [[value]] * 2
+    transport = RayActorTransport(update_method=strategy)
+    assert not transport.check_connection()
+    transport.set_actor(transform._actor)
+    transport.send_weights("policy", weights_of(4.0))
+    assert transform(rows)["observation"].tolist() == [[4.0]] * 2
+    with pytest.raises(weightsync.LifecycleError, match="nothing was sent"):
+        transport.wait_ack()
+    receiver.register_model(module)
+    receiver.register_worker_transport(transform._actor)
+    assert receiver.receive() is False
+    receiver.apply_weights(weights_of(5.0))
+    assert module(rows.clone())["observation"].tolist() == [[5.0]] * 2
+    sender.shutdown()
+
+
+def test_nccl_of_a_ray_scheme_says_what_it_does(cluster, caplog):
+    scheme = RayWeightSyncScheme(backend="nccl")
+    assert scheme.backend == "nccl"
+    name = scheme.connection_info_name
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), num_workers=1)
+    said = "there is no GPU here, so weights go by shared memory"
+    assert (said in caplog.text) != torch.cuda.is_available()
+    worker, model = pickle.loads(pickle.dumps(scheme)), policy(0.0)
+    assert worker.connection_info_name == scheme.connection_info_name == name
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    connecting = threading.Thread(target=scheme.connect)
+    connecting.start()
+    worker.connect(worker_idx=0)
+    connecting.join()
+    assert scheme.send(policy(2.0)).all_applied and model.module.weight.item() == 2.0
+    assert worker._ray_group.name.endswith(name)
+    worker.shutdown()
+    scheme.shutdown()
+    scheme.init_on_sender(model_id="policy", model=policy(1.0), num_workers=1)
+    assert scheme.connection_info_name != name
+    scheme.shutdown()
+    with pytest.raises(weightsync.UnsupportedError, match="'mpi'"):
+        RayWeightSyncScheme(backend="mpi")

@@ -237,6 +237,20 @@ def test_ray_trainer_and_explorer_meet_for_nccl(cluster, started, tmp_path, styl
     cluster.get(synchronizer.coordinate_weight_sync_teardown.remote())
 
 
+@pytest.mark.parametrize(("method", "expected"), [("memory", True), ("checkpoint", False)])
+def test_synchronizer_has_torch_before_the_first_sync(cluster, started, tmp_path, method, expected):
+    def has_torch(_):
+        import sys
+
+        return "torch" in sys.modules
+
+    of = config(tmp_path, method, namespace=f"torch {method}")
+    trainer = started(of)
+    cluster.get(trainer.call.remote("set_trainer_status", RUNNING))
+    synchronizer = Synchronizer.get_actor(namespace=of.ray_namespace)
+    assert cluster.get(synchronizer.__ray_call__.remote(has_torch)) == expected
+
+
 def test_old_answer_still_brings_its_weights(cluster, started, tmp_path):
     of = config(tmp_path, namespace="old answer")
     trainer, explorer = started(of), started(of)

@@ -106,7 +106,7 @@ def test_episodes_begin_as_gymnasiums_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", STATES)
 def test_spaces_are_gymnasiums(name: str) -> None:
-    env, own = gymnasium.make(name), Envs.of(rl.BuiltinEnv(name, 2))
+    env, own = gymnasium.make(name), Envs.of(rl.BuiltinEnv(name, 2)())
     assert own.action_space == env.action_space
     (column,) = own.columns
     space = env.observation_space

@@ -184,7 +184,7 @@ def test_collector_fills_the_buffer_in_the_background(count: int) -> None:
     )
     collector.start()
     while buffer.write_count < 700:
-        assert collector.is_running
+        assert collector.is_running()
         threading.Event().wait(0.01)
     steps = buffer.sample()["observation"][..., 0]
     assert (steps.diff() == 1).all()
@@ -260,6 +260,23 @@ def test_directory_has_one_buffer_at_a_time(tmp_path: Path) -> None:
     assert len(rl.ReplayBuffer(10, directory=tmp_path)) == 3
     with pytest.raises(weightsync.LifecycleError, match="closed"):
         buffer.extend(batch_of(0, (3,)))
+
+
+def test_priorities_that_are_not_kept_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        buffer = rl.ReplayBuffer(10, directory=tmp_path, sampler=rl.PrioritizedSampler())
+        index = buffer.extend(batch_of(0, (3,)))
+        buffer.update_priority(index, [1.0, 2.0, 3.0])
+        buffer.close()
+    assert [one.message for one in caplog.records] == [
+        f"3 frames of {tmp_path} are as they were, and their priorities are not: each has the priority of a "
+        "new frame, until update_priority gives it another"
+    ]
+    caplog.clear()
+    assert len(rl.ReplayBuffer(10, directory=tmp_path)) == 6
+    assert not caplog.records
 
 
 def test_batch_with_other_columns_is_refused() -> None:

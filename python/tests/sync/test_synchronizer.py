@@ -377,3 +377,42 @@ def test_parties_that_wait_for_each_other_are_refused(sync):
     with sync.trainer(model(0.0), style="explorer_driven"):
         with pytest.raises(weightsync.WeightsyncError, match="wait for the other"):
             sync.explorer("e0", model(0.0), style="trainer_driven")
+
+
+def test_call_of_a_party_ends_while_another_thread_waits(sync):
+    """Both parties wait for what never comes."""
+    with sync.trainer(model(1.0), style="explorer_driven") as trainer:
+        with sync.explorer("e0", model(0.0)) as explorer:
+            assert explorer.sync(0)
+            waits = {
+                "sync": (explorer, lambda: explorer.sync(1, timeout=None)),
+                "wait_need_sync": (trainer, lambda: trainer.wait_need_sync(timeout=None)),
+            }
+            calls = {
+                "sync": [lambda: explorer.sync(1, timeout=0.2), lambda: explorer.wait_need_sync(timeout=0.2)],
+                "wait_need_sync": [lambda: trainer.sync(1, timeout=0.2)],
+            }
+            for word, (party, wait) in waits.items():
+                other = threading.Thread(target=ends, args=(wait,), name="other")
+                other.start()
+                for call in calls[word]:
+                    assert_late(party, call, word)
+                party.shutdown()
+                other.join()
+
+
+def ends(call):
+    with pytest.raises(weightsync.errors.LifecycleError):
+        call()
+
+
+def assert_late(party, call, word):
+    """Until the other thread is in its call this one has its turn, and ends otherwise."""
+    until = time.monotonic() + patience(30)
+    while time.monotonic() < until:
+        try:
+            call()
+        except weightsync.DeadlineError as error:
+            assert f"all of 0.2 s the thread 'other' was in {word} of this end" in str(error)
+            return
+    raise AssertionError(f"another thread was never in {word}")

@@ -134,6 +134,16 @@ def test_pull_latest_returns_the_newest_version(program, own, newest, loads):
     assert call.synchronizer.explorer_status_counts[RUNNING] == 1
 
 
+def test_states_compare_with_trinitys_own(program):
+    call = program()
+    assert call.synchronizer.trainer_status == Theirs.STOPPED
+    call("set_trainer_status", Theirs.RUNNING)
+    call("set_explorer_status", Theirs.RUNNING)
+    assert call.synchronizer.trainer_status == Theirs.RUNNING == RUNNING != Theirs.STOPPED
+    assert call.synchronizer.trainer_status in {Theirs.RUNNING}
+    assert call.synchronizer.explorer_status_counts[Theirs.RUNNING] == 1
+
+
 def test_waits_end_when_there_is_nothing_new(program):
     call = program()
     call("set_trainer_status", Theirs.RUNNING)
@@ -172,8 +182,9 @@ def test_synchronizer_keeps_weights_of_its_own(program):
     weights["weight"].fill_(9.0)
     assert value_of(call("get_model_state_dict")[0]) == 1.0
     assert call("get_state_dict_meta") == [("weight", "float32", (64, 64)), ("bias", "float32", (64,))]
-    with pytest.raises(weightsync.UnsupportedError, match="head._extra_state"):
-        call("set_model_state_dict", {"head._extra_state": {}}, 8)
+    for name, value in {"head._extra_state": {}, "steps": 3, "bias": None, "head": state(1.0)}.items():
+        with pytest.raises(weightsync.UnsupportedError, match=f"^{name}, a .*: tensors alone"):
+            call("set_model_state_dict", {**state(1.0), name: value}, 8)
     assert call("get_latest_model_version") == 7
     # A trainer that begins again at an earlier step, and with other shapes.
     call("set_model_state_dict", state(2.0, size=32), 3)
@@ -291,6 +302,9 @@ def test_checkpoint_stays_where_somebody_added_to_it(program, tmp_path):
     write_checkpoint(tmp_path, 2)
     assert call("get_latest_model_version") == 2
     (tmp_path / "global_step_2/notes.txt").write_text("mine")
+    write_checkpoint(tmp_path, 3)
+    (tmp_path / "global_step_3/actor/optim_world_size_1_rank_0.pt").write_text("states")
+    assert call("get_latest_model_version") == 3
     outside = tmp_path / "elsewhere"
     outside.mkdir()
     (tmp_path / "global_step_4").symlink_to(outside)
@@ -305,6 +319,7 @@ def test_checkpoint_stays_where_somebody_added_to_it(program, tmp_path):
         time.sleep(0.001)
     assert (tmp_path / "global_step_2/notes.txt").read_text() == "mine"
     assert (tmp_path / "global_step_2/actor/model.pt").is_file()
+    assert (tmp_path / "global_step_3/actor/model.pt").is_file()
     assert (outside / "actor/model.pt").is_file()
 
 

@@ -255,6 +255,8 @@ def older_with_a_dead_one(module, name):
         report = sender.update_weights(weights_of(learner.filled(2.0)))
     assert line(report, 0) == "applied", report
     assert tells[0].poll(SOON) and tells[0].recv() == 2.0
+    with hurry("an update of a worker that has died", PROMPT):
+        sender.update_weights(weights_of(learner.filled(3.0)), worker_ids=[1])
     sender.shutdown()
 
 

@@ -68,11 +68,10 @@ def standalone(module, size, mode):
     with hurry("the rendez-vous", SOON):
         scheme.connect()
     assert learner.weight.is_shared() and learner.mean.is_shared(), "its pickles share its memory"
-    # Large parameters are bound, each to its own place in the version.
-    still_tied = size == "small" or mode == "copy"
     with hurry("sends", SOON):
         learner.fill(5.0)
-        assert values() == [({1.0}, still_tied)] * 2, "nothing was sent"
+        # Two parameters of one memory, which goes on to be one.
+        assert values() == [({1.0}, True)] * 2, "nothing was sent"
         scheme.send(copy.deepcopy(learner).fill(3.0), worker_ids=[1])
         assert [one for one, _ in values()] == [{1.0}, {3.0}] and learner.values() == {5.0}
         scheme.send({index: copy.deepcopy(learner).fill(8.0 + index) for index in range(2)})

@@ -2,9 +2,11 @@
 in one process, as two copies of a scheme."""
 
 import contextlib
+import multiprocessing
 import pickle
 import queue
 import threading
+import time
 
 import pytest
 import torch
@@ -12,11 +14,19 @@ from crew import Probe
 from patience import patience
 from tensordict import TensorDict
 from torch import nn
+from torchrl import weight_update
 from torchrl.weight_update import WeightStrategy
 
 import weightsync.torchrl as ours
-from weightsync import DeadlineError, LifecycleError, ModelError, WrongWeightsError
+from weightsync import (
+    DeadlineError,
+    LifecycleError,
+    ModelError,
+    WeightsyncError,
+    WrongWeightsError,
+)
 from weightsync.torchrl import _collector, _group
+from weightsync.torchrl._native_scheme import NativeScheme
 
 KINDS = [ours.SharedMemWeightSyncScheme, ours.MultiProcessWeightSyncScheme]
 LONG = patience(30)
@@ -490,12 +500,119 @@ def test_transport_deadline_is_an_error_and_it_goes_on():
     with ended(receiver, sender):
         with pytest.raises(LifecycleError, match="several workers"):
             receiver.receive_weights(0.0, model=model)
-        with pytest.raises(DeadlineError, match="worker 1"):
+        with pytest.raises(DeadlineError, match="worker 1 got no initial weights within 0.1 s"):
             receiver.setup_connection_and_weights_on_receiver(worker_idx=1, model=model)
+        with pytest.raises(DeadlineError, match="worker 1 got no initial weights within 0.2 s"):
+            receiver.setup_connection_and_weights_on_receiver(worker_idx=1, timeout=0.2)
         sender.setup_connection_and_weights_on_sender()
         assert receiver.receive_weights(LONG, model=model) is not None
         assert model() == (1.0, 1.0)
         assert waiting[1].empty() and not waiting[0].empty()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transport_of_a_scheme_waits_no_longer_than_it_is_told(kind):
+    sender = kind()
+    sender.init_on_sender(model_id="policy", model=Probe(1.0), num_workers=1)
+    receiver = copied(sender)
+    with ended(receiver, sender):
+        receiver.init_on_receiver(model_id="policy", model=Probe(), worker_idx=0)
+        # The trainer has not called `connect`.
+        with pytest.raises(DeadlineError):
+            receiver.receiver_transport.setup_connection_and_weights_on_receiver(
+                worker_idx=0, timeout=0.1
+            )
+
+
+def test_shared_transport_without_queues_writes_all_or_nothing():
+    transport = ours.SharedMemTransport()
+    first, second = weights(Probe(1.0)), weights(Probe(1.0))
+    transport.register_weights({0: first, 1: second}, {})
+    wrong = TensorDict({"other": torch.ones(3)}, [])
+    with pytest.raises(WrongWeightsError, match="other is unknown"):
+        transport.send_weights({0: weights(Probe(2.0)), 1: wrong})
+    with pytest.raises(WrongWeightsError, match="other is unknown"):
+        transport.send_weights(wrong)
+    assert all((one == 1.0).all() for one in first.values(True, True))
+    shared = ours.SharedMemTransport()
+    shared.register_weights({0: first, 1: first}, {})
+    with pytest.raises(ValueError, match="worker 1 shares its weights with another"):
+        shared.send_weights({0: weights(Probe(2.0)), 1: weights(Probe(3.0))})
+    with pytest.raises(ValueError, match="no worker 5"):
+        shared.send_weights(weights(Probe(2.0)), worker_ids=[5])
+
+
+@pytest.mark.parametrize("strategy", ["tensordict", "state_dict"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_receiver_hands_weights_out_unapplied(kind, strategy):
+    scheme = kind(strategy=strategy)
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    ours_, theirs = multiprocessing.Pipe()
+    model = Probe()
+    receiver.register_model(model)
+    receiver.register_worker_transport(theirs)
+    with ended(receiver, sender):
+        assert receiver._transport.receive_weights(timeout=0.0) is None
+        sender.register_worker(0, ours_)
+        for value in (1.0, 2.0):
+            updating = threading.Thread(target=sender.update_weights, args=(Probe(value),))
+            updating.start()
+            name, received = receiver._transport.receive_weights(timeout=LONG)
+            updating.join()
+            assert name == "policy" and isinstance(received, dict) == (strategy == "state_dict")
+            assert model() != (value, value)
+            receiver.apply_weights(received)
+            assert model() == (value, value)
+        assert receiver._transport.receive_weights(timeout=0.0) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_older_update_does_not_wait_for_a_worker_that_never_came(kind):
+    sender, receiver = kind().create_sender(), kind().create_receiver()
+    here, there = multiprocessing.Pipe()
+    sender.register_worker(0, here)
+    with ended(receiver, sender):
+        # Each would otherwise wait for a minute, and fail.
+        for value in (1.0, 2.0):
+            report = sender.update_weights(weights(Probe(value)))
+            assert report is None or not report.workers
+        with pytest.raises(DeadlineError, match="missing: worker 0"):
+            sender.update_weights(weights(Probe(2.0)), worker_ids=[0], timeout=0.1)
+        with pytest.raises(DeadlineError, match="missing: worker 0"):
+            sender.wait_async(timeout=0.1)
+        model = Probe()
+        receiver.register_model(model)
+        receiver.register_worker_transport(there)
+        assert receiver.receive(LONG)
+        assert model() == (2.0, 2.0), "the newest"
+        sender.wait_async(LONG)
+
+
+def test_older_receive_for_a_moment_does_not_wait_for_its_sender_a_minute():
+    sender = ours.SharedMemWeightSyncScheme().create_sender()
+    receiver = ours.SharedMemWeightSyncScheme().create_receiver()
+    here, there = multiprocessing.Pipe()
+    sender.register_worker(0, here)
+    receiver.register_model(Probe())
+    receiver.register_worker_transport(there)
+    with ended(receiver, sender):
+        sender.update_weights(weights(Probe(1.0)))
+        # From here on nobody answers.
+        sender.shutdown()
+        assert receiver.receive(0.001) is False
+
+
+@pytest.mark.parametrize("name", ["SharedMem", "MultiProcess", "No", "Distributed", "RPC", "Ray"])
+def test_scheme_of_torchrl_counts_as_the_one_of_its_name(name):
+    name = f"{name}WeightSyncScheme"
+    theirs, kind = getattr(weight_update, name)(), getattr(ours, name)
+    assert isinstance(theirs, kind) and isinstance(theirs, ours.WeightSyncScheme)
+    for other in weight_update.__all__:
+        if other.endswith("WeightSyncScheme"):
+            expected = isinstance(theirs, getattr(weight_update, other))
+            assert isinstance(theirs, getattr(ours, other)) == expected
+    assert not isinstance(theirs, NativeScheme)
+    assert isinstance(kind(), kind) and not isinstance(Probe(), kind)
 
 
 def test_the_older_calls_register_by_hand_and_again():
@@ -599,3 +716,50 @@ def test_factory_per_worker_has_nothing_to_send_again():
         with pytest.raises(ModelError, match="factory"):
             sender.send()
         assert [model() for model in models] == [(3.0, 3.0), (4.0, 4.0)]
+
+
+def test_worker_that_was_refused_joins_when_it_fits():
+    """By the pipes of TorchRL's older senders and receivers."""
+    scheme = ours.MultiProcessWeightSyncScheme()
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    ours_, theirs = multiprocessing.Pipe()
+    source, wrong = nn.Linear(3, 2), nn.Linear(4, 2)
+    sender.register_model(source)
+    sender.register_worker(0, ours_)
+    receiver.register_worker_transport(theirs)
+    receiver.register_model(wrong)
+    sending = threading.Thread(target=lambda: sender.update_weights(weights(source)))
+    sending.start()
+    try:
+        with pytest.raises(WeightsyncError):
+            receiver.receive(timeout=LONG)
+        own = nn.Linear(3, 2)
+        receiver.register_model(own)
+        assert receiver.receive(timeout=LONG)
+        assert torch.equal(own.weight, source.weight)
+    finally:
+        receiver.shutdown()
+        sending.join()
+        sender.shutdown()
+
+
+def test_older_receive_ends_while_another_thread_receives():
+    scheme = ours.MultiProcessWeightSyncScheme()
+    sender, receiver = scheme.create_sender(), scheme.create_receiver()
+    here, there = multiprocessing.Pipe()
+    source = nn.Linear(3, 2)
+    sender.register_model(source)
+    sender.register_worker(0, here)
+    receiver.register_worker_transport(there)
+    receiver.register_model(nn.Linear(3, 2))
+    with ended(receiver, sender):
+        assert receiver.receive(LONG)
+        got = []
+        waiting = threading.Thread(target=lambda: got.append(receiver.receive(None)))
+        waiting.start()
+        while "in a call" not in repr(receiver._session):
+            time.sleep(0.001)
+        assert receiver.receive(0.1) is False and receiver.receive(0) is False
+        sender.update_weights(weights(source))
+        waiting.join()
+        assert got == [True]

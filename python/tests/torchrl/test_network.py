@@ -8,10 +8,13 @@ import threading
 
 import pytest
 import weightsync
+from patience import patience
 from tiny import One, policy
 from weightsync import Distributed, Rpc
 from weightsync import torchrl as ours
 from weightsync.torchrl import DistributedWeightSyncScheme, RPCWeightSyncScheme, _group
+
+LONG = patience(30)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi", "ucc"])
@@ -40,7 +43,7 @@ def test_a_scheme_is_made_by_its_backend(backend, kind):
 
 
 def test_unknown_backend_error_lists_those_there():
-    with pytest.raises(weightsync.SettingError, match="'nccl' here; there are .*distributed.*ray"):
+    with pytest.raises(weightsync.SettingError, match="^Unsupported weight-sync backend 'nccl': there are .*distributed.*ray"):
         ours.WeightSyncScheme.from_backend("nccl")
 
 
@@ -86,6 +89,17 @@ def test_scheme_refuses_a_setting_when_it_is_made(kind, setting, words):
     (name,) = setting
     with pytest.raises(weightsync.SettingError, match=f'"{name}": expected .*{words}'):
         kind(**setting)
+
+
+def test_scheme_takes_the_value_that_a_sender_takes():
+    value = weightsync.Distributed(arity=3, every=4)
+    assert DistributedWeightSyncScheme(scheme=value)._scheme == value
+    both = DistributedWeightSyncScheme(scheme=value, arity=2)
+    assert both._scheme == weightsync.Distributed(arity=2, every=4)
+    with pytest.raises(weightsync.UnsupportedError, match="pull"):
+        DistributedWeightSyncScheme(pull=True)
+    with pytest.raises(TypeError, match="shares"):
+        DistributedWeightSyncScheme(shares="none")
 
 
 @pytest.mark.parametrize("kind", [DistributedWeightSyncScheme, RPCWeightSyncScheme])
@@ -205,3 +219,38 @@ def test_joined_worker_is_not_missing_before_a_send(monkeypatch):
         for one in there:
             one.shutdown()
         group.shutdown()
+
+
+def test_receive_returns_the_version_of_a_trainer_that_started_again(tmp_path):
+    def trainer(value):
+        made = DistributedWeightSyncScheme(run_dir=tmp_path)
+        made.init_on_sender(model_id="policy", model=policy(value), num_workers=1)
+        return made
+
+    before = trainer(1.0)
+    worker = pickle.loads(pickle.dumps(before))
+    model = policy(0.0)
+    worker.init_on_receiver(model_id="policy", model=model, worker_idx=0)
+    joining = threading.Thread(target=worker.connect)
+    joining.start()
+    before.connect()
+    joining.join()
+    for value in (2.0, 3.0, 4.0):
+        before.send(policy(value))
+        assert worker.receive(timeout=LONG) is not None
+    before.shutdown()
+    came = []
+    waiting = threading.Thread(target=lambda: came.append(worker.receive(timeout=10 * LONG)))
+    waiting.start()
+    after = trainer(9.0)
+    try:
+        after.connect()
+        # Its versions are numbered from 1 again.
+        waiting.join(LONG)
+        assert not waiting.is_alive(), "it waits for a number of the run before"
+        assert came[0] is not None
+        assert all((one == 9).all() for one in model.parameters())
+    finally:
+        worker.shutdown()
+        after.shutdown()
+        waiting.join(LONG)

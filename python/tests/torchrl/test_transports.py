@@ -28,6 +28,11 @@ def test_shared_transport_begins_again_if_refused(ours):
 
 
 @pytest.mark.parametrize("module", ["ours", "theirs"])
+def test_shared_transport_without_queues_writes(module):
+    bounded(transports.shared_transport_without_queues, module)
+
+
+@pytest.mark.parametrize("module", ["ours", "theirs"])
 def test_own_transport(module):
     bounded(transports.own_transport, module)
 

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import queue
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import torch
 import weightsync
@@ -11,6 +12,7 @@ from crew import Probe, hurry, refused
 from patience import patience
 from tiny import weights_of
 from torch import multiprocessing as mp
+from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightStrategy
 
 SOON = patience(30)
@@ -144,6 +146,45 @@ def shared_transport_after_a_refusal(module):
     transport.shutdown()
 
 
+def shared_transport_without_queues(module):
+    """`SharedMemTransport` with no worker to tell: it writes into the weights that were registered."""
+    transport = module.SharedMemTransport()
+    with refused(RuntimeError, "register_weights"):
+        transport.send_weights(weights_of(Probe(1.0)))
+    shared, said = weights_of(Probe(1.0)), []
+    transport.register_weights({0: shared, 1: shared}, {})
+    transport.setup_connection_and_weights_on_sender()
+    with mock.patch.object(torchrl_logger, "debug", lambda *words: said.append(words)):
+        assert transport.send_weights(weights_of(Probe(2.0))) is None
+        # Dotted names are the same weights.
+        transport.send_weights(weights_of(Probe(3.0)).flatten_keys(".").to_dict())
+    assert value_of(shared) == 3.0
+    numbers = Probe().state_dict().values()
+    count, size = sum(one.numel() for one in numbers), sum(one.nbytes for one in numbers)
+    assert {(words[0][:14], words[3], words[4]) for words in said} == {("Synced weights", count, size)}
+    model, strategy = Probe(), WeightStrategy()
+    assert transport.receive_weights(weights=shared, model=model, strategy=strategy) is shared
+    assert model() == (3.0, 3.0)
+    assert transport.receive_weights(model=model, strategy=strategy) is None
+    each = module.SharedMemTransport()
+    own = {worker: weights_of(Probe(1.0)) for worker in range(2)}
+    each.register_weights(own, {}, per_worker=True)
+    each.send_weights({0: weights_of(Probe(4.0)), 1: weights_of(Probe(5.0))})
+    each.send_weights(weights_of(Probe(6.0)), worker_ids=[1])
+    assert [value_of(weights) for weights in each.unique_weights] == [4.0, 6.0]
+    with refused(ValueError, "7"):
+        each.send_weights({7: weights_of(Probe(1.0))})
+
+
+def value_of(weights):
+    """The value of all elements, as a model has them."""
+    model = Probe()
+    WeightStrategy().apply_weights(model, weights)
+    first, second = model()
+    assert first == second
+    return first
+
+
 class PipeTransport:
     """A program's own: two methods, and pickled numbers through a pipe."""
 
@@ -241,6 +282,13 @@ def store_transport(module):
             assert received.result() is not None and model() == (value, value)
     receiving.shutdown()
     sending.shutdown()
+    first = module.DistributedTransport(store=store, rank=3)
+    second = module.DistributedTransport(store=store, rank=3)
+    with hurry("initial weights", PROMPT):
+        first.send_initial_weights(weights_of(Probe(4.0)))
+        assert value_of(second.receive_initial_weights()) == 4.0
+    second.shutdown()
+    first.shutdown()
 
 
 def store_transports_of_two_models(module):

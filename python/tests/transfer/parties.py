@@ -162,7 +162,8 @@ class Dying(transfer.ModuleExtractor):
 
     async def extract_weights(self, model, generator_dtype):
         plan = await super().extract_weights(model, generator_dtype)
-        plan._chunks = self._until_death(plan._chunks)
+        begun = plan._begun
+        plan._begun = lambda: self._until_death(begun())
         return plan
 
     def _until_death(self, chunks):

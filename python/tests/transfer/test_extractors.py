@@ -5,7 +5,9 @@ import socket
 
 import pytest
 import torch
+from actors import Raised
 from parties import Net
+from patience import patience
 from ranks import Odd, Rank
 from torch import nn
 from weightsync import transfer
@@ -38,7 +40,10 @@ def all_(ranks, method, *args):
 
 @pytest.mark.parametrize(
     ("world", "kinds"),
-    [(2, ["fsdp", "odd", "tensor parallel"]), (4, ["fsdp", "odd", "tensor parallel", "both", "copies"])],
+    [
+        (2, ["fsdp", "odd", "tensor parallel"]),
+        (4, ["fsdp", "odd", "tensor parallel", "both", "part", "other part", "copies"]),
+    ],
 )
 def test_sharded_models_come_whole_to_rank_0(trainer, world, kinds):
     ranks = trainer(world)
@@ -54,6 +59,102 @@ def test_sharded_models_come_whole_to_rank_0(trainer, world, kinds):
                 assert first != "nothing"
                 everywhere = "yield_on_all_ranks" in cfg
                 assert others == [first if everywhere else "nothing"] * (world - 1)
+    all_(ranks, "end")
+
+
+def attempts(ranks, *, failing=None, how="", late=0.0):
+    """How an extraction ends on each rank."""
+    for at, one in enumerate(ranks):
+        one.order("attempt", *((how, late) if at == failing else ()))
+    return [one.answer() for one in ranks]
+
+
+def check_told(ended, ranks, failing, kind, reason, *, within):
+    """The rank that fails has its error, and the others have its number and its reason."""
+    for at, (word, said, seconds) in enumerate(ended):
+        assert word == (kind if at == failing else "PeerError"), ended
+        assert reason in said and seconds < patience(within), ended
+        assert at == failing or f"rank {failing} (" in said and f"pid {ranks[failing].pid}) failed" in said
+
+
+def test_part_of_a_mesh_without_all_weights_is_refused(trainer):
+    """Pipeline stages: rank 0 has half of the model."""
+    ranks = trainer(4)
+    all_(ranks, "make", "stages")
+    for word, said, _ in attempts(ranks):
+        assert word == "WrongWeightsError" and "gathers other tensors than rank" in said
+    all_(ranks, "make", "others")
+    first, *others = attempts(ranks)
+    assert first[0] == 12
+    assert all("its mesh must have rank 0 of the trainer" in said for _, said, _ in others)
+    # They have failed, and rank 0 knows nothing of it. The next extraction is one of all of them.
+    all_(ranks, "make", "part")
+    assert [word for word, _, _ in attempts(ranks)] == [12, 0, 0, 0]
+    all_(ranks, "end")
+
+
+@pytest.mark.parametrize("kind", ["part", "both"])
+def test_rank_that_fails_before_it_gathers_tells_the_others(trainer, kind):
+    ranks = trainer(4)
+    all_(ranks, "make", kind)
+    for failing, late in ((1, 0.0), (0, 0.0), (3, 0.3)):
+        ended = attempts(ranks, failing=failing, how="early", late=late)
+        check_told(ended, ranks, failing, "ValueError", "no weights today", within=15)
+        # No rank has entered a collective.
+        assert all_(ranks, "all_reduce") == [4.0] * 4
+        assert [word for word, _, _ in attempts(ranks)] == [12, 0, 0, 0]
+    all_(ranks, "end")
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "late", "error", "reason"),
+    [
+        ("both", "early", 3.0, "ValueError", "no weights today"),
+        ("fsdp", "middle", 0.0, "MemoryError", "no room for layers.1"),
+        ("both", "middle", 0.0, "MemoryError", "no room for layers.1"),
+        ("callback", "callback", 0.0, "KeyError", "the bridge knows no layers.1"),
+    ],
+)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_rank_that_fails_while_others_gather_ends_their_waits(trainer, kind, how, late, error, reason, failing):
+    ranks = trainer(4)
+    all_(ranks, "make", kind)
+    ended = attempts(ranks, failing=failing, how=how, late=late)
+    check_told(ended, ranks, failing, error, reason, within=20)
+
+
+def test_rank_that_stops_early_ends_the_waits_of_the_others(trainer):
+    ranks = trainer(2)
+    all_(ranks, "make", "fsdp")
+    first, second = attempts(ranks, failing=0, how="stops")
+    assert first[0] == "stopped"
+    assert second[0] == "PeerError" and "gathered the weights: it stopped" in second[1]
+
+
+def test_rank_that_extracts_alone_goes_on_with_the_others(trainer):
+    ranks = trainer(2)
+    all_(ranks, "make", "fsdp")
+    ranks[0].ask("make_alone")
+    for _ in range(3):
+        assert ranks[0].ask("attempt")[0] == 12
+    ranks[0].ask("make_again")
+    for _ in range(2):
+        assert [word for word, _, _ in attempts(ranks)] == [12, 0]
+    for failing in (1, 0):
+        ended = attempts(ranks, failing=failing, how="early")
+        check_told(ended, ranks, failing, "ValueError", "no weights today", within=15)
+        assert all_(ranks, "all_reduce") == [2.0, 2.0]
+    all_(ranks, "end")
+
+
+def test_rank_that_was_not_initialized_tells_the_others(trainer):
+    ranks = trainer(2)
+    all_(ranks, "make", "fsdp")
+    ranks[1].order("attempt")
+    with pytest.raises(Raised, match="sync_weights comes after initialize_weight_sync"):
+        ranks[0].ask("sync")
+    word, said, _ = ranks[1].answer()
+    assert word == "PeerError" and "rank 0 (" in said and "sync_weights comes after" in said
     all_(ranks, "end")
 
 

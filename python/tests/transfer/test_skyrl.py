@@ -7,11 +7,13 @@ import sys
 import types
 
 import pytest
+import ray
 import torch
 from parties import Net, Worker, call
 from skyrl_trainer import SkyRank
 from weightsync import transfer
-from weightsync.errors import UnsupportedError, WrongWeightsError
+from weightsync.errors import SettingError, UnsupportedError, WrongWeightsError
+from weightsync.transfer import skyrl
 from weightsync.transfer.skyrl import (
     BroadcastInitInfo,
     BroadcastTransferStrategy,
@@ -27,6 +29,8 @@ from weightsync.transfer.skyrl import (
     WeightTransferSender,
     WeightTransferStrategy,
     WeightUpdateRequest,
+    _IPC_REQUEST_END_MARKER,
+    _plain,
     get_transfer_strategy,
     get_transfer_strategy_cls,
     yield_module_grouped_chunks,
@@ -57,7 +61,8 @@ class Extractor(WeightExtractor):
         }
 
 
-def test_trainer_of_the_older_interface_syncs(actor):
+@pytest.mark.parametrize("reach", ["loopback", "network"])
+def test_trainer_of_the_older_interface_syncs(actor, reach):
     strategy = transfer.strategy_from_config("packed_broadcast")
     workers = [actor(Worker, "packed_broadcast") for _ in range(2)]
     assert strategy.packed
@@ -68,6 +73,8 @@ def test_trainer_of_the_older_interface_syncs(actor):
     class Config:
         weight_sync_backend = "gloo"
         run_engines_locally = True
+        # Where this machine is reached, as Ray says it.
+        master_addr = "127.0.0.1" if reach == "loopback" else ray.util.get_node_ip_address()
 
     cls = get_transfer_strategy_cls(weight_sync_backend="gloo", colocate_all=True)
     assert cls is BroadcastTransferStrategy
@@ -135,10 +142,59 @@ def test_older_chunks_are_positional_and_have_strings():
     chunk = WeightChunk(["a", "b"], ["torch.float32"] * 2, [[2, 3], [5]], tensors)
     assert chunk.dtypes == ["torch.float32"] * 2 and chunk.shapes == [[2, 3], [5]]
     assert len(chunk) == 2 and chunk.total_numel == 11 and chunk.total_size_bytes == 44
-    with pytest.raises(ValueError, match="same length"):
+    with pytest.raises(ValueError, match="All lists must have the same length"):
         WeightChunk(["a"], ["torch.float32"] * 2, [[2, 3], [5]], tensors)
-    with pytest.raises(WrongWeightsError, match="b: expected torch.float32"):
-        WeightChunk(["a", "b"], ["torch.float32"] * 2, [[2, 3], [6]], tensors)
+    with pytest.raises(ValueError, match="same length, got names: 2, tensors: 2, dtypes: 2, shapes: 1"):
+        WeightChunk(["a", "b"], ["torch.float32"] * 2, [[2, 3]], tensors)
+    with pytest.raises(WrongWeightsError, match="b: expected torch.float16"):
+        WeightChunk(["a", "b"], ["torch.float32", "torch.float16"], [[2, 3], [5]], tensors)
+
+
+def test_shape_of_an_older_chunk_is_a_label():
+    tensor = torch.arange(6.0).view(2, 3)
+
+    def chunk(shape):
+        return next(
+            yield_module_grouped_chunks(
+                params={"a": tensor},
+                dtype=torch.float32,
+                gather_tensor_fn=lambda param: param,
+                get_shape_fn=lambda name, param, gathered: shape,
+            )
+        )
+
+    assert chunk([999, 888]).shapes == [[999, 888]]
+    assert torch.equal(chunk([999, 888]).tensors[0], tensor)
+    (sent,) = _plain([chunk([3, 2])])
+    assert sent.shapes == [(3, 2)] and torch.equal(sent.tensors[0], tensor.view(3, 2))
+    with pytest.raises(WrongWeightsError, match=r"a: expected the shape of 6 elements.* got \[999, 888\]"):
+        list(_plain([chunk([999, 888])]))
+
+
+def test_text_stands_for_a_handle_until_it_is_opened():
+    lists = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[4, 2]], "sizes": [8]}
+    for handles in ({"GPU-1": "placeholder"}, {}):
+        request = CudaIpcWeightUpdateRequest(**lists, ipc_handles=handles)
+        sent = request.serialize()
+        assert len(sent) % 4 == 0 and CudaIpcWeightUpdateRequest.deserialize(sent) == request
+        # What receivers parse, and what they open.
+        kind = transfer.PackedCudaIpcWeightUpdateRequest
+        with pytest.raises(transfer.RequestError, match="ipc_handles"):
+            kind.from_dict(request.to_dict())
+        with pytest.raises(transfer.RequestError, match="ipc_handles"):
+            kind.check_handles(request)
+    for wrong in ({"GPU-1": ""}, {"": "text"}, {"GPU-1": "text", "GPU-2": 7}, ["text"]):
+        with pytest.raises(transfer.RequestError, match="ipc_handles"):
+            CudaIpcWeightUpdateRequest(**lists, ipc_handles=wrong)
+
+
+def test_cut_or_damaged_request_is_refused_in_skyrls_words():
+    for damaged, said in (
+        (b"no request", "End marker not found"),
+        (b"not_json!!!" + _IPC_REQUEST_END_MARKER, "Failed to deserialize"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            CudaIpcWeightUpdateRequest.deserialize(damaged)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +217,7 @@ def test_older_requests_are_json(asked):
     assert type(asked).from_json_dict(data) == asked
     with pytest.raises(transfer.RequestError, match="names: expected a list"):
         type(asked).from_json_dict({**data, "names": 3})
-    with pytest.raises(ValueError, match="expected 1 of them"):
+    with pytest.raises(ValueError, match="expected 1 of them.*must have the same length"):
         type(asked).from_json_dict({**data, "names": ["a"], "dtypes": [], "shapes": [[2]]})
 
 
@@ -195,16 +251,21 @@ def test_vllms_engines_are_named_where_vllm_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nodes", "setting", "address"),
-    [(2, None, "127.0.0.2"), (1, None, "127.0.0.1"), (2, "127.0.0.3", "127.0.0.3")],
+    ("nodes_address", "setting", "address"),
+    [
+        ("127.0.0.2", None, "127.0.0.2"),
+        ("127.0.0.2", "127.0.0.3", "127.0.0.3"),
+        (None, None, "127.0.0.1"),
+        (None, "127.0.0.3", "127.0.0.3"),
+    ],
 )
-def test_receivers_in_a_cluster_use_the_nodes_address(monkeypatch, nodes, setting, address):
-    ray = types.SimpleNamespace(
-        is_initialized=lambda: True,
-        nodes=lambda: [{"Alive": True}] * nodes,
-        util=types.SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2"),
-    )
-    monkeypatch.setitem(sys.modules, "ray", ray)
+def test_receivers_come_to_the_address_that_ray_says(monkeypatch, nodes_address, setting, address):
+    if nodes_address is None:
+        monkeypatch.delitem(sys.modules, "ray", raising=False)
+    else:
+        util = types.SimpleNamespace(get_node_ip_address=lambda: nodes_address)
+        monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(util=util))
+        assert skyrl.ray.util is util
     config = types.SimpleNamespace(run_engines_locally=False, weight_sync_backend="gloo")
     if setting is not None:
         config.master_addr = setting
@@ -212,6 +273,12 @@ def test_receivers_in_a_cluster_use_the_nodes_address(monkeypatch, nodes, settin
     assert (info.master_addr, info.world_size) == (address, 3)
     assert info.override_existing_receiver and info.master_port
     BroadcastTransferStrategy._opened.clear()
+
+
+def test_address_of_another_host_is_refused_by_name():
+    config = types.SimpleNamespace(weight_sync_backend="gloo", master_addr="192.0.2.1")
+    with pytest.raises(SettingError, match="master_addr: expected an address of this host, got '192.0.2.1'"):
+        BroadcastTransferStrategy.create_init_info(config, 2)
 
 
 def test_grouping_batches_whole_modules():

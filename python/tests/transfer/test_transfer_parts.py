@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from parties import Net
+from patience import patience
 from test_transfers import LIVE, config
 from torch import nn
 from weightsync import transfer
@@ -17,9 +18,11 @@ from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     PeerError,
+    SendError,
     SettingError,
     UnsupportedError,
     WeightsyncError,
+    WrongTypeError,
     WrongWeightsError,
 )
 from weightsync.transfer import native
@@ -106,6 +109,146 @@ def test_module_loader_writes_all_or_nothing():
         assert model.value == 1.0
     load({**state, name: state[name].half()}, cast=True)
     assert model.value == 2.0
+
+
+class Pair(nn.Module):
+    """Two tensors, of which the second is what a test makes of it."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(4)), second
+
+
+def hollow():
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return nn.Parameter(tensor)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: nn.Parameter(torch.zeros(4, device="meta")), "'second' has no memory yet"),
+        (lambda: nn.Parameter(torch.zeros(1).expand(4)), "several elements in one place"),
+        (hollow, "'second' has no memory"),
+    ],
+)
+def test_module_loader_refuses_what_it_cannot_write(make, words):
+    model = Pair(make())
+    tensors = {"first": torch.ones(4), "second": torch.ones(4)}
+    with pytest.raises(WrongTypeError, match=words):
+        asyncio.run(transfer.ModuleLoader(model).load_weights(tensors))
+    assert not model.first.any()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.ones(4, device="meta"), "second came on the meta device"),
+        (lambda: torch.ones(4).to_sparse(), "second came on the meta device, nested, sparse"),
+        (lambda: hollow().detach(), "'second' has no memory"),
+    ],
+)
+def test_module_loader_refuses_what_it_cannot_read(make, words):
+    model = Pair(nn.Parameter(torch.zeros(4)))
+    with pytest.raises(WeightsyncError, match=words):
+        tensors = {"first": torch.ones(4), "second": make()}
+        asyncio.run(transfer.ModuleLoader(model).load_weights(tensors))
+    assert not model.first.any()
+
+
+def test_module_loader_exchanges_tensors_of_its_module():
+    model = Pair(nn.Parameter(torch.ones(4)))
+    exchanged = {"first": model.second, "second": model.first}
+    asyncio.run(transfer.ModuleLoader(model).load_weights(exchanged))
+    assert model.first.all() and not model.second.any()
+
+
+class Stateful(Pair):
+    def get_extra_state(self):
+        return {"count": 1}
+
+    def set_extra_state(self, state):
+        raise AssertionError("nothing was sent")
+
+
+def test_extra_state_is_refused_by_both_ends():
+    model = Stateful(nn.Parameter(torch.zeros(4)))
+    tensors = {"first": torch.ones(4), "second": torch.ones(4)}
+    words = "'_extra_state' is extra state, a dict, and a transfer carries tensors only"
+    with pytest.raises(UnsupportedError, match=words):
+        asyncio.run(transfer.ModuleExtractor().extract_weights(model, torch.float32))
+    with pytest.raises(UnsupportedError, match=words):
+        asyncio.run(transfer.ModuleLoader(model).load_weights(tensors))
+    assert not model.first.any()
+    asyncio.run(transfer.ModuleLoader(model, strict=False).load_weights(tensors))
+    assert model.first.all()
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_extractor_refuses_a_tensor_without_memory(size):
+    model = Pair(nn.Parameter(torch.zeros(4)))
+    model.second.untyped_storage().resize_(size)
+    with pytest.raises(SendError, match="'second' has no memory"):
+        asyncio.run(transfer.ModuleExtractor().extract_weights(model, torch.float32))
+
+
+def test_module_loader_writes_inference_tensors():
+    with torch.inference_mode():
+        second = torch.zeros(4)
+    model = Pair(nn.Parameter(torch.zeros(4)))
+    del model.second
+    model.register_buffer("second", second)
+    tensors = {"first": torch.ones(4), "second": torch.ones(4)}
+    asyncio.run(transfer.ModuleLoader(model).load_weights(tensors))
+    assert model.first.all() and model.second.all()
+
+
+def test_module_loader_refuses_values_that_differ_for_one_place():
+    memory = torch.zeros(8)
+    model = Pair(nn.Parameter(memory[2:6]))
+    model.first = nn.Parameter(memory)
+    tied = Pair(None)
+    tied.second = tied.first
+    for one, whole in ((model, torch.ones(8)), (tied, torch.ones(4))):
+        loader = transfer.ModuleLoader(one)
+        with pytest.raises(WrongWeightsError, match="share memory here"):
+            tensors = {"first": whole, "second": torch.full((4,), 2.0)}
+            asyncio.run(loader.load_weights(tensors))
+        assert not one.first.any()
+        asyncio.run(loader.load_weights({"first": whole, "second": torch.ones(4)}))
+        assert one.first.all()
+
+
+def test_loop_that_is_closed_by_hand_leaves_no_thread_that_waits():
+    """In a process of its own, which would never end."""
+    program = """
+import asyncio, threading, weightsync
+from weightsync.transfer.native import _run_in
+
+async def load():
+    await asyncio.sleep(3600)
+
+loop = asyncio.new_event_loop()
+running = threading.Thread(target=loop.run_forever)
+running.start()
+said = []
+
+def wait():
+    try:
+        _run_in(loop, load(), 60.0)
+    except weightsync.LifecycleError as error:
+        said.append(str(error))
+
+waiting = threading.Thread(target=wait)
+waiting.start()
+loop.call_soon_threadsafe(lambda: loop.call_later(0.3, loop.stop))
+running.join()
+loop.close()
+waiting.join()
+assert "the event loop" in said[0], said
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=patience(60))
 
 
 def test_engine_loader_restores_what_was_before():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import pickle
+import signal
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import patience
 
 import weightsync
 from weightsync.engines import EngineCallError, EngineDiedError, Trainer, _restart
 from weightsync.engines._member import Member
 from weightsync.engines._request import WorkerRequest
 from weightsync.engines._worker import EngineWorker, Place, UpdateError
-from weightsync.errors import LifecycleError, OperatingSystemError, SettingError
+from weightsync.errors import DeadlineError, LifecycleError, OperatingSystemError, SettingError
 from weightsync.vllm._engines import VllmEngine
 
 #: In bytes.
@@ -377,3 +380,116 @@ def test_version_that_does_not_come_pauses_nothing(engine, sender, monkeypatch):
     (line,) = trainer.refresh().engines
     assert (line.outcome, line.pause, engine.loaded) == ("kept old", None, 1)
     assert "version 2 is not here after 0.5 s; the newest is version 1" in line.reason
+
+
+def test_engine_is_driven_by_one_thread_after_an_interrupted_sync(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine], timeout=patience(30))
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    inside, goes_on, over = threading.Event(), threading.Event(), []
+    plain, at_once = engine.call, []
+
+    def call(name, timeout, **arguments):
+        at_once.append(name)
+        assert len(at_once) == 1, "two calls of one engine at once"
+        if name == "update_weights" and not inside.is_set():
+            inside.set()
+            assert goes_on.wait(patience(60))
+        plain(name, timeout, **arguments)
+        at_once.remove(name)
+        over.append((name, arguments.get("update_info", {}).get("version")))
+
+    monkeypatch.setattr(engine, "call", call)
+
+    def interrupt():
+        assert inside.wait(patience(30))
+        # A real one: it ends a wait for a lock.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        trainer.sync(2, weights=weights(2))
+    other.join()
+    # A call that does not wait long says why.
+    monkeypatch.setattr(trainer, "_rules", type(trainer._rules)("keep", True, 0.1))
+    (line,) = trainer.sync(3, weights=weights(3)).engines
+    assert line.outcome != "updated"
+    assert "a call that was interrupted has driven it for 0.1 s" in line.reason
+    with pytest.raises(EngineCallError, match="fake does not sleep: a call that was interrupted"):
+        trainer.sleep()
+    monkeypatch.setattr(trainer, "_rules", type(trainer._rules)("keep", True, patience(30)))
+    threading.Timer(0.2, goes_on.set).start()
+    report = trainer.sync(4, weights=weights(4))
+    assert (report.all_synced, engine.loaded, engine.paused) == (True, 4, False), report
+    assert [version for name, version in over if name == "update_weights"] == [2, 4]
+
+
+def test_dead_engine_is_forgotten_though_an_interrupted_call_drives_it(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    assert trainer.sync(1, weights=weights(1)).all_synced
+    engine.worker._background.shutdown("it has failed")
+    assert [line.outcome for line in sender.send(weights(2)).workers] == ["failed"]
+    monkeypatch.setattr(trainer, "_rules", type(trainer._rules)("keep", True, 0.1))
+    with trainer._members[0].alone(patience(30)):
+        trainer.remove("fake")
+    assert sender.send(weights(3)).workers == []
+
+
+@pytest.mark.parametrize("error", [KeyError("over"), EngineCallError("it does not answer")])
+def test_error_after_an_update_leaves_its_line(engine, sender, error, monkeypatch, caplog):
+    trainer, plain = Trainer(sender, [engine]), engine.ask
+
+    def ask(timeout, **request):
+        if request["do"] == "over":
+            raise error
+        plain(timeout, **request)
+
+    monkeypatch.setattr(engine, "ask", ask)
+    (line,) = trainer.sync(1, weights=weights(1)).engines
+    assert (line.outcome, engine.loaded) == ("updated", 1), line
+    assert f"fake was not told that its update is over: {error}" in caplog.text
+
+
+@pytest.mark.parametrize("error", [KeyError("tags"), SystemExit(3)])
+def test_error_of_an_engine_that_wakes_is_its_line(engine, sender, error, monkeypatch):
+    other = Fake("other")
+    try:
+        trainer = Trainer(sender, [engine, other])
+        assert trainer.sync(1, weights=weights(1)).all_synced
+        trainer.sleep()
+
+        def wake(tags, timeout):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "wake", wake)
+            lines = trainer.wake().engines
+        assert [line.outcome for line in lines] == ["asleep", "updated"]
+        assert lines[0].reason == f"{type(error).__name__}: {error}"
+        assert trainer.wake().all_synced
+    finally:
+        other.worker.leave()
+
+
+def test_call_of_a_trainer_ends_while_another_thread_syncs(engine, sender, monkeypatch):
+    trainer = Trainer(sender, [engine])
+    paused, goes_on = threading.Event(), threading.Event()
+
+    def pause(mode, clear, timeout):
+        paused.set()
+        assert goes_on.wait(patience(30))
+        engine.paused = True
+
+    monkeypatch.setattr(engine, "pause", pause)
+    reports = []
+    other = threading.Thread(target=lambda: reports.append(trainer.sync(1, weights=weights(1))), name="other")
+    other.start()
+    assert paused.wait(patience(30))
+    monkeypatch.setattr(trainer, "_rules", type(trainer._rules)("keep", True, 0.1))
+    calls = (trainer.sync, trainer.refresh, trainer.sleep, trainer.wake, lambda: trainer.remove("fake"))
+    for call in calls:
+        with pytest.raises(DeadlineError, match=r"for all of 0\.1 s the thread 'other' was in sync"):
+            call()
+    goes_on.set()
+    other.join()
+    assert reports[0].all_synced, reports[0]

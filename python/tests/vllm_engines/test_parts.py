@@ -168,7 +168,7 @@ def test_engine_without_its_trainer_does_not_start(tmp_path, monkeypatch, caplog
         _restart.begin(Worker())
     assert "newest version: the sender is gone (WEIGHTSYNC_ENGINE_INFO=" in str(raised.value)
     path.write_text("not JSON")
-    with pytest.raises(LoadError, match="cannot be read"):
+    with pytest.raises(LoadError, match="no info file of an engine"):
         _restart.begin(Worker())
 
 

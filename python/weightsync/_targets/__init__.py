@@ -9,10 +9,11 @@ from weightsync import _dtypes
 from weightsync._checks import choice
 from weightsync._targets.base import Target
 from weightsync._targets.module import ModuleTarget
+from weightsync._targets.together import together
 from weightsync._targets.tree import TreeTarget
 from weightsync.errors import WrongTypeError
 
-__all__ = ["ModuleTarget", "Target", "TreeTarget", "target_of"]
+__all__ = ["ModuleTarget", "Target", "TreeTarget", "target_of", "together"]
 
 
 def target_of(model: Any, mode: str, *, stays: bool = False) -> Target:

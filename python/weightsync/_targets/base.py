@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import abc
-import contextlib
-import sys
 from typing import Any
 
 from weightsync import _dtypes
 from weightsync._gpu import Pieces, settle
 from weightsync._native import Layout, Snapshot
+from weightsync._torch import without_threads
 from weightsync.errors import WrongWeightsError
 
 
@@ -52,8 +51,7 @@ class Tied:
             Whether this is the first tensor of that identity.
         """
         first = self._first.setdefault(identity, (name, sent))
-        # A tensor without memory has no values to compare.
-        if identity is None or first[0] == name:
+        if first[0] == name:
             return True
         if first[1] != sent:
             self._differ.append((*first, name, sent))
@@ -83,6 +81,13 @@ class Tied:
                 )
 
 
+def bytes_of(snapshot: Snapshot, name: str) -> bytes:
+    """A copy of a tensor's bytes."""
+    offset, length = next((at, size) for one, _, _, at, size in snapshot.places() if one == name)
+    with memoryview(snapshot.view()) as view:
+        return bytes(view[offset : offset + length])
+
+
 def _same(one: memoryview, other: memoryview) -> bool:
     """Whether two views of one length are equal. Parts become bytes, which compare quickly."""
     part = 1 << 20
@@ -92,20 +97,11 @@ def _same(one: memoryview, other: memoryview) -> bool:
     )
 
 
-def memory_of(tensor: Any) -> tuple[int, int] | None:
-    """The address and the size of a tensor's or an array's memory; None if it has none."""
-    if not tensor.nbytes:
-        return None
-    if _dtypes.is_array(tensor):
-        return tensor.__array_interface__["data"][0], tensor.nbytes
-    return tensor.data_ptr(), tensor.nbytes
-
-
 def copy_values(tensor: Any, source: Any) -> None:
     """Copies values as torch does, whatever the memory of either tensor is."""
     import torch
 
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad(), without_threads():
         tensor.copy_(source)
 
 
@@ -133,9 +129,3 @@ def is_plain(tensor: Any) -> bool:
 
 def _is_row_major(tensor: Any) -> bool:
     return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
-
-
-def not_inferring() -> contextlib.AbstractContextManager[Any]:
-    """Makes tensors that can be trained, also if the worker calls from inference mode."""
-    torch = sys.modules.get("torch")
-    return contextlib.nullcontext() if torch is None else torch.inference_mode(False)

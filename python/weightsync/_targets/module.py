@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import weakref
 from typing import Any, NamedTuple
 
 from weightsync import _dtypes, _extra, _guard
 from weightsync._guard import loading
+from weightsync._memory import Rooms
 from weightsync._native import Copies, Layout, Snapshot, Tensors
 from weightsync._source import Places, has_extra_state, module_tensors
-from weightsync._targets.base import Target, Tied, copy_all, is_plain, memory_of, not_inferring
+from weightsync._targets.base import Target, Tied, bytes_of, copy_all, is_plain
+from weightsync._targets.memory import copy_of, exchange, free, leave_shared_memory, retire
+from weightsync._targets.writing import Overlaps, check_writable
+from weightsync._torch import as_worker
 from weightsync._view import View
 from weightsync.errors import LifecycleError, LoadError, WrongWeightsError
 
@@ -44,6 +47,8 @@ class ModuleTarget(Target):
         # Whether `layout` has just looked at the module: the library calls it before `load`.
         self._fresh = False
         self._bound: list[Any] = []
+        # Whether those lie in the sender's memory.
+        self._in_slot = False
         # One thread may fork, which unbinds the module, while another loads.
         self._lock = threading.RLock()
         _targets.add(self)
@@ -58,7 +63,7 @@ class ModuleTarget(Target):
             return self._layout
 
     def shape(self, layout: Layout) -> bool:
-        with self._lock, not_inferring():
+        with self._lock, as_worker():
             self._sent = {name: (dtype, tuple(shape)) for name, dtype, shape in layout.tensors()}
             self._layout, self._fresh = None, False
             if not self._stays:
@@ -67,32 +72,50 @@ class ModuleTarget(Target):
             return self._materialise()
 
     def load(self, snapshot: Snapshot) -> None:
-        with loading, self._lock, not_inferring():
+        with loading, self._lock, as_worker():
             if not self._fresh:
                 self.layout()
             self._fresh = False
-            if not self._bind(snapshot, self._plan(snapshot)):
-                # A tensor was replaced after `layout` had looked at the module.
-                self._look()
-                if not self._bind(snapshot, self._plan(snapshot)):
-                    raise LoadError(
-                        "another thread replaces the module's tensors while a version is loaded: "
-                        "let it do so inside `with receiver.frozen():`"
-                    )
-            if snapshot.extra_states:
-                for prefix, state in View(snapshot).extra_states():
-                    self._stateful[prefix].set_extra_state(state)
+            with contextlib.ExitStack() as undo:
+                if snapshot.extra_states:
+                    # First: a module may refuse it.
+                    self._set_states(snapshot, undo)
+                self._bring(snapshot)
+                undo.pop_all()
+
+    def tensors(self) -> list[tuple[str, Any]]:
+        """The tensors that versions are loaded into."""
+        return [(entry.name, entry.tensor) for entry in self._entries]
 
     def release(self) -> None:
-        with self._lock, not_inferring():
-            _free(_exchange([(tensor, tensor.detach().clone()) for tensor in self._bound]))
-            self._bound = []
+        with self._lock, as_worker():
+            before = exchange([(tensor, copy_of(tensor)) for tensor in self._bound])
+            self._bound, self._in_slot = [], False
+            retire(before)
+
+    def _set_states(self, snapshot: Snapshot, undo: contextlib.ExitStack) -> None:
+        for prefix, state in View(snapshot).extra_states():
+            part = self._stateful[prefix]
+            undo.callback(part.set_extra_state, part.get_extra_state())
+            part.set_extra_state(state)
+
+    def _bring(self, snapshot: Snapshot) -> None:
+        if self._bind(snapshot, self._plan(snapshot)):
+            return
+        # A tensor was replaced after `layout` had looked at the module.
+        self._look()
+        if not self._bind(snapshot, self._plan(snapshot)):
+            raise LoadError(
+                "another thread replaces the module's tensors while a version is loaded: "
+                "let it do so inside `with receiver.frozen():`"
+            )
 
     def _bind(self, snapshot: Snapshot, plan: _Plan) -> bool:
         """Brings a version into the module; False if a tensor differs from the plan."""
         import torch
 
         plan.tied.check(snapshot)
+        plan.overlaps.check(lambda name: bytes_of(snapshot, name))
         # Another thread may exchange a parameter's memory while this one writes there.
         memory = [tensor.detach() for tensor in plan.held]
         view = snapshot.view() if plan.bound or plan.others else None
@@ -110,7 +133,7 @@ class ModuleTarget(Target):
         bound = made[: len(plan.bound)]
         # First: Ctrl-C may end the exchange.
         self._bound = [tensor for tensor, _ in bound]
-        before = _exchange(bound)
+        before = exchange(bound)
         try:
             copy_all(made[len(bound) :])
             del memory
@@ -118,14 +141,19 @@ class ModuleTarget(Target):
                 # Autograd then refuses a backward over values that it has saved of them.
                 torch.autograd.graph.increment_version(plan.changed)
         finally:
-            _free(before)
+            in_slot, self._in_slot = self._in_slot, snapshot.holds_slot
+            free(before, in_slot=in_slot)
         return True
 
     def _plan(self, snapshot: Snapshot) -> _Plan:
         """Which tensor of the snapshot goes where, and how."""
         plan = self._planned
         if plan is None or plan.layout != snapshot.layout:
-            self._planned = plan = _Plan(self._entries, self._tensors, snapshot, self._mode)
+            # Two that were sent as one lie at one place of the version, and share nothing of their own.
+            bound = {id(tensor) for tensor in self._bound}
+            self._planned = plan = _Plan(
+                self._entries, self._tensors, snapshot, self._mode, bound
+            )
         return plan
 
     def _look(self) -> None:
@@ -149,6 +177,7 @@ class ModuleTarget(Target):
                 continue
             self._entries.append(_Entry(name, inside, key, tensor, is_buffer))
             specs.append((name, *_dtypes.of_tensor(name, tensor)))
+            check_writable(name, tensor)
         self._stateful = {prefix: part for prefix, part in parts if has_extra_state(part)}
         for name, spec in known.items():
             if _extra.is_extra(name) and _extra.prefix_of(name) in self._stateful:
@@ -160,6 +189,7 @@ class ModuleTarget(Target):
         self._children = [(part._modules, list(part._modules.values())) for _, part in parts]
         self._layout = Layout(specs)
         self._planned = None
+        self._rooms = Rooms([entry.tensor for entry in self._entries if entry.tensor.numel()])
         places = Places()
         for entry in self._entries:
             places.tensor(entry.inside, entry.key)
@@ -171,7 +201,9 @@ class ModuleTarget(Target):
         _guard.cover(module)
 
     def _holds(self) -> bool:
-        """Whether all is as `_look` found it."""
+        """Whether all is as `_look` found it, and can be written."""
+        if not self._rooms.hold():
+            return False
         if self._tensors is not None:
             return self._tensors.hold()
         if any(len(place) != count for place, count in self._counts):
@@ -222,7 +254,7 @@ class ModuleTarget(Target):
                     took = True
                     continue
                 if id(tensor) not in made:
-                    room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype)
+                    room = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
                     made[id(tensor)] = _alike(tensor, room)
                 inside[key] = made[id(tensor)]
             for name, inside, key, tensor, needs_values in absent:
@@ -263,7 +295,12 @@ class _Plan:
     """How the tensors of one layout reach those of a module: bound, or copied."""
 
     def __init__(
-        self, entries: list[_Entry], tensors: Tensors | None, snapshot: Snapshot, mode: str
+        self,
+        entries: list[_Entry],
+        tensors: Tensors | None,
+        snapshot: Snapshot,
+        mode: str,
+        bound: set[int],
     ) -> None:
         self.layout = snapshot.layout
         self.bound: list[_Place] = []
@@ -275,24 +312,34 @@ class _Plan:
         places = {place[0]: (at, *place[1:]) for at, place in enumerate(listed)}
         ties = dict(snapshot.ties)
         self.tied = Tied(listed)
+        sent_as = [ties.get(entry.name, entry.name) for entry in entries]
+        once = [
+            self.tied.add(id(entry.tensor), entry.name, sent)
+            for entry, sent in zip(entries, sent_as, strict=True)
+        ]
+        self.overlaps = Overlaps(
+            (entry.name, sent, entry.tensor)
+            for entry, sent, is_first in zip(entries, sent_as, once, strict=True)
+            if is_first and id(entry.tensor) not in bound
+        )
         for own, entry in enumerate(entries):
-            tensor, sent = entry.tensor, ties.get(entry.name, entry.name)
-            at, name, sizes, offset, length = places[sent]
-            if not self.tied.add(id(tensor), entry.name, sent) or not length:
+            tensor = entry.tensor
+            at, name, sizes, offset, length = places[sent_as[own]]
+            if not once[own] or not length:
                 continue
             dtype = _dtypes.torch_dtype(name)
             shape = _dtypes.torch_shape(name, tuple(sizes))
             count = length // dtype.itemsize
             place = (tensor, dtype, None if len(shape) == 1 else shape, offset, count)
             may_bind = mode == "bind" and not entry.is_buffer and not tensor.is_inference()
+            # Bound, it would share its memory no longer.
+            may_bind = may_bind and entry.name not in self.overlaps.names
             if not is_plain(tensor):
                 self.others.append(place)
             elif may_bind and length >= BIND_FROM:
                 self.bound.append(place)
             else:
                 self.copied.append((own, at, tensor))
-                # Two parameters may share memory as well as be one.
-                self.tied.add(memory_of(tensor), entry.name, sent)
         self.copies: Copies | None = None
         if tensors is not None and self.copied:
             self.copies = Copies(tensors, [(own, at) for own, at, _ in self.copied])
@@ -313,125 +360,6 @@ def _alike(tensor: Any, room: Any) -> Any:
     if type(tensor).__name__ == "Buffer":
         return type(tensor)(room)
     return room
-
-
-def leave_shared_memory(tensors: list[Any]) -> None:
-    """Gives tensors in host memory shared with other processes memory of their own.
-
-    A model that torch.multiprocessing has pickled shares its memory with the process that
-    pickled it: a load would write into the learner's weights, and other workers'.
-    """
-    import torch
-
-    # Tensors that share a memory go on sharing one.
-    rooms: dict[int, Any] = {}
-    pairs: dict[int, tuple[Any, Any]] = {}
-    for tensor in tensors:
-        strided = tensor.layout == torch.strided and not _dtypes.is_lazy(tensor)
-        if not strided or not tensor.is_cpu or not tensor.is_shared():
-            continue
-        if tensor.is_conj() or tensor.is_neg():
-            # Of a view that computes its values, the values alone.
-            pairs[id(tensor)] = (tensor, tensor.detach().resolve_conj().resolve_neg().clone())
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in rooms:
-            rooms[storage.data_ptr()] = storage.clone()
-        own = tensor.detach().new_empty(0).set_(
-            rooms[storage.data_ptr()], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
-        pairs[id(tensor)] = (tensor, own)
-    _free(_exchange(list(pairs.values())))
-
-
-def _exchange(pairs: list[tuple[Any, Any]]) -> list[Any]:
-    """Gives each first tensor the memory of the second, and returns what they had for `_free`.
-
-    ``tensor.data = other`` would do the same, but it keeps the interpreter's lock while it
-    waits for a lock of autograd's. A thread that uses a parameter with gradients takes
-    autograd's lock first and then the interpreter's: each would wait for the other. This
-    operator releases the interpreter's lock.
-    """
-    import torch
-
-    set_data = torch.ops.aten.set_data.default
-    before = [tensor.detach() for tensor, _ in pairs]
-    try:
-        for tensor, other in pairs:
-            set_data(tensor, other)
-    except BaseException:
-        _free(before)
-        raise
-    return before
-
-
-def _free(before: list[Any]) -> None:
-    """Frees the memory that tensors had before an exchange.
-
-    An operator of another thread, which runs without the interpreter's lock, may have read where the
-    memory is and not yet counted itself among its users. If the memory were freed then, the process
-    would crash.
-    """
-    if not before:
-        return
-    try:
-        _let_others_run()
-    except BaseException:
-        # Ctrl-C ends one wait, and the memory needs it all the same.
-        _let_others_run()
-        raise
-    finally:
-        before.clear()
-
-
-# Processor time, in nanoseconds, in which a thread leaves those few instructions.
-_A_FEW_INSTRUCTIONS = 20_000
-
-
-def _let_others_run(longest: float = 5.0) -> None:
-    """Waits until every other thread of this process has run for a moment, or sleeps.
-
-    A busy machine may leave a thread between two instructions for a second. One that the system
-    does not let run for `longest` seconds is not waited for.
-    """
-    own = threading.get_native_id()
-    try:
-        threads = {int(name) for name in os.listdir("/proc/self/task")} - {own}
-        _processor_time(own)
-    except OSError:
-        # Other systems do not tell.
-        if threading.active_count() > 1:
-            time.sleep(0.01)
-        return
-    left = dict.fromkeys(threads, 0)
-    for thread in threads:
-        with contextlib.suppress(OSError):
-            left[thread] = _processor_time(thread)
-    until, pause = time.monotonic() + longest, 50e-6
-    while left := {one: since for one, since in left.items() if not _slept_or_ran(one, since)}:
-        if time.monotonic() > until:
-            return
-        time.sleep(pause)
-        pause = min(2 * pause, 1e-3)
-
-
-def _slept_or_ran(thread: int, since: int) -> bool:
-    try:
-        if _processor_time(thread) - since > _A_FEW_INSTRUCTIONS:
-            return True
-        with open(f"/proc/self/task/{thread}/stat", "rb") as file:
-            # The state follows the name, which may have any characters. One that waits for a disk
-            # may do so between two instructions, for a page.
-            return not file.read().rpartition(b") ")[2].startswith((b"R", b"D"))
-    except OSError:
-        # The thread has ended.
-        return True
-
-
-def _processor_time(thread: int) -> int:
-    """What a thread has used, in nanoseconds, by the system's number of it."""
-    # As pthread_getcpuclockid(3) numbers the clocks.
-    return time.clock_gettime_ns(~thread << 3 | 6)
 
 
 # A forked child does not have the memory that modules are bound to. So modules get memory of

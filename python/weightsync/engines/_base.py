@@ -43,6 +43,8 @@ class Engine(abc.ABC):
 
     #: Whether its workers know what it has. Where they do not, a refresh loads in any case.
     knows_its_weights = True
+    #: Whether what its workers are asked leaves this machine in plain text.
+    is_unencrypted = False
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from weightsync import _dtypes
+from weightsync import _dtypes, _files
 from weightsync.errors import WrongWeightsError
 
 #: Names, and for each its dtype, as safetensors calls it, and shape.
@@ -132,8 +132,7 @@ def _of_folder(folder: str, revision: str | None) -> Tensors | None:
     index = os.path.join(folder, "model.safetensors.index.json")
     try:
         if os.path.isfile(index):
-            with open(index, encoding="utf-8") as opened:
-                listed = set(json.load(opened)["weight_map"].values())
+            listed = set(json.loads(_files.read(index, _LARGEST_HEADER))["weight_map"].values())
             files = [file for file in files if os.path.basename(file) in listed]
         found: Tensors = {}
         for file in files:
@@ -145,7 +144,7 @@ def _of_folder(folder: str, revision: str | None) -> Tensors | None:
 
 
 def _header(file: str) -> Tensors:
-    with open(file, "rb") as opened:
+    with _files.opened(file) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _LARGEST_HEADER:
             raise ValueError(f"{file}: its header has {length} bytes")

@@ -28,17 +28,37 @@ class Server:
     """
 
     def __init__(self, url: str, missing: str, api_key: str | None = None) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urllib.parse.urlsplit(url)
+            # An interface of this machine is in a URL as "%25eth0".
+            host, port = (parts.hostname or "").replace("%25", "%", 1), parts.port
+        except ValueError as error:
+            raise SettingError(
+                f"expected a URL such as http://host:8000 or http://[::1]:8000, got {url!r}: {error}"
+            ) from error
+        if parts.scheme not in ("http", "https") or not host:
             raise SettingError(f"expected a URL such as http://host:8000, got {url!r}")
+        self._is_encrypted = parts.scheme == "https"
+        if self._is_encrypted and "%" in host:
+            raise SettingError(
+                f"expected a host that a certificate can name, got {url!r}: a link-local address is of an "
+                "interface of this machine"
+            )
         self.url = url.rstrip("/")
-        self._parts, self._missing = parts, missing
+        # Without a port, http.client would take the end of an IPv6 address for one.
+        self._address = host, port or (443 if self._is_encrypted else 80)
+        self._path, self._missing = parts.path.rstrip("/"), missing
         if api_key is not None and not re.fullmatch(r"[!-~]+", api_key):
             raise SettingError(
                 "api_key: expected letters, digits and signs of ASCII without white space, as a file "
                 "may have around it (strip it)"
             )
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    @property
+    def is_unencrypted(self) -> bool:
+        """Whether what is posted leaves this machine in plain text."""
+        return not self._is_encrypted and not _is_here(self._address[0])
 
     def is_of(self, given: Any) -> bool:
         """Whether this is the server's URL."""
@@ -57,10 +77,8 @@ class Server:
     def _request(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float
     ) -> dict[str, Any]:
-        parts = self._parts
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        assert parts.hostname is not None
-        connection = kind(parts.hostname, parts.port, timeout=timeout)
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(*self._address, timeout=timeout)
         text = None if body is None else json.dumps(body)
         headers = dict(self._headers)
         if text is not None:
@@ -73,7 +91,7 @@ class Server:
                 # Nobody waits for the answer, and a call that comes late would change the engine.
                 connection.close()
                 raise TimeoutError
-            connection.request(method, f"{parts.path.rstrip('/')}/{path}", text, headers)
+            connection.request(method, f"{self._path}/{path}", text, headers)
             answer = connection.getresponse()
             content = answer.read(_LONGEST_ANSWER + 1)
             if answer.length and len(content) <= _LONGEST_ANSWER:
@@ -126,6 +144,19 @@ def refusal(answer: Any) -> str | None:
     error = next((answer[one] for one in words if answer.get(one)), None)
     text = error.get("message") if isinstance(error, dict) else error
     return str(text) if text else None
+
+
+def _is_here(host: str) -> bool:
+    """Whether a host is this machine: all its addresses are of this one."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        for family, kind, _, _, address in found:
+            with socket.socket(family, kind) as end:
+                end.bind(address)
+    except OSError:
+        return False
+    # A connection to 0.0.0.0 goes to this machine.
+    return bool(found)
 
 
 def _bare(path: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +16,8 @@ from weightsync.sender import Sender
 from weightsync.engines import _restart
 from weightsync.engines._base import Engine, EngineCallError, EngineDiedError, Pause
 from weightsync.engines._report import EngineReport
+
+logger = logging.getLogger("weightsync")
 
 _Weights = Literal["old", "new", "unknown"]
 
@@ -70,6 +74,8 @@ class Member:
         self._version: int | None = None
         # A pause of this trainer was tried, and no resume has succeeded since.
         self._paused = False
+        # The thread that drives the engine has it: Ctrl-C ends a call of the trainer, and not its threads.
+        self._turn = threading.Lock()
         # Nobody knows that its weights are whole.
         self._held = False
         # Its workers wait to hear that an update is over.
@@ -87,6 +93,36 @@ class Member:
     def workers(self) -> list[int]:
         """The sender's numbers of its ranks."""
         return [] if self._first is None else list(range(self._first, self._first + self._ranks))
+
+    @contextlib.contextmanager
+    def alone(self, timeout: float) -> Iterator[None]:
+        """Waits until no other thread drives the engine.
+
+        Raises:
+            DeadlineError: if one still does after so many seconds.
+        """
+        if not self._turn.acquire(timeout=timeout):
+            raise DeadlineError(
+                f"a call that was interrupted has driven it for {timeout:g} s since: call again once "
+                "that has ended"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    def drive(
+        self,
+        update: Callable[[Member, Sent, Rules], EngineReport | None],
+        sent: Sent,
+        rules: Rules,
+    ) -> EngineReport | None:
+        """Makes an update. What nobody expects is a line, too: the others have theirs."""
+        try:
+            with self.alone(rules.timeout):
+                return update(self, sent, rules)
+        except BaseException as error:
+            return self._line(sent, self._stuck(), reason=f"{type(error).__name__}: {error}")
 
     def sync(self, sent: Sent, rules: Rules) -> EngineReport:
         """Brings a version that was just sent to the engine."""
@@ -133,12 +169,11 @@ class Member:
             return self._line(sent, "asleep", reason=f"wake_up: {error}")
         return self._guarded(sent, rules)
 
-    def leave(self, sender: Sender, timeout: float) -> None:
+    def leave(self, timeout: float) -> None:
         """Leaves the sender, if the engine still answers; it keeps the weights it has."""
         if self._first is not None:
-            with contextlib.suppress(WeightsyncError):
+            with contextlib.suppress(WeightsyncError), self.alone(timeout):
                 self.engine.ask(timeout, do="leave")
-        sender.forget(self.workers)
 
     def _forget(self, timeout: float) -> None:
         """The engine's weights are, or will be, discarded: no update may count on them."""
@@ -154,9 +189,12 @@ class Member:
             line = self._line(sent, self._stuck(), reason=f"{type(error).__name__}: {error}")
         if self._joined and not self._paused:
             # An engine that somebody else pauses from here on is not taken for one of ours.
-            with contextlib.suppress(WeightsyncError):
+            try:
                 self.engine.ask(rules.timeout, do="over")
                 self._joined = False
+            except Exception as error:
+                # The engine has what the line says, and hears of it with the next update.
+                logger.warning("%s was not told that its update is over: %s", self.name, error)
         return line
 
     def _stuck(self) -> str:

@@ -61,7 +61,7 @@ class Ranks:
             return failed
         import torch
 
-        said = torch.zeros(group.world_size, 1 + _MARK + _WORDS, dtype=torch.uint8)
+        said = torch.zeros(group.world_size, 1 + _MARK + _WORDS, dtype=torch.uint8, device="cpu")
         said[group.rank_in_group] = _row(failed, holds)
         return self._largest(said, group, timeout) or _failures(said)
 
@@ -76,7 +76,7 @@ class Ranks:
             return version
         import torch
 
-        newest = torch.tensor([version])
+        newest = torch.tensor([version], device="cpu")
         if broken := self._largest(newest, group, timeout):
             raise DeadlineError(broken)
         return int(newest[0])

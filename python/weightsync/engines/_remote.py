@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+from weightsync import _checks, _files
 from weightsync.engines._base import Engine, EngineCallError, EngineDiedError, Pause
 from weightsync.engines._checkpoint import Checkpoint
 from weightsync.engines._http import Server, refusal
@@ -29,6 +30,8 @@ Route = str | tuple[str, Mapping[str, Any]]
 _CALLS = ("update", "pause", "resume", "reset_cache", "label")
 # As vLLM calls the weights that an engine starts with.
 _FIRST = "default"
+# No configuration of a model has more bytes.
+_LARGEST_CONFIG = 16 << 20
 # Files of a checkpoint that hold weights, or say where they are.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -89,10 +92,10 @@ class Remote(Engine):
             raise SettingError('routes: expected one for "update", which loads a checkpoint')
         if ("pause" in routes) != ("resume" in routes):
             raise SettingError('routes: expected both of "pause" and "resume", or neither')
-        if like is not None and not Path(like).is_dir():
-            raise SettingError(f"like: expected a checkpoint's folder, got {os.fspath(like)!r}")
+        self._like = None if like is None else Path(_checks.absolute(like))
+        if self._like is not None and not self._like.is_dir():
+            raise SettingError(f"like: expected a checkpoint's folder, got {os.fspath(self._like)!r}")
         self._routes = {name: _route(name, given) for name, given in routes.items()}
-        self._like = None if like is None else Path(like).absolute()
         self._folders = _Folders(directory)
         self._begin()
 
@@ -190,11 +193,7 @@ class _FolderPlace(Place):
         like = self._engine._like
         if like is None:
             return _AnyCheckpoint()
-        try:
-            config = json.loads((like / "config.json").read_bytes())
-        except (OSError, ValueError):
-            config = {}
-        return Checkpoint(SimpleNamespace(**config), str(like), None)
+        return Checkpoint(_config(like), str(like), None)
 
     def load(self, tensors: Iterable[tuple[str, Any]], version: int | None = None) -> None:
         folders, like = self._engine._folders, self._engine._like
@@ -239,6 +238,22 @@ class _FolderPlace(Place):
             raise
 
 
+def _config(folder: Path) -> Any:
+    """The configuration of a checkpoint: as transformers has it, or as it stands in the file."""
+    try:
+        from transformers import AutoConfig
+
+        # It knows which tensors its module has in another form than the checkpoint.
+        return AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except Exception:
+        # Without transformers, or for a model that it does not know, the files alone are compared.
+        pass
+    try:
+        return SimpleNamespace(**json.loads(_files.read(folder / "config.json", _LARGEST_CONFIG)))
+    except (OSError, ValueError, TypeError):
+        return SimpleNamespace()
+
+
 class _AnyCheckpoint(Checkpoint):
     """One that every version fits, as far as this process knows."""
 
@@ -254,7 +269,7 @@ class _Folders:
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
         # The engine has a working directory of its own.
-        absolute = None if directory is None else os.path.abspath(directory)
+        absolute = None if directory is None else _checks.absolute(directory)
         try:
             # Removed with this object, or at the program's end.
             self._all = tempfile.TemporaryDirectory(

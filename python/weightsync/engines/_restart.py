@@ -6,12 +6,14 @@ The trainer writes a file for each engine, which holds what the engine needs to 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import tempfile
 from typing import TYPE_CHECKING
 
+from weightsync import _files
 from weightsync.errors import LoadError, OperatingSystemError, SettingError
 from weightsync.engines._request import WorkerRequest
 
@@ -24,6 +26,7 @@ logger = logging.getLogger("weightsync")
 VARIABLE = "WEIGHTSYNC_ENGINE_INFO"
 # No file is longer.
 _LONGEST = 1 << 20
+_FIELDS = {"sender", "first_worker", "ranks", "timeout"}
 
 
 def write(path: str, sender: str, first_worker: int, ranks: int, timeout: float) -> None:
@@ -32,14 +35,24 @@ def write(path: str, sender: str, first_worker: int, ranks: int, timeout: float)
 
     Raises:
         OperatingSystemError: if it cannot be written.
+        SettingError: if what is there is no such file: it stays.
     """
     info = {"sender": sender, "first_worker": first_worker, "ranks": ranks, "timeout": timeout}
     try:
+        with contextlib.suppress(FileNotFoundError):
+            # What a trainer has written is replaced, and an empty file, but nothing else.
+            if there := _files.read(path, _LONGEST):
+                _parsed(path, there)
         # Made with the mode 0600.
         opened, new = tempfile.mkstemp(dir=os.path.dirname(path) or ".", prefix=".weightsync-")
-        with open(opened, "w", encoding="utf-8") as file:
-            json.dump(info, file)
-        os.replace(new, path)
+        try:
+            with open(opened, "w", encoding="utf-8") as file:
+                json.dump(info, file)
+            os.replace(new, path)
+        except BaseException:
+            # It has the secret.
+            os.unlink(new)
+            raise
     except OSError as error:
         raise OperatingSystemError(f"the engine's info file cannot be written: {error}") from error
 
@@ -71,11 +84,17 @@ def begin(worker: EngineWorker) -> None:
 
 def _read(path: str) -> WorkerRequest | None:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_LONGEST)
+        return _parsed(path, _files.read(path, _LONGEST))
     except FileNotFoundError:
         return None
+
+
+def _parsed(path: str, text: bytes) -> WorkerRequest:
     try:
-        return WorkerRequest("join", **json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise SettingError(f"the info file cannot be read: {error}") from error
+        info = json.loads(text)
+    except ValueError:
+        info = None
+    if not isinstance(info, dict) or info.keys() != _FIELDS:
+        fields = ", ".join(sorted(_FIELDS))
+        raise SettingError(f"{path} is no info file of an engine, an object with {fields}")
+    return WorkerRequest("join", **info)

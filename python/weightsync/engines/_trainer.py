@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from weightsync._checks import seconds
-from weightsync.errors import LifecycleError, ModelError, SettingError, WeightsyncError
+from weightsync._turns import Turns
+from weightsync.errors import LifecycleError, ModelError, SettingError
+from weightsync.scheme import PLAINTEXT_VARIABLE, may_tell_in_plaintext
 from weightsync.sender import Sender
 from weightsync.engines._base import Engine, EngineCallError, Pause
 from weightsync.engines._member import Member, Rules, Sent
@@ -40,7 +42,8 @@ class Trainer:
             weights; ``"wait"`` lets them end first; ``"abort"`` ends them.
         reset_prefix_cache: whether what the old weights computed is dropped after an update;
             frozen requests then compute it again.
-        timeout: for each call to an engine, and for the fetch, in seconds.
+        timeout: for each call to an engine, for the fetch, and for a call of this trainer that another
+            thread has begun, in seconds.
         first_worker: the sender's worker number for the first engine's first rank; the others
             follow.
     """
@@ -69,7 +72,7 @@ class Trainer:
         self._members: list[Member] = []
         self._made = 0
         # One sync at a time.
-        self._lock = threading.Lock()
+        self._turns = Turns()
         for engine in engines:
             self.add(engine)
 
@@ -88,8 +91,19 @@ class Trainer:
                 ``WEIGHTSYNC_ENGINE_INFO`` names this file has the newest version whenever it
                 restarts, before it serves. The file holds the sender's secret, and its owner alone
                 can read it.
+
+        Raises:
+            SettingError: for an engine that is there already, and for an ``http://`` URL of another
+                machine where the sender has a secret and plain text is not allowed.
         """
         made = _engine_of(engine, self._made)
+        if made.is_unencrypted and not may_tell_in_plaintext(self._sender.scheme):
+            raise SettingError(
+                f"{made.name}: an engine is told how to join, and the sender's secret would travel "
+                "to that machine in plain text: give an https:// URL, or, if you trust that network, "
+                "allow it with the scheme's insecure_plaintext=True or with "
+                f"{PLAINTEXT_VARIABLE}=1"
+            )
         # A sync calls each engine from a thread of its own: an ``LLM`` that was added twice would
         # be called from two at once, which ends it.
         for member in self._members:
@@ -108,9 +122,13 @@ class Trainer:
         """
         member = self._member(name)
         member.engine.check_thread()
-        with self._lock:
+        with self._turns.take("remove", self._rules.timeout):
             self._members = [one for one in self._members if one is not member]
-            member.leave(self._sender, self._rules.timeout)
+            try:
+                member.leave(self._rules.timeout)
+            finally:
+                # Also where a call that was interrupted drives it on.
+                self._sender.forget(member.workers)
 
     def sync(self, step: int | None = None, *, weights: Any = None) -> SyncReport:
         """Sends the model's weights, and brings them to every engine that is awake.
@@ -124,12 +142,13 @@ class Trainer:
             WrongWeightsError: if the weights are not as the sender was set up. What an engine
                 refuses is a line of the report.
             LifecycleError: in the event loop of one of the engines.
+            DeadlineError: if another thread is in a call of this trainer for all of the timeout.
         """
         self._check_thread()
-        with self._lock:
+        with self._turns.take("sync", self._rules.timeout):
             began = time.monotonic()
             sent = self._send(step, weights, began)
-            return self._all(lambda member: member.sync(sent, self._rules), sent.version)
+            return self._all(Member.sync, sent, self._members)
 
     async def sync_async(self, step: int | None = None, *, weights: Any = None) -> SyncReport:
         """As :meth:`sync`, in a thread: for a trainer in the event loop of its ``AsyncLLM``."""
@@ -141,9 +160,8 @@ class Trainer:
         For engines that were added, have restarted, or have failed.
         """
         self._check_thread()
-        with self._lock:
-            sent = self._last()
-            return self._all(lambda member: member.refresh(sent, self._rules), sent.version)
+        with self._turns.take("refresh", self._rules.timeout):
+            return self._all(Member.refresh, self._last(), self._members)
 
     def sleep(self, name: str | None = None, *, level: int = 1) -> None:
         """Puts an engine, or all of them, to sleep; syncs pass it over until it wakes.
@@ -157,12 +175,13 @@ class Trainer:
         self._check_thread()
         if level not in (0, 1, 2):
             raise SettingError(f"level: expected 0, 1 or 2, got {level!r}")
-        with self._lock:
+        with self._turns.take("sleep", self._rules.timeout):
             failed = []
             for member in self._chosen(name):
                 try:
-                    member.sleep(level, self._rules.timeout)
-                except WeightsyncError as error:
+                    with member.alone(self._rules.timeout):
+                        member.sleep(level, self._rules.timeout)
+                except Exception as error:
                     failed.append(f"{member.name} does not sleep: {error}")
         if failed:
             raise EngineCallError("; ".join(failed))
@@ -173,9 +192,8 @@ class Trainer:
         An engine that cannot be brought to the newest version sleeps on, and its line says why.
         """
         self._check_thread()
-        with self._lock:
-            sent, chosen = self._last(), self._chosen(name)
-            return self._all(lambda member: member.wake(sent, self._rules), sent.version, chosen)
+        with self._turns.take("wake", self._rules.timeout):
+            return self._all(Member.wake, self._last(), self._chosen(name))
 
     def _send(self, step: int | None, weights: Any, began: float) -> Sent:
         if not self._sender.is_connected:
@@ -197,16 +215,18 @@ class Trainer:
 
     def _all(
         self,
-        update: Callable[[Member], EngineReport | None],
-        version: int,
-        members: list[Member] | None = None,
+        update: Callable[[Member, Sent, Rules], EngineReport | None],
+        sent: Sent,
+        members: list[Member],
     ) -> SyncReport:
-        """Updates engines, each in a thread of its own. Each of their calls has its end."""
-        members = self._members if members is None else members
+        """Updates engines, each in a thread of its own. Each of their calls has its end.
+
+        Ctrl-C ends the wait. The threads go on, so that no engine is left in the middle.
+        """
         lines: dict[str, EngineReport | None] = {}
 
         def one(member: Member) -> None:
-            lines[member.name] = update(member)
+            lines[member.name] = member.drive(update, sent, self._rules)
 
         threads = [
             threading.Thread(target=one, args=(member,), name=f"weightsync {member.name}")
@@ -217,7 +237,7 @@ class Trainer:
         for thread in threads:
             thread.join()
         made = [lines[member.name] for member in members]
-        return SyncReport(version, [line for line in made if line is not None])
+        return SyncReport(sent.version, [line for line in made if line is not None])
 
     def _check_thread(self) -> None:
         for member in self._members:

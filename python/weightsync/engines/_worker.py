@@ -21,6 +21,7 @@ from weightsync.errors import (
 from weightsync.engines._checkpoint import Checkpoint, Tensors
 from weightsync.engines._ranks import Group, Holds, Ranks
 from weightsync.engines._request import WorkerRequest
+from weightsync._view import states_of
 from weightsync.snapshot import Snapshot
 
 # How long a version that the sender calls staged may take to reach this thread.
@@ -455,8 +456,8 @@ class Target:
 
 def tensors_of(snapshot: NativeSnapshot) -> Iterator[tuple[str, Any]]:
     """The tensors of a version, read in place; tied ones under each of their names."""
-    tensors = Snapshot(snapshot)
-    return ((name, tensors[name]) for name in tensors if not _extra.is_extra(name))
+    tensors, states = Snapshot(snapshot), states_of(snapshot)
+    return ((name, tensors[name]) for name in tensors if name not in states)
 
 
 def _of(snapshot: NativeSnapshot) -> Holds:

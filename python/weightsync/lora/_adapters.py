@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightsync import _checks
 from weightsync.errors import (
     LifecycleError,
     ModelError,
@@ -43,24 +45,33 @@ def adapter_of(model: Any, adapter: str = "default") -> dict[str, Any]:
     them. The configuration is one more tensor: ``adapter_config.json``, as bytes. So it is of
     the same version as the weights.
 
+    A scale that ``set_scale`` or ``scale_layer`` has given to all layers alike is in the
+    configuration, as it is at this call.
+
     Args:
         model: a PEFT model.
         adapter: the adapter's name in the model.
 
     Raises:
         UnsupportedError: for an adapter that has more than LoRA's pairs and
-            ``modules_to_save``: trained biases, trained tokens, DoRA, or no LoRA at all.
+            ``modules_to_save``: trained biases, trained tokens, DoRA, or no LoRA at all; for one whose
+            making has changed the base model's weights, such as PiSSA's; and for layers that were
+            scaled one by one.
     """
     import torch
 
     config = _config_of(model, adapter)
-    if reason := _not_sent(config):
+    if reason := _not_sent(config) or _variant_of(model, adapter):
         raise UnsupportedError(
-            f"the adapter {adapter!r} has {reason}, which cannot be sent alone: "
+            f"the adapter {adapter!r} cannot be sent alone, because it has {reason}: "
             "send the whole model, or train without"
         )
     # As PEFT writes it, in one order: the same configuration is the same bytes.
     values = {**config.to_dict(), "inference_mode": True}
+    if (factor := _factor(model, adapter)) != 1:
+        values["lora_alpha"] = _whole(values["lora_alpha"] * factor)
+        patterns = values.get("alpha_pattern") or {}
+        values["alpha_pattern"] = {key: _whole(one * factor) for key, one in patterns.items()}
     text = json.dumps(values, sort_keys=True, default=_plain)
     found: dict[str, Any] = {}
     for name, tensor in model.state_dict().items():
@@ -73,7 +84,7 @@ def adapter_of(model: Any, adapter: str = "default") -> dict[str, Any]:
             found[own] = tensor
     if not found:
         raise WrongWeightsError(f"the model has no tensors of the adapter {adapter!r}")
-    return {**found, CONFIG: torch.tensor(list(text.encode()), dtype=torch.uint8)}
+    return {**found, CONFIG: torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")}
 
 
 def versioned_name(name: str, version: int) -> str:
@@ -172,7 +183,7 @@ class Adapters:
             )
         self.name = name
         if folder is not None:
-            folder = Path(folder).absolute()
+            folder = Path(_checks.absolute(folder))
             folder.mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix=folder_prefix(name), dir=folder))
         if folder is not None:
@@ -215,7 +226,15 @@ class Adapters:
         return made
 
     def remove(self, adapter: Adapter) -> None:
-        """Removes a version's directory. Its name stays used."""
+        """Removes a version's directory. Its name stays used.
+
+        Raises:
+            SettingError: for an adapter that :meth:`save` of this object has not made.
+        """
+        if adapter not in self._known.values():
+            raise SettingError(
+                f"{adapter.path} is not of these adapters: give remove() what their save() returned"
+            )
         shutil.rmtree(adapter.path, ignore_errors=True)
 
     def _forget(self, adapter: Adapter) -> None:
@@ -277,7 +296,61 @@ def _not_sent(config: Any) -> str | None:
         return f"bias={bias!r}"
     if getattr(config, "trainable_token_indices", None):
         return "trainable_token_indices"
-    return "DoRA" if getattr(config, "use_dora", False) else None
+    if getattr(config, "lora_bias", False):
+        return "lora_bias"
+    if getattr(config, "layer_replication", None):
+        return "layer_replication, which gives the model more layers than an engine has"
+    if getattr(config, "use_dora", False):
+        return "DoRA"
+    # Who loads the adapter has the base model's own weights.
+    init = str(getattr(config, "init_lora_weights", True)).lower()
+    if init.startswith(("corda", "loftq", "lora_ga", "olora", "pissa")):
+        return f"init_lora_weights={init!r}, which has changed the base model's weights"
+    return None
+
+
+#: Variants of PEFT that train in another way, and add ``B @ A`` as LoRA does.
+PLAIN_VARIANTS = ("MiCALinearVariant", "MiCAEmbeddingVariant", "VeloraLinearVariant")
+
+
+def _variant_of(model: Any, adapter: str) -> str | None:
+    """The variant of LoRA that a layer has, if its pair alone does not say what it adds."""
+    for module in _modules(model):
+        variants = getattr(module, "lora_variant", None)
+        name = type(variants.get(adapter)).__name__ if isinstance(variants, Mapping) else "NoneType"
+        # Engines know an aLoRA by its configuration.
+        if name not in ("NoneType", "ALoraLinearVariant", *PLAIN_VARIANTS):
+            return f"a LoRA of the kind {name}"
+    return None
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    return model.modules() if hasattr(model, "modules") else iter(())
+
+
+def _factor(model: Any, adapter: str) -> float:
+    """By what all layers are scaled, compared with what the configuration says."""
+    factors = set()
+    for module in _modules(model):
+        scaling, alpha, rank = (getattr(module, name, None) for name in ("scaling", "lora_alpha", "r"))
+        if not isinstance(scaling, Mapping) or adapter not in scaling or not isinstance(rank, Mapping):
+            continue
+        own = getattr(module, "use_rslora", None)
+        of_config = getattr(model.peft_config[adapter], "use_rslora", False)
+        is_rank_stable = own.get(adapter, False) if isinstance(own, Mapping) else of_config
+        expected = alpha[adapter] / (math.sqrt(rank[adapter]) if is_rank_stable else rank[adapter])
+        factors.add(round(scaling[adapter] / expected, 9) if expected else 1.0)
+    if len(factors) > 1:
+        raise UnsupportedError(
+            f"the adapter {adapter!r} has layers that set_scale or scale_layer has scaled one by one, which "
+            "its configuration cannot say: scale all alike, or send lora.merged(model)"
+        )
+    return factors.pop() if factors else 1.0
+
+
+def _whole(value: float) -> float:
+    """As an integer where it is one, as configurations have it."""
+    return int(value) if value == int(value) else value
 
 
 def _plain(value: Any) -> Any:

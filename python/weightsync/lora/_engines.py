@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import inspect
+import json
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -22,7 +23,7 @@ from weightsync.errors import (
     WeightsyncError,
     WrongTypeError,
 )
-from weightsync.lora._adapters import Adapter, Adapters, folder_prefix
+from weightsync.lora._adapters import CONFIG, Adapter, Adapters, folder_prefix
 
 if TYPE_CHECKING:
     from weightsync.snapshot import Snapshot
@@ -49,6 +50,7 @@ class _Loader(abc.ABC, Generic[_Handle]):
     def _load(self, snapshot: Snapshot) -> _Handle:
         if self._closed:
             raise LifecycleError("these adapters are closed")
+        self._check(snapshot)
         try:
             loaded = self._loaded()
         except DeadlineError:
@@ -113,6 +115,9 @@ class _Loader(abc.ABC, Generic[_Handle]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check(self, snapshot: Snapshot) -> None:
+        """Refuses what the engine would take for something else."""
 
     @abc.abstractmethod
     def _loaded(self) -> Collection[Any]:
@@ -257,7 +262,7 @@ class ServerAdapters(_Loader[str]):
     ) -> None:
         choice("engine", engine, *_ROUTES)
         seconds("timeout", timeout)
-        self._routes = _ROUTES[engine]
+        self._routes, self._engine = _ROUTES[engine], engine
         self._server = Server(url, self._routes.remedy, api_key)
         self._timeout = timeout
         #: What an object of this name has left on the server.
@@ -297,6 +302,18 @@ class ServerAdapters(_Loader[str]):
             if folder.fullmatch(Path(str(one.get("root"))).parent.name)
         }
         return {str(one.get("id")) for one in cards}
+
+    def _check(self, snapshot: Snapshot) -> None:
+        if self._engine != "sglang" or CONFIG not in snapshot:
+            return
+        config = json.loads(bytes(snapshot[CONFIG].tolist()))
+        for name in ("alpha_pattern", "rank_pattern", "use_rslora"):
+            if config.get(name):
+                raise UnsupportedError(
+                    f"the adapter has {name}, and SGLang scales all layers of an adapter by its "
+                    "lora_alpha and r alone, so its answers would be others: train without, or send "
+                    "lora.merged(model)"
+                )
 
     def _save(self, snapshot: Snapshot, loaded: Collection[Any]) -> Adapter:
         return self._adapters._save_for_server(snapshot, loaded)

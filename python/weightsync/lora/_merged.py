@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.errors import SettingError, UnsupportedError, WrongTypeError, WrongWeightsError
+from weightsync.lora._adapters import PLAIN_VARIANTS
 
 _PREFIX = "base_model.model."
 
@@ -117,6 +118,11 @@ def _check_mergeable(model: Any, modules: Mapping[str, Any], adapter: str) -> No
             f"the adapter {adapter!r} has trainable_token_indices and cannot be merged: "
             "train without"
         )
+    if getattr(config, "target_parameters", None):
+        raise UnsupportedError(
+            f"the adapter {adapter!r} has target_parameters, which cannot be merged: send it "
+            "alone, with adapter_of"
+        )
     for name, module in modules.items():
         if not hasattr(module, "lora_A"):
             continue
@@ -125,7 +131,8 @@ def _check_mergeable(model: Any, modules: Mapping[str, Any], adapter: str) -> No
                 f"{name} is merged already, and would get its LoRA twice: call the model's "
                 "unmerge_adapter() before"
             )
-        if variant := getattr(module, "lora_variant", {}).get(adapter):
+        variant = getattr(module, "lora_variant", {}).get(adapter)
+        if variant is not None and type(variant).__name__ not in PLAIN_VARIANTS:
             raise UnsupportedError(
                 f"{name} has a LoRA of the kind {type(variant).__name__}, which cannot be merged: "
                 "expected plain LoRA or rsLoRA"

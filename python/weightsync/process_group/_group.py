@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from weightsync.errors import (
     UnsupportedError,
     WeightsyncError,
 )
-from weightsync.transfer._group import GRACE, Links, own_name
+from weightsync.transfer._group import GRACE, LOOK, Links, own_name, store_calls
 
 # The tags of messages to receivers, and of messages to the sender.
 _HEAD, _TEXT, _ANSWER, _REASON = 11, 12, 13, 14
@@ -42,9 +42,6 @@ APPLIED, KEPT, BROKE, LEFT, ENTERED = 0, 1, 2, 3, 4
 _MOST_TEXT = 256 << 20
 
 _FOREVER = timedelta(days=3650)
-
-#: How often the store is asked whether all members are there.
-LOOK = 0.01
 
 #: What to do once a group is closed.
 AGAIN = (
@@ -142,17 +139,6 @@ def meet(group: Any, src: int, name: str, is_receiver: bool, timeout: float) -> 
     ranks = [src, *receivers]
     trainers = {at: end.name for at, end in enumerate(ends) if end.role == "sender"}
     return Members(store, ranks, [ends[at].name for at in ranks], trainers, over)
-
-
-@contextlib.contextmanager
-def store_calls() -> Iterator[None]:
-    """Raises a :class:`PeerError` if the store fails."""
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        if isinstance(error, WeightsyncError):
-            raise
-        raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
 
 
 def rank_in(group: Any) -> int:
@@ -309,7 +295,7 @@ class Group(Links):
         head, body = (_HEAD, _TEXT) if self._rank == 0 else (_ANSWER, _REASON)
 
         def send() -> None:
-            control.send([torch.tensor([kind, number, size, len(text)])], member, head).wait(limit)
+            control.send([torch.tensor([kind, number, size, len(text)], device="cpu")], member, head).wait(limit)
             if text:
                 data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
                 control.send([data], member, body).wait(limit)
@@ -453,7 +439,7 @@ def _listen(
     sends: _Sends,
 ) -> None:
     """Puts the messages of a member into the queue until its link ends."""
-    head = torch.zeros(4, dtype=torch.int64)
+    head = torch.zeros(4, dtype=torch.int64, device="cpu")
     try:
         while True:
             control.recv([head], member, tags[0]).wait(_FOREVER)
@@ -462,7 +448,7 @@ def _listen(
             if length:
                 if not 0 < length <= _MOST_TEXT:
                     raise PeerError(f"a text of {length} bytes, expected {_MOST_TEXT} or fewer")
-                body = torch.empty(length, dtype=torch.uint8)
+                body = torch.empty(length, dtype=torch.uint8, device="cpu")
                 control.recv([body], member, tags[1]).wait(_FOREVER)
                 text = ctypes.string_at(body.data_ptr(), length)
             messages.put(Message(member, kind, number, size, text))

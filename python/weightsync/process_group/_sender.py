@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 
 from weightsync import _ends
 from weightsync._checks import choice
+from weightsync._turns import Turns
 from weightsync.errors import (
     DeadlineError,
     LifecycleError,
@@ -33,13 +34,12 @@ from weightsync.process_group._group import (
     meet,
     rank_in,
     seconds,
-    store_calls,
 )
 from weightsync.process_group._packing import AT_ONCE, Layout, checksum
 from weightsync.process_group._report import RankReport, Report
-from weightsync.process_group._trainers import Trainers
 from weightsync.process_group._weights import Weights
-from weightsync.transfer._group import GRACE, REFUSED
+from weightsync.transfer._group import GRACE, REFUSED, store_calls
+from weightsync.transfer._together import Gathering, Ranks
 
 
 # Why the link of a receiver has ended that has shut down.
@@ -88,7 +88,7 @@ class Sender:
         choice("strategy", strategy, "state_dict", "tensordict")
         self._timeout = seconds(timeout)
         self._model, self._strategy = model, strategy
-        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._turns, self._pid = Turns(), os.getpid()
         self._version = 0
         self._layout: Layout | None = None
         self._buffers: list[torch.Tensor] = []
@@ -96,7 +96,9 @@ class Sender:
         self._is_closed = False
         members = meet(group, src, name, False, self._timeout)
         self._store, rank = members.store, rank_in(group)
-        self._trainers = Trainers(members, rank)
+        # The ranks of the trainer, which call send equally often.
+        self._names = members.trainers
+        self._trainers = Ranks(members.store, rank, members.trainers)
         if rank == src:
             self._group = Group(members, rank, self._timeout)
             weakref.finalize(self, Group.close, self._group, _shut_down()).atexit = False
@@ -129,26 +131,30 @@ class Sender:
             DeadlineError: naming the receivers that did not answer in time; the group is closed.
                 Each has the version as a whole, or the one before. Or naming the trainer's ranks
                 that did not call send in time, to gather the weights: nothing was sent, and the
-                group goes on.
+                group goes on. Or naming another thread's send that did not end in time.
+            PeerError: naming a rank of the trainer that failed, and why. If it failed before the weights
+                were gathered, nothing was sent, and the group goes on.
             WrongTypeError, WrongWeightsError, SendError: for weights that cannot be sent. Nothing
                 was sent.
             SendError, OperatingSystemError: torch could not read the weights, or there is no
                 memory; the error says that the group is closed.
             LifecycleError: after :meth:`shutdown`.
         """
-        with self._lock:
-            # First, so that the trainer's ranks count the same calls if one of them fails.
-            self._trainers.call()
-            self._check()
-            weights = Weights(self._model if model is None else model, self._strategy)
-            self._trainers.meet(weights.is_sharded, self._timeout, self._check)
+        with self._turn() as gathering:
+            with gathering.failing():
+                self._check()
+                weights = Weights(self._model if model is None else model, self._strategy)
+                weights.meet(gathering, self._timeout, self._check, self._late)
             try:
                 report = self._send(weights)
             except Exception:
-                # The other ranks of the trainer gather, whatever became of this send. Ctrl-C
-                # ends them all.
+                # The other ranks of the trainer gather, whatever became of this send.
                 with contextlib.suppress(PeerError):
                     weights.drain()
+                raise
+            except BaseException as error:
+                # Ctrl-C ends them all.
+                gathering.fail(error)
                 raise
             weights.drain()
             return report
@@ -179,10 +185,30 @@ class Sender:
                 raise SendError(f"the weights were not sent: {error}; {AGAIN}") from error
             raise
 
-    def _count_failed_call(self) -> None:
-        """Counts a call that has failed before its send: the trainer's other ranks count it too."""
-        with self._lock:
-            self._trainers.call()
+    def _fail(self, error: BaseException) -> None:
+        """Counts a call that has failed before its send, and tells the trainer's other ranks."""
+        # Its own error is the one to raise.
+        with contextlib.suppress(WeightsyncError), self._turn() as gathering:
+            gathering.fail(error)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[Gathering]:
+        """The turn of a call. The trainer's ranks count all calls, also those that fail."""
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._turns.take("send", self._timeout))
+            except BaseException as error:
+                self._trainers.next().fail(error)
+                raise
+            yield self._trainers.next()
+
+    def _late(self, ranks: list[int]) -> str:
+        """The error of all ranks of the trainer if some have not called send in time."""
+        late = ", ".join(self._names[rank] for rank in ranks)
+        return (
+            f"the trainer's ranks gather the weights together, and {late} did not call send within "
+            f"{self._timeout} s: nothing was sent, and the group goes on. Call send again on each of them"
+        )
 
     def _is_open(self) -> bool:
         try:
@@ -212,7 +238,7 @@ class Sender:
         count, size = min(AT_ONCE, len(ends)), max(ends)
         if len(self._buffers) < count or self._buffers[0].numel() < size:
             self._buffers = []
-            self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in range(count)]
+            self._buffers = [torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(count)]
         return self._buffers
 
     def __enter__(self) -> Sender:
@@ -264,7 +290,7 @@ class _Send:
                 sender._layout = layout
             sums.append(checksum(buffer[: end - begin]))
             if piece == len(layout.pieces) - 1:
-                layout.sums(buffer).copy_(torch.tensor(sums))
+                layout.sums(buffer).copy_(torch.tensor(sums, device="cpu"))
             works.append(group.broadcast(buffer))
             self._travelling.add(works[-1])
         self._wait(lambda: not self._travelling and len(self._lines) == group.size - 1)

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from weightsync import _dtypes, _extra
 from weightsync._checks import choice
 from weightsync._gpu import settle
 from weightsync._source import module_tensors, tree
-from weightsync._targets.base import copy_values, is_plain, not_inferring
-from weightsync._targets.module import BIND_FROM, _exchange, _forking, _free, leave_shared_memory
+from weightsync._targets.base import copy_values, is_plain
+from weightsync._targets.memory import exchange, free, leave_shared_memory
+from weightsync._targets.module import BIND_FROM, _forking
+from weightsync._targets.writing import Overlaps, check_kept, check_memory
+from weightsync._torch import as_worker
 from weightsync.errors import LoadError, WrongTypeError, WrongWeightsError
 from weightsync.process_group._packing import Layout
 from weightsync.transfer.chunk import flat_bytes
@@ -38,9 +40,11 @@ class Target:
         self._model, self._mode = model, mode
         # An empty dict takes the sender's tensors.
         self._is_empty = isinstance(model, dict) and not model
+        # The tensors that lie in the last version, by id.
+        self._bound: set[int] = set()
         #: Whether a load has failed that could not be undone.
         self.is_torn = False
-        with _forking, not_inferring():
+        with _forking, as_worker():
             leave_shared_memory([one for one in self._tensors() if _dtypes.is_tensor(one)])
 
     def _tensors(self) -> list[Any]:
@@ -72,12 +76,13 @@ class Target:
             for name, tensor, _ in tree(self._model)[0]:
                 own[name] = tensor
                 buffers.add(name)
+            check_kept(own.items(), ((name, one) for name, one, _ in tree(self._model)[0]))
         for name, tensor in own.items():
-            if isinstance(tensor, DTensor) or not _dtypes.is_tensor(tensor):
+            if not _dtypes.is_tensor(tensor):
                 raise WrongTypeError(
-                    f"{name!r} is a {type(tensor).__name__}: a receiver's model has whole tensors of torch"
+                    f"{name!r} is a {type(tensor).__name__}: a receiver's model has tensors of torch"
                 )
-            _check_memory(name, tensor)
+            check_memory(name, tensor)
         came = {
             name: (layout.dtypes[at], layout.shapes[at])
             for name, at in index.items()
@@ -95,11 +100,12 @@ class Target:
             LoadError: if torch refuses a tensor. The model is as it was, unless `is_torn` says
                 that it may have a part of the version.
         """
+        every = dict(zip(layout.names, tensors, strict=True))
         if self._is_empty:
-            every = dict(zip(layout.names, tensors, strict=True))
             every |= {name: every[of] for name, of in layout.ties.items()}
             try:
-                self._model.update({name: one.clone() for name, one in every.items()})
+                with as_worker():
+                    self._model.update({name: one.clone() for name, one in every.items()})
             except RuntimeError as error:
                 raise LoadError(f"there is no memory for the version: {error}") from error
             self._is_empty = False
@@ -107,7 +113,12 @@ class Target:
         bound: list[tuple[torch.Tensor, torch.Tensor]] = []
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         first: dict[int, int] = {}
-        for own, at, is_buffer in self.fit(layout):
+        places = self.fit(layout)
+        once = {id(own): (layout.names[at], layout.names[at], own) for own, at, _ in reversed(places)}
+        # Two that were sent as one share a tensor of the version, and nothing of their own.
+        overlaps = Overlaps(one for key, one in once.items() if key not in self._bound)
+        overlaps.check(lambda name: flat_bytes(every[name]).cpu().numpy().tobytes())
+        for own, at, is_buffer in places:
             known = first.get(id(own))
             first.setdefault(id(own), at)
             if known is not None and known != at and not torch.equal(flat_bytes(tensors[known]), flat_bytes(tensors[at])):
@@ -118,11 +129,14 @@ class Target:
             if known is not None:
                 continue
             may_bind = self._mode == "bind" and not is_buffer and not own.is_inference()
+            # Bound, it would share its memory no longer.
+            may_bind = may_bind and layout.names[at] not in overlaps.names
             lies = is_plain(own) and own.nbytes >= BIND_FROM
             (bound if may_bind and lies else copied).append((own, tensors[at]))
         # A process that forks meanwhile would give its child a part of the version.
-        with _forking, not_inferring(), torch.no_grad():
+        with _forking, as_worker(), torch.no_grad():
             self._write(bound, copied)
+            self._bound = {id(own) for own, _ in bound}
 
     def _write(
         self,
@@ -139,7 +153,7 @@ class Target:
         freed: list[torch.Tensor] = []
         try:
             _copy(copied)
-            freed = _exchange(bound)
+            freed = exchange(bound)
             changed = [own for own, _ in bound if own.requires_grad]
             if changed:
                 # Autograd then refuses a backward over values that it has saved of them.
@@ -147,7 +161,7 @@ class Target:
         except BaseException as error:
             # Until all is undone.
             self.is_torn = True
-            _free(_exchange(before_bound))
+            free(exchange(before_bound), in_slot=False)
             _undo(before_copied)
             self.is_torn = not can_undo
             if isinstance(error, (RuntimeError, TypeError, ValueError)):
@@ -155,25 +169,7 @@ class Target:
             raise
         finally:
             before_bound.clear()
-            _free(freed)
-
-
-def _check_memory(name: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that values cannot be written to."""
-    if _dtypes.is_lazy(tensor) or tensor.device.type == "meta":
-        raise WrongTypeError(
-            f"{name!r} has no memory yet: give the model memory, or run it once, first"
-        )
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
-        raise WrongTypeError(
-            f"{name!r} is nested, sparse or quantized: a receiver's model has plain tensors"
-        )
-    repeats = [size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    if tensor.numel() and any(repeats):
-        raise WrongTypeError(
-            f"{name!r} has several elements in one place, as expand makes them, and cannot be "
-            "written: give the model a clone of it"
-        )
+            free(freed, in_slot=False)
 
 
 def _undo(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,16 @@ from torch.distributed.tensor import DTensor
 from weightsync import _dtypes
 from weightsync._gpu import settle
 from weightsync._source import Places, _check_whole, _spec, module_weights, tree
-from weightsync.errors import PeerError, SendError, UnsupportedError, WrongTypeError
+from weightsync.errors import PeerError, UnsupportedError, WrongTypeError
 from weightsync.process_group._packing import PIECE, Layout
+from weightsync.transfer._together import Gathering
 from weightsync.transfer.chunk import flat_bytes
 from weightsync.transfer.extractor import identity, trainer_rank
 from weightsync.transfer.extractors import FsdpExtractor
+
+
+# Some 16 MiB are gathered at a time.
+_EXTRACTOR = FsdpExtractor({"batch_size_threshold_gb": PIECE / (1 << 30)})
 
 
 class Weights:
@@ -43,13 +49,6 @@ class Weights:
                     f"{name!r} is a {type(tensor).__name__}: a process group carries torch tensors"
                 )
             _spec(name, tensor)
-            is_plain = type(tensor.detach()) is torch.Tensor
-            if is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
-                # torch itself would read address 0.
-                raise SendError(
-                    f"{name!r} has no memory: its storage was taken away, as FSDP1 does between "
-                    "forwards. Send the gathered state dict"
-                )
             known = first.setdefault(identity(tensor), name)
             if known == name:
                 tensors[name] = tensor
@@ -60,17 +59,38 @@ class Weights:
         self.layout = Layout(list(tensors), [one.dtype for one in each], shapes, ties)
         self._tensors = each
         # The index of a tensor, and its bytes: a copy if it is not contiguous.
-        self._flat_one: tuple[int, torch.Tensor] = (-1, torch.empty(0))
+        self._flat_one: tuple[int, torch.Tensor] = (-1, torch.empty(0, device="cpu"))
         #: Whether the trainer's ranks gather the tensors together.
         self.is_sharded = any(isinstance(one, DTensor) for one in each)
         #: Seconds that were spent in gathering.
         self.gathered = 0.0
+        self._plan: Any = None
         self._chunks: Any = None
         self._held: dict[int, torch.Tensor] = {}
         self._count = 0
         if self.is_sharded:
-            extractor = FsdpExtractor({"batch_size_threshold_gb": PIECE / (1 << 30)})
-            self._chunks = iter(extractor._plan(tensors, None))
+            self._plan = _EXTRACTOR._plan(tensors, None)
+            _, self._groups = _EXTRACTOR._ranks(tensors)
+
+    def meet(
+        self,
+        gathering: Gathering,
+        timeout: float,
+        check: Callable[[], None],
+        late: Callable[[list[int]], str],
+    ) -> None:
+        """Waits until all ranks of the trainer are about to gather, if this one is.
+
+        Raises:
+            PeerError, DeadlineError, WrongWeightsError: naming a rank that is not.
+        """
+        if any(map(_EXTRACTOR._meets, self._tensors)):
+            gathering.enter(self._plan.mark, timeout, groups=self._groups, check=check, late=late)
+            self._plan.gathering = gathering
+        else:
+            gathering.enter("", timeout)
+        if self.is_sharded:
+            self._chunks = iter(self._plan)
 
     def check_source(self) -> None:
         """Refuses a sender that does not get the gathered tensors."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from weightsync.errors import LifecycleError, SettingError, UnsupportedError
-from weightsync.scheme import Distributed
+from weightsync.scheme import PLAINTEXT_VARIABLE, Distributed
 
 
 def ray() -> Any:
@@ -51,7 +51,7 @@ def listening(scheme: Distributed, insecure_plaintext: bool | None = None) -> Di
             ``WEIGHTSYNC_INSECURE_PLAINTEXT`` is 1.
     """
     if insecure_plaintext is None:
-        insecure_plaintext = os.environ.get("WEIGHTSYNC_INSECURE_PLAINTEXT") == "1"
+        insecure_plaintext = os.environ.get(PLAINTEXT_VARIABLE) == "1"
     is_encrypted = bool(scheme.tls or os.environ.get("WEIGHTSYNC_TLS_DIR"))
     is_plain = not is_encrypted and (insecure_plaintext or scheme.insecure_plaintext)
     if not (is_encrypted or is_plain):

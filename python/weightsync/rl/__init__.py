@@ -1,4 +1,4 @@
-"""Collectors: frames of Gymnasium environments to the trainer, weights to the workers.
+"""Collectors: frames of environments of Gymnasium and of TorchRL to the trainer, weights to the workers.
 
 A collector is iterated over for batches of frames::
 
@@ -13,6 +13,9 @@ A collector is iterated over for batches of frames::
 Batches lie in memory that workers write in place: no frame is copied or pickled. Weights go
 through :mod:`weightsync`, whole versions only, and every frame has the version that chose its
 action.
+
+With an environment of TorchRL, frames are TensorDicts, and the collectors take the arguments of TorchRL's,
+under its names, the older ones too.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import UnsupportedError
+from weightsync.rl._base import BaseCollector
 from weightsync.rl._builtin import BuiltinEnv
 from weightsync.rl._columns import Batch, Failure
 from weightsync.rl._envs import ParallelEnv, SerialEnv
@@ -39,16 +43,27 @@ from weightsync.rl.replay import (
     SliceSampler,
 )
 
+#: TorchRL's older names.
+DataCollectorBase = BaseCollector
+SyncDataCollector = Collector
+MultiSyncDataCollector = MultiSyncCollector
+MultiaSyncDataCollector = MultiAsyncCollector
+aSyncDataCollector = AsyncCollector
+
 __all__ = [
     "AsyncCollector",
+    "BaseCollector",
     "Batch",
     "BuiltinEnv",
     "Collector",
+    "DataCollectorBase",
     "DistributedDataCollector",
     "DistributedSyncDataCollector",
     "Failure",
     "MultiAsyncCollector",
     "MultiSyncCollector",
+    "MultiSyncDataCollector",
+    "MultiaSyncDataCollector",
     "ParallelEnv",
     "PrioritizedSampler",
     "RPCDataCollector",
@@ -56,6 +71,8 @@ __all__ = [
     "SamplerWithoutReplacement",
     "SerialEnv",
     "SliceSampler",
+    "SyncDataCollector",
+    "aSyncDataCollector",
     "split_trajectories",
 ]
 
@@ -63,9 +80,14 @@ if TYPE_CHECKING or HAS_TORCH:
     from weightsync.rl._mlp import MLP, GaussianMLP
 
     __all__ += ["MLP", "GaussianMLP"]
-else:
 
-    def __getattr__(name: str) -> Any:
-        if name in ("MLP", "GaussianMLP"):
-            raise UnsupportedError(f"torch is not installed here, and {name} is a module of torch")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name in ("MLP", "GaussianMLP"):
+        raise UnsupportedError(f"torch is not installed here, and {name} is a module of torch")
+    if name == "RayCollector":
+        # TorchRL's own, which takes the scheme of weightsync.torchrl.
+        from torchrl.collectors.distributed import RayCollector
+
+        return RayCollector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,28 +7,75 @@ import contextlib
 import logging
 import operator
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from weightsync import _ends
 from weightsync._checks import choice
-from weightsync.errors import DeadlineError, LifecycleError, MissingModelError, SettingError, WrongTypeError
-from weightsync.rl._columns import Batch, Failure
+from weightsync.errors import (
+    DeadlineError,
+    LifecycleError,
+    MissingModelError,
+    SettingError,
+    UnsupportedError,
+    WrongTypeError,
+)
+from weightsync.rl._columns import POLICY_VERSION, Batch, Failure, parts_of
 from weightsync.rl._policy import HAS_TORCH, exploration, is_tensordict_module
 from weightsync.rl._progress import Progress
 from weightsync.rl._rollout import Rules
 from weightsync.rl._split import split_trajectories
+from weightsync.rl._terms import (
+    Asked,
+    Named,
+    SettingRuntimeError,
+    Terms,
+    is_torchrl_buffer,
+    refuse_for_arrays,
+)
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from weightsync.rl._episodes import Episodes
 
 logger = logging.getLogger("weightsync.rl")
 
 ReturnType = Literal["torch", "numpy", "tensordict"]
 
 
-class BaseCollector(abc.ABC):
+@dataclass
+class Collected:
+    """A batch, before it is made into what its user asked for.
+
+    Attributes:
+        value: the frames; None where each part goes into a replay buffer on its own.
+        frames: how many there are.
+        versions: of the weights that chose the actions.
+        parts: the frames of each worker, for a replay buffer.
+    """
+
+    value: Any
+    frames: int
+    versions: np.ndarray
+    failures: list[Failure] = field(default_factory=list)
+    dropped: int = 0
+    parts: list[Any] = field(default_factory=list)
+
+    @staticmethod
+    def of(batch: Batch, parts: Sequence[Batch] = ()) -> Collected:
+        """Those of a batch of arrays."""
+        versions: np.ndarray = batch[POLICY_VERSION]
+        parts = list(parts) or [batch]
+        return Collected(batch, batch.numel(), versions, batch.failures, batch.dropped, parts)
+
+
+class BaseCollector(Named, abc.ABC):
     """The settings, the weights and the counts of a collector."""
 
     def __init__(
@@ -53,39 +100,67 @@ class BaseCollector(abc.ABC):
         seed: int | None = None,
         return_type: ReturnType | None = None,
         progress: bool | None = None,
+        extend_buffer: bool = True,
+        trajs_per_batch: int | None = None,
+        trajs_per_write: int | None = None,
+        traj_format: Literal["padded", "cat"] | None = None,
+        weight_updater: Any = None,
+        weight_recv_schemes: Any = None,
+        worker_idx: int | None = None,
+        **asked: Any,
     ) -> None:
+        #: Whether frames are TensorDicts. The environment decides it.
+        self._is_tensordict = False
+        self._asked = Asked.of(asked, type(self).__name__)
         frames_per_batch = whole("frames_per_batch", frames_per_batch)
         if frames_per_batch < 1:
             raise SettingError(f"frames_per_batch: expected 1 or more, got {frames_per_batch}")
-        if policy is not None and policy_factory is not None:
-            raise SettingError("give a policy or a policy_factory, not both")
+        if weight_recv_schemes is not None:
+            raise UnsupportedError(
+                "weight_recv_schemes: the workers of this collector follow its own sender of weights, and "
+                "no other collector's: give the weights to update_policy_weights_()"
+            )
         if policy is not None and not callable(policy):
             raise WrongTypeError(f"the policy is a function or a torch module, got {policy!r}")
         self.policy = policy
-        self.frames_per_batch = frames_per_batch
+        self.frames_per_batch = self.requested_frames_per_batch = frames_per_batch
         self.total_frames = -1 if total_frames is None else total_frames
         self._init_random = init_random_frames or 0
+        self.worker_idx = worker_idx
+        self.extend_buffer = extend_buffer
+        self._per_batch, self._per_write = trajs_per_batch, trajs_per_write
+        self._format = _trajectory_format(traj_format, trajs_per_batch)
+        self._episodes: Episodes | None = None
         longest = max(0, whole("max_frames_per_traj", max_frames_per_traj or 0))
         self._rules = Rules(longest, reset_at_each_iter, reset_when_done)
         self._explore = exploration(exploration_type)
         self._policy_device = device if policy_device is None else policy_device
         self._storing_device = storing_device
-        self._split, self._postproc = split_trajs, postproc
+        self._device = device
+        for name, value in (("split_trajs", split_trajs), ("trajs_per_batch", trajs_per_batch)):
+            if value and not self._asked.track_traj_ids:
+                raise SettingError(f"{name}={value!r} requires track_traj_ids=True")
+        self._split, self.postproc = bool(split_trajs), postproc
         self._update_at_each_batch = update_at_each_batch
         self.replay_buffer = replay_buffer
         self._seed = seed
-        self._return_type = _return_type(return_type, policy)
-        self._frames = 0
+        self._asked_type = return_type
+        self._return_type = _return_type(return_type, policy, replay_buffer)
+        self._frames, self._iter = 0, -1
         self._iterator: Iterator[Any] | None = None
         #: A batch that is not handed out yet.
-        self._collected: Batch | None = None
+        self._collected: Collected | None = None
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
         # One thread at a time collects, or changes how it is done. Who waits for the turn holds the
         # gate, so that a thread that collects without a pause lets others have a turn.
         self._gate, self._turn = threading.Lock(), threading.RLock()
+        self._whose_turn: int | None = None
         self._progress = Progress(progress, self.total_frames)
+        self._weight_updater: Any = None
+        if weight_updater is not None:
+            self.weight_updater = weight_updater
 
     #: Those of the newest batch, as :class:`Batch` has them: a TensorDict has not.
     failures: Sequence[Failure] = ()
@@ -103,6 +178,94 @@ class BaseCollector(abc.ABC):
     def frames(self) -> int:
         """How many frames were handed out, or written into the replay buffer."""
         return self._frames
+
+    def _terms(self, **more: Any) -> Terms:
+        """How one rollout collects TensorDicts."""
+        given = {
+            "max_frames_per_traj": self._rules.max_frames_per_traj,
+            "reset_at_each_iter": self._rules.reset_at_each_iter,
+            "exploration_type": self._explore,
+            **vars(self._asked),
+        }
+        return Terms(**{**given, **more})
+
+    def _check_form(self) -> None:
+        """Refuses what does not go with the environment, once it is known."""
+        if self._is_tensordict:
+            if not self._rules.reset_when_done:
+                raise SettingError("reset_when_done=False: environments of TorchRL are reset when done")
+            if self._asked_type not in (None, "tensordict"):
+                raise SettingError(
+                    f"return_type={self._asked_type!r}: frames of an environment of TorchRL are TensorDicts"
+                )
+            self._return_type = "tensordict"
+            if self._per_batch is not None:
+                from weightsync.rl._episodes import Episodes
+
+                self._episodes = Episodes()
+            if self.replay_buffer is not None and not self.extend_buffer:
+                if self.postproc is not None or self._split:
+                    raise WrongTypeError(
+                        "extend_buffer=False writes single frames, and postproc and split_trajs need whole "
+                        "batches: leave one of them out"
+                    )
+            return
+        self._asked.refuse()
+        given = {"extend_buffer": (self.extend_buffer, True), "trajs_per_batch": (self._per_batch, None)}
+        given["trajs_per_write"] = (self._per_write, None)
+        for name, (value, default) in given.items():
+            if value is not default:
+                refuse_for_arrays(name, value)
+
+    def __len__(self) -> int:
+        """How many batches there are in all."""
+        if self.total_frames <= 0:
+            raise LifecycleError("a collector without total_frames goes on for ever, and has no length")
+        return -(-self.total_frames // self.requested_frames_per_batch)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        """How far the collector is: numbers alone, read without asking any worker."""
+        stats: dict[str, Any] = {"frames": int(self._frames), "batches": self._iter + 1}
+        if self.total_frames >= 0:
+            stats["total_frames"] = self.total_frames
+            stats["completed"] = self._is_full()
+        stats["requested_frames_per_batch"] = self.requested_frames_per_batch
+        if isinstance(self.policy_version, int):
+            stats["policy_version"] = self.policy_version
+        return stats
+
+    @property
+    def policy_version(self) -> int | str | None:
+        """The version that ``track_policy_version`` counts; None without it."""
+        return None
+
+    def get_policy_version(self) -> int | str | None:
+        """The same as :attr:`policy_version`, for those who can only call."""
+        return self.policy_version
+
+    @property
+    def weight_updater(self) -> Any:
+        """The updater that :meth:`update_policy_weights_` calls, of TorchRL's older kind; None: none."""
+        return self._weight_updater
+
+    @weight_updater.setter
+    def weight_updater(self, value: Any) -> None:
+        if value is not None:
+            if not hasattr(value, "register_collector") and callable(value):
+                value = value()
+            value.register_collector(self)
+        self._weight_updater = value
+
+    @property
+    def _legacy_weight_updater(self) -> bool:
+        return self._weight_updater is not None
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
 
     @property
     @abc.abstractmethod
@@ -136,18 +299,37 @@ class BaseCollector(abc.ABC):
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """A turn of this thread."""
+        if self._whose_turn == threading.get_ident():
+            yield
+            return
         with self._gate:
             self._turn.acquire()
+        self._whose_turn = threading.get_ident()
         try:
             if self._closed:
                 raise LifecycleError("the collector was shut down: make another")
             yield
         finally:
+            self._whose_turn = None
             self._turn.release()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within this nothing is collected in the background, and the replay buffer stays as it is."""
+        if not self.is_running():
+            raise LifecycleError("pause: the collector does not run in the background: call start() first")
+        with self._alone():
+            yield
 
     def _batches(self) -> Iterator[Any]:
         while not self._is_full():
-            yield self._next_batch()
+            batch = self._next_batch()
+            if self._episodes is None or self.replay_buffer is not None:
+                yield batch
+                continue
+            self._episodes.add(batch)
+            while len(self._episodes) >= (self._per_batch or 1):
+                yield self._episodes.take(self._per_batch or 1, self._format)
         self._progress.end()
 
     def _is_full(self) -> bool:
@@ -159,22 +341,33 @@ class BaseCollector(abc.ABC):
         with self._alone():
             if self._collected is None:
                 self._collected = self._collect()
-            batch = self._collected
-        result = self._finished(batch)
+            collected = self._collected
+        is_stored = self.replay_buffer is not None and not self._ignore_rb
+        result: Any = None
+        # What goes into a replay buffer is each worker's own: the buffer's rows are frames of one.
+        if is_stored and (self._is_tensordict or is_torchrl_buffer(self.replay_buffer)):
+            parts = [self._finished(one) for one in collected.parts]
+        else:
+            result = self._finished(collected.value)
+            parts = [result]
         # Ctrl-C before this leaves the batch for the next call.
         self._collected = None
-        self._frames += batch.numel()
-        self._progress.show(self._frames, self.version, batch)
-        self.failures, self.dropped = batch.failures, batch.dropped
-        for failure in batch.failures:
+        self._frames += collected.frames
+        self._iter += 1
+        self._progress.show(self._frames, self.version, collected.versions)
+        self.failures, self.dropped = collected.failures, collected.dropped
+        for failure in collected.failures:
             logger.warning("%s", failure)
-        if self.replay_buffer is None:
+        if not is_stored:
             return result
-        self.replay_buffer.extend(result)
+        for one in parts:
+            self._store(one)
         return None
 
-    def _finished(self, batch: Batch) -> Any:
+    def _finished(self, batch: Any) -> Any:
         """The batch in the form that its user asked for."""
+        if self._is_tensordict:
+            return self._finished_tensordict(batch)
         result: Any = batch
         if self._return_type != "numpy":
             result = _to_torch(batch, self._storing_device)
@@ -182,7 +375,36 @@ class BaseCollector(abc.ABC):
             result = split_trajectories(result)
         if self._return_type == "tensordict":
             result = result.to_tensordict()
-        return result if self._postproc is None else self._postproc(result)
+        return result if self.postproc is None else self.postproc(result)
+
+    def _finished_tensordict(self, batch: Any) -> Any:
+        if self._split:
+            from torchrl.collectors.utils import split_trajectories as split
+
+            batch = split(batch, prefix="collector")
+        if self.postproc is not None:
+            if batch.device is not None and hasattr(self.postproc, "to"):
+                self.postproc = self.postproc.to(batch.device) or self.postproc
+            batch = self.postproc(batch)
+        private = [key for key in batch.keys(True) if any(one.startswith("_") for one in parts_of(key))]
+        return batch.exclude(*private, inplace=True) if private else batch
+
+    def _store(self, batch: Any) -> None:
+        """Writes a batch into the replay buffer."""
+        if self._episodes is not None:
+            self._episodes.add(batch)
+            for whole_ones in self._episodes.drain(self._per_write):
+                self.replay_buffer.extend(_for_buffer(whole_ones, self.replay_buffer))
+        elif not self._is_tensordict:
+            self.replay_buffer.extend(batch)
+        elif self.extend_buffer:
+            self.replay_buffer.extend(_for_buffer(batch, self.replay_buffer))
+        else:
+            for frame in batch.unbind(-1):
+                self.replay_buffer.add(frame)
+
+    #: Whether batches are handed out although there is a replay buffer: their user writes them.
+    _ignore_rb = False
 
     def update_policy_weights_(
         self,
@@ -193,6 +415,7 @@ class BaseCollector(abc.ABC):
         worker_ids: Any = None,
         model_id: str | None = None,
         weights_dict: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Any:
         """Sends weights to the workers, and waits until they have them.
 
@@ -212,6 +435,11 @@ class BaseCollector(abc.ABC):
             MissingModelError: if there is no such model.
             WrongWeightsError: naming the tensors that do not fit.
         """
+        if "policy_weights" in more:
+            warnings.warn(
+                "policy_weights is an older name of policy_or_weights", DeprecationWarning, stacklevel=2
+            )
+            policy_or_weights = more.pop("policy_weights")
         given = [one for one in (policy_or_weights, weights, policy) if one is not None]
         if len(given) > 1:
             raise SettingError(
@@ -221,6 +449,17 @@ class BaseCollector(abc.ABC):
             raise SettingError(
                 "update_policy_weights_ takes weights_dict, or weights of one model, not both"
             )
+        if self._weight_updater is not None:
+            if weights_dict is not None or model_id is not None:
+                raise SettingError(
+                    "the collector's weight_updater knows one model: give weights, and neither weights_dict "
+                    "nor model_id"
+                )
+            return self._weight_updater(
+                policy_or_weights=given[0] if given else None, worker_ids=worker_ids, **more
+            )
+        if more:
+            raise WrongTypeError(f"update_policy_weights_ has no argument {', '.join(more)}")
         if weights_dict is None:
             weights_dict = {model_id or "policy": given[0] if given else None}
         if not weights_dict:
@@ -228,11 +467,18 @@ class BaseCollector(abc.ABC):
         return self._update(dict(weights_dict), worker_ids)
 
     def start(self) -> None:
-        """Fills the replay buffer in the background, until :meth:`async_shutdown`."""
+        """Fills the replay buffer in the background, until :meth:`async_shutdown`.
+
+        While it does so, another call has no effect.
+        """
         if self.replay_buffer is None:
-            raise SettingError("start() fills a replay buffer: give the collector replay_buffer=…")
+            raise SettingRuntimeError(
+                "start() fills a replay buffer: give the collector replay_buffer=…"
+            )
+        if self.is_running():
+            return
         if self._thread is not None:
-            raise LifecycleError("the collector has been started already")
+            raise LifecycleError("the collector has stopped: async_shutdown() says why")
         self._stopping.clear()
         self._iterator = None
         name = "weightsync-collector"
@@ -244,9 +490,10 @@ class BaseCollector(abc.ABC):
     def _collect_in_background(self) -> bool:
         """Collects a batch, and says whether there are more to come."""
         try:
-            if not self._is_full():
-                self._next_batch()
-                return True
+            with self._alone():
+                if not self._is_full():
+                    self._next_batch()
+                    return True
             self._progress.end()
         except BaseException as error:
             self._failure = error
@@ -254,12 +501,11 @@ class BaseCollector(abc.ABC):
                 logger.exception("the collector stopped")
         return False
 
-    @property
     def is_running(self) -> bool:
         """Whether the collector collects in the background."""
         return self._thread is not None and self._thread.is_alive()
 
-    def async_shutdown(self, timeout: float | None = None) -> None:
+    def async_shutdown(self, timeout: float | None = None, close_env: bool = True) -> None:
         """Ends what :meth:`start` began, after the batch under way, and the collector.
 
         Args:
@@ -278,16 +524,30 @@ class BaseCollector(abc.ABC):
                     f"the batch under way did not end within {timeout} s: call async_shutdown again, "
                     "with more time"
                 )
-        self.shutdown()
+        self.shutdown(close_env=close_env)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def shutdown(self) -> None:
+    def shutdown(
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
+    ) -> None:
         """Ends the workers, after the batch that :meth:`start` has under way.
 
         Any number of times; batches stay valid.
+
+        Args:
+            timeout: has no effect: a worker that does not end is killed.
+            close_env: whether the environment is closed; those of workers always are.
+            raise_on_error: whether an error on the way is raised.
         """
+        try:
+            self._shut_down(close_env)
+        except Exception:
+            if raise_on_error:
+                raise
+
+    def _shut_down(self, close_env: bool) -> None:
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -295,15 +555,20 @@ class BaseCollector(abc.ABC):
         self._thread = None
         if not self._closed:
             self._progress.end()
-            self._close()
+            self._close(close_env)
             self._closed = True
         _ends.closed(self)
 
     def _end(self, reason: str | None) -> None:
         self.shutdown()
 
+    @property
+    def closed(self) -> bool:
+        """Whether the collector was shut down."""
+        return self._closed
+
     @abc.abstractmethod
-    def set_seed(self, seed: int) -> int:
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seeds environments and draws: environment ``i`` of all gets ``seed + i``.
 
         Each begins a new episode with the next part that it has not been asked for.
@@ -321,13 +586,24 @@ class BaseCollector(abc.ABC):
         :meth:`load_state_dict`.
         """
         # In this order: what a running collector does meanwhile makes the number too large at most.
+        if self._is_tensordict:
+            return self._state_of_tensordicts()
         return {"frames": self._frames, "next_trajectory": self._next_trajectory}
+
+    def _state_of_tensordicts(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _load_state_of_tensordicts(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on counting from a saved state. All trajectories of the batches to come have numbers
         that were not given before.
         """
         with self._alone():
+            if self._is_tensordict:
+                self._load_state_of_tensordicts(state)
+                return
             self._frames = state["frames"]
             # Older states have no number.
             self._go_on_from(max(self._next_trajectory, state.get("next_trajectory", 0)))
@@ -346,7 +622,7 @@ class BaseCollector(abc.ABC):
         return steps if ordered < self._init_random else 0
 
     @abc.abstractmethod
-    def _collect(self) -> Batch:
+    def _collect(self) -> Collected:
         ...
 
     @abc.abstractmethod
@@ -354,7 +630,7 @@ class BaseCollector(abc.ABC):
         ...
 
     @abc.abstractmethod
-    def _close(self) -> None:
+    def _close(self, close_env: bool) -> None:
         ...
 
     def __enter__(self) -> Self:
@@ -385,9 +661,14 @@ def check_known(weights: Mapping[str, Any], known: list[str]) -> None:
             raise MissingModelError.among(name, known)
 
 
-def _return_type(given: ReturnType | None, policy: Any) -> ReturnType:
+def _return_type(given: ReturnType | None, policy: Any, buffer: Any) -> ReturnType:
     if given is not None:
         choice("return_type", given, "torch", "numpy", "tensordict")
+    if is_torchrl_buffer(buffer):
+        if given not in (None, "tensordict"):
+            raise SettingError(f"return_type={given!r}: a replay buffer of TorchRL takes TensorDicts")
+        return "tensordict"
+    if given is not None:
         return given
     if is_tensordict_module(policy):
         return "tensordict"
@@ -430,3 +711,27 @@ def steps_of(frames_per_batch: int, rows: int) -> int:
             f"expected a multiple of {rows}, such as {fits}"
         )
     return frames_per_batch // rows
+
+
+def _trajectory_format(given: Any, trajs_per_batch: int | None) -> Literal["padded", "cat"]:
+    if given is None:
+        return "padded"
+    choice("traj_format", given, "padded", "cat")
+    if given != "padded" and trajs_per_batch is None:
+        raise SettingError("traj_format has no effect without trajs_per_batch, which asks for trajectories")
+    kept: Literal["padded", "cat"] = given
+    return kept
+
+
+def _for_buffer(batch: Any, buffer: Any) -> Any:
+    """The frames as a replay buffer of TorchRL takes them: on the device it names."""
+    import torch
+
+    storage = getattr(buffer, "_storage", None)
+    device = getattr(storage, "device", None)
+    if device is None or device == "auto":
+        return batch
+    device = torch.device(device)
+    if any(value.device != device for value in batch.values(True, True) if hasattr(value, "device")):
+        return batch
+    return batch.copy().clear_device_().to(device)

@@ -203,7 +203,7 @@ class Batch(dict[str, Any]):
 
     def __getitem__(self, key: str | Key) -> Any:
         inner: Any = self
-        for name in _parts(key):
+        for name in parts_of(key):
             if not isinstance(inner, dict) or name not in dict.keys(inner):
                 known = ", ".join(".".join(one) for one in self.columns())
                 raise MissingTensorError(f"the batch has no column {key!r}; it has {known}")
@@ -211,7 +211,7 @@ class Batch(dict[str, Any]):
         return inner
 
     def __setitem__(self, key: str | Key, value: Any) -> None:
-        *outer, last = _parts(key)
+        *outer, last = parts_of(key)
         inner: dict[str, Any] = self
         for name in outer:
             inner = inner.setdefault(name, {})
@@ -239,7 +239,7 @@ class Batch(dict[str, Any]):
         single = (REWARD, TERMINATED, TRUNCATED, DONE)
         result = TensorDict({}, batch_size=self.batch_size)
         for key, value in self.columns().items():
-            tensor = torch.as_tensor(value)
+            tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
             result.set(key, tensor.unsqueeze(-1) if key in single else tensor)
         return result
 
@@ -258,18 +258,22 @@ class Failure:
         worker: its number.
         reason: what happened, with the worker's last words.
         restarted: whether another process has taken its place.
+        kind: the name of the class of the error that the worker raised, or of the nearest one above it
+            that is Python's; empty if it raised none.
     """
 
     worker: int
     reason: str
     restarted: bool
+    kind: str = ""
 
     def __str__(self) -> str:
         then = "another has taken its place" if self.restarted else "it was not restarted"
         return f"worker {self.worker}: {self.reason} ({then})"
 
 
-def _parts(key: str | Key) -> Key:
+def parts_of(key: str | Key) -> Key:
+    """A key as a tuple of names."""
     return (key,) if isinstance(key, str) else tuple(key)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+import array
+import builtins
 import contextlib
 import copy
 import io
 import json
+import multiprocessing
 import os
 import pickle
 import select
@@ -21,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from weightsync.errors import LifecycleError, WrongTypeError
+from weightsync.errors import LifecycleError, WorkerError, WrongTypeError
 from weightsync.rl._worker import LONGEST, Guard, Link, Start, Worker, serve
 
 #: How long ended workers may take to leave.
@@ -29,10 +32,14 @@ _LEAVE = 5.0
 
 
 #: What a worker process runs. It has to find the modules that the trainer imported.
+#: Processes that one parent has started know each other by the key: with it what travels can use a manager
+#: of multiprocessing. Workers of other hosts get none.
 _PROGRAM = """
-import json, os, sys
+import json, multiprocessing, os, sys
 settings = open(int(sys.argv[3]), "rb")
-sys.path[:] = json.loads(settings.readline())
+given = json.loads(settings.readline())
+sys.path[:] = given["path"]
+multiprocessing.current_process().authkey = bytes.fromhex(given["authkey"])
 from weightsync.rl._worker import main
 code = main(int(sys.argv[1]), int(sys.argv[2]), settings)
 sys.stdout.flush()
@@ -76,6 +83,15 @@ class Crew:
         """The worker's process, or its launcher's; None for a thread, or while there is none."""
         member = self._members[worker]
         return None if member is None or member.process is None else member.process.pid
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether workers answer questions: those of this host do."""
+        return all(member is None or isinstance(member, _Local) for member in self._members)
+
+    def change(self, how: Callable[[Start], Start]) -> None:
+        """Changes what workers are started with from here on."""
+        self._starts = [how(start) for start in self._starts]
 
     def tell(self, worker: int, order: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Gives a worker an order. The end of one that has ended is an event of its own."""
@@ -171,6 +187,32 @@ class Crew:
             raise LifecycleError("the collector was shut down: make another")
 
 
+def worker_error(kind: str, text: str) -> WorkerError:
+    """A worker's error in this process: also of Python's class of that name."""
+    found = _builtin(kind)
+    if found is not None and not issubclass(WorkerError, found):
+        with contextlib.suppress(TypeError):
+            # Not all classes take one text, or go together with this one.
+            error: WorkerError = type("WorkerError", (WorkerError, found), {})(text)
+            return error
+    return WorkerError(text)
+
+
+def answered_error(kind: str, text: str) -> Exception:
+    """What a call in a worker raised: of Python's class of that name."""
+    error, found = worker_error(kind, text), _builtin(kind)
+    if found is not None and not isinstance(error, found):
+        # Such as AttributeError, which is of no other class too.
+        with contextlib.suppress(TypeError):
+            return found(text)
+    return error
+
+
+def _builtin(kind: str) -> type[Exception] | None:
+    found = getattr(builtins, kind, None)
+    return found if isinstance(found, type) and issubclass(found, Exception) else None
+
+
 class Member(abc.ABC):
     """A worker: how it is talked to, and how it ends.
 
@@ -215,8 +257,11 @@ class _Local(Member):
             socket.send_fds(self.link, [json.dumps(order).encode()], list(fds))
 
     def read(self) -> dict[str, Any] | None:
-        message = _receive(self.link)
-        return dict(json.loads(message)) if message else {"is": "error", "reason": ""}
+        message, fds = _receive(self.link)
+        said = dict(json.loads(message)) if message else {"is": "error", "reason": ""}
+        if fds:
+            said["fd"] = fds[0]
+        return said
 
     def leave(self) -> None:
         with contextlib.suppress(OSError):
@@ -230,7 +275,7 @@ class Process(_Local):
     process: subprocess.Popen[bytes]
 
     def __init__(self, start: Start) -> None:
-        settings = _settings(start)
+        settings = memory_file(_surroundings() + pickled(start))
         super().__init__()
         watched, self._lifeline = os.pipe()
         try:
@@ -245,7 +290,15 @@ class Process(_Local):
             self.theirs.close()
             os.close(watched)
             os.close(settings)
-        self._pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except BaseException:
+            # Nobody would notice its end.
+            os.close(self._lifeline)
+            self.link.close()
+            self.process.kill()
+            self.process.wait()
+            raise
         self.fds.append(self._pidfd)
         _processes.add(self)
 
@@ -313,8 +366,9 @@ class Thread(_Local):
 
     def __init__(self, start: Start) -> None:
         super().__init__()
-        # The trainer's policy changes while it trains.
-        start = replace(start, policy=copy.deepcopy(start.policy))
+        # The trainer's policy changes while it trains, and an environment may be that of several workers.
+        policy, make_env = copy.deepcopy(start.policy), copy.deepcopy(start.make_env)
+        start = replace(start, policy=policy, make_env=make_env)
         self._guard = Guard()
         self.thread = threading.Thread(
             target=serve,
@@ -338,18 +392,25 @@ class Thread(_Local):
         return "its thread goes on" if self.thread.is_alive() else "its thread has ended"
 
 
-def _receive(link: socket.socket) -> bytes:
-    """A worker's message; empty if it has ended."""
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """A worker's message and its descriptors; empty if it has ended."""
     for _ in range(2):
         try:
-            return link.recv(LONGEST, socket.MSG_DONTWAIT)
+            # Python's recv_fds leaves its flags out.
+            flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            fds = array.array("i")
+            message, ancillary, _, _ = link.recvmsg(LONGEST, socket.CMSG_SPACE(fds.itemsize), flags)
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            return message, fds.tolist()
         except ConnectionError:
             # It left orders unread. The error comes before what the worker has said, and once.
             continue
         except BlockingIOError:
             # Its process has ended, and a child of it holds the link.
             break
-    return b""
+    return b"", []
 
 
 def _signal(number: int) -> str:
@@ -379,16 +440,16 @@ def _close(members: list[Member | None], pid: int) -> None:
         members[:] = [None] * len(members)
 
 
-def pickled(start: Start) -> bytes:
-    """What a worker is started with."""
+def pickled(value: Any) -> bytes:
+    """What a worker is started with, or is asked to call."""
     try:
         import cloudpickle
 
-        data: bytes = cloudpickle.dumps(start)
+        data: bytes = cloudpickle.dumps(value)
         return data
     except ImportError:
         try:
-            return pickle.dumps(start)
+            return pickle.dumps(value)
         except Exception as error:
             raise WrongTypeError(
                 f"the worker's environment or policy cannot be pickled ({error}): install "
@@ -401,13 +462,18 @@ def pickled(start: Start) -> bytes:
         ) from error
 
 
-def _settings(start: Start) -> int:
-    """A file with what a worker process is started with."""
-    data = pickled(start)
+def _surroundings() -> bytes:
+    """A line with what a worker process has in common with this one."""
+    key = bytes(multiprocessing.current_process().authkey)
+    given = {"path": [str(one) for one in sys.path], "authkey": key.hex()}
+    return json.dumps(given).encode() + b"\n"
+
+
+def memory_file(data: bytes) -> int:
+    """A file of memory that a worker process reads."""
     fd = os.memfd_create("weightsync-worker", os.MFD_CLOEXEC)
     try:
         with io.FileIO(fd, "w", closefd=False) as file, io.BufferedWriter(file) as out:
-            out.write(json.dumps([str(one) for one in sys.path]).encode() + b"\n")
             out.write(data)
         os.lseek(fd, 0, os.SEEK_SET)
     except BaseException:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import os
 import signal
 import weakref
@@ -19,6 +20,7 @@ import numpy as np
 from weightsync.errors import SettingError, UnsupportedError, WrongTypeError
 from weightsync.rl._columns import OBSERVATION, Column, Key
 from weightsync.rl._lifeline import Lifeline
+from weightsync.rl._terms import SettingRuntimeError, is_torchrl_env
 
 if TYPE_CHECKING:
     from weightsync.rl._policy import Actor
@@ -137,16 +139,28 @@ class _Make:
         return repr(self._spec.id)
 
 
-def maker(env: Any) -> Callable[[], Any]:
-    """What makes an environment in the worker: of an id, a factory, or a batch."""
-    return env if isinstance(env, SerialEnv) else _maker(env, {})
+def maker(env: Any, kwargs: Mapping[str, Any] | None = None) -> Callable[[], Any]:
+    """What makes an environment in the worker: of an id, a factory, a batch, or what TorchRL has."""
+    if isinstance(env, SerialEnv):
+        if kwargs:
+            raise SettingError(f"create_env_kwargs: {env!r} has arguments of its own")
+        return env
+    return _maker(env, kwargs or {})
 
 
 def _maker(env: Any, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     if isinstance(env, str):
         return _Make(env, kwargs)
+    if is_torchrl_env(env):
+        if kwargs:
+            if not hasattr(env, "update_kwargs"):
+                raise SettingRuntimeError(
+                    f"create_env_kwargs: the environment {env!r} has been made already, and takes none"
+                )
+            env.update_kwargs(dict(kwargs))
+        return _Copied(env)
     if callable(env):
-        make: Callable[[], Any] = env
+        make: Callable[[], Any] = functools.partial(env, **kwargs) if kwargs else env
         return make
     if hasattr(env, "step") and hasattr(env, "reset"):
         return _Given(env)
@@ -157,7 +171,7 @@ def _maker(env: Any, kwargs: Mapping[str, Any]) -> Callable[[], Any]:
 
 def is_made(make: Callable[[], Any]) -> bool:
     """Whether the environment was made before, so that there is only this one."""
-    return isinstance(make, _Given)
+    return isinstance(make, _Given) and not isinstance(make, _Copied)
 
 
 class _Given:
@@ -171,6 +185,10 @@ class _Given:
 
     def __repr__(self) -> str:
         return repr(self._env)
+
+
+class _Copied(_Given):
+    """An environment of TorchRL: workers have copies, as they have of its policies."""
 
 
 class Envs(abc.ABC):
@@ -207,9 +225,8 @@ class Envs(abc.ABC):
         self.truncated: np.ndarray = np.zeros(num_envs, bool)
 
     @staticmethod
-    def of(make: Callable[[], Any]) -> Envs:
-        """The environments that a factory makes."""
-        made = make()
+    def of(made: Any) -> Envs:
+        """The environments that a factory has made."""
         if isinstance(made, Envs):
             return made
         if isinstance(made, ParallelEnv):

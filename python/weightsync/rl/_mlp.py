@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class GaussianMLP(nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.mean = MLP(inputs, outputs, hidden)
-        self.log_std = nn.Parameter(torch.full((outputs,), float(log_std)))
+        self.log_std = nn.Parameter(torch.full((outputs,), float(log_std), device=None))
 
     def forward(self, observation: torch.Tensor) -> torch.distributions.Distribution:
         normal = torch.distributions.Normal(self.mean(observation), self.log_std.exp())
@@ -78,13 +78,13 @@ class Network:
     @staticmethod
     def of(policy: Any) -> Network | None:
         """The network that a policy is; None if a call of the policy may do anything else."""
-        if torch.is_autocast_enabled("cpu") or _has_global_hooks():
+        if torch.is_autocast_enabled("cpu") or has_global_hooks():
             return None
         if type(policy) is not GaussianMLP:
             return _of_layers(policy)
         network = _of_layers(policy.mean)
         deviations = policy._parameters.get("log_std")
-        if network is None or not _is_plain(policy) or type(deviations) is not nn.Parameter:
+        if network is None or not is_plain(policy) or type(deviations) is not nn.Parameter:
             return None
         network.has_deviations = True
         network.tensors.append(("actor.log_std", deviations, (network.outputs,)))
@@ -107,7 +107,7 @@ class Network:
 
 
 def _of_layers(policy: Any) -> Network | None:
-    if type(policy) not in (MLP, nn.Sequential) or not _is_plain(policy):
+    if type(policy) not in (MLP, nn.Sequential) or not is_plain(policy):
         return None
     layers = list(policy)
     linears = layers[::2]
@@ -115,7 +115,7 @@ def _of_layers(policy: Any) -> Network | None:
         return None
     kinds = [nn.Linear, nn.Tanh] * len(linears)
     for layer, kind in zip(layers, kinds, strict=False):
-        if type(layer) is not kind or not _is_plain(layer):
+        if type(layer) is not kind or not is_plain(layer):
             return None
     tensors: list[tuple[str, Any, tuple[int, ...]]] = []
     width = linears[0].in_features
@@ -130,12 +130,14 @@ def _of_layers(policy: Any) -> Network | None:
     return Network(linears[0].in_features, width, False, tensors)
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is its class's forward. A guard's hooks change nothing."""
+def is_plain(module: nn.Module, is_free: Callable[[Any], bool] = _guard.is_hook) -> bool:
+    """Whether a call of the module is its class's forward: its hooks are such that change nothing, as a
+    guard's."""
     hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    return "forward" not in vars(module) and all(_guard.is_hook(hook) for hook in hooks)
+    return "forward" not in vars(module) and all(is_free(hook) for hook in hooks)
 
 
-def _has_global_hooks() -> bool:
+def has_global_hooks() -> bool:
+    """Whether there are hooks of all modules."""
     of_all = nn.modules.module
     return bool(of_all._global_forward_pre_hooks or of_all._global_forward_hooks)

@@ -113,16 +113,17 @@ class Actor:
             except Exception:
                 # Not all policies can be copied. Most do not change by being asked.
                 copied = self.policy
-            with _same_randomness(self._device):
+            with same_randomness(self._device):
                 columns = self._ask(copied)
         return [
             Column(key, value.dtype.name, tuple(value.shape[1:])) for key, value in columns.items()
         ]
 
     def _ask(self, policy: Any) -> dict[Key, np.ndarray]:
-        with self._no_grad(), self._exploring():
+        with self._no_grad():
             if self._speaks_tensordict:
-                found = self._from_tensordict(policy)
+                with exploring(self.explore):
+                    found = self._from_tensordict(policy)
             else:
                 found = self._from_plain(policy)
         columns = {key: self._array(key, value) for key, value in found.items()}
@@ -198,8 +199,7 @@ class Actor:
         # A copy: the policy may keep what it is given, and the array changes with the next step.
         if torch is None:
             return value.copy()
-        tensor = torch.tensor(value)
-        return tensor if self._device is None else tensor.to(self._device)
+        return torch.tensor(value, device="cpu" if self._device is None else self._device)
 
     def _array(self, key: Key, value: Any) -> np.ndarray:
         if hasattr(value, "detach"):
@@ -237,18 +237,25 @@ class Actor:
         gradless = contextlib.nullcontext() if torch is None else torch.no_grad()
         return gradless
 
-    def _exploring(self) -> contextlib.AbstractContextManager[Any]:
-        if not self._speaks_tensordict:
-            return contextlib.nullcontext()
-        from tensordict.nn import InteractionType, set_interaction_type
 
-        exploring: contextlib.AbstractContextManager[Any]
-        exploring = set_interaction_type(InteractionType[self.explore.upper()])
-        return exploring
+#: Held by the thread that has set tensordict's interaction type.
+_interacting = threading.RLock()
 
 
 @contextlib.contextmanager
-def _same_randomness(device: Any) -> Iterator[None]:
+def exploring(explore: str) -> Iterator[None]:
+    """Has TensorDict policies explore so.
+
+    tensordict has one interaction type for all threads, so one thread at a time calls its policy.
+    """
+    from tensordict.nn import InteractionType, set_interaction_type
+
+    with _interacting, set_interaction_type(InteractionType[explore.upper()]):
+        yield
+
+
+@contextlib.contextmanager
+def same_randomness(device: Any) -> Iterator[None]:
     """Puts the generators of random numbers back to where they were, also that of a device.
 
     Not in a worker thread: the generators are the trainer's too, which may draw meanwhile.

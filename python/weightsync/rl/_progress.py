@@ -7,8 +7,6 @@ import time
 
 import numpy as np
 
-from weightsync.rl._columns import POLICY_VERSION, Batch
-
 #: Seconds between two lines: a person reads no faster.
 _PAUSE = 0.2
 
@@ -29,7 +27,7 @@ class Progress:
         self._first: int | None = None
         self._width = 0
 
-    def show(self, frames: int, version: int, batch: Batch) -> None:
+    def show(self, frames: int, version: int, versions: np.ndarray) -> None:
         """Shows the line, unless the one before is still new."""
         now = time.monotonic()
         if self._first is None:
@@ -40,7 +38,6 @@ class Progress:
             return
         self._shown = now
         rate = (frames - self._first) / max(now - self._begun, 1e-9)
-        versions = np.asarray(batch[POLICY_VERSION])
         of = f" of {self._total:,}" if self._total >= 0 else ""
         line = f"{frames:,}{of} frames, {rate:,.0f} frames/s" if rate else f"{frames:,}{of} frames"
         line += f", v{version}" if version else ""

@@ -12,11 +12,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
 
+from weightsync import _checks
 from weightsync._native import TrainerPort, WorkerPlace
 from weightsync.errors import CorruptError, OperatingSystemError, SettingError
 from weightsync.rl._columns import (
@@ -28,6 +29,7 @@ from weightsync.rl._columns import (
     TRAJ_IDS,
     TRUNCATED,
     Column,
+    Key,
     Layout,
 )
 from weightsync.rl._crew import Member, how_ended, pickled
@@ -67,11 +69,12 @@ _MOST_DIMENSIONS = 28
 
 _DTYPES = {np.dtype(one).name for one in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"}
 
-#: The columns that the trainer reads.
+#: The columns that the trainer reads, and those of them that TensorDicts have.
+_OF_TENSORDICTS = dict.fromkeys((TRAJ_IDS, POLICY_VERSION), "int64")
 _REQUIRED = {
     REWARD: "float32",
     **dict.fromkeys((DONE, TERMINATED, TRUNCATED), "bool"),
-    **dict.fromkeys((TRAJ_IDS, POLICY_VERSION), "int64"),
+    **_OF_TENSORDICTS,
 }
 
 
@@ -104,7 +107,7 @@ class Hosts:
         self._hosts = list(hosts or [])
         self._plaintext = insecure_plaintext_code
         # A launcher may have another working directory. Empty: where the environment says.
-        self._tls = "" if tls is None else os.path.abspath(tls)
+        self._tls = "" if tls is None else _checks.absolute(tls)
         self._port = TrainerPort(listen, advertise, tls, insecure_plaintext_code, workers)
         if self._template is None and not self._port.has_token:
             self._port.close()
@@ -258,12 +261,15 @@ class Remote(Member):
         """An answer, checked: what a worker says decides how much memory is taken."""
         what = said.get("is")
         if what == "ready" and not self._columns:
-            columns = _columns(said.get("columns"))
+            form = said.get("form")
+            columns = _columns(said.get("columns"), _REQUIRED if form is None else _OF_TENSORDICTS)
             envs, is_batched = said.get("num_envs"), said.get("is_batched")
             if not _is_count(envs) or envs == 0 or not isinstance(is_batched, bool):
                 raise CorruptError(f"{envs!r} environments")
             if envs * sum(map(_frame_bytes, columns)) > _LARGEST:
                 raise CorruptError(f"frames of {envs} environments that no memory can hold")
+            if form is not None:
+                _check_form(form, columns, envs)
             self._columns = columns
             return said
         if what == "joined" and self._is_joining:
@@ -338,7 +344,18 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST
 
 
-def _columns(value: Any) -> list[Column]:
+def _check_form(said: Any, columns: list[Column], envs: int) -> None:
+    from weightsync.rl._form import Form
+
+    form = Form.from_json(said)
+    form.check(columns, envs)
+    if form.is_dynamic:
+        raise CorruptError(
+            "frames whose shapes change, or that hold texts: they do not travel from another host"
+        )
+
+
+def _columns(value: Any, required: Mapping[Key, str] = _REQUIRED) -> list[Column]:
     try:
         columns = [Column.from_json(one) for one in value]
         for one in columns:
@@ -358,7 +375,7 @@ def _columns(value: Any) -> list[Column]:
             if any(key[:end] in keys for end in range(1, len(key))):
                 raise CorruptError(f"the column {'.'.join(key):.80}, and one that it lies in")
         known = {one.key: one for one in columns}
-        for key, dtype in _REQUIRED.items():
+        for key, dtype in required.items():
             if known.get(key) != Column(key, dtype, ()):
                 raise CorruptError(f"no column {Column(key, dtype, ())}")
         if MASK in known and known[MASK] != Column(MASK, "bool", ()):

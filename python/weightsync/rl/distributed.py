@@ -71,9 +71,9 @@ class _OnHosts(MultiCollector):
             self._hosts.close()
             raise
 
-    def _close(self) -> None:
+    def _close(self, close_env: bool) -> None:
         try:
-            super()._close()
+            super()._close(close_env)
         finally:
             if self._hosts is not None:
                 self._hosts.close()
@@ -120,7 +120,7 @@ class DistributedSyncDataCollector(_OnHosts, MultiSyncCollector):
         settings: those of :class:`MultiSyncCollector` but ``workers``.
 
     Raises:
-        PeerError: if a worker fails, with its last words.
+        WorkerError: if a worker fails, with its last words.
     """
 
 
@@ -133,7 +133,7 @@ class DistributedDataCollector(_OnHosts, MultiAsyncCollector):
         settings: those of :class:`DistributedSyncDataCollector` and :class:`MultiAsyncCollector`.
 
     Raises:
-        PeerError: if no worker is left.
+        WorkerError: if no worker is left.
     """
 
     def __new__(cls, *arguments: Any, sync: bool = False, **settings: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from weightsync import _dtypes
+from weightsync import _checks, _dtypes
 from weightsync._native import ReplayBuffer as Native
 from weightsync.errors import LifecycleError, SettingError, WrongTypeError, WrongWeightsError
 from weightsync.rl._columns import MASK as COLLECTOR_MASK
 from weightsync.rl._columns import TRAJ_IDS, Batch, Key
 from weightsync.rl._policy import HAS_TORCH
+
+logger = logging.getLogger("weightsync.rl")
 
 #: Between the parts of a column's name. Names of observations may have dots.
 _SEPARATOR = "/"
@@ -80,7 +83,8 @@ class ReplayBuffer:
         batch_size: frames of a sample, where :meth:`sample` does not say.
         sampler: how frames are drawn; uniformly, with replacement, by default.
         directory: where the frames are kept, so that they outlive the program. What a killed
-            program had written is there, and damaged frames are found and cut off.
+            program had written is there, and damaged frames are found and cut off. Priorities are
+            not kept; a warning says so when frames are found.
         seed: what the draws are derived from; a random one by default.
     """
 
@@ -97,7 +101,8 @@ class ReplayBuffer:
             raise SettingError(f"capacity: expected 1 or more, got {capacity}")
         self._capacity, self._batch_size = capacity, batch_size
         self._sampler = _settings(sampler)
-        self._directory = directory
+        # It is made with the first batch, and the program may change to another directory until then.
+        self._directory = None if directory is None else _checks.absolute(directory)
         self._seed = int.from_bytes(os.urandom(7), "little") if seed is None else seed
         self._native: Native | None = None
         self._columns: dict[Key, tuple[str, tuple[int, ...]]] = {}
@@ -111,9 +116,16 @@ class ReplayBuffer:
         #: Whether the columns are those of a directory, and no batch has come yet.
         self._is_reopened = False
         self._opening = threading.Lock()
-        found = None if directory is None else Native.describe(directory)
+        found = None if self._directory is None else Native.describe(self._directory)
         if found is not None:
             self._make({tuple(name.split(_SEPARATOR)): (d, tuple(s)) for name, d, s in found[1]})
+            if len(self) and WEIGHT in self._drawn:
+                logger.warning(
+                    "%d frames of %s are as they were, and their priorities are not: each has the priority "
+                    "of a new frame, until update_priority gives it another",
+                    len(self),
+                    directory,
+                )
 
     @property
     def capacity(self) -> int:
@@ -277,7 +289,7 @@ class ReplayBuffer:
         if self._is_torch:
             import torch
 
-            return torch.empty((count, *shape), dtype=_dtypes.torch_dtype(dtype))
+            return torch.empty((count, *shape), dtype=_dtypes.torch_dtype(dtype), device="cpu")
         return np.empty((count, *shape), _dtypes.numpy_dtype(dtype))
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from weightsync import _checks
 from weightsync._native import TrainerLink
-from weightsync.errors import SettingError, WeightsyncError
+from weightsync.errors import SettingError, UnsupportedError, WeightsyncError
 from weightsync.rl._columns import Key, Layout
 from weightsync.rl._worker import Start, Worker, same_program, say_last_words, work
 
@@ -46,7 +47,11 @@ class NetworkLink:
         order = self.native.next()
         return None if order is None else (json.loads(order), [])
 
-    def say(self, message: str) -> None:
+    def say(self, message: str, fds: Sequence[int] = ()) -> None:
+        if fds:
+            raise UnsupportedError(
+                "what is asked of this worker, or what its frames hold, does not travel from another host"
+            )
         self.native.say(message)
 
     def close(self) -> None:
@@ -81,7 +86,7 @@ class RemoteWorker(Worker):
 
     def _memory(self, steps: int) -> dict[Key, np.ndarray]:
         """Arrays ``[P, steps, *shape]`` of this worker's own."""
-        layout = Layout(self.columns, (self._envs.num_envs, steps))
+        layout = Layout(self.columns, (self._envs, steps))
         return layout.views(np.zeros(layout.size, np.uint8))
 
     def _send(self, part: int, turn: int) -> None:
@@ -198,10 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how long to wait for the trainer (default: %(default)g)",
     )
     given = parser.parse_args(arguments)
-    if given.tls is not None:
-        # The link for frames and that for weights look there.
-        os.environ["WEIGHTSYNC_TLS_DIR"] = os.path.abspath(given.tls)
     try:
+        if given.tls is not None:
+            # The link for frames and that for weights look there.
+            os.environ["WEIGHTSYNC_TLS_DIR"] = _checks.absolute(given.tls)
         if given.join is None:
             if sys.stdin.isatty():
                 parser.error("expected --join HOST:PORT, or a launcher's line on standard input")

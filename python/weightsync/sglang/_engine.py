@@ -31,6 +31,7 @@ class Engine(_base.Engine):
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
         self._server = Server(url, _REMEDY, api_key)
         super().__init__(self._server.url)
+        self.is_unencrypted = self._server.is_unencrypted
         self._ranks = 0
         # Whether it computes the next tokens before it has looked at the last ones.
         self._overlaps = True

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchrl.weight_update import TransportBackend, WeightStrategy
+from torchrl.collectors import WeightUpdaterBase
+from torchrl.weight_update import (
+    InitialSyncTransport,
+    TransportBackend,
+    WeightStrategy,
+    WeightSyncBackend,
+)
 
 from weightsync.torchrl._base import WeightSyncScheme
 from weightsync.torchrl._network_transports import DistributedTransport, RPCTransport
 from weightsync.torchrl._older import WeightReceiver, WeightSender
 from weightsync.torchrl._ray import RayModuleTransformScheme, RayWeightSyncScheme
+from weightsync.torchrl._ray_transports import (
+    RayActorTransport,
+    RayModuleTransformReceiver,
+    RayModuleTransformSender,
+    RayTransport,
+)
 from weightsync.torchrl._registry import register
 from weightsync.torchrl._remote_updaters import (
     DistributedWeightUpdater,
@@ -39,6 +51,7 @@ __all__ = [
     "DistributedTransport",
     "DistributedWeightSyncScheme",
     "DistributedWeightUpdater",
+    "InitialSyncTransport",
     "MPTransport",
     "MultiProcessWeightSyncScheme",
     "MultiProcessedWeightUpdater",
@@ -47,7 +60,11 @@ __all__ = [
     "ProcessGroupWeightSyncScheme",
     "RPCWeightSyncScheme",
     "RPCWeightUpdater",
+    "RayActorTransport",
+    "RayModuleTransformReceiver",
     "RayModuleTransformScheme",
+    "RayModuleTransformSender",
+    "RayTransport",
     "RayWeightSyncScheme",
     "RayWeightUpdater",
     "SharedMemTransport",
@@ -57,7 +74,9 @@ __all__ = [
     "WeightReceiver",
     "WeightSender",
     "WeightStrategy",
+    "WeightSyncBackend",
     "WeightSyncScheme",
+    "WeightUpdaterBase",
     "register",
 ]
 

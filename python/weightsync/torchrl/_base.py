@@ -6,6 +6,7 @@ import os
 import queue
 from typing import Any
 
+from torchrl import weight_update
 from torchrl.weight_update import WeightSyncScheme as _TorchRLScheme
 
 from weightsync.errors import SettingError
@@ -19,7 +20,21 @@ def _own_flag(name: str) -> property:
     )
 
 
-class WeightSyncScheme(_TorchRLScheme):
+class _Kind(type(_TorchRLScheme)):
+    """The class of the schemes here: instances of TorchRL's scheme of the same name count, too.
+
+    A TorchRL collector that is given no scheme makes TorchRL's, and programs ask of which kind it is.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if super().__instancecheck__(instance):
+            return True
+        is_own = cls.__module__.startswith(f"{__package__}.")
+        theirs = getattr(weight_update, cls.__name__, None) if is_own else None
+        return theirs is not None and isinstance(instance, theirs)
+
+
+class WeightSyncScheme(_TorchRLScheme, metaclass=_Kind):
     """TorchRL's scheme, as a base for schemes over custom transports.
 
     ``from_backend`` makes the schemes of this package.
@@ -46,7 +61,7 @@ class WeightSyncScheme(_TorchRLScheme):
         }
         if backend not in kinds:
             raise SettingError(
-                f"there is no backend {backend!r} here; there are {', '.join(sorted(kinds))}"
+                f"Unsupported weight-sync backend {backend!r}: there are {', '.join(sorted(kinds))}"
             )
         return kinds[backend](**kwargs)
 

@@ -25,7 +25,7 @@ def check(
 
     Args:
         scheme: the scheme's name, for errors.
-        sources: ``params_map``, ``context``, ``model`` and ``weights``, one of which is given.
+        sources: ``params_map``, ``context``, ``model`` and ``weights``; one of them is given.
 
     Raises:
         SettingError: naming the arguments that are missing, or too many.

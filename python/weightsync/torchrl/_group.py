@@ -21,7 +21,7 @@ from weightsync._guard import loading
 from weightsync._native import InitInfo, Layout, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._targets import Target, target_of
-from weightsync._targets.base import not_inferring
+from weightsync._torch import as_worker
 from weightsync._view import weights_of
 from weightsync.background import Background
 from weightsync.errors import DeadlineError, LifecycleError, MissingModelError
@@ -73,6 +73,8 @@ class Group:
         # A worker's half.
         self._session: Session | None = None
         self._first_set: Any = None
+        # The seconds that it waits for the trainer at most.
+        self.join_limit = WEIGHT_SYNC_TIMEOUT
         self._declared = False
         self._left_worker: set[str] = set()
         self.models: dict[str, WorkerModel] = {}
@@ -288,7 +290,7 @@ class Group:
         # Not under the lock: a shutdown ends this.
         try:
             if is_first:
-                self._first_set = session.join_receiver(WEIGHT_SYNC_TIMEOUT)
+                self._first_set = session.join_receiver(self.join_limit)
             self._load_first(session, name, worker, own)
         except BaseException:
             # The next call joins again, with the models that were added before this one.
@@ -323,14 +325,14 @@ class Group:
         The first version is the same for all workers; the own weights follow, and have
         arrived already if the worker joins late.
         """
-        until = time.monotonic() + WEIGHT_SYNC_TIMEOUT
+        until = time.monotonic() + self.join_limit
         own = [name for name, workers in self._own_weights.items() if worker in workers]
         while missing := [name for name in own if session.versions()[name] <= _FIRST]:
             left = until - time.monotonic()
             if left <= 0 or session.receive_into(models, left) is None:
                 raise DeadlineError(
                     f"worker {worker} did not get its own weights of {', '.join(missing)} within "
-                    f"{WEIGHT_SYNC_TIMEOUT:.0f} s",
+                    f"{self.join_limit:g} s",
                     "retry",
                 )
 
@@ -433,7 +435,7 @@ class WorkerModel(Target):
         return self._target is not None and self._target.shape(layout)
 
     def load(self, snapshot: NativeSnapshot) -> None:
-        with loading, not_inferring():
+        with loading, as_worker():
             self._load_and_notify(snapshot)
 
     def _load_and_notify(self, snapshot: NativeSnapshot) -> None:

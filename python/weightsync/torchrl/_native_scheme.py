@@ -15,6 +15,7 @@ from torch import nn
 
 from weightsync import _ends, _paths
 from weightsync._checks import choice
+from weightsync._deadline import Deadline
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._view import weights_of
 from weightsync.errors import LifecycleError, ModelError, SettingError, WrongTypeError
@@ -409,11 +410,14 @@ class NativeScheme(WeightSyncScheme):
         model, background = self._worker_model, self._group.background
         if self._safe_points == "declared" and background is not None:
             background.safe_point()
-        # Before the count: a version that arrives in between is newer than this.
-        version = model.version
-        if model.count == self._seen and timeout != 0 and background is not None:
-            if timeout is not None or not isinstance(self._scheme, SharedMem):
-                background.wait({self._model_id or "policy": version + 1}, timeout=timeout)
+        waits = timeout is not None or not isinstance(self._scheme, SharedMem)
+        if waits and timeout != 0 and background is not None:
+            # Before the count: a version that arrives in between is newer than this. A trainer that
+            # has started again numbers its versions from 1.
+            run, version = background.run, model.version
+            if model.count == self._seen:
+                wanted = {self._model_id or "policy": version + 1}
+                background._wait(wanted, Deadline(timeout), run)
         if model.count == self._seen:
             return None
         self._seen = model.count

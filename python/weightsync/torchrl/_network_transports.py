@@ -22,10 +22,10 @@ from weightsync.torchrl._remote_updaters import words
 from weightsync.torchrl._transports import _QueueTransport
 
 # The timeout of calls that have none, in seconds.
-_TIMEOUT = 60.0
+TIMEOUT = 60.0
 
 
-class _OneWorkerTransport(_QueueTransport):
+class OneWorkerTransport(_QueueTransport):
     """A transport to one worker, named by its rank."""
 
     _scheme = Distributed()
@@ -57,7 +57,7 @@ class _OneWorkerTransport(_QueueTransport):
             raise
 
 
-class DistributedTransport(_OneWorkerTransport):
+class DistributedTransport(OneWorkerTransport):
     """A transport to one worker, with TorchRL's constructor.
 
     Args:
@@ -80,10 +80,54 @@ class DistributedTransport(_OneWorkerTransport):
     ) -> None:
         if store is None or rank is None:
             raise SettingError("DistributedTransport: expected a store and a rank")
-        super().__init__({rank: _Entry(store, rank)}, _TIMEOUT)
+        super().__init__({rank: _Entry(store, rank)}, TIMEOUT)
+
+    def send_initial_weights(self, weights: Any) -> None:
+        """Publishes the worker's initial weights."""
+        self.send_weights(weights)
+
+    def receive_initial_weights(self) -> Any:
+        """Joins, and returns the initial weights."""
+        return self.setup_connection_and_weights_on_receiver()
 
 
-class RPCTransport(_OneWorkerTransport):
+class CalledTransport(OneWorkerTransport):
+    """A transport to one worker, which a send calls to receive."""
+
+    # The call of the last send.
+    _call: Any = None
+
+    @abc.abstractmethod
+    def _begin_call(self) -> Any:
+        """Has the worker receive, and returns the call; None if nothing is to be called."""
+
+    @abc.abstractmethod
+    def _end_call(self, call: Any) -> None:
+        """Waits for a call, and raises its error."""
+
+    def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
+        """Sends weights, and waits until the worker has applied them."""
+        self.send_weights_async(weights)
+        return self.wait_ack()
+
+    def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
+        """Sends weights, and returns once they were read; :meth:`wait_ack` waits for the rest."""
+        super().send_weights_async(weights, model_id)
+        self._call = self._begin_call()
+
+    def wait_ack(self, timeout: float | None = None) -> Any:
+        """Waits until the last send is applied, and returns its report; None for the first."""
+        report = super().wait_ack(timeout)
+        call, self._call = self._call, None
+        if call is not None and (report is None or report.all_applied):
+            try:
+                self._end_call(call)
+            except Exception as error:
+                raise _failed(self._rank(), error) from error
+        return report
+
+
+class RPCTransport(CalledTransport):
     """A transport to one worker that torch's RPC reaches, with TorchRL's constructor.
 
     A send calls ``_receive_weights_scheme`` of the collector, as TorchRL's does. Without
@@ -101,7 +145,6 @@ class RPCTransport(_OneWorkerTransport):
 
     # Not pickled: the sender's.
     _collector: Any = None
-    _call: Any = None
 
     def __init__(
         self,
@@ -112,31 +155,16 @@ class RPCTransport(_OneWorkerTransport):
     ) -> None:
         if worker_rank is None:
             raise SettingError("RPCTransport: expected a worker_rank")
-        super().__init__({worker_rank: _Box(collector_info, worker_rank)}, _TIMEOUT)
+        super().__init__({worker_rank: _Box(collector_info, worker_rank)}, TIMEOUT)
         self._collector = collector_rref
 
-    def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
-        """Sends weights, and waits until the worker has applied them."""
-        self.send_weights_async(weights)
-        return self.wait_ack()
+    def _begin_call(self) -> Any:
+        if self._collector is None:
+            return None
+        return self._collector.rpc_async(timeout=self.timeout)._receive_weights_scheme()
 
-    def send_weights_async(self, weights: Any, model_id: str = "policy") -> None:
-        """Sends weights, and returns once they were read; :meth:`wait_ack` waits for the rest."""
-        super().send_weights_async(weights, model_id)
-        if self._collector is not None:
-            call = self._collector.rpc_async(timeout=self.timeout)
-            self._call = call._receive_weights_scheme()
-
-    def wait_ack(self, timeout: float | None = None) -> Any:
-        """Waits until the last send is applied, and returns its report; None for the first."""
-        report = super().wait_ack(timeout)
-        call, self._call = self._call, None
-        if call is not None and (report is None or report.all_applied):
-            try:
-                call.wait()
-            except Exception as error:
-                raise _failed(self._rank(), error) from error
-        return report
+    def _end_call(self, call: Any) -> None:
+        call.wait()
 
 
 # Digests of the init infos of this process's senders that have ended.
@@ -200,7 +228,7 @@ class _Entry(_Place):
 
     def get(self, block: bool = True, timeout: float | None = None) -> str:
         if block:
-            limit = _TIMEOUT if timeout is None else timeout
+            limit = TIMEOUT if timeout is None else timeout
             try:
                 self._store.wait([self._key], timedelta(seconds=limit))
             except RuntimeError as error:
@@ -225,7 +253,7 @@ class _Box(_Place):
         _torch_rpc.require()
         args = self._rank, owner, text
         try:
-            return str(rpc.rpc_sync(self._callee, _fill, args=args, timeout=_TIMEOUT))
+            return str(rpc.rpc_sync(self._callee, _fill, args=args, timeout=TIMEOUT))
         except RuntimeError as error:
             raise _failed(self._rank, error) from error
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 from torch import nn
 
 from weightsync import _ends, _paths
+from weightsync._deadline import Deadline
 from weightsync._native import InitInfo, Report, Session
-from weightsync.errors import LifecycleError, SenderClosedError
+from weightsync.errors import DeadlineError, LifecycleError, SenderClosedError
 from weightsync.sender import Sender
 from weightsync.torchrl._transports import _MODEL, _Applied, opened
 
@@ -22,6 +22,9 @@ logger = logging.getLogger("weightsync")
 
 # The second part of the pair that is sent through a pipe; the first has the init info.
 _WORD = "weightsync"
+
+# How long a call joins its sender, in seconds.
+_SHORTEST_JOIN, _LONGEST_JOIN = 1.0, 60.0
 
 
 class WeightSender:
@@ -74,9 +77,10 @@ class WeightSender:
     def update_weights(
         self, weights: Any = None, worker_ids: Any = None, timeout: float | None = 60.0
     ) -> Report | None:
-        """Sends weights to all workers, or to some, and waits until they are applied.
+        """Sends weights, and waits until the workers that have joined have applied them.
 
-        The first call waits until they have joined: a worker joins in ``receive``.
+        A worker joins in ``receive``, and gets the newest weights there. :meth:`wait_async` waits for
+        workers that have not joined yet, and so does a call for some workers.
         """
         weights = self._found(weights)
         first = self._sender is None
@@ -86,10 +90,13 @@ class WeightSender:
             self.register_model(weights)
         self._invite()
         assert self._sender is not None
-        self._wait_for_first(worker_ids, timeout)
+        if worker_ids is not None:
+            self._wait_for_first(worker_ids, timeout)
         if first:
             return None
-        return self._sender.send(weights, worker_ids=worker_ids, timeout=timeout)
+        report = self._sender.send(weights, worker_ids=worker_ids, timeout=timeout)
+        self._joined.update(line.worker for line in report.workers)
+        return report
 
     def update_weights_async(self, weights: Any = None, worker_ids: Any = None) -> None:
         """As :meth:`update_weights`, but returns once the weights were read."""
@@ -143,6 +150,17 @@ class WeightSender:
             self._joined.update(new)
 
 
+class _Unapplied:
+    """The transport of a receiver: it hands weights to the caller and applies none."""
+
+    def __init__(self, receiver: WeightReceiver) -> None:
+        self._receiver = receiver
+
+    def receive_weights(self, timeout: float | None = None) -> tuple[str, Any] | None:
+        """The model's name and its new weights; None if none came in time."""
+        return self._receiver._received(timeout, applied=False)
+
+
 class WeightReceiver:
     """Receives one model's weights; it gets the init info through a pipe."""
 
@@ -154,6 +172,10 @@ class WeightReceiver:
         self._pipe: Any = None
         self._session: Session | None = None
         self._sent: Any = None
+        # The worker's number and the init info.
+        self._invitation: tuple[int, str] | None = None
+        # How long a call joins, at least: a loop may ask for a moment at a time.
+        self._limit = _SHORTEST_JOIN
         self._lock = threading.RLock()
 
     def set_context(self, context: Any) -> None:
@@ -173,22 +195,36 @@ class WeightReceiver:
 
     def receive(self, timeout: float | None = 0.001) -> bool:
         """Receives weights and applies them; False if none came in time."""
+        return self._received(timeout, applied=True) is not None
+
+    @property
+    def _transport(self) -> _Unapplied:
+        return _Unapplied(self)
+
+    def _received(self, timeout: float | None, *, applied: bool) -> tuple[str, Any] | None:
+        """The model's name and its new weights; None if none came in time."""
         if self._pipe is None:
             raise LifecycleError("call register_worker_transport before receive")
-        with self._lock:
-            until = None if timeout is None else time.monotonic() + timeout
-            if self._session is None and not self._join(timeout):
-                return False
-            if self._fresh:
-                self._fresh = False
-                return True
-            left = None if until is None else max(until - time.monotonic(), 0.0)
-            assert self._session is not None
-            target = _Applied(self._the_model(), self._scheme.strategy, self._sent)
+        until = Deadline(timeout)
+        left = until.left()
+        # Another thread may be waiting in it.
+        if not self._lock.acquire(timeout=-1 if left is None else left):
+            return None
+        try:
+            if self._session is None:
+                return self._join(until.left(), applied)
+            target = self._target(applied)
             try:
-                return self._session.receive_into([(_MODEL, target)], left) is not None
+                if self._session.receive_into([(_MODEL, target)], until.left()) is None:
+                    return None
             except SenderClosedError:
-                return False
+                return None
+            return _MODEL, target.received
+        finally:
+            self._lock.release()
+
+    def _target(self, applied: bool) -> _Applied:
+        return _Applied(self._the_model() if applied else None, self._scheme.strategy, self._sent)
 
     def apply_weights(self, weights: Any) -> None:
         """Applies weights to the model."""
@@ -200,28 +236,38 @@ class WeightReceiver:
             self._session.shutdown()
         _ends.closed(self)
 
-    _fresh = False
-
-    def _join(self, timeout: float | None) -> bool:
-        try:
-            if not self._pipe.poll(timeout):
-                return False
-            message, word = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            # The sender is gone: the same as a sender that has closed.
-            return False
-        if word != _WORD:
-            raise LifecycleError(
-                f"expected an init info from the pipe, got {word!r}: use the pipe for nothing "
-                "else until the worker has joined"
-            )
-        worker, text = message
+    def _join(self, timeout: float | None, applied: bool) -> tuple[str, Any] | None:
+        if self._invitation is None:
+            try:
+                if not self._pipe.poll(timeout):
+                    return None
+                message, word = self._pipe.recv()
+            except (EOFError, ConnectionError):
+                # The sender is gone: the same as a sender that has closed.
+                return None
+            if word != _WORD:
+                raise LifecycleError(
+                    f"expected an init info from the pipe, got {word!r}: use the pipe for nothing "
+                    "else until the worker has joined"
+                )
+            # It comes once, and the next call joins by it if this one is refused.
+            self._invitation = message
+        worker, text = self._invitation
         session = Session.prepare_receiver(InitInfo.from_json(text), worker, None, "cpu")
-        target = _Applied(self._the_model(), self._scheme.strategy, None)
-        session.connect_receiver([(_MODEL, target)], 60.0)
-        self._session, self._sent, self._fresh = session, target.sent, True
+        target = self._target(applied)
+        limit = _LONGEST_JOIN if timeout is None else max(timeout, self._limit)
+        try:
+            session.connect_receiver([(_MODEL, target)], limit)
+        except BaseException as error:
+            session.shutdown()
+            if timeout is not None and isinstance(error, DeadlineError):
+                # The next call tries again, for longer: weights may be large.
+                self._limit = min(2 * self._limit, _LONGEST_JOIN)
+                return None
+            raise
+        self._session, self._sent = session, target.sent
         _ends.opened(self)
-        return True
+        return _MODEL, target.received
 
     def _the_model(self) -> Any:
         if self._model is None and self._path is not None:

@@ -149,8 +149,8 @@ class ProcessGroupWeightSyncScheme(WeightSyncScheme):
         try:
             self._check_workers(worker_ids)
             weights = self._given(weights)
-        except BaseException:
-            self._sender._count_failed_call()
+        except BaseException as error:
+            self._sender._fail(error)
             raise
         report = self._sender.send(weights)
         for line in report.failed if report is not None else ():

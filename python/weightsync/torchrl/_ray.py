@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torchrl._utils import WEIGHT_SYNC_TIMEOUT
 
@@ -17,7 +19,10 @@ from weightsync.ray._group import Group, Offer
 from weightsync.scheme import Distributed
 from weightsync.torchrl import _given
 from weightsync.torchrl._native_scheme import NativeScheme
+from weightsync.torchrl._ray_transports import RayModuleTransformReceiver, RayModuleTransformSender
 from weightsync.torchrl._schemes import over_tcp
+
+logger = logging.getLogger("weightsync")
 
 
 class RayWeightSyncScheme(NativeScheme):
@@ -27,7 +32,8 @@ class RayWeightSyncScheme(NativeScheme):
 
     Args:
         strategy: "tensordict" or "state_dict".
-        backend: "gloo", for TorchRL's sake: weights go by weightsync.
+        backend: "gloo" or "nccl", for TorchRL's sake: weights go by weightsync, those of a GPU by way
+            of the host's memory. With "nccl" a warning says so where there is no GPU.
         sync: whether ``send`` returns once every actor has applied the version, or as soon as it
             is live.
         insecure_plaintext: whether weights may travel between hosts without encryption, where
@@ -50,12 +56,17 @@ class RayWeightSyncScheme(NativeScheme):
         safe_points: Literal["implied", "declared"] = "implied",
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points)
-        self.backend = over_tcp(backend)
+        self.backend = backend if backend == "nccl" else over_tcp(backend)
         self._scheme: Distributed = Distributed()
         self._insecure_plaintext = insecure_plaintext
         # This end of the group, and the actors' name of it.
         self._ray_group: Any = None
-        self._ray_name = ""
+        self._ray_name = uuid.uuid4().hex
+
+    @property
+    def connection_info_name(self) -> str:
+        """The name by which the actors find the trainer."""
+        return f"weightsync-{self._ray_name}"
 
     def _init_on_sender_impl(
         self,
@@ -68,15 +79,23 @@ class RayWeightSyncScheme(NativeScheme):
         **kwargs: Any,
     ) -> None:
         self._scheme = _cluster.listening(self._scheme, self._insecure_plaintext)
+        if self.backend == "nccl" and not torch.cuda.is_available():
+            logger.warning(
+                "backend='nccl': there is no GPU here, so weights go by shared memory on this host, and "
+                "over TCP to others, as with 'gloo'"
+            )
         if context is not None:
             # The collector's own model is looked up at each send.
             model = None
         elif remote_collectors is not None:
             num_workers = len(remote_collectors)
+        is_again = self._group is not None
         super()._init_on_sender_impl(
             model_id=model_id, context=context, model=model, num_workers=num_workers, **kwargs
         )
-        self._ray_name = uuid.uuid4().hex
+        if is_again:
+            # Actors of the run before do not follow this one.
+            self._ray_name = uuid.uuid4().hex
 
     def _setup_connection_and_weights_on_sender_impl(
         self, *, worker_idx: int | None = None, weights: Any = None
@@ -88,7 +107,7 @@ class RayWeightSyncScheme(NativeScheme):
 
     def _joined(self) -> Group:
         kind = type(self).__name__
-        return Group([self._ray_name], self._offer, f"{kind} of {self._model_id!r}", kind)
+        return Group([self.connection_info_name], self._offer, f"{kind} of {self._model_id!r}", kind)
 
     def _offer(self) -> None:
         group, own = self._ray_group, self._group
@@ -203,6 +222,14 @@ class RayModuleTransformScheme(RayWeightSyncScheme):
         if context is not None:
             kwargs.setdefault("model", context.module)
         super()._init_on_receiver_impl(model_id=model_id, **kwargs)
+
+    def create_sender(self) -> RayModuleTransformSender:
+        """The sending half of the older calls."""
+        return RayModuleTransformSender(self)
+
+    def create_receiver(self) -> RayModuleTransformReceiver:
+        """The receiving half of the older calls."""
+        return RayModuleTransformReceiver(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_transform": None, "_calls": None}

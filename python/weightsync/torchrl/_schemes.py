@@ -141,12 +141,12 @@ class DistributedWeightSyncScheme(NativeScheme):
         timeout: accepted for TorchRL's sake; each wait here has its own timeout.
         strategy: "tensordict" or "state_dict".
         mode, safe_points: as of :class:`SharedMemWeightSyncScheme`.
-        listen, advertise, tls, insecure_plaintext, share, arity, connections, deltas, verify,
-            every, own_copy: as of :class:`weightsync.Distributed`.
+        scheme: how weights travel, as a :class:`weightsync.Distributed`.
+        settings: the arguments of :class:`weightsync.Distributed` by name, in place of ``scheme``.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
 
     Raises:
-        UnsupportedError: for a backend that is not here.
+        UnsupportedError: for a backend that is not here, and for ``pull``.
     """
 
     def __init__(
@@ -158,35 +158,19 @@ class DistributedWeightSyncScheme(NativeScheme):
         strategy: str = "tensordict",
         mode: Literal["bind", "copy"] = "bind",
         safe_points: Literal["implied", "declared"] = "implied",
-        listen: str | None = None,
-        advertise: str | None = None,
-        tls: str | os.PathLike[str] | None = None,
-        insecure_plaintext: bool = False,
-        share: Literal["all", "relay", "none"] = "all",
-        arity: int = 1,
-        connections: int = 2,
-        deltas: Literal["auto", "always", "never"] = "auto",
-        verify: Literal["checksums", "blake3"] = "checksums",
-        every: int | None = None,
-        own_copy: bool = False,
+        scheme: Distributed | None = None,
         run_dir: str | os.PathLike[str] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         self.backend = over_tcp(backend)
         self.timeout = timeout
-        self._scheme = Distributed(
-            listen=listen,
-            advertise=advertise,
-            tls=tls,
-            insecure_plaintext=insecure_plaintext,
-            every=every,
-            own_copy=own_copy,
-            share=share,
-            deltas=deltas,
-            verify=verify,
-            arity=arity,
-            connections=connections,
-        )
+        self._scheme = replace(scheme or Distributed(), **settings)
+        if self._scheme.pull:
+            raise UnsupportedError(
+                "pull does not go with TorchRL's workers, which follow each send: leave it out, or use "
+                "weightsync.Sender and weightsync.ModelReceiver"
+            )
 
     def get_store_info(self) -> dict[str, Any]:
         """The trainer's host and port, and the init info as text, once the trainer is set up.
@@ -217,7 +201,7 @@ class RPCWeightSyncScheme(NativeScheme):
         initial: "send": the first weights come with the first send, as TorchRL has it;
             "connect": with the rendez-vous. The default is "connect" in a collector, whose
             workers begin to act before the first send, and with torch's RPC; otherwise "send".
-        listen, advertise, tls, insecure_plaintext: as of :class:`weightsync.Rpc`.
+        settings: the other arguments of :class:`weightsync.Rpc` by name.
         run_dir: a directory of this user; with it, workers find a restarted trainer.
     """
 
@@ -229,21 +213,12 @@ class RPCWeightSyncScheme(NativeScheme):
         mode: Literal["bind", "copy"] = "bind",
         safe_points: Literal["implied", "declared"] = "implied",
         initial: Literal["send", "connect"] | None = None,
-        listen: str | None = None,
-        advertise: str | None = None,
-        tls: str | os.PathLike[str] | None = None,
-        insecure_plaintext: bool = False,
         run_dir: str | os.PathLike[str] | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__(strategy, sync, mode=mode, safe_points=safe_points, run_dir=run_dir)
         self._initial = initial
-        self._scheme: Rpc = Rpc(
-            initial="send" if initial is None else initial,
-            listen=listen,
-            advertise=advertise,
-            tls=tls,
-            insecure_plaintext=insecure_plaintext,
-        )
+        self._scheme: Rpc = Rpc(initial="send" if initial is None else initial, **settings)
         # torch RPC: what the workers know this scheme by, and the workers.
         self._key = uuid.uuid4().hex
         self._callees: list[Any] = []

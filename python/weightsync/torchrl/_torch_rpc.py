@@ -29,7 +29,7 @@ from weightsync.errors import (
     WeightsyncError,
 )
 from weightsync.scheme import Scheme
-from weightsync.sender import Sender, _log
+from weightsync.sender import Sender
 from weightsync.torchrl._group import Group, WorkerModel
 from weightsync.torchrl._model_lock import ModelLock
 
@@ -114,7 +114,7 @@ class CallGroup(Group):
         (version,) = pending.versions.values()
         calls = self._call_loads(worker_ids, version, timeout)
         report = _report(pending, calls, until)
-        _log(report)
+        sender._log(report)
         return self._answered(report, calls, wait)
 
     def send_each(
@@ -326,10 +326,16 @@ class _Native:
             self._failure = None
         return received is not None
 
-    def wait(self, versions: dict[str, int], timeout: float | None = None) -> bool:
+    def wait(
+        self,
+        versions: dict[str, int],
+        timeout: float | None = None,
+        run: tuple[int, str] | None = None,
+    ) -> bool:
         wanted = versions.get(self._name, self._model.version + 1)
         until = None if timeout is None else time.monotonic() + timeout
-        while self._model.version < wanted and self._state == "following":
+        # Of another run than this one any version does.
+        while not self._has(wanted, run) and self._state == "following":
             # Not a wait for the version, as in the trainer's call: a version that came while a
             # forward of another thread runs would be lost at the timeout.
             if self.safe_point() is not None:
@@ -338,7 +344,12 @@ class _Native:
             if left <= 0:
                 break
             time.sleep(min(left, _LOOK_INTERVAL))
-        return self._model.version >= wanted
+        return self._has(wanted, run)
+
+    def _has(self, version: int, run: tuple[int, str] | None) -> bool:
+        last = self._model._last
+        is_of_another = run is not None and last is not None and last.run != run
+        return is_of_another or self._model.version >= version
 
     def safe_point(self) -> dict[str, int] | None:
         self._lock.refuse_holder()

@@ -11,17 +11,23 @@ import os
 import queue
 from typing import Any
 
+from torchrl._utils import WEIGHT_SYNC_TIMEOUT
+from torchrl.weight_update import WeightStrategy
+from torchrl.weight_update._shared import _log_weight_sync
+
 from weightsync import _ends
 from weightsync._deadline import Deadline
 from weightsync._native import InitInfo, Layout, PendingSend, Session
 from weightsync._native import Snapshot as NativeSnapshot
 from weightsync._targets import Target, target_of
 from weightsync._view import weights_of
-from weightsync.errors import DeadlineError, LifecycleError
+from weightsync.errors import DeadlineError, LifecycleError, SettingError
 from weightsync.scheme import MultiProcess, Scheme, SharedMem
 from weightsync.sender import Sender
+from weightsync.torchrl._collector import compare
 from weightsync.torchrl._formats import applies, formatted
 from weightsync.torchrl._given import by_worker, unknown_worker
+from weightsync.torchrl._updaters import _as_tensordict, _chosen
 
 _MODEL = "policy"
 
@@ -77,9 +83,17 @@ class SchemeTransport:
         weights: Any = None,
         model: Any = None,
         strategy: Any = None,
+        timeout: float | None = None,
     ) -> Any:
-        """Connects a worker, and returns its initial weights."""
+        """Connects a worker, and returns its initial weights.
+
+        Args:
+            timeout: how long it waits for the trainer at most, in seconds; None: TorchRL's limit.
+        """
         if not self._scheme.synchronized_on_receiver:
+            if self._scheme._group is not None:
+                limit = WEIGHT_SYNC_TIMEOUT if timeout is None else timeout
+                self._scheme._group.join_limit = limit
             self._scheme.connect(worker_idx=worker_idx)
         return self._scheme._formatted(self._scheme._worker_model.weights())
 
@@ -186,20 +200,25 @@ class _QueueTransport:
         weights: Any = None,
         model: Any = None,
         strategy: Any = None,
+        timeout: float | None = None,
     ) -> Any:
         """Joins, and takes the initial weights.
 
+        Args:
+            timeout: how long it waits at most, in seconds; None: the transport's.
+
         Raises:
-            DeadlineError: if they are not there within the transport's timeout.
+            DeadlineError: if they are not there in time.
         """
+        timeout = self.timeout if timeout is None else timeout
         worker = 0 if worker_idx is None else worker_idx
         if worker not in self._queues:
             raise unknown_worker(worker, self._queues)
         self._worker = worker
-        received = self._join(worker, self.timeout, model, strategy)
+        received = self._join(worker, timeout, model, strategy)
         if received is None:
             raise DeadlineError(
-                f"worker {worker} got no initial weights within {self.timeout} s: has the trainer "
+                f"worker {worker} got no initial weights within {timeout} s: has the trainer "
                 "sent any? The next call goes on waiting",
                 "retry",
             )
@@ -298,7 +317,11 @@ class MPTransport(_QueueTransport):
 
 
 class SharedMemTransport(_QueueTransport):
-    """A transport to several workers through shared memory, with TorchRL's constructor."""
+    """A transport to several workers through shared memory, with TorchRL's constructor.
+
+    Without queues there are no workers to tell of anything: a send then writes into the weights that
+    were registered, and receiving applies the weights that are passed.
+    """
 
     def __init__(self) -> None:
         super().__init__({}, 60.0)
@@ -320,8 +343,9 @@ class SharedMemTransport(_QueueTransport):
 
     def setup_connection_and_weights_on_sender(self) -> None:
         """Publishes the initial weights, and sends every worker the init info."""
+        self._check_registered()
         if not self._queues:
-            raise LifecycleError("there are no workers: call register_weights first")
+            return
         unique = self.unique_weights
         if len(unique) == 1:
             self._open(unique[0])
@@ -342,6 +366,10 @@ class SharedMemTransport(_QueueTransport):
 
     def send_weights(self, weights: Any, worker_ids: Any = None) -> Any:
         """Sends weights to all workers or some; a dict by worker number has each worker's own."""
+        self._check_registered()
+        if not self._queues:
+            self._write(weights, worker_ids)
+            return None
         if self._sender is None:
             self.setup_connection_and_weights_on_sender()
         assert self._sender is not None
@@ -351,6 +379,49 @@ class SharedMemTransport(_QueueTransport):
                 raise unknown_worker(unknown[0], self._queues)
             return self._sender.send_each(weights, timeout=self.timeout)
         return self._sender.send(weights, worker_ids=worker_ids, timeout=self.timeout)
+
+    def receive_weights(
+        self,
+        timeout: float | None = None,
+        *,
+        weights: Any = None,
+        model: Any = None,
+        strategy: Any = None,
+    ) -> Any:
+        """Receives weights, and applies them to the model; None if there are none in time."""
+        if self._queues:
+            return super().receive_weights(timeout, weights=weights, model=model, strategy=strategy)
+        if weights is None or model is None:
+            return None
+        (strategy or WeightStrategy()).apply_weights(model, weights)
+        return weights
+
+    def _check_registered(self) -> None:
+        if not self._params_map:
+            raise LifecycleError("there are no weights: call register_weights first")
+
+    def _write(self, weights: Any, worker_ids: Any) -> None:
+        """Writes into the registered weights, once it is clear that the given ones fit."""
+        own = self._params_map
+        if not by_worker(weights):
+            chosen = own if worker_ids is None else _chosen(worker_ids, list(own))
+            weights = dict.fromkeys(chosen, weights)
+        # Workers may share their weights, which are then written once.
+        pairs: dict[int, tuple[int, Any, Any]] = {}
+        for worker, given in weights.items():
+            if worker not in own:
+                raise unknown_worker(worker, own)
+            place = _as_tensordict(own[worker])
+            _, _, before = pairs.setdefault(id(own[worker]), (worker, place, given))
+            if before is not given:
+                raise SettingError(
+                    f"worker {worker} shares its weights with another: register weights of its own"
+                )
+            compare(place, given, f"worker {worker}")
+        for worker, place, given in pairs.values():
+            source = _as_tensordict(given)
+            place.data.update_(source.data)
+            _log_weight_sync(model_id=None, worker_idx=worker, source=source, destination=place)
 
 
 class _Applied(Target):
@@ -371,7 +442,8 @@ class _Applied(Target):
 
     def load(self, snapshot: NativeSnapshot) -> None:
         strategy = self._strategy
-        self.received = formatted(weights_of(snapshot), "tensordict")
+        form = getattr(strategy, "extract_as", "tensordict")
+        self.received = formatted(weights_of(snapshot), form)
         if self._model is None:
             return
         if strategy is not None and applies(strategy):

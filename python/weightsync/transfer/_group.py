@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -21,6 +21,7 @@ from weightsync.errors import (
     DeadlineError,
     LifecycleError,
     PeerError,
+    SettingError,
     UnsupportedError,
     WeightsyncError,
 )
@@ -32,12 +33,19 @@ _TAG = 7
 _NEVER = 8
 # How long other links are listened to after one has failed, to tell the cause from what follows.
 GRACE = 1.0
+#: How often a store is asked.
+LOOK = 0.01
 
 
 def open_store(address: str, timeout: float) -> dist.TCPStore:
     """A store on a free port of this address. The port is bound before anybody is told of it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family)
+    try:
+        listening = socket.create_server((address, 0), family=family)
+    except OSError as error:
+        raise SettingError(
+            f"master_addr: expected an address of this host, got {address!r} ({error})"
+        ) from error
     port = listening.getsockname()[1]
     return dist.TCPStore(
         address, port, None, True, timedelta(seconds=timeout), wait_for_workers=False,
@@ -116,13 +124,7 @@ class Links:
         if data is not None and data is not control:
             data.abort()
         if control is not None:
-            # gloo closes its links when a wait times out, and at no other call of ours.
-            nothing = torch.zeros(1, dtype=torch.int64)
-            for other in range(self.size):
-                # The wait for a member that is dead fails at once, and closes nothing.
-                with contextlib.suppress(RuntimeError):
-                    if other != self._rank:
-                        control.recv([nothing], other, _NEVER).wait(timedelta(milliseconds=1))
+            close_links(control, self._rank, self.size)
 
     def _limit(self, times: float = 1) -> timedelta:
         return timedelta(seconds=self._timeout * times)
@@ -198,7 +200,7 @@ class UpdateGroup(Links):
         """
         control, deadline = self._open()._control, time.monotonic() + self._timeout
         results: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
-        acks = [torch.full((2,), -1, dtype=torch.int64) for _ in range(self.size)]
+        acks = [torch.full((2,), -1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
 
         def receive(rank: int) -> None:
             # Not before the deadline, so that what is late is not taken for dead.
@@ -261,7 +263,7 @@ class UpdateGroup(Links):
                 self._open()._start_broadcast(tensor).wait(self._limit(times))
 
     def _acknowledge(self, number: int, status: int) -> None:
-        message = torch.tensor([number, status])
+        message = torch.tensor([number, status], device="cpu")
         self._open()._control.send([message], 0, _TAG).wait(self._limit())
 
     def _open(self) -> UpdateGroup:
@@ -303,18 +305,49 @@ def _run(
         results.put((at, None))
 
 
+def close_links(group: Any, rank: int, size: int) -> None:
+    """Closes this rank's links of gloo, so that every member that waits for it fails at once. It is not
+    possible to use the group again.
+    """
+    # gloo closes its links when a wait times out, and at no other call of ours.
+    nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for other in range(size):
+        # The wait for a member that is dead fails at once, and closes nothing.
+        with contextlib.suppress(RuntimeError):
+            if other != rank:
+                group.recv([nothing], other, _NEVER).wait(timedelta(milliseconds=1))
+
+
+@contextlib.contextmanager
+def store_calls() -> Iterator[None]:
+    """Raises a :class:`PeerError` if the store fails."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        if isinstance(error, WeightsyncError):
+            raise
+        raise PeerError(f"the process group's store failed: {error}", "reconnect") from error
+
+
 def own_name(rank: int) -> str:
     """How errors of the other members call this process."""
     return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()})"
 
 
 def _device(info: TorchDistributedWeightSyncInitInfo) -> Any:
-    # What is on loopback stays there; else the interface is gloo's choice.
-    address = info.master_addr if _is_loopback(info.master_addr) else ""
-    interface = "" if address else os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return dist.ProcessGroupGloo.create_device(
-        **({"interface": interface} if interface else {"hostname": address})
-    )
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        if not _is_loopback(info.master_addr):
+            return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_device(hostname=_own_address(info.master_addr))
+
+
+def _own_address(peer: str) -> str:
+    """This machine's address on the way to another: what is on loopback stays there."""
+    family, kind, _, _, address = socket.getaddrinfo(peer, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as unsent:
+        # Nothing is sent: the system chooses the way.
+        unsent.connect(address)
+        return str(unsent.getsockname()[0])
 
 
 def _is_loopback(address: str) -> bool:

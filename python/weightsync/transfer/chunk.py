@@ -47,7 +47,7 @@ class WeightChunk:
         lengths = {name: len(getattr(self, name)) for name in lists}
         if len(set(lengths.values())) > 1:
             got = ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            raise WrongWeightsError(f"a chunk's lists must have the same length, got {got}")
+            raise WrongWeightsError(f"All lists must have the same length, got {got}")
         self.dtypes = [dtype_of(dtype) for dtype in self.dtypes]
         self.shapes = [tuple(shape) for shape in self.shapes]
         each = zip(self.names, self.tensors, self.dtypes, self.shapes, strict=True)
@@ -134,7 +134,7 @@ def allocate(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """A packed buffer for such tensors, and the tensors as views of it."""
     size = layout(dtypes, shapes)[1]
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device or "cpu")
     return buffer, unpack(buffer, dtypes, shapes)
 
 

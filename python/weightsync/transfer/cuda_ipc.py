@@ -86,10 +86,10 @@ class CudaIpcSender(WeightTransferSender):
     async def send_chunks(
         self, chunks: Iterable[WeightChunk], inference_client: InferenceEngineClient
     ) -> None:
-        self._begin()
         alone = not dist.is_initialized() or not getattr(chunks, "on_all_ranks", True)
         failure: BaseException | None = None
         with drained(chunks) as each:
+            self._begin()
             for chunk in each:
                 # It must live until the workers have copied it.
                 tensors = [chunk.pack()] if self._packed else [t.contiguous() for t in chunk.tensors]
@@ -153,6 +153,8 @@ class CudaIpcReceiver(WeightTransferReceiver):
 
     def _receive(self, request: WeightUpdateRequest) -> list[torch.Tensor]:
         if isinstance(request, PackedCudaIpcWeightUpdateRequest):
+            # SkyRL's class leaves this to the end that opens them.
+            PackedCudaIpcWeightUpdateRequest.check_handles(request)
             buffer = self._opened(request.ipc_handles)
             views = unpack(buffer, request.torch_dtypes, request.shapes, request.alignment)
         else:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import mmap
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from weightsync.errors import LifecycleError, SettingError, WrongWeightsError
+from weightsync._source import check_whole
+from weightsync.errors import LifecycleError, SettingError, UnsupportedError, WrongWeightsError
 from weightsync.transfer._flags import FlagAndMethod
+from weightsync.transfer._group import GRACE
+from weightsync.transfer._together import Gathering, extracting
 from weightsync.transfer.chunk import WeightChunk, dtype_name, dtype_of, layout, unpack
 
 
@@ -90,7 +96,23 @@ class WeightExtractor(ABC):
         A consumer that drops a chunk before it asks for the next one never has more than one
         batch in memory.
         """
-        return self._plan(await self._extract_raw_weights(model, generator_dtype), generator_dtype)
+        gathering = self._gathering()
+        with nullcontext() if gathering is None else gathering.failing():
+            raw = await self._extract_raw_weights(model, generator_dtype)
+            plan = self._plan(raw, generator_dtype)
+        plan.gathering = gathering
+        return plan
+
+    def _gathering(self) -> Gathering | None:
+        """What this rank and the others say to each other in an extraction; None if it gathers nothing."""
+        gathers = type(self)._is_whole is not WeightExtractor._is_whole
+        return extracting() if gathers else None
+
+    def _tell(self, error: BaseException) -> None:
+        """Tells the other ranks, which extract, that this one fails before it does."""
+        gathering = self._gathering()
+        if gathering is not None:
+            gathering.fail(error)
 
     # What a backend says about its tensors. The defaults are those of whole tensors.
 
@@ -101,6 +123,16 @@ class WeightExtractor(ABC):
     def _is_whole(self, param: torch.Tensor) -> bool:
         """Whether this rank can read the tensor as it is."""
         return True
+
+    def _meets(self, param: torch.Tensor) -> bool:
+        """Whether ranks gather the tensor together."""
+        return not self._is_whole(param)
+
+    def _ranks(
+        self, params: Mapping[str, torch.Tensor]
+    ) -> tuple[Iterable[int] | None, Iterable[Any] | None]:
+        """The ranks that gather these tensors, and their process groups; None: all, any."""
+        return None, None
 
     def _gather_into(
         self, out: torch.Tensor | None, name: str, param: torch.Tensor, dtype: torch.dtype
@@ -131,6 +163,8 @@ class WeightExtractor(ABC):
         params = _untied(raw)
         planned = {}
         for name, param in params.items():
+            if self._is_whole(param):
+                check_whole(name, param)
             # Integers, and the eight-bit values of quantised weights, keep their types.
             casts = target is not None and param.is_floating_point() and param.itemsize > 1
             planned[name] = torch.empty(
@@ -180,26 +214,38 @@ class ExtractionPlan:
                 self.metadata["names"] += chunk.names
                 self.metadata["dtype_names"] += [dtype_name(dtype) for dtype in chunk.dtypes]
                 self.metadata["shapes"] += [list(shape) for shape in chunk.shapes]
+        #: What this rank and the others say to each other where tensors are gathered.
+        self.gathering: Gathering | None = None
         self._count = len(batches)
-        self._started = False
-        self._chunks = _made(extractor, params, batches)
+        self._made: Iterator[WeightChunk] | None = None
+        self._parts: Any = extractor, params, batches
+
+    @property
+    def mark(self) -> str:
+        """Stands for all tensors, in order: it is the same on each rank."""
+        return hashlib.sha256(json.dumps(self.metadata).encode()).hexdigest()
 
     def __len__(self) -> int:
         """The number of chunks."""
         return self._count
 
     def __iter__(self) -> Iterator[WeightChunk]:
-        if self._started:
+        if self._made is not None:
             raise LifecycleError(
                 "the chunks of an extraction are iterated over once: call extract_weights again, "
                 "on all ranks of the trainer"
             )
-        self._started = True
-        return self._chunks
+        return self._begun()
 
     def __next__(self) -> WeightChunk:
-        self._started = True
-        return next(self._chunks)
+        return next(self._made or self._begun())
+
+    def _begun(self) -> Iterator[WeightChunk]:
+        # It has nothing of this object, so that it ends with the loop over it.
+        parts, self._parts = self._parts, None
+        mark = self.mark if self.gathering is not None else ""
+        self._made = _made(*parts, self.gathering, mark)
+        return self._made
 
 
 def trainer_rank() -> int:
@@ -215,16 +261,40 @@ def setting(cfg: Any, name: str, default: Any) -> Any:
 
 
 def _made(
-    own: WeightExtractor, params: dict[str, torch.Tensor], batches: Sequence[Sequence[WeightChunk]]
+    own: WeightExtractor,
+    params: dict[str, torch.Tensor],
+    batches: Sequence[Sequence[WeightChunk]],
+    gathering: Gathering | None,
+    mark: str,
+) -> Iterator[WeightChunk]:
+    gathered = {name: param for name, param in params.items() if own._meets(param)}
+    if gathering is None or not gathered:
+        yield from _chunks(own, params, batches, None)
+        return
+    with gathering.failing():
+        gathering.enter(mark, GRACE, *own._ranks(gathered))
+        del gathered
+        yield from _chunks(own, params, batches, gathering)
+
+
+def _chunks(
+    own: WeightExtractor,
+    params: dict[str, torch.Tensor],
+    batches: Sequence[Sequence[WeightChunk]],
+    gathering: Gathering | None,
 ) -> Iterator[WeightChunk]:
     yields, memory = own._yields(), Memory()
-    for batch in batches:
+    for at, batch in enumerate(batches):
         names = [name for chunk in batch for name in chunk.names]
         planned = [tensor for chunk in batch for tensor in chunk.tensors]
         module = batch[0].module_name if len(batch) == 1 else None
+        if gathering is not None:
+            gathering.look()
         with torch.no_grad():
             found = {name: params.pop(name) for name in names}
             tensors, packed = _gathered(own, found, planned, memory if yields else None)
+        if gathering is not None and at == len(batches) - 1:
+            gathering.leave()
         if yields:
             chunk = _chunk(names, tensors, module, packed)
             # The consumer has the only reference when the next batch is made.
@@ -308,8 +378,26 @@ def _untied(raw: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a module; all of it has to be tensors.
+
+    Raises:
+        UnsupportedError: naming an extra state.
+    """
+    state = module.state_dict(keep_vars=True)
+    for name, value in state.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise UnsupportedError(
+                f"{name!r} is extra state, a {type(value).__name__}, and a transfer carries "
+                "tensors only: use the native transport, weightsync.Sender(model)"
+            )
+    return {name: one for name, one in state.items() if one is not None}
+
+
 def identity(tensor: torch.Tensor) -> Any:
     """A value that two tensors share if they are one tensor under two names."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel() and not tensor.is_meta:
-        return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        # Of the same memory a conjugate view, or a negative one, has other values.
+        view = tensor.is_conj(), tensor.is_neg()
+        return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), *view)
     return id(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from weightsync.errors import WrongTypeError, WrongWeightsError
-from weightsync.transfer.extractor import WeightExtractor, setting
+from weightsync.transfer.extractor import WeightExtractor, setting, tensors_of
 
 # What of a sharded tensor is cast and sent at once, in bytes.
 _PIECE = 4 << 20
@@ -29,9 +29,8 @@ class ModuleExtractor(WeightExtractor):
     ) -> dict[str, torch.Tensor]:
         if not isinstance(model, torch.nn.Module):
             raise WrongTypeError(f"expected a torch module, got a {type(model).__name__}")
-        state = model.state_dict(keep_vars=True)
         prefix = setting(self.cfg, "weight_prefix", "")
-        return {prefix + name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
+        return {prefix + name: one for name, one in tensors_of(model).items()}
 
 
 class FsdpExtractor(ModuleExtractor):
@@ -46,6 +45,25 @@ class FsdpExtractor(ModuleExtractor):
     def _is_whole(self, param: torch.Tensor) -> bool:
         return not isinstance(param, DTensor)
 
+    def _meets(self, param: torch.Tensor) -> bool:
+        return isinstance(param, DTensor) and not _is_copied(param)
+
+    def _ranks(self, params: Mapping[str, torch.Tensor]) -> tuple[Iterable[int], Iterable[Any]]:
+        ranks: set[int] = set()
+        groups: list[Any] = []
+        # Each mesh once: all tensors of a model may have the same.
+        meshes = {id(mesh): (name, mesh) for name, mesh in _meshes(params)}
+        for name, mesh in meshes.values():
+            # Of a part of a larger mesh, such as mesh["dp"], each part has all of the tensor.
+            whole = _root_of(mesh).mesh.flatten().tolist()
+            if 0 not in whole:
+                raise WrongWeightsError(
+                    f"{name}: its mesh must have rank 0 of the trainer, which sends; it has {whole}"
+                )
+            ranks.update(whole)
+            groups += mesh.get_all_groups()
+        return sorted(ranks), groups
+
     def _gather_batch(
         self, outs: Sequence[torch.Tensor | None], params: dict[str, torch.Tensor],
         dtypes: Sequence[torch.dtype],
@@ -57,7 +75,7 @@ class FsdpExtractor(ModuleExtractor):
                 self._gather_into(out, name, param, dtype)
             else:
                 assert isinstance(param, DTensor)
-                _gather_to_first(travelling, out, name, param, dim, dtype)
+                _gather_to_first(travelling, out, param, dim, dtype)
         travelling.finish()
 
     def _gather_into(
@@ -65,8 +83,7 @@ class FsdpExtractor(ModuleExtractor):
     ) -> None:
         whole = param
         if isinstance(param, DTensor):
-            copies = all(isinstance(one, Replicate) for one in param.placements)
-            whole = param.to_local() if copies else param.full_tensor()
+            whole = param.to_local() if _is_copied(param) else param.full_tensor()
         if out is not None:
             out.copy_(whole)
 
@@ -143,6 +160,17 @@ class MegatronExtractor(WeightExtractor):
         out.copy_(whole)
 
 
+def _is_copied(param: DTensor) -> bool:
+    """Whether each rank has all of a tensor."""
+    return all(isinstance(one, Replicate) for one in param.placements)
+
+
+def _meshes(params: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    for name, param in params.items():
+        if isinstance(param, DTensor):
+            yield name, param.device_mesh
+
+
 def _sharded_dim(param: DTensor) -> int | None:
     """The one dimension of its mesh along which a tensor is sharded; None if it is not so simple."""
     sharded = [at for at, one in enumerate(param.placements) if not isinstance(one, Replicate)]
@@ -177,10 +205,19 @@ class _Travelling:
         self._held -= held
 
 
+def _root_of(mesh: Any) -> Any:
+    """The mesh that this one is a part of; itself if it is none."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh
+
+    # Up to torch 2.9.
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
 def _gather_to_first(
     travelling: _Travelling,
     out: torch.Tensor | None,
-    name: str,
     param: DTensor,
     at: int,
     dtype: torch.dtype,
@@ -191,10 +228,8 @@ def _gather_to_first(
     ranks = mesh.mesh
     where = (ranks == 0).nonzero()
     if len(where) != 1:
-        raise WrongWeightsError(
-            f"{name}: its mesh must have rank 0 of the trainer, which sends; it has "
-            f"{ranks.flatten().tolist()}"
-        )
+        # Another part of the mesh has rank 0, and all of the tensor.
+        return
     # The ranks that hold the parts: a line through rank 0. The others have copies.
     line = ranks[tuple(slice(None) if d == at else w for d, w in enumerate(where[0].tolist()))]
     peers: list[int] = line.tolist()

@@ -79,7 +79,9 @@ class TrainingActor:
     async def sync_weights(self) -> int:
         """One sync; the number of the version that all inference workers have loaded."""
         if self.sender is None:
-            raise LifecycleError("sync_weights comes after initialize_weight_sync")
+            error = LifecycleError("sync_weights comes after initialize_weight_sync")
+            self._extractor._tell(error)
+            raise error
         chunks = await self._extractor.extract_weights(self._model, self._dtype)
         await self.sender.send_chunks(chunks, self._client)
         return self.sender.version

@@ -9,7 +9,13 @@ from typing import Any
 import torch
 
 from weightsync import _dtypes
+from weightsync._memory import is_dense, storage_of
+from weightsync._source import check_whole
+from weightsync._targets.base import copy_values
+from weightsync._targets.writing import Overlaps, check_kept, check_memory
 from weightsync.errors import UnsupportedError, WrongWeightsError
+from weightsync.transfer.chunk import flat_bytes
+from weightsync.transfer.extractor import tensors_of
 from weightsync.transfer.strategy import WeightLoader
 
 
@@ -33,6 +39,8 @@ class ModuleLoader(WeightLoader):
         )
 
     def _own(self) -> dict[str, torch.Tensor]:
+        if self._strict:
+            return tensors_of(self._module)
         state = self._module.state_dict(keep_vars=True)
         return {name: one for name, one in state.items() if isinstance(one, torch.Tensor)}
 
@@ -40,10 +48,29 @@ class ModuleLoader(WeightLoader):
         own = self._own()
         came = {name: (one.dtype, tuple(one.shape)) for name, one in named_tensors.items()}
         check_fit(own, came, cast=self._cast, strict=self._strict)
-        # Not around a coroutine: it would hold for whatever runs between.
-        with torch.no_grad():
-            for name, tensor in named_tensors.items():
-                own[name].copy_(tensor)
+        targets, again = {name: own[name] for name in named_tensors}, self._own()
+        check_kept(targets.items(), ((name, again[name]) for name in targets))
+        for name, target in targets.items():
+            check_memory(name, target)
+        for name, tensor in named_tensors.items():
+            if not is_dense(tensor) or tensor.is_meta:
+                raise WrongWeightsError(
+                    f"nothing was loaded: {name} came on the meta device, nested, sparse or "
+                    "quantised"
+                )
+            check_whole(name, tensor)
+        # What lies in the module itself is written over while it is read.
+        own_memory = {storage_of(one) for one in own.values()} - {0}
+        named_tensors = {
+            name: one.detach().clone() if storage_of(one) in own_memory else one
+            for name, one in named_tensors.items()
+        }
+        # Tied ones too.
+        Overlaps((name, name, target) for name, target in targets.items()).check(
+            lambda name: flat_bytes(named_tensors[name].to(own[name].dtype)).cpu().numpy().tobytes()
+        )
+        for name, tensor in named_tensors.items():
+            copy_values(own[name], tensor)
 
 
 class EngineLoader(WeightLoader):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ from weightsync.transfer.strategy import (
 
 # How long lines of the report are waited for once the inference client has failed, in seconds.
 _GRACE = 1.0
+
+# Between two looks at an event loop that runs a loader, in seconds.
+_LOOK = 0.1
 
 # Name, dtype and shape of a tensor, as the native engine has them.
 Spec = tuple[str, str, tuple[int, ...]]
@@ -82,7 +86,7 @@ class WeightsyncStrategy(WeightTransferStrategy):
         self.close()
         # A mapping looks at tensors, and nothing reads their memory, so it costs nothing.
         model = self._is_mapped() and {
-            name: torch.empty(shape, dtype=dtype_of(dtype))
+            name: torch.empty(shape, dtype=dtype_of(dtype), device="cpu")
             for name, dtype, shape in zip(*lists, strict=True)
         }
         sender = weightsync.Sender(
@@ -153,8 +157,8 @@ class WeightsyncSender(WeightTransferSender):
                 has a line for each.
             NotAppliedError: a worker has not loaded the version, and its actor did not say so.
         """
-        self._begin()
         with drained(chunks) as each:
+            self._begin()
             arrival = self._publish(each)
         request = WeightsyncUpdateRequest(
             version=self.syncs, model=self._sender.models[0], last=True
@@ -239,8 +243,7 @@ class WeightsyncReceiver(WeightTransferReceiver):
 
         def load_here(snapshot: weightsync.Snapshot) -> None:
             # The loader runs in the caller's loop while the receiver's thread waits for it.
-            loading = load(loader, dict(snapshot), request.version)
-            asyncio.run_coroutine_threadsafe(loading, loop).result()
+            _run_in(loop, load(loader, dict(snapshot), request.version), self._timeout)
 
         await asyncio.to_thread(self._fetch, request.version, load_here)
         self.version = request.version
@@ -275,6 +278,29 @@ class WeightsyncReceiver(WeightTransferReceiver):
     def shutdown(self) -> None:
         super().shutdown()
         self._receiver.shutdown()
+
+
+def _run_in(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, None], timeout: float) -> None:
+    """Runs a call in the caller's loop, however long it takes.
+
+    Raises:
+        LifecycleError: if the loop has been closed, or has not run for so many seconds.
+    """
+    if loop.is_closed():
+        call.close()
+        raise weightsync.LifecycleError("the event loop was closed before the weights were loaded")
+    future, idle = asyncio.run_coroutine_threadsafe(call, loop), 0.0
+    while not future.done() and not loop.is_closed() and idle < timeout:
+        concurrent.futures.wait([future], _LOOK)
+        idle = 0.0 if loop.is_running() else idle + _LOOK
+    if future.done():
+        return future.result()
+    if not loop.is_closed():
+        future.cancel()
+    raise weightsync.LifecycleError(
+        "the event loop ended while the weights were loaded: await receive_and_load_weights before "
+        "it is closed"
+    )
 
 
 class _Target:

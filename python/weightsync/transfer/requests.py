@@ -124,19 +124,21 @@ class WeightUpdateRequest(ABC):
             )
         text, marker, padding = bytes(data).rpartition(_END)
         if not marker or padding.strip(b"\0"):
-            raise RequestError("the end marker of a request is missing: it was cut off on its way")
+            raise RequestError("End marker not found: the request was cut off on its way")
         try:
             parsed = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"a request is JSON before its end marker: {error}") from None
+            raise RequestError(
+                f"Failed to deserialize: a request is JSON before its end marker: {error}"
+            ) from None
         return cls.from_dict(parsed)
 
     def _same_length(self, *others: str) -> None:
         for other in others:
             if len(getattr(self, other)) != len(self.names):
                 raise RequestError(
-                    f"{other}: expected {len(self.names)} of them, one for each name, "
-                    f"got {len(getattr(self, other))}"
+                    f"{other}: expected {len(self.names)} of them, because names and {other} must "
+                    f"have the same length, got {len(getattr(self, other))}"
                 )
 
     def _check_sizes(self, sizes: list[int]) -> None:
@@ -247,10 +249,14 @@ class PackedCudaIpcWeightUpdateRequest(WeightUpdateRequest):
         _integer("alignment", self.alignment, ALIGNMENT, 1 << 16)
         if self.alignment & (self.alignment - 1):
             raise RequestError(f"alignment: expected a power of two, got {self.alignment}")
-        size = layout(self.torch_dtypes, self.shapes, self.alignment)[1]
         # The end of a sync has no memory.
         if self.names or self.ipc_handles:
-            self.ipc_handles = _handles("ipc_handles", self.ipc_handles, size)
+            self.check_handles()
+
+    def check_handles(self) -> None:
+        """Checks the handles, as memory of the packed buffer."""
+        size = layout(self.torch_dtypes, self.shapes, self.alignment)[1]
+        self.ipc_handles = _handles("ipc_handles", self.ipc_handles, size)
 
 
 @dataclass

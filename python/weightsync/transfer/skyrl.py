@@ -10,13 +10,15 @@ The receiving end is this package's: the inference workers have a
 ``RemoteInferenceClient`` has vLLM's NCCL and IPC engines as its receivers, and these do not
 understand what is sent here: for vLLM use :mod:`weightsync.vllm`.
 
-The module imports neither CUDA code nor Ray; nothing of it has run on a GPU.
+The module imports no CUDA code; nothing of it has run on a GPU. Its attribute ``ray`` is Ray, which is
+imported when it is asked for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 
 from weightsync import transfer
-from weightsync.errors import LifecycleError, UnsupportedError
+from weightsync.errors import LifecycleError, UnsupportedError, WrongWeightsError
 from weightsync.transfer.broadcast import PackedBroadcastStrategy
 from weightsync.transfer.extractor import setting, trainer_rank
 from weightsync.transfer.init_info import (
@@ -35,6 +37,8 @@ from weightsync.transfer.init_info import (
     WeightSyncInitInfo,
     rank_offsets,
 )
+from weightsync.transfer.requests import _END as _IPC_REQUEST_END_MARKER
+from weightsync.transfer.requests import _text
 from weightsync.transfer.strategy import strategy_from_config
 
 __all__ = [
@@ -60,7 +64,10 @@ __all__ = [
 
 
 class WeightChunk(transfer.WeightChunk):
-    """A chunk whose dtypes are names, such as ``"torch.bfloat16"``, and whose shapes are lists."""
+    """A chunk whose dtypes are names, such as ``"torch.bfloat16"``, and whose shapes are lists.
+
+    The shapes are labels: a tensor gets the shape of its label when it is sent.
+    """
 
     def __init__(
         self,
@@ -69,7 +76,9 @@ class WeightChunk(transfer.WeightChunk):
         shapes: list[list[int]],
         tensors: list[torch.Tensor],
     ) -> None:
-        super().__init__(names, tensors, dtypes, shapes)  # type: ignore[arg-type]
+        own = [tuple(tensor.shape) for tensor in tensors]
+        as_they_are: Any = own if len(own) == len(shapes) else shapes
+        super().__init__(names, tensors, dtypes, as_they_are)  # type: ignore[arg-type]
         self.dtypes = [str(dtype) for dtype in dtypes]  # type: ignore[misc]
         self.shapes = [list(shape) for shape in shapes]  # type: ignore[misc]
 
@@ -127,7 +136,10 @@ class BroadcastWeightUpdateRequest(_Json, transfer.BroadcastWeightUpdateRequest)
 
 
 class CudaIpcWeightUpdateRequest(_Json, transfer.PackedCudaIpcWeightUpdateRequest):
-    """A chunk that is packed into one buffer, with a handle on each GPU. No handle is pickled."""
+    """A chunk that is packed into one buffer, with a handle on each GPU. No handle is pickled.
+
+    A text may stand for a handle. It is refused where handles are opened.
+    """
 
     def __init__(
         self,
@@ -142,6 +154,15 @@ class CudaIpcWeightUpdateRequest(_Json, transfer.PackedCudaIpcWeightUpdateReques
             _list(names), _list(dtypes), _list(shapes), sizes=_list(sizes),
             ipc_handles={} if ipc_handles is None else ipc_handles, **numbers,
         )  # fmt: skip
+
+    def check_handles(self) -> None:
+        held = self.ipc_handles
+        if not isinstance(held, Mapping) or not all(isinstance(one, str) for one in held.values()):
+            super().check_handles()
+            return
+        for uuid, placeholder in held.items():
+            _text("ipc_handles: a GPU's UUID", uuid)
+            _text(f"ipc_handles[{uuid!r}]", placeholder)
 
 
 class LoraLoadRequest(_Json, transfer.LoraLoadRequest):
@@ -285,8 +306,8 @@ class WeightTransferStrategy(ABC):
 class BroadcastTransferStrategy(WeightTransferStrategy):
     """A packed broadcast. ``ie_cfg`` may have ``weight_sync_backend`` and ``master_addr``.
 
-    Without ``master_addr`` receivers come to this node's address if Ray runs on several nodes, and
-    else to loopback. torch's rendez-vous knows no secrets: such a cluster needs a network that is
+    Without ``master_addr`` receivers come to this node's address, which Ray says, and to loopback in a
+    program without Ray. torch's rendez-vous knows no secrets: a cluster needs a network that is
     trusted, as Ray itself does.
     """
 
@@ -367,17 +388,18 @@ def yield_module_grouped_chunks(
     """Chunks of whole modules, batched up to the threshold; a threshold of 0 batches none.
 
     Shapes are known here once a tensor was gathered, so a batch is held while the module after
-    it is gathered. :class:`weightsync.transfer.MegatronExtractor` asks for shapes first.
+    it is gathered. :class:`weightsync.transfer.MegatronExtractor` asks for shapes first. What
+    ``get_shape_fn`` returns is a label of the tensor: see :class:`WeightChunk`.
     """
     grouping = _Grouping()
     batch: list[transfer.WeightChunk] = []
-    for module, names in grouping._group_by_module(params).items():
-        tensors = []
+    for names in grouping._group_by_module(params).values():
+        tensors, shapes = [], []
         for name in names:
             tensor = gather_tensor_fn(params[name]).to(dtype).detach().contiguous()
-            tensors.append(tensor.view(tuple(get_shape_fn(name, params[name], tensor))))
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        chunk = transfer.WeightChunk(list(names), tensors, [dtype] * len(names), shapes, module)
+            tensors.append(tensor)
+            shapes.append(list(get_shape_fn(name, params[name], tensor)))
+        chunk = WeightChunk(list(names), [str(dtype)] * len(names), shapes, tensors)
         # The rule says whether the one before is whole without this one.
         batches = list(grouping._batch_by_threshold(iter([*batch, chunk]), batch_size_threshold_gb))
         for done in batches[:-1]:
@@ -406,10 +428,22 @@ def _merged(chunks: list[transfer.WeightChunk]) -> WeightChunk:
 def _plain(chunks: Iterable[transfer.WeightChunk]) -> Iterator[transfer.WeightChunk]:
     """The chunks as the package's senders have them."""
     for chunk in chunks:
-        plain = transfer.WeightChunk(chunk.names, chunk.tensors, chunk.dtypes, chunk.shapes)
-        del chunk
+        each = zip(chunk.names, chunk.tensors, chunk.shapes, strict=True)
+        tensors = [_shaped(name, tensor, tuple(shape)) for name, tensor, shape in each]
+        plain = transfer.WeightChunk(chunk.names, tensors, chunk.dtypes, chunk.shapes)
+        del chunk, tensors, each
         yield plain
         del plain
+
+
+def _shaped(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor in the shape of its label."""
+    if math.prod(shape) != tensor.numel():
+        raise WrongWeightsError(
+            f"{name}: expected the shape of {tensor.numel()} elements, as the tensor of "
+            f"{list(tensor.shape)} has, got {list(shape)}"
+        )
+    return tensor.reshape(shape)
 
 
 def _of_vllm(module: str, name: str) -> type:
@@ -421,9 +455,13 @@ def _of_vllm(module: str, name: str) -> type:
 
 
 def _node_address() -> str:
-    """Where this node is reached by the others of a Ray cluster; loopback without others."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    """Where this node is reached, in a program that has imported Ray; else loopback."""
+    if "ray" not in sys.modules:
         return "127.0.0.1"
-    several = sum(node.get("Alive", False) for node in ray.nodes()) > 1
-    return str(ray.util.get_node_ip_address()) if several else "127.0.0.1"
+    return str(sys.modules["ray"].util.get_node_ip_address())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "ray":
+        return importlib.import_module("ray")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

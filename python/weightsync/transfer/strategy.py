@@ -94,8 +94,8 @@ class WeightTransferSender(ABC):
         If it fails, the rest of the chunks is still made, because the trainer's other ranks take
         part in that; then the error is raised. No receiver has loaded a part.
         """
-        self._begin()
         with drained(chunks) as each:
+            self._begin()
             if trainer_rank() == 0:
                 for chunk in each:
                     await self._send_chunk(chunk, self.create_request(chunk), inference_client)

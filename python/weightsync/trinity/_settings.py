@@ -8,9 +8,9 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from weightsync import _files
 from weightsync.errors import SettingError, UnsupportedError
 
 logger = logging.getLogger("weightsync")
@@ -43,6 +43,9 @@ _NUMBERS = {
 }
 _WORDS = {"sync_method": _METHODS, "sync_style": _STYLES}
 # Of Trinity's own process group and actors.
+# No configuration has more bytes.
+_LONGEST = 16 << 20
+
 _NOT_HERE = ("group_name", "wait_for_checkpoint", "explorer_world_size", "ray_namespace")
 
 
@@ -105,7 +108,7 @@ def _yaml(path: str | os.PathLike[str]) -> Any:
             f"reading {os.fspath(path)} needs PyYAML: pip install pyyaml, or pass the block as a dict"
         ) from None
     try:
-        return yaml.safe_load(Path(path).read_text())
+        return yaml.safe_load(_files.read(path, _LONGEST).decode())
     except yaml.YAMLError as error:
         raise SettingError(f"{os.fspath(path)}: {error}") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import logging
 import os
@@ -16,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from weightsync import _files
 from weightsync.errors import ModelError, UnsupportedError
 from weightsync.ray import _cluster
 from weightsync.ray._presence import Presence
@@ -32,11 +34,16 @@ _POINTER = "latest_state_dict_iteration.txt"
 
 
 class RunningStatus(Enum):
-    """The state of a trainer or an explorer. Members of Trinity's own enum are taken as well."""
+    """The state of a trainer or an explorer. Members of Trinity's own enum are taken, and are equal."""
 
     RUNNING = "running"
     REQUIRE_SYNC = "require_sync"
     STOPPED = "stopped"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Enum) and (self.name, self.value) == (other.name, other.value)
+
+    __hash__ = Enum.__hash__
 
 
 _RUNNING, _REQUIRE, _STOPPED = RunningStatus
@@ -82,7 +89,8 @@ class Synchronizer:
         self.config = config
         self.model_version = 0
         self._in_actor = module_ref is not None
-        self._trainer = _STOPPED
+        #: The trainer's state.
+        self.trainer_status = _STOPPED
         self._trainer_process = ""
         # States by process. Calls outside Ray do not say whose they are: "" counts all of these.
         self._explorers: dict[str, Counter[RunningStatus]] = {}
@@ -109,6 +117,9 @@ class Synchronizer:
         self._pointed: int | None = None
         self._bad = ""
         self._watch: Watch | None = None
+        if self._in_actor and self._has_method("memory"):
+            # Takes seconds, for which the trainer would wait at its first sync.
+            importlib.import_module("torch")
 
     @classmethod
     def get_actor(cls, config: Any = None, namespace: str | None = None) -> Any:
@@ -148,12 +159,12 @@ class Synchronizer:
     @_at_caller(_named)
     async def set_trainer_status(self, status: Any, *, caller: str = "") -> None:
         """Sets the trainer's state. At STOPPED nobody waits for it any longer."""
-        self._trainer, self._trainer_process = _status(status), caller
+        self.trainer_status, self._trainer_process = _status(status), caller
         self._wake()
 
     def trainer_requires_weight_sync(self) -> bool | None:
         """Whether the trainer waits for explorers; None if it has stopped."""
-        return None if self._trainer is _STOPPED else self._trainer is _REQUIRE
+        return None if self.trainer_status is _STOPPED else self.trainer_status is _REQUIRE
 
     @_at_caller(_named)
     async def set_explorer_status(
@@ -264,7 +275,7 @@ class Synchronizer:
         try:
             await self._until(
                 lambda: self.model_version > current_version
-                or self._trainer is _STOPPED
+                or self.trainer_status is _STOPPED
                 or (self._news, self._no_news) != before
                 or caller in self._dead
             )
@@ -316,7 +327,7 @@ class Synchronizer:
         """
         meeting = self._meeting
         if module == "trainer":
-            self._trainer, self._trainer_process, self._offered = _REQUIRE, caller, trainer_step
+            self.trainer_status, self._trainer_process, self._offered = _REQUIRE, caller, trainer_step
         else:
             # Nobody says how the transfer ended. An explorer that comes back with a version has it.
             self.model_version = max(self.model_version, trainer_step)
@@ -328,8 +339,8 @@ class Synchronizer:
                 lambda: meeting.version is not None or self._is_alone(module) or caller in self._dead
             )
         finally:
-            if meeting.version is None and module == "trainer" and self._trainer is _REQUIRE:
-                self._trainer = _RUNNING
+            if meeting.version is None and module == "trainer" and self.trainer_status is _REQUIRE:
+                self.trainer_status = _RUNNING
             elif meeting.version is None and module == "explorer":
                 self._end_wait(caller)
         if meeting.version is None:
@@ -419,7 +430,7 @@ class Synchronizer:
         self._explorers.pop(process, None)
         self._told.pop(process, None)
         if process == self._trainer_process:
-            self._trainer = _STOPPED
+            self.trainer_status = _STOPPED
         self._tidy()
         self._meet()
         self._wake()
@@ -454,7 +465,7 @@ class Synchronizer:
 
     def _is_alone(self, module: str) -> bool:
         """Whether the other side has stopped."""
-        return not self._awaited() if module == "trainer" else self._trainer is _STOPPED
+        return not self._awaited() if module == "trainer" else self.trainer_status is _STOPPED
 
     def _awaited(self) -> int:
         counts = self.explorer_status_counts
@@ -463,11 +474,11 @@ class Synchronizer:
     def _meet(self) -> None:
         """Lets trainer and explorers begin if all are here."""
         waiting = self.explorer_status_counts[_REQUIRE]
-        if self._trainer is not _REQUIRE or not waiting or waiting != self._awaited():
+        if self.trainer_status is not _REQUIRE or not waiting or waiting != self._awaited():
             return
         self._meeting.version = self._offered
         self._meeting = _Meeting()
-        self._trainer = _RUNNING
+        self.trainer_status = _RUNNING
         for counts in self._explorers.values():
             counts[_RUNNING] += counts.pop(_REQUIRE, 0)
 
@@ -477,9 +488,12 @@ class Synchronizer:
             state = self._inlet.snapshot(state)
         return self._outlet.send(dict(state), step)
 
-    def _has_checkpoints(self) -> bool:
+    def _has_method(self, name: str) -> bool:
         method = self.config.synchronizer.sync_method
-        return self.config.mode != "bench" and str(getattr(method, "value", method)) == "checkpoint"
+        return str(getattr(method, "value", method)) == name
+
+    def _has_checkpoints(self) -> bool:
+        return self.config.mode != "bench" and self._has_method("checkpoint")
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.checkpoint_job_dir, f"global_step_{step}")
@@ -543,7 +557,7 @@ def _remove_what_was_for_explorers(folder: Path) -> None:
                 return
             if found.st_uid != os.geteuid():
                 logger.warning("the checkpoint %s stays: it belongs to another user", folder)
-            elif set(os.listdir(folder)) <= {"actor", "remote_sampler_path.txt"}:
+            elif _is_for_explorers_alone(folder.name, opened):
                 shutil.rmtree(folder.name, ignore_errors=True, dir_fd=opened)
         finally:
             os.close(opened)
@@ -553,11 +567,25 @@ def _remove_what_was_for_explorers(folder: Path) -> None:
 
 def _text(file: Path) -> str:
     """A short file that the trainer has written. What is no regular file is not waited for."""
-    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK)
-    with open(opened, "rb") as reader:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise OSError(f"{file} is not a regular file")
-        return reader.read(1 << 16).decode().strip()
+    return _files.read(file, 1 << 16).decode().strip()
+
+
+def _is_for_explorers_alone(folder: str, parent: int) -> bool:
+    """Whether a checkpoint has weights alone, and nothing that a trainer resumes from."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    try:
+        if not set(os.listdir(opened)) <= {"actor", "remote_sampler_path.txt"}:
+            return False
+        actor = os.open("actor", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=opened)
+    except FileNotFoundError:
+        return True
+    finally:
+        os.close(opened)
+    try:
+        # Trinity marks what its trainer resumes from by a file next to `actor`; others do not.
+        return not any(one.startswith(("optim", "extra_state")) for one in os.listdir(actor))
+    finally:
+        os.close(actor)
 
 
 @dataclass(eq=False)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightsync import _extra
+from weightsync import _dtypes, _extra
 from weightsync.errors import ModelError, PeerError, UnsupportedError, WrongTypeError, WrongWeightsError
 from weightsync.ray import _cluster
 from weightsync.receiver import Receiver
@@ -62,11 +62,14 @@ class Outlet:
         self._again: dict[Place, Place] = {}
 
     def send(self, state: Mapping[str, Any], version: int) -> Held:
-        for name in state:
+        for name, value in state.items():
             if not isinstance(name, str):
                 raise WrongTypeError(f"a state dict has tensors by name, and {name!r} is no text")
-            if name.rpartition(".")[2] == _extra.TORCH_NAME:
-                raise UnsupportedError(f"{name}: tensors alone reach explorers, so take it out")
+            is_tensor = _dtypes.is_tensor(value) or _dtypes.is_array(value)
+            if not is_tensor or name.rpartition(".")[2] == _extra.TORCH_NAME:
+                raise UnsupportedError(
+                    f"{name}, a {type(value).__name__}: tensors alone reach explorers, so take it out"
+                )
         with self._lock:
             # Other names or shapes need another sender.
             with contextlib.suppress(WrongWeightsError):

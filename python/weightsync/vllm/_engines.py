@@ -97,6 +97,7 @@ class ServerEngine(VllmEngine):
             '--weight-transfer-config \'{"backend": "weightsync"}\'',
         )
         super().__init__(self._server.url)
+        self.is_unencrypted = self._server.is_unencrypted
 
     def is_of(self, given: Any) -> bool:
         return given is self or self._server.is_of(given)

@@ -36,7 +36,7 @@ pub struct Args {
     /// Bytes of the model, in bf16
     #[arg(long, default_value = "1GiB")]
     size: Size,
-    /// Rounds of which the median is taken
+    /// Rounds; their median counts
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// A folder of `bench/delta`'s: its pairs of versions as well

@@ -100,14 +100,16 @@ fn image(path: &Path) -> Result<(Layout, Pages), Box<dyn Error>> {
     Ok((layout, image))
 }
 
+const CODECS: usize = Codec::ALL.len();
+
 /// What was measured of a pair.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Figures {
     /// Seconds.
     memcpy: f64,
     changes: u64,
-    fast: Coded,
-    thin: Coded,
+    /// By codec, in their order.
+    coded: [Coded; CODECS],
 }
 
 /// What one codec makes of it.
@@ -124,7 +126,7 @@ impl Pair {
         let mut image = Pages::new(self.old.len());
         let mut scratch = [Scratch::new()];
         let mut deltas: Deltas = vec![Vec::new(); self.patterns.len()];
-        let mut times: [[Times; 2]; 2] = Default::default();
+        let mut times: [[Times; 2]; CODECS] = Default::default();
         let mut memcpys = Times::default();
         let mut figures = Figures::default();
         // The first round warms caches and faults memory in.
@@ -136,8 +138,8 @@ impl Pair {
             image.copy_from_slice(black_box(&self.old));
             let memcpy = begun.elapsed().as_secs_f64();
             memcpys.push(begun, memcpy);
-            let coded = [&mut figures.fast, &mut figures.thin];
-            for ((codec, coded), times) in CODECS.into_iter().zip(coded).zip(&mut times) {
+            let coded = &mut figures.coded;
+            for ((&codec, coded), times) in Codec::ALL.iter().zip(coded).zip(&mut times) {
                 let [encodes, applies] = times;
                 let (patterns, old, new) = (&self.patterns[..], &self.old[..], &self.new[..]);
                 let begun = Instant::now();
@@ -152,10 +154,7 @@ impl Pair {
                 coded.bytes = deltas.iter().map(|delta| delta.len() as u64).sum();
             }
         }
-        for (coded, times) in [&mut figures.fast, &mut figures.thin]
-            .into_iter()
-            .zip(times)
-        {
+        for (coded, times) in figures.coded.iter_mut().zip(times) {
             [coded.encode, coded.apply] = times.map(|times| times.median());
         }
         figures.memcpy = memcpys.median().seconds;
@@ -167,8 +166,6 @@ impl Pair {
         self.patterns.first().map_or(1, |pattern| pattern.width())
     }
 }
-
-const CODECS: [Codec; 2] = [Codec::Fast, Codec::Thin];
 
 impl Figures {
     fn share(&self, pair: &Pair) -> f64 {
@@ -182,8 +179,11 @@ impl Figures {
 
     pub fn rows(&self, pair: &Pair) -> Vec<Row> {
         let label = self.label(pair);
-        let coded = [("fast", &self.fast), ("thin", &self.thin)];
-        let rows = coded.into_iter().flat_map(|(codec, coded)| {
+        let coded = Codec::ALL
+            .iter()
+            .map(|codec| codec.as_str())
+            .zip(&self.coded);
+        let rows = coded.flat_map(|(codec, coded)| {
             let timed = |what: &str, pass| {
                 timed(
                     &format!("{label}: {codec}, {what}"),
@@ -207,8 +207,10 @@ impl Figures {
     pub fn compared(&self, pair: &Pair, peers: &Peers) -> Result<Vec<Row>, Box<dyn Error>> {
         let theirs = peers.measure(&pair.old, &pair.new, pair.width())?;
         let (label, percent) = (self.label(pair), self.share(pair) * 100.0);
+        // The last codec makes the fewest bytes.
+        let least = &self.coded[CODECS - 1];
         let rows = theirs.iter();
-        rows.map(|theirs| theirs.row(&label, percent, self.changes, self.thin.bytes))
+        rows.map(|theirs| theirs.row(&label, percent, self.changes, least.bytes))
             .collect()
     }
 }
@@ -264,7 +266,7 @@ mod tests {
         let figures = pair.measure(1).unwrap();
         assert_eq!(figures.changes, 3);
         let rows = figures.rows(&pair);
-        assert_eq!(rows.len(), 8);
+        assert_eq!(rows.len(), 4 * CODECS);
         for row in rows {
             assert!(row.case.starts_with("x (0.30 % changed): "), "{}", row.case);
             assert!(row.value > 0.0 && row.ratio > 0.0, "{}", row.case);

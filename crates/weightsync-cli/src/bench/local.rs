@@ -14,7 +14,7 @@ use weightsync_engine::{
     SenderSetup, Tensors, WaitStyle, WeightExtractor,
 };
 
-use super::numbers::{Size, Times, ratio};
+use super::numbers::{Size, Times, ratio, some};
 use super::reader::{self, Task};
 use crate::output::print;
 
@@ -25,13 +25,13 @@ pub struct Args {
     #[arg(long, default_value = "1GiB")]
     pub size: Size,
     /// How many tensors of equal size make it up
-    #[arg(long, default_value_t = 128)]
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u64).range(1..))]
     pub tensors: u64,
     /// Models that the tensors are divided among; they are sent as one set
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     pub models: u64,
     /// Worker processes
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 4, value_parser = some)]
     pub readers: usize,
     /// Measured rounds; as many as fit two seconds by default
     #[arg(long)]

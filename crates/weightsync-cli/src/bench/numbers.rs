@@ -3,6 +3,12 @@
 use std::str::FromStr;
 use std::time::Duration;
 
+/// A count that is not 0.
+pub fn some(text: &str) -> Result<usize, String> {
+    let count = text.parse().ok().filter(|count| *count > 0);
+    count.ok_or_else(|| "expected a whole number from 1 on".into())
+}
+
 /// A number of bytes, as people write it: `64KiB`, `1GiB`, `500MB`, `4096`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size(pub u64);

@@ -1,7 +1,9 @@
 //! The pass over two files.
 
+use std::collections::BTreeMap;
 use std::error::Error;
 
+use serde::Serializer;
 use weightsync_core::ByteRange;
 use weightsync_core::delta::{self, Codec, Pattern, SPAN, Scratch};
 use weightsync_engine::{Dtype, Layout, SafetensorsFile, TensorSpec, WeightExtractor};
@@ -47,14 +49,29 @@ pub enum State {
 }
 
 /// Bytes of the tensors that were compared, and of a delta between them.
-#[derive(Clone, Copy, Default, serde::Serialize)]
+#[derive(Clone, serde::Serialize)]
 pub struct Sizes {
     #[serde(rename = "dense_bytes")]
     pub dense: u64,
-    #[serde(rename = "fast_bytes")]
-    pub fast: u64,
-    #[serde(rename = "thin_bytes")]
-    pub thin: u64,
+    /// By codec.
+    #[serde(flatten, serialize_with = "by_codec")]
+    pub coded: BTreeMap<Codec, u64>,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self {
+            dense: 0,
+            coded: Codec::ALL.iter().map(|codec| (*codec, 0)).collect(),
+        }
+    }
+}
+
+fn by_codec<S: Serializer>(coded: &BTreeMap<Codec, u64>, serializer: S) -> Result<S::Ok, S::Error> {
+    let named = coded
+        .iter()
+        .map(|(codec, bytes)| (format!("{}_bytes", codec.as_str()), bytes));
+    serializer.collect_map(named)
 }
 
 /// Tensors by what became of them.
@@ -289,13 +306,11 @@ struct Coder {
 
 impl Coder {
     fn code(&mut self, pattern: Pattern, old: &[u8], new: &[u8]) -> Result<(), delta::DeltaError> {
-        for (codec, size) in [
-            (Codec::Fast, &mut self.sizes.fast),
-            (Codec::Thin, &mut self.sizes.thin),
-        ] {
+        for &codec in Codec::ALL {
             self.delta.clear();
             let (delta, scratch) = (&mut self.delta, &mut self.scratch);
-            *size += delta::encode(pattern, codec, old, new, delta, scratch)?.bytes;
+            let made = delta::encode(pattern, codec, old, new, delta, scratch)?;
+            *self.sizes.coded.entry(codec).or_default() += made.bytes;
         }
         Ok(())
     }

@@ -29,7 +29,7 @@ and on the last line one object, total, with the same of all tensors and:
   tensors, same, changed_tensors, only_in_a, only_in_b, not_compared
                  how many tensors there are of which state
   steps          how many changes have a step from .. to so many ULPs
-  dense_bytes, fast_bytes, thin_bytes
+  dense_bytes, fast_bytes, gaps_bytes, thin_bytes
                  what all tensors in both files take, and a delta between them by either codec
   other_metadata keys under which the files' metadata differs";
 
@@ -127,7 +127,7 @@ struct Total<'a> {
     changes: Changes,
     steps: &'a [Power],
     #[serde(flatten)]
-    sizes: Sizes,
+    sizes: &'a Sizes,
     other_metadata: &'a [String],
 }
 
@@ -138,7 +138,7 @@ impl<'a> Total<'a> {
             elements: comparison.elements,
             changes: Changes::new(comparison.total, comparison.elements),
             steps: &comparison.steps,
-            sizes: comparison.sizes,
+            sizes: &comparison.sizes,
             other_metadata: &comparison.metadata,
         }
     }

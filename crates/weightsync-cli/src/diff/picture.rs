@@ -12,7 +12,7 @@ const MOST: usize = 60;
 /// The longest name next to a bar.
 const NAME: usize = 60;
 
-/// Draws the tensors of which most changed, in the order of the file, and how the steps are spread.
+/// Draws the tensors that changed most, in the order of the file, and how the steps are spread.
 pub fn draw(comparison: &Comparison) -> Result<String, Box<dyn Error>> {
     let mut tensors: Vec<(usize, &Row, f64)> = Vec::new();
     for (at, row) in comparison.rows.iter().enumerate() {
@@ -55,7 +55,7 @@ pub fn draw(comparison: &Comparison) -> Result<String, Box<dyn Error>> {
             more: match more {
                 0 => String::new(),
                 more => format!(
-                    "and {} more, of which no larger share changed",
+                    "and {} more, which changed no more than these",
                     grouped(more as u64)
                 ),
             },

@@ -160,7 +160,7 @@ fn sentences(comparison: &Comparison) -> Vec<String> {
         ));
     }
     if comparison.total.changed > 0 {
-        sentences.push(delta(comparison.sizes));
+        sentences.push(delta(&comparison.sizes));
     }
     if !comparison.metadata.is_empty() {
         let keys: Vec<String> = comparison.metadata.iter().map(|key| shown(key)).collect();
@@ -197,7 +197,7 @@ pub fn span(power: &Power) -> String {
     }
 }
 
-fn delta(sizes: Sizes) -> String {
+fn delta(sizes: &Sizes) -> String {
     let codec = |size: u64| {
         let ratio = sizes.dense as f64 / size.max(1) as f64;
         let ratio = match ratio {
@@ -206,12 +206,15 @@ fn delta(sizes: Sizes) -> String {
         };
         format!("{} ({ratio} : 1)", bytes(size))
     };
-    let (dense, fast, thin) = (bytes(sizes.dense), codec(sizes.fast), codec(sizes.thin));
-    let sent_dense = match sizes.fast.min(sizes.thin) >= sizes.dense {
+    let each = sizes.coded.iter();
+    let each = each.map(|(name, size)| format!("{} by the codec {}", codec(*size), name.as_str()));
+    let each = each.collect::<Vec<_>>().join(", ");
+    let sent_dense = match sizes.coded.values().all(|size| *size >= sizes.dense) {
         true => ": it would be sent dense",
         false => "",
     };
     format!(
-        "A delta takes {fast} by the fast codec, {thin} by the thin one, for {dense} dense{sent_dense}."
+        "A delta takes {each}, for {} dense{sent_dense}.",
+        bytes(sizes.dense)
     )
 }

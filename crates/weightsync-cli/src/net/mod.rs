@@ -5,11 +5,16 @@ mod relay;
 mod scrub;
 mod status;
 
-use std::{error::Error, net::ToSocketAddrs, path::PathBuf, time::Duration};
+use std::{
+    error::Error,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use weightsync_engine::InitInfo;
-use weightsync_net::Token;
+use weightsync_net::address::{check_asked, resolve_all};
 use weightsync_net::tls::{Part, Tls};
+use weightsync_net::{Distributed, Token};
 
 pub use certs::{Args as CertsArgs, run as certs};
 pub use relay::{Args as RelayArgs, run as relay};
@@ -57,17 +62,17 @@ pub struct Asked {
 impl Asked {
     /// Where it is, its secret, and the certificates of a link to it.
     fn endpoint(&self) -> Result<Endpoint, Box<dyn Error>> {
-        let (address, secret) = match self.key.credentials()? {
-            Credentials::Token(token) => (address(self.sender.as_deref())?, token.secret()),
+        let (address, secret) = match self.key.credentials(self.sender.as_deref())? {
+            Credentials::Token(address, token) => (address, token.secret()),
             Credentials::Info(info) => {
-                let at = info.endpoint();
+                let at = Distributed::endpoint_of(&info)?;
                 (at.address().to_owned(), *at.secret())
             }
         };
         let mut access = weightsync_net::Access::with_token(None)?;
         access.insecure_plaintext |= self.insecure_plaintext;
         let access = access.with_tls(Part::Worker, self.tls.as_deref())?;
-        for one in address.to_socket_addrs().into_iter().flatten() {
+        for one in resolve_all(&address)? {
             access.may_dial_with_secret(one)?;
         }
         Ok((address, secret, access.tls))
@@ -78,34 +83,43 @@ impl Asked {
     }
 }
 
-/// The token of a sender, or its init info, which has its address too.
+/// The address of a sender and its token, or its init info, which has both.
 enum Credentials {
-    Token(Token),
+    Token(String, Token),
     Info(Box<InitInfo>),
 }
 
 impl Key {
-    fn credentials(&self) -> Result<Credentials, Box<dyn Error>> {
+    /// `given` is the address that was given, which an init info makes unnecessary.
+    fn credentials(&self, given: Option<&str>) -> Result<Credentials, Box<dyn Error>> {
         if let Some(file) = &self.info {
             let text = std::fs::read_to_string(file)
                 .map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
-            return Ok(Credentials::Info(Box::new(serde_json::from_str(&text)?)));
+            let info = serde_json::from_str(&text).map_err(|error| {
+                let file = file.display();
+                format!("{file}: expected an init info as JSON, which is one line: {error}")
+            })?;
+            return Ok(Credentials::Info(info));
         }
+        let given = given.ok_or("where is the sender? Say its HOST:PORT, or name its init info")?;
+        if given.trim_start().starts_with('{') {
+            // Other users see the arguments of a process.
+            return Err(
+                "an init info has a secret: write it to a file, and name that by --info".into(),
+            );
+        }
+        check_asked(given).map_err(|error| match Path::new(given).exists() {
+            true => format!("{error}. An init info in a file is named by --info {given}"),
+            false => error.to_string(),
+        })?;
         let token = match &self.token_file {
             Some(file) => Some(Token::from_file(file)?),
             None => Token::from_env()?,
         };
-        token.map(Credentials::Token).ok_or_else(|| {
+        let token = token.ok_or(
             "the sender requires its token: name its file by --token-file or \
-             WEIGHTSYNC_TOKEN_FILE, or the sender's init info by --info"
-                .into()
-        })
+             WEIGHTSYNC_TOKEN_FILE, or the sender's init info by --info",
+        )?;
+        Ok(Credentials::Token(given.to_owned(), token))
     }
-}
-
-/// The address that was given, which an init info makes unnecessary.
-fn address(given: Option<&str>) -> Result<String, Box<dyn Error>> {
-    given
-        .map(str::to_owned)
-        .ok_or_else(|| "where is the sender? Say its HOST:PORT, or name its init info".into())
 }

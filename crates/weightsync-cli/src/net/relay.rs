@@ -2,9 +2,9 @@
 
 use std::{error::Error, path::PathBuf, thread, time::Duration};
 
-use weightsync_net::Relay;
+use weightsync_net::{Distributed, Relay};
 
-use super::{Credentials, Key, address};
+use super::{Credentials, Key};
 use crate::SUCCESS;
 use crate::output::print;
 use crate::signals::Signals;
@@ -34,9 +34,12 @@ pub struct Args {
 
 /// Runs a relay until a signal ends it.
 pub fn run(args: &Args) -> Result<u8, Box<dyn Error>> {
-    let mut relay = match args.key.credentials()? {
-        Credentials::Token(token) => Relay::with_token(address(args.join.as_deref())?, &token),
-        Credentials::Info(info) => Relay::of(&info),
+    let mut relay = match args.key.credentials(args.join.as_deref())? {
+        Credentials::Token(address, token) => Relay::with_token(address, &token),
+        Credentials::Info(info) => {
+            Distributed::endpoint_of(&info)?;
+            Relay::of(&info)
+        }
     };
     relay = relay.connections(args.connections.into());
     if args.insecure_plaintext {

@@ -73,7 +73,7 @@ fn text(status: &Status) -> String {
     tree.branches(&mut text, "", 0, &status.local);
     // Nothing of it is hidden, although it is in no tree.
     while let Some((&parent, _)) = tree.below.first_key_value() {
-        let _ = writeln!(text, "agent {parent}, of which nothing else is known");
+        let _ = writeln!(text, "agent {parent}, which is not in this list");
         tree.branches(&mut text, "", parent, &[]);
     }
     for worker in &status.lost {
@@ -285,7 +285,7 @@ worker 4 was not reached a moment ago
             let name = format!("relay {agent} on");
             assert_eq!(text.matches(&name).count(), 1, "{name}: {text}");
         }
-        assert!(text.contains("agent 7, of which"), "{text}");
+        assert!(text.contains("agent 7, which"), "{text}");
         assert!(text.contains("2 relays and 5 workers more"), "{text}");
     }
 }

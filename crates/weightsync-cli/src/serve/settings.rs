@@ -180,7 +180,10 @@ impl Settings {
     pub fn check(&self) -> Result<(), Box<dyn Error>> {
         self.options()?.check()?;
         let access = self.access()?;
-        access.may_listen(weightsync_net::address::resolve(self.address())?)?;
+        access.may_listen(weightsync_net::address::listening(
+            "address",
+            self.address(),
+        )?)?;
         Ok(())
     }
 

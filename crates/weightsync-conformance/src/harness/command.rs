@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::InitInfo;
+pub(crate) use weightsync_engine::OutcomeKind;
 
 use super::fault::Fault;
 use super::scale::longest;
@@ -428,33 +429,15 @@ pub(crate) struct Sent {
 pub(crate) struct Line {
     pub(crate) worker: u32,
     pub(crate) pid: u32,
-    pub(crate) outcome: WorkerOutcome,
+    pub(crate) outcome: OutcomeKind,
     /// Whether it was late before and has not been waited for.
     pub(crate) passed: bool,
     pub(crate) versions: Vec<u64>,
     pub(crate) reason: String,
 }
 
-/// An [`Outcome`](weightsync_engine::Outcome) without its reason.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum WorkerOutcome {
-    Applied,
-    Staged,
-    Refused,
-    Died,
-    Left,
-    Failed,
-    Lost,
-    Late,
-    Held,
-    Full,
-    Absent,
-    Asks,
-    Other,
-}
-
 impl Sent {
-    pub(crate) fn outcomes(&self) -> Vec<(u32, WorkerOutcome)> {
+    pub(crate) fn outcomes(&self) -> Vec<(u32, OutcomeKind)> {
         self.lines
             .iter()
             .map(|line| (line.worker, line.outcome))

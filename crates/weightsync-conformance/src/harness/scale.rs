@@ -115,7 +115,7 @@ impl Dice {
         let words = (0..len.div_ceil(8)).flat_map(|_| self.roll().to_le_bytes());
         words.take(len).collect()
     }
-    /// One of these, of which there is at least one.
+    /// One of these; there is at least one.
     pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
         &of[self.below(of.len() as u64) as usize]
     }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
-use weightsync_engine::InitInfo;
 use weightsync_engine::worker::{Event, Spawn, Workers};
+use weightsync_engine::{InitInfo, OutcomeKind};
 
 use super::command::{
     Answer, Command, Join, Payload, Publish, SendSettings, Sent, Status, TrainerCommand,
-    TrainerSetup, Want, WorkerCommand, WorkerOutcome,
+    TrainerSetup, Want, WorkerCommand,
 };
 use super::resource_census::{Census, TOKEN, describe, state};
 use super::scale::{BRIEF, longest};
@@ -128,7 +128,7 @@ impl<'a> Script<'a> {
         self.info.clone().expect("a trainer was prepared")
     }
 
-    /// Connects the trainer with these workers, each of which joins as it is.
+    /// Connects the trainer with these workers; each joins as it is.
     pub(crate) fn gather(&mut self, info: &InitInfo, workers: &[u32]) {
         let joins = workers.iter().map(|worker| {
             let sleeps = worker % 2 == 1;
@@ -234,8 +234,8 @@ impl<'a> Script<'a> {
         self.act(TrainerCommand::Send(what, how)).sent()
     }
 
-    /// Has the trainer send so many versions at full speed, the first of which is
-    /// `from`: in parts, each of which is done before it counts as hanging, also
+    /// Has the trainer send so many versions at full speed; the first one is
+    /// `from`: in parts; each is done before it counts as hanging, also
     /// where a version costs the time of a disk.
     pub(crate) fn send_fast(&mut self, from: u64, count: u64) {
         const PART: u64 = 50;
@@ -349,26 +349,24 @@ impl<'a> Script<'a> {
         outcomes.retain(|(_, outcome)| {
             !matches!(
                 outcome,
-                WorkerOutcome::Died
-                    | WorkerOutcome::Left
-                    | WorkerOutcome::Lost
-                    | WorkerOutcome::Failed
-                    | WorkerOutcome::Refused
+                OutcomeKind::Died
+                    | OutcomeKind::Left
+                    | OutcomeKind::Lost
+                    | OutcomeKind::Failed
+                    | OutcomeKind::Refused
             )
         });
         if self.subject.pulls() {
             assert!(
                 outcomes
                     .iter()
-                    .all(|(_, outcome)| *outcome == WorkerOutcome::Asks),
+                    .all(|(_, outcome)| *outcome == OutcomeKind::Asks),
                 "{}",
                 sent.text
             );
             return;
         }
-        let expected = workers
-            .iter()
-            .map(|worker| (*worker, WorkerOutcome::Applied));
+        let expected = workers.iter().map(|worker| (*worker, OutcomeKind::Applied));
         assert_eq!(outcomes, expected.collect::<Vec<_>>(), "{}", sent.text);
     }
 

@@ -11,7 +11,7 @@ use weightsync_engine::{
 
 use super::command::{
     Answer, Line, Payload, Publish, SendSettings, Sent, Stage, Status, TrainerCommand,
-    TrainerSetup, Wait, WorkerOutcome,
+    TrainerSetup, Wait,
 };
 use super::process::{CommandPipe, Stop, die};
 use super::scale::longest;
@@ -541,7 +541,8 @@ fn options(how: &SendSettings) -> SendOptions {
 
 pub(crate) fn sent_report(report: &Report, took: Duration) -> Sent {
     let lines = report.workers.iter().map(|line| {
-        let (outcome, reason) = worker_outcome(&line.outcome);
+        let outcome = line.outcome.kind();
+        let reason = line.outcome.reason().unwrap_or_default().to_owned();
         Line {
             worker: line.worker.0,
             pid: line.pid,
@@ -563,25 +564,6 @@ pub(crate) fn sent_report(report: &Report, took: Duration) -> Sent {
         bytes: report.bytes,
         took,
     }
-}
-
-fn worker_outcome(outcome: &Outcome) -> (WorkerOutcome, String) {
-    let short = match outcome {
-        Outcome::Applied => WorkerOutcome::Applied,
-        Outcome::Staged => WorkerOutcome::Staged,
-        Outcome::Refused { reason } => return (WorkerOutcome::Refused, reason.clone()),
-        Outcome::Died => WorkerOutcome::Died,
-        Outcome::Left => WorkerOutcome::Left,
-        Outcome::Failed { reason } => return (WorkerOutcome::Failed, reason.clone()),
-        Outcome::Lost => WorkerOutcome::Lost,
-        Outcome::Late => WorkerOutcome::Late,
-        Outcome::Held => WorkerOutcome::Held,
-        Outcome::Full => WorkerOutcome::Full,
-        Outcome::Absent => WorkerOutcome::Absent,
-        Outcome::Asks => WorkerOutcome::Asks,
-        _ => WorkerOutcome::Other,
-    };
-    (short, String::new())
 }
 
 /// Kills this process so long from now, while it goes on: death comes from

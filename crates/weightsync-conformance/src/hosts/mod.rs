@@ -62,7 +62,7 @@ const LEAST_QUEUE: u64 = 64 << 10;
 /// As long as the queue of a switch.
 const QUEUE_MS: u64 = 25;
 
-/// Some hosts, numbered from 0, each of which reaches each.
+/// Some hosts, numbered from 0; each reaches each.
 ///
 /// Calls that take the number of a host panic where there is no such host.
 #[derive(Debug)]

@@ -1,11 +1,11 @@
 //! Sends that return before their workers have them.
 
 use std::time::Duration;
+use weightsync_engine::OutcomeKind;
 
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
-    WorkerOutcome,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
@@ -29,7 +29,7 @@ pub(crate) fn a_send_returns_once_its_source_was_read(subject: &Subject) {
         .sent();
     assert_eq!(
         early.outcomes(),
-        [(0, WorkerOutcome::Late), (1, WorkerOutcome::Late)]
+        [(0, OutcomeKind::Late), (1, OutcomeKind::Late)]
     );
     for worker in 0..2 {
         assert_eq!(
@@ -138,7 +138,7 @@ pub(crate) fn pending_sends_queue_up_to_their_bound(subject: &Subject) {
         let sent = script.act(TrainerCommand::Await(place, None)).sent();
         assert_eq!(
             (sent.version(), sent.outcomes()),
-            (version, vec![(0, WorkerOutcome::Applied)]),
+            (version, vec![(0, OutcomeKind::Applied)]),
             "{}",
             sent.text
         );
@@ -156,8 +156,8 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         assert!(word < 80, "a queue without a bound");
         let sent = script.send(Payload::Word(word), SendSettings::within(BRIEF));
         match sent.line(0).outcome {
-            WorkerOutcome::Late => {}
-            WorkerOutcome::Full => break,
+            OutcomeKind::Late => {}
+            OutcomeKind::Full => break,
             _ => panic!("{}", sent.text),
         }
     }
@@ -170,7 +170,7 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         .began();
     for timeout in [None, Some(Duration::ZERO)] {
         let sent = script.act(TrainerCommand::Await(0, timeout)).sent();
-        assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Full)], "{}", sent.text);
+        assert_eq!(sent.outcomes(), [(0, OutcomeKind::Full)], "{}", sent.text);
     }
     script
         .act(TrainerCommand::SendAsync(
@@ -189,7 +189,7 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
         let sent = script
             .act(TrainerCommand::Await(1, Some(Duration::ZERO)))
             .sent();
-        assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Late)], "{}", sent.text);
+        assert_eq!(sent.outcomes(), [(0, OutcomeKind::Late)], "{}", sent.text);
     }
     for expected in (2..word).chain([99]) {
         assert_eq!(
@@ -201,7 +201,7 @@ pub(crate) fn pending_send_ends_only_at_its_own_deadline(subject: &Subject) {
     let sent = script.act(TrainerCommand::Await(1, None)).sent();
     assert_eq!(
         sent.outcomes(),
-        [(0, WorkerOutcome::Applied)],
+        [(0, OutcomeKind::Applied)],
         "{}",
         sent.text
     );
@@ -221,7 +221,7 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let second = script.send(Payload::Word(2), SendSettings::within(BRIEF));
     assert_ne!(
         second.line(0).outcome,
-        WorkerOutcome::Applied,
+        OutcomeKind::Applied,
         "{}",
         second.text
     );
@@ -239,7 +239,7 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let third = script.act(TrainerCommand::Await(0, Some(BRIEF))).sent();
     assert_eq!(
         (third.version(), third.outcomes()),
-        (3, vec![(0, WorkerOutcome::Late)]),
+        (3, vec![(0, OutcomeKind::Late)]),
         "{}",
         third.text
     );
@@ -257,7 +257,7 @@ pub(crate) fn an_acknowledgement_is_of_its_version(subject: &Subject) {
     let third = script.act(TrainerCommand::Await(0, None)).sent();
     assert_eq!(
         third.outcomes(),
-        [(0, WorkerOutcome::Applied)],
+        [(0, OutcomeKind::Applied)],
         "{}",
         third.text
     );

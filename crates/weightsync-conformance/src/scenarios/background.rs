@@ -1,11 +1,12 @@
 //! Workers that receive by a thread, and workers that pass on what they receive.
 
 use std::time::Instant;
+use weightsync_engine::OutcomeKind;
 
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, FollowerState, Join, Payload, ResourceCensus, SafePoints, SendSettings,
-    TrainerCommand, TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
+    TrainerCommand, TrainerSetup, Wait, WorkerCommand,
 };
 use crate::harness::scale::{BRIEF, longest, prompt_limit, rounds};
 use crate::harness::script::{Script, TRAINER};
@@ -117,12 +118,7 @@ pub(crate) fn a_declared_safe_point_is_the_only_moment_of_change(subject: &Subje
 
     // What was taken and not applied is there when the thread has ended.
     let sent = script.send(Payload::Word(5), SendSettings::wait(Wait::Staged));
-    assert_eq!(
-        sent.outcomes(),
-        [(0, WorkerOutcome::Staged)],
-        "{}",
-        sent.text
-    );
+    assert_eq!(sent.outcomes(), [(0, OutcomeKind::Staged)], "{}", sent.text);
     assert_eq!(following(&mut script, 0), (4, 4));
     assert_eq!(script.deed(0, WorkerCommand::Unfollow), Answer::Done);
     assert_eq!(script.take(0).one(), (5, 5));
@@ -277,13 +273,13 @@ pub(crate) fn a_cascade_tells_of_a_death_below_it(subject: &Subject) {
     let lowest = script.answer_of(1).sent();
     assert_eq!(
         lowest.outcomes(),
-        [(2, WorkerOutcome::Applied), (3, WorkerOutcome::Died)]
+        [(2, OutcomeKind::Applied), (3, OutcomeKind::Died)]
     );
     let above = [script.answer_of(0).sent(), script.answer(TRAINER).sent()];
     for (sent, worker) in above.iter().zip([1, 0]) {
         assert_eq!(
             sent.outcomes(),
-            [(worker, WorkerOutcome::Refused)],
+            [(worker, OutcomeKind::Refused)],
             "{}",
             sent.text
         );

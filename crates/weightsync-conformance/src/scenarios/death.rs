@@ -1,11 +1,12 @@
 //! Who dies, or stands still, costs the others nothing.
 
 use std::time::{Duration, Instant};
+use weightsync_engine::OutcomeKind;
 
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, Join, LoadFault, Payload, SendSettings, Sent, Stage, TrainerCommand,
-    TrainerSetup, Wait, WorkerCommand, WorkerOutcome,
+    TrainerSetup, Wait, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, Dice, longest, prompt_limit, rounds, seed, short};
@@ -189,9 +190,9 @@ pub(crate) fn a_worker_killed_while_a_send_waits_is_a_line(subject: &Subject) {
     assert_eq!(
         sent.outcomes(),
         [
-            (0, WorkerOutcome::Applied),
-            (1, WorkerOutcome::Died),
-            (2, WorkerOutcome::Applied)
+            (0, OutcomeKind::Applied),
+            (1, OutcomeKind::Died),
+            (2, OutcomeKind::Applied)
         ]
     );
     assert!(
@@ -232,7 +233,7 @@ pub(crate) fn a_worker_that_fails_is_a_line_until_it_is_back(subject: &Subject) 
         let line = sent.line(1);
         assert_eq!(
             (line.outcome, &line.reason),
-            (WorkerOutcome::Failed, &why),
+            (OutcomeKind::Failed, &why),
             "{}",
             sent.text
         );
@@ -256,7 +257,7 @@ pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
         let (sent, _) = script.deliver(Payload::Word(word), SendSettings::default(), &[0]);
         let outcome = sent.line(1).outcome;
         assert!(
-            matches!(outcome, WorkerOutcome::Died | WorkerOutcome::Lost),
+            matches!(outcome, OutcomeKind::Died | OutcomeKind::Lost),
             "{}",
             sent.text
         );
@@ -312,8 +313,8 @@ pub(crate) fn a_worker_killed_while_it_holds_everything_frees_it(subject: &Subje
     let sent = script.answer(TRAINER).sent();
     // It may have been dead before the version was there to be missed.
     let mut outcomes = sent.outcomes();
-    outcomes.retain(|line| *line != (0, WorkerOutcome::Died));
-    assert_eq!(outcomes, [(1, WorkerOutcome::Applied)], "{}", sent.text);
+    outcomes.retain(|line| *line != (0, OutcomeKind::Died));
+    assert_eq!(outcomes, [(1, OutcomeKind::Applied)], "{}", sent.text);
     assert_eq!(script.answer_of(1).seen().word(), 3);
     assert!(begun.elapsed() < prompt_limit(), "{:?}", begun.elapsed());
     script.deliver_word(4, &[1]);
@@ -343,7 +344,7 @@ pub(crate) fn a_worker_that_cannot_load_is_a_line(subject: &Subject) {
         let sent = script.send(Payload::Word(word), SendSettings::default());
         assert_eq!(
             sent.outcomes(),
-            [(0, WorkerOutcome::Refused), (1, WorkerOutcome::Applied)],
+            [(0, OutcomeKind::Refused), (1, OutcomeKind::Applied)],
             "{}",
             sent.text
         );
@@ -394,14 +395,14 @@ pub(crate) fn stopped_worker_is_late_and_others_are_up_to_date(subject: &Subject
         let outcomes = sent.outcomes();
         assert_eq!(
             outcomes[1..],
-            [(1, WorkerOutcome::Applied), (2, WorkerOutcome::Applied)]
+            [(1, OutcomeKind::Applied), (2, OutcomeKind::Applied)]
         );
         // One that is far from its sender may be given up for its silence, as one whose
         // death nobody notices otherwise.
         let may_be_lost = !script.is_near() || !subject.can.death;
-        let lost = may_be_lost && outcomes[0] == (0, WorkerOutcome::Lost);
+        let lost = may_be_lost && outcomes[0] == (0, OutcomeKind::Lost);
         assert!(
-            lost || outcomes[0] == (0, WorkerOutcome::Late),
+            lost || outcomes[0] == (0, OutcomeKind::Late),
             "{outcomes:?}"
         );
         assert!(
@@ -434,22 +435,17 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
     let may_be_lost = !script.is_near() || !subject.can.death;
     let is = |sent: &Sent, outcome, passed| {
         let line = sent.line(0);
-        let lost = may_be_lost && line.outcome == WorkerOutcome::Lost;
+        let lost = may_be_lost && line.outcome == OutcomeKind::Lost;
         assert!(
             lost || (line.outcome, line.passed) == (outcome, passed),
             "{}",
             sent.text
         );
-        assert_eq!(
-            sent.line(1).outcome,
-            WorkerOutcome::Applied,
-            "{}",
-            sent.text
-        );
+        assert_eq!(sent.line(1).outcome, OutcomeKind::Applied, "{}", sent.text);
         assert!(!sent.all_applied, "{}", sent.text);
         !lost
     };
-    assert!(!is(&sent, WorkerOutcome::Late, false) || sent.took >= short);
+    assert!(!is(&sent, OutcomeKind::Late, false) || sent.took >= short);
     let passing = SendSettings {
         wait_late: false,
         ..SendSettings::default()
@@ -459,10 +455,10 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         let (sent, _) = script.deliver(Payload::Word(word), passing.clone(), &[1]);
         assert!(sent.took < prompt_limit(), "{:?}: {}", sent.took, sent.text);
         // One that gets every version has no room for all of these.
-        if subject.can.every_version && sent.line(0).outcome == WorkerOutcome::Full {
+        if subject.can.every_version && sent.line(0).outcome == OutcomeKind::Full {
             continue;
         }
-        let late = is(&sent, WorkerOutcome::Late, true);
+        let late = is(&sent, OutcomeKind::Late, true);
         assert!(
             !late || sent.text.contains("was not waited for"),
             "{}",
@@ -474,7 +470,7 @@ pub(crate) fn a_stopped_worker_costs_one_send_its_deadline(subject: &Subject) {
         last = 13;
         let insists = SendSettings::within(short);
         let (sent, _) = script.deliver(Payload::Word(last), insists, &[1]);
-        let late = is(&sent, WorkerOutcome::Late, false);
+        let late = is(&sent, OutcomeKind::Late, false);
         assert!(!late || sent.took >= short, "{:?}", sent.took);
     }
 

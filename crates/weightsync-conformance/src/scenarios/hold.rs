@@ -2,11 +2,12 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand, WorkerOutcome,
+    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::BRIEF;
 use crate::harness::script::Script;
+use weightsync_engine::OutcomeKind;
 
 /// Sends pass it over and say so, and it goes to the newest when it is released.
 pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subject) {
@@ -29,7 +30,7 @@ pub(crate) fn a_held_worker_stays_and_is_released_to_the_newest(subject: &Subjec
         assert_eq!(seen[0].word(), word);
         assert_eq!(
             sent.outcomes(),
-            [(0, WorkerOutcome::Held), (1, WorkerOutcome::Applied)]
+            [(0, OutcomeKind::Held), (1, OutcomeKind::Applied)]
         );
         assert!(
             sent.all_applied && sent.text.contains("is held at v2"),
@@ -75,7 +76,7 @@ pub(crate) fn a_part_passes_a_held_worker_over(subject: &Subject) {
     };
     let part = Payload::Part(vec![("b.bias".into(), 9)]);
     let (sent, seen) = script.deliver(part, partial, &[1]);
-    assert_eq!(sent.line(0).outcome, WorkerOutcome::Held, "{}", sent.text);
+    assert_eq!(sent.line(0).outcome, OutcomeKind::Held, "{}", sent.text);
     assert_eq!(seen[0].members[0].words, [5, 5, 9]);
     assert_eq!(script.newest(0).word(), 1);
     script.act(TrainerCommand::Hold(vec![0], false));
@@ -91,7 +92,7 @@ pub(crate) fn a_held_worker_that_comes_back_is_still_held(subject: &Subject) {
     script.act(TrainerCommand::Hold(vec![0], true));
     script.deliver(Payload::Word(3), SendSettings::to(&[1]), &[1]);
     let (sent, _) = script.deliver(Payload::Word(4), SendSettings::default(), &[1]);
-    assert_eq!(sent.line(0).outcome, WorkerOutcome::Held, "{}", sent.text);
+    assert_eq!(sent.line(0).outcome, OutcomeKind::Held, "{}", sent.text);
     script.kill(1);
     script.raise(1);
     assert_eq!(script.join(0, Join::new(&info)), Answer::Done);

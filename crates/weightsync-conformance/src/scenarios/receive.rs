@@ -1,11 +1,12 @@
 //! Receiving: what comes, what does not, and when a wait ends.
 
 use std::time::{Duration, Instant};
+use weightsync_engine::OutcomeKind;
 
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait, Want,
-    WorkerCommand, WorkerOutcome,
+    WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, longest, prompt_limit};
@@ -130,17 +131,12 @@ pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject)
         assert!(word < 80, "a queue without a bound");
         script.tell_worker(1, WorkerCommand::Receive(None));
         let sent = script.send(Payload::Word(word), SendSettings::within(BRIEF));
-        assert_eq!(
-            sent.line(1).outcome,
-            WorkerOutcome::Applied,
-            "{}",
-            sent.text
-        );
+        assert_eq!(sent.line(1).outcome, OutcomeKind::Applied, "{}", sent.text);
         assert_eq!(script.answer_of(1).seen().one(), (word, word));
         script.deed(1, WorkerCommand::Keep(0));
         match sent.line(0).outcome {
-            WorkerOutcome::Late => {}
-            WorkerOutcome::Full => break sent,
+            OutcomeKind::Late => {}
+            OutcomeKind::Full => break sent,
             _ => panic!("{}", sent.text),
         }
     };
@@ -198,7 +194,7 @@ pub(crate) fn full_queue_is_a_report_line_and_delays_no_other(subject: &Subject)
     assert!(
         matches!(
             sent.line(0).outcome,
-            WorkerOutcome::Staged | WorkerOutcome::Applied
+            OutcomeKind::Staged | OutcomeKind::Applied
         ),
         "{}",
         sent.text
@@ -223,7 +219,7 @@ pub(crate) fn full_queue_is_reported_without_a_wait(subject: &Subject) {
             break sent;
         }
     };
-    assert_eq!(lost.outcomes(), [(0, WorkerOutcome::Full)], "{}", lost.text);
+    assert_eq!(lost.outcomes(), [(0, OutcomeKind::Full)], "{}", lost.text);
     assert!(lost.text.contains("will not get it"), "{}", lost.text);
     // Nothing else was lost.
     for expected in 2..word {
@@ -322,7 +318,7 @@ pub(crate) fn a_worker_waits_for_a_version_to_come(subject: &Subject) {
     script.until_it_sleeps(1);
     // A send that waits for its workers does not wait for one that waits for more.
     let sent = script.send(Payload::Word(2), SendSettings::default());
-    assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Asks)], "{}", sent.text);
+    assert_eq!(sent.outcomes(), [(0, OutcomeKind::Asks)], "{}", sent.text);
     script.until_it_sleeps(1);
     assert!(!script.has_said(1), "the second is not the third");
     script.send(Payload::Word(3), SendSettings::wait(Wait::Sent));
@@ -349,7 +345,7 @@ pub(crate) fn a_worker_that_passed_over_a_version_is_not_waited_for(subject: &Su
     );
     script.tell_worker(0, WorkerCommand::Pull(Want::AtLeast(3), None));
     let sent = script.act(TrainerCommand::Await(0, None)).sent();
-    assert_eq!(sent.outcomes(), [(0, WorkerOutcome::Asks)], "{}", sent.text);
+    assert_eq!(sent.outcomes(), [(0, OutcomeKind::Asks)], "{}", sent.text);
     script.send(Payload::Word(3), SendSettings::wait(Wait::Sent));
     assert_eq!(script.answer_of(0).seen().one(), (3, 3));
     script.close();

@@ -3,13 +3,14 @@
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, Join, LoadFault, Payload, SendSettings, TrainerCommand, TrainerSetup, Wait,
-    WorkerCommand, WorkerOutcome,
+    WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{BRIEF, rounds};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::harness::worker::own;
+use weightsync_engine::OutcomeKind;
 
 /// A reader next to a sender that never pauses sees one version at a time.
 pub(crate) fn whole_versions_only_at_full_speed(subject: &Subject) {
@@ -100,7 +101,7 @@ pub(crate) fn the_report_is_a_sentence_for_each_worker(subject: &Subject) {
     let sent = script.send(Payload::Word(3), SendSettings::within(10 * BRIEF));
     assert_eq!(
         sent.outcomes(),
-        [(0, WorkerOutcome::Late), (1, WorkerOutcome::Applied)]
+        [(0, OutcomeKind::Late), (1, OutcomeKind::Applied)]
     );
     assert!(
         !sent.all_applied && sent.text.contains("1 of 2 workers"),
@@ -148,7 +149,7 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
             let staged = script.send(Payload::Word(3), SendSettings::wait(Wait::Staged));
             assert_eq!(
                 staged.outcomes(),
-                [(0, WorkerOutcome::Staged)],
+                [(0, OutcomeKind::Staged)],
                 "{}",
                 staged.text
             );
@@ -169,7 +170,7 @@ pub(crate) fn send_waits_for_the_level_asked_for(subject: &Subject) {
     let applied = script.send(Payload::Word(9), SendSettings::default());
     assert_eq!(
         applied.outcomes(),
-        [(0, WorkerOutcome::Applied)],
+        [(0, OutcomeKind::Applied)],
         "{}",
         applied.text
     );
@@ -191,7 +192,7 @@ pub(crate) fn labels_are_true_while_a_load_is_under_way(subject: &Subject) {
     assert!(
         matches!(
             sent.line(0).outcome,
-            WorkerOutcome::Late | WorkerOutcome::Staged
+            OutcomeKind::Late | OutcomeKind::Staged
         ),
         "{}",
         sent.text
@@ -226,6 +227,16 @@ pub(crate) fn version_numbers_may_be_given_and_only_grow(subject: &Subject) {
     }
     assert_eq!(script.newest(0).one(), (11, 11));
     script.deliver_word(13, &[0]);
+    // The highest number of all is the last one: no other weights come under it.
+    script.deliver(Payload::Word(14), numbered(u64::MAX), &[0]);
+    let fault = script
+        .act(TrainerCommand::Send(
+            Payload::Word(15),
+            SendSettings::default(),
+        ))
+        .fault();
+    assert_eq!(fault.kind, Kind::VersionNotNewer, "{}", fault.text);
+    assert_eq!(script.newest(0).one(), (u64::MAX, 14));
     script.close();
 }
 

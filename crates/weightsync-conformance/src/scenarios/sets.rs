@@ -3,13 +3,14 @@
 use crate::Subject;
 use crate::harness::command::{
     Answer, Command, Join, LoadFault, Loaded, Payload, Publish, SendSettings, Sent, Stage,
-    TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand, WorkerOutcome,
+    TrainerCommand, TrainerSetup, Wait, Want, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::scale::{Dice, longest, rounds, seed};
 use crate::harness::script::{Script, TRAINER};
 use crate::harness::shape::Shape;
 use crate::harness::worker::own;
+use weightsync_engine::OutcomeKind;
 
 const MODELS: [(&str, Shape); 2] = [
     ("actor", Shape::Words(1 << 10)),
@@ -287,7 +288,7 @@ pub(crate) fn worker_killed_midway_loads_one_set_on_return(subject: &Subject) {
     tell_to_load(&mut script, 1, None);
     let sent = script.send(both(2), SendSettings::default());
     script.until_dead(1);
-    assert_eq!(sent.line(0).outcome, WorkerOutcome::Died, "{}", sent.text);
+    assert_eq!(sent.line(0).outcome, OutcomeKind::Died, "{}", sent.text);
     assert_eq!(
         sent.line(0).versions,
         [1, 1],

@@ -2,10 +2,11 @@
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand, WorkerOutcome,
+    Answer, Join, Payload, SendSettings, TrainerCommand, TrainerSetup, WorkerCommand,
 };
 use crate::harness::fault::Kind;
 use crate::harness::script::Script;
+use weightsync_engine::OutcomeKind;
 
 /// Neither the other workers nor the trainer's own weights are touched.
 pub(crate) fn send_to_one_worker_changes_only_that_worker(subject: &Subject) {
@@ -105,11 +106,11 @@ pub(crate) fn absent_worker_gets_its_own_weights_on_join(subject: &Subject) {
     let (sent, seen) = script.deliver(Payload::Word(4), SendSettings::to(&[0, 1]), &[0]);
     assert_eq!(seen[0].word(), 4);
     let there = if subject.pulls() {
-        WorkerOutcome::Asks
+        OutcomeKind::Asks
     } else {
-        WorkerOutcome::Applied
+        OutcomeKind::Applied
     };
-    let outcomes = [(0, there), (1, WorkerOutcome::Absent)];
+    let outcomes = [(0, there), (1, OutcomeKind::Absent)];
     assert_eq!(sent.outcomes(), outcomes, "{}", sent.text);
     assert!(
         !sent.all_applied && sent.text.contains("worker 1 is not connected"),

@@ -1,12 +1,18 @@
 //! Compares two versions of a span, and encodes the changes.
 
+use serde::Serialize;
+use strum::{IntoStaticStr, VariantArray};
 use weightsync_simd::{Word, compare, compare_dense, ones};
 
 use super::fast::Written;
 use super::{BLOCK, DeltaError, Pattern, Scratch, Work, by_width, check_span, fast, thin};
 
 /// How a delta is written down.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, IntoStaticStr, VariantArray,
+)]
+#[strum(serialize_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Codec {
     /// Near the speed of memory.
@@ -19,6 +25,14 @@ pub enum Codec {
 }
 
 impl Codec {
+    /// All of them. Each takes longer than the one before it, and makes fewer bytes.
+    pub const ALL: &[Self] = Self::VARIANTS;
+
+    /// Its word: `fast`, `gaps` or `thin`.
+    pub fn as_str(self) -> &'static str {
+        self.into()
+    }
+
     /// By which codec a delta was made, as far as its first byte says so: [`Codec::Fast`] and
     /// [`Codec::Gaps`] are read alike.
     ///

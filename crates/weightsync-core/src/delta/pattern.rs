@@ -39,7 +39,13 @@ impl Pattern {
             Dtype::I16 | Dtype::U16 => (2, 0, 0),
             Dtype::I32 | Dtype::U32 => (4, 0, 0),
             Dtype::I64 | Dtype::U64 => (8, 0, 0),
-            _ => (1, 0, 0),
+            Dtype::BOOL
+            | Dtype::U8
+            | Dtype::I8
+            | Dtype::F8_E8M0
+            | Dtype::F4
+            | Dtype::F6_E2M3
+            | Dtype::F6_E3M2 => (1, 0, 0),
         };
         Self {
             width,

@@ -130,11 +130,23 @@ fn first_order_difference(expected: &Layout, got: &Layout) -> Option<Box<OrderDi
         })
 }
 
-/// The parts of names that PyTorch adds for a module that it has wrapped, and what wraps so.
+/// The parts of names that a module gets which PyTorch has wrapped, and what wraps so.
 const WRAPPERS: &[(&str, &str)] = &[
     ("_orig_mod", "torch.compile"),
     ("module", "DistributedDataParallel"),
+    ("_fsdp_wrapped_module", "FullyShardedDataParallel"),
+    ("_checkpoint_wrapped_module", "checkpoint_wrapper"),
 ];
+
+/// Names with parts of wrappers which the names of the other side do not have.
+struct Wrapped {
+    /// Whether these are the names that were expected.
+    is_expected: bool,
+    /// Those parts and what adds each, in the order of the names.
+    parts: Vec<(&'static str, &'static str)>,
+    /// Where the module inside is, if all of the names begin with that.
+    inside: Option<String>,
+}
 
 impl LayoutMismatch {
     /// The floating-point dtype that all tensors of another dtype were expected to have: what a
@@ -147,28 +159,28 @@ impl LayoutMismatch {
         (alone && float(wanted) && self.dtypes.iter().all(fits)).then_some(wanted)
     }
 
-    /// The wrapper whose part of the names is all that differs in them: that part, who adds it,
-    /// where the module inside is, and whether it was expected.
-    fn wrapper(&self) -> Option<(&'static str, &'static str, String, bool)> {
-        let differs = |with: &[String], bare: &[String], part: &str| {
-            let mut bare: Vec<_> = bare.iter().map(String::as_str).collect();
-            bare.sort_unstable();
-            let mut stripped: Vec<_> = with.iter().map(|name| without(name, part)).collect();
-            stripped.sort_unstable();
-            !bare.is_empty() && stripped == bare
+    /// The sides whose names have parts of wrappers, if nothing else differs in the names.
+    fn wrapped(&self) -> Vec<Wrapped> {
+        let by_bare = |names: &'_ [String]| {
+            let mut names: Vec<_> = names
+                .iter()
+                .map(|name| (bare(name), name.clone()))
+                .collect();
+            names.sort_unstable();
+            names
         };
-        let wrappers = WRAPPERS.iter();
-        wrappers
-            .flat_map(|(part, adds)| [(part, adds, false), (part, adds, true)])
-            .find_map(|(part, adds, expected)| {
-                let (with, bare) = match expected {
-                    true => (&self.missing, &self.unknown),
-                    false => (&self.unknown, &self.missing),
-                };
-                let inside = with.first()?.split('.').take_while(|one| one != part);
-                let inside: Vec<_> = inside.chain([*part]).collect();
-                differs(with, bare, part).then(|| (*part, *adds, inside.join("."), expected))
-            })
+        let (expected, got) = (by_bare(&self.missing), by_bare(&self.unknown));
+        let same = expected.iter().map(|(bare, _)| bare);
+        if !same.eq(got.iter().map(|(bare, _)| bare)) {
+            return Vec::new();
+        }
+        let sides = [(true, &expected, &got), (false, &got, &expected)];
+        let sides = sides.map(|(is_expected, own, others)| {
+            let pairs = own.iter().zip(others);
+            let pairs = pairs.map(|((_, own), (_, other))| (own.as_str(), other.as_str()));
+            Wrapped::of(is_expected, &pairs.collect::<Vec<_>>())
+        });
+        sides.into_iter().flatten().collect()
     }
 
     /// Whether the tensors are the same and only their order differs.
@@ -233,22 +245,68 @@ impl fmt::Display for LayoutMismatch {
                 "in another order: tensor {position} should be {expected:?}, is {got:?}"
             )?;
         }
-        if let Some((part, adds, inside, expected)) = self.wrapper() {
-            let whose = if expected { "expected" } else { "got" };
+        for wrapped in self.wrapped() {
             section(f)?;
-            write!(
-                f,
-                "the names {whose} have {part:?} in them, which {adds} adds to the module that it \
-                 wraps: pass the module inside (model.{inside}), or rename by a mapping"
-            )?;
+            write!(f, "{wrapped}")?;
         }
         Ok(())
     }
 }
 
-/// A dotted name without the parts that are this one.
-fn without(name: &str, part: &str) -> String {
-    let parts: Vec<_> = name.split('.').filter(|one| *one != part).collect();
+impl Wrapped {
+    /// What one side's names have, each with its name on the other side. None, if they have no part
+    /// of a wrapper more often than that.
+    fn of(is_expected: bool, pairs: &[(&str, &str)]) -> Option<Self> {
+        let count = |name: &str, part| name.split('.').filter(|one| *one == part).count();
+        let added = |part| {
+            let mut pairs = pairs.iter();
+            pairs.any(|(own, other)| count(own, part) > count(other, part))
+        };
+        let mut parts: Vec<_> = WRAPPERS.iter().filter(|(part, _)| added(*part)).collect();
+        let is_of = |part: &&str| parts.iter().any(|(one, _)| one == part);
+        let inside = |name: &'_ str| {
+            let all: Vec<_> = name.split('.').collect();
+            let last = all.iter().rposition(&is_of)?;
+            Some(all[..=last].join("."))
+        };
+        let (first, _) = pairs.first()?;
+        let same = inside(first).filter(|first| {
+            let mut names = pairs.iter().map(|(own, _)| inside(own));
+            names.all(|one| one.as_ref() == Some(first))
+        });
+        parts.sort_by_key(|(part, _)| first.split('.').position(|one| one == *part));
+        let parts: Vec<_> = parts.into_iter().copied().collect();
+        (!parts.is_empty()).then_some(Self {
+            is_expected,
+            parts,
+            inside: same,
+        })
+    }
+}
+
+impl fmt::Display for Wrapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let whose = if self.is_expected { "expected" } else { "got" };
+        write!(f, "the names {whose} have ")?;
+        for (position, (part, adds)) in self.parts.iter().enumerate() {
+            let separator = if position > 0 { " and " } else { "" };
+            write!(f, "{separator}{part:?} (of {adds})")?;
+        }
+        f.write_str(" in them, as those of a wrapped module: ")?;
+        match &self.inside {
+            Some(inside) => write!(
+                f,
+                "pass the module inside (model.{inside}), or rename by a mapping"
+            ),
+            None => f.write_str("rename by a mapping"),
+        }
+    }
+}
+
+/// A dotted name without the parts of wrappers.
+fn bare(name: &str) -> String {
+    let is_own = |part: &&str| WRAPPERS.iter().all(|(one, _)| one != part);
+    let parts: Vec<_> = name.split('.').filter(is_own).collect();
     parts.join(".")
 }
 

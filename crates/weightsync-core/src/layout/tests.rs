@@ -286,31 +286,55 @@ fn names_of_a_wrapped_module_say_what_to_pass() {
     for (wrapped, part, inside) in [
         (
             ["module.actor.weight", "module.actor.bias", "module.step"],
-            "\"module\"",
-            "model.module)",
+            "\"module\" (of DistributedDataParallel) in them",
+            "pass the module inside (model.module)",
         ),
         (
             ["actor._orig_mod.weight", "actor._orig_mod.bias", "step"],
-            "\"_orig_mod\"",
-            "model.actor._orig_mod)",
+            "\"_orig_mod\" (of torch.compile) in them",
+            "pass the module inside (model.actor._orig_mod)",
+        ),
+        (
+            [
+                "module._orig_mod.actor.weight",
+                "module._orig_mod.actor.bias",
+                "module._orig_mod.step",
+            ],
+            "\"module\" (of DistributedDataParallel) and \"_orig_mod\" (of torch.compile) in them",
+            "pass the module inside (model.module._orig_mod)",
+        ),
+        // Each layer is wrapped: no module inside has all of them.
+        (
+            [
+                "module.actor._orig_mod.weight",
+                "module.actor._orig_mod.bias",
+                "module.step",
+            ],
+            "\"module\" (of DistributedDataParallel) and \"_orig_mod\" (of torch.compile) in them",
+            "module: rename by a mapping",
         ),
     ] {
         let got = words(&bare, &wrapped);
         assert!(
-            got.contains("names got have") && got.contains(part) && got.contains(inside),
+            got.contains(&format!("names got have {part}")) && got.contains(inside),
             "{got}"
         );
         let expected = words(&wrapped, &bare);
         assert!(
-            expected.contains("names expected have") && expected.contains(inside),
+            expected.contains(&format!("names expected have {part}")) && expected.contains(inside),
             "{expected}"
         );
+    }
+    // Each side has a wrapper of its own, and a part that is the model's own counts for neither.
+    let both = words(&["_orig_mod.module.a"], &["module.module.a"]);
+    for side in ["expected have \"_orig_mod\" (of", "got have \"module\" (of"] {
+        assert!(both.contains(side), "{both}");
     }
     let other = words(
         &bare,
         &["module.actor.weight", "module.actor.bias", "module.steps"],
     );
-    assert!(!other.contains("wraps"), "{other}");
+    assert!(!other.contains("wrapped"), "{other}");
 }
 
 #[test]

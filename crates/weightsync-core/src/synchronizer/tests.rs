@@ -173,6 +173,10 @@ fn explorer_with_a_number_that_nobody_gave_has_no_version() {
         let joined = Event::ExplorerJoined(Party(party), Version(claims), [0, 0], FIXED);
         sync.step(joined, now);
         assert_eq!(sync.version(Party(party)), Some(Version(has)));
+        // Nor if it says so later.
+        let loaded = Event::ExplorerLoaded(Party(1), Version(claims));
+        sync.step(loaded, now);
+        assert_eq!(sync.version(Party(1)), Some(Version(has)));
     }
     assert_eq!(sync.highest(), Version(3));
 }

@@ -1,8 +1,6 @@
 //! What errors say of lists, counts and what may be missing.
 
-use weightsync_core::{LayoutMismatch, ModelId, Version, WorkerId};
-
-use crate::report::WorkerReport;
+use weightsync_core::{LayoutMismatch, ModelId, Version, WorkerId, WorkerReport};
 
 /// How many of the expected workers joined: where they were expected by number,
 /// others that are there too do not count.

@@ -1,7 +1,15 @@
 //! The steps of a receiver that background receivers and cascades share: follow the sender, load
 //! a set, report it, and join a successor.
 
-use super::*;
+use weightsync_core::{Epoch, Remedy};
+use weightsync_mem::Deadline;
+
+use super::{Followed, Receiver, fits, refused, run_of};
+use crate::error::{Error, Result};
+use crate::load_set::SetLoader;
+use crate::scheme::AnyScheme;
+use crate::set::SetSnapshot;
+use crate::transport::FirstWeights;
 
 /// How a sender is looked for.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,20 @@
 //! The first phase: what is decided, and the rendez-vous.
 
-use super::*;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use weightsync_core::{Epoch, Layout, ModelId, Version, WorkerId};
+use weightsync_mem::{Deadline, WaitStyle};
+
+use super::inner::Search;
+use super::{Receiver, ReceiverSetup, fits, refused};
+use crate::error::{Error, Result, place_of};
+use crate::init_info::InitInfo;
+use crate::load::WeightLoader;
+use crate::load_set::SetLoader;
+use crate::scheme::AnyScheme;
+use crate::set::SetSnapshot;
+use crate::transport::{FirstWeights, Joining, ReceiverTransport, VersionRequest, deadline};
 
 impl ReceiverSetup {
     /// Sets worker number `worker` up to join. Numbers tell the workers of one

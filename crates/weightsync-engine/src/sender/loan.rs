@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use weightsync_core::{Layout, Version};
 
+use super::publishing::stage;
 use super::{Sender, need};
 use crate::error::{Error, Result};
 use crate::options::SendOptions;
@@ -40,7 +41,7 @@ impl Sender {
         self.need("lending slots", |can| can.loan)?;
         let since = Instant::now();
         let timeout = self.setup.send_timeout;
-        let staging = self.transport.stage(&[model], deadline(timeout))?;
+        let staging = stage(&mut *self.transport, &[model], deadline(timeout))?;
         Ok(Loan {
             staging,
             model,

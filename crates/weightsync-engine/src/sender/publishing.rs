@@ -152,7 +152,7 @@ fn stage_and_publish(
         let mut take = |sources: &[Source<'_>]| {
             // The room for all models, once the first is found to be right.
             if let Some(transport) = transport.take() {
-                staging = Some(transport.stage(&indices, until)?);
+                staging = Some(stage(transport, &indices, until)?);
             }
             match &mut staging {
                 Some(staging) => {
@@ -198,6 +198,29 @@ fn stage_and_publish(
         staging.wait_for_late();
     }
     Ok((staging.publish(&options.targets)?, payload))
+}
+
+/// Room for new versions of some models.
+///
+/// # Errors
+///
+/// [`Error::VersionNotNewer`] if a model has no number left: that of a peer, or of a caller, may be the
+/// highest there is.
+pub(super) fn stage<'a>(
+    transport: &'a mut dyn SenderTransport,
+    models: &[usize],
+    until: Deadline,
+) -> Result<Box<dyn Staging + 'a>> {
+    for model in models {
+        let newest = transport.version(*model);
+        if newest.next() == newest {
+            return Err(Error::VersionNotNewer {
+                newest,
+                got: newest,
+            });
+        }
+    }
+    transport.stage(models, until)
 }
 
 /// The version that a partial update keeps the rest of.

@@ -10,9 +10,11 @@ use weightsync_mem::{AttachOptions, Deadline, Delivery, Listener, Reader, Resume
 
 pub use self::attached::{Attached, Handoff};
 pub use self::segment::Segment;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::run_dir;
-use crate::transport::{Endpoint, Joining, Opening, ReceiverTransport, SenderTransport};
+use crate::transport::{
+    Endpoint, Joining, Opening, ReceiverTransport, SenderTransport, waits_for_a_restart,
+};
 
 /// What the local schemes have in common.
 pub(crate) struct Memory;
@@ -58,7 +60,29 @@ impl Memory {
         };
         let reader = match at.lookup() {
             None => Reader::attach(&options, deadline)?,
-            Some(file) => Reader::attach_by(&options, deadline, || run_dir::look_up(file))?,
+            Some(file) => {
+                let mut attempts = 0;
+                let attached = Reader::attach_by(&options, deadline, || {
+                    attempts += 1;
+                    // The first attempt has found nobody.
+                    if attempts == 2
+                        && let Some(ended) = run_dir::ended(file)?
+                    {
+                        waits_for_a_restart(&options.address, &ended);
+                    }
+                    run_dir::look_up(file)
+                });
+                attached.map_err(|error| match error {
+                    Error::NoSender {
+                        address, waited, ..
+                    } => Error::NoSender {
+                        address,
+                        waited,
+                        last: run_dir::ended(file).ok().flatten(),
+                    },
+                    error => error,
+                })?
+            }
         };
         Ok(Box::new(Attached::new(reader, joining, own_copy)?))
     }

@@ -29,7 +29,8 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use weightsync_core::{Layout, ModelId, Run, Version, WorkerId};
+pub use weightsync_core::{Attendance, GoneWorker, Level, Targets};
+use weightsync_core::{Layout, ModelId, Run, Version, WorkerId, WorkerReport, WorkerStatus};
 
 pub use self::capabilities::Capabilities;
 pub use self::endpoint::Endpoint;
@@ -41,7 +42,8 @@ pub use self::none::NoSync;
 pub use self::random::random;
 use crate::attributes::Attributes;
 use crate::error::{Error, Result, UNNAMED};
-use crate::report::{Changes, Outcome, WaitFor, WorkerReport, WorkerStatus};
+use crate::log_limiter;
+use crate::report::Changes;
 use crate::set::SetSnapshot;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
@@ -150,6 +152,13 @@ pub struct Opening<'a> {
     pub options: TransferOptions,
 }
 
+/// Logs that a worker finds the end of its run, and waits for another one of the same init info.
+pub fn waits_for_a_restart(address: &str, ended: &str) {
+    log_limiter::warn_rarely(&format!(
+        "{address}: {ended}; this worker waits for a trainer that starts again with the same init info"
+    ));
+}
+
 /// The limits of memory and waiting for a transport. A transport without slots takes them as bounds
 /// of its own buffers.
 #[derive(Clone, Copy, Debug)]
@@ -219,25 +228,6 @@ pub struct Joining {
     pub single_attempt: bool,
 }
 
-/// Which workers a publication is for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Targets {
-    /// All there are, and those that join later.
-    #[default]
-    All,
-    /// Only these workers.
-    Workers(Vec<WorkerId>),
-}
-
-/// How far [`Outstanding::settle`] waits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Level {
-    /// The worker has the whole version and has checked it.
-    Staged,
-    /// The worker has loaded it.
-    Applied,
-}
-
 /// Which version of a model a worker asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -248,32 +238,6 @@ pub enum VersionRequest {
     AtLeast(Version),
     /// This one, if it is still kept.
     Exactly(Version),
-}
-
-/// The workers that are connected, and those that have left, for a sender that waits for workers.
-#[derive(Clone, Debug, Default)]
-pub struct Attendance {
-    /// The workers connected at present, by number.
-    pub workers: Vec<WorkerStatus>,
-    /// The workers that cannot use the models, until the caller has taken their refusals.
-    pub rejected: Vec<WorkerId>,
-    /// Workers that joined and are gone, in the order in which they joined. Only the last ones are
-    /// remembered.
-    pub gone: Vec<GoneWorker>,
-    /// How many workers have joined so far.
-    pub joined: u64,
-}
-
-/// A worker that has joined and gone.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GoneWorker {
-    /// Its last known status.
-    pub status: WorkerStatus,
-    /// How the worker went: [`Outcome::Left`], [`Outcome::Failed`], [`Outcome::Died`] or
-    /// [`Outcome::Lost`].
-    pub how: Outcome,
-    /// The worker's position among all that joined, from 1.
-    pub joined: u64,
 }
 
 /// The trainer's end.
@@ -443,14 +407,10 @@ pub trait Outstanding: fmt::Debug + Send + Sync {
     ///
     /// As [`settle`](Self::settle).
     fn is_settled(&self, level: Level) -> Result<bool> {
-        let wait = match level {
-            Level::Staged => WaitFor::Staged,
-            Level::Applied => WaitFor::Applied,
-        };
         let lines = self.settle(level, Some(Instant::now()))?;
         let mut lines = lines.iter();
         // A worker that is passed over does not become final by waiting, so it counts as settled.
-        Ok(lines.all(|line| line.outcome.is_final(wait) || line.late.is_some()))
+        Ok(lines.all(|line| line.outcome.is_final(level) || line.late.is_some()))
     }
 
     /// The changes since the versions before, if changes are encoded and known by now.

@@ -2,10 +2,9 @@
 
 use std::path::Path;
 
-use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_core::{ModelId, Run, Version, WorkerId, WorkerReport, WorkerStatus};
 
 use crate::error::{Error, Result};
-use crate::report::{WorkerReport, WorkerStatus};
 use crate::set::SetSnapshot;
 use crate::transport::{
     Attendance, Capabilities, CopyOptions, Deadline, Endpoint, Interrupter, Joining, Level,

@@ -70,7 +70,7 @@ fn setup() -> SenderSetup {
     SenderSetup::new("policy", &number(1.0)).unwrap()
 }
 
-/// Two models, the second of which does what the test wants.
+/// Two models; the second does what the test wants.
 #[derive(Default)]
 struct Agent {
     actor: Tensors,

@@ -131,13 +131,12 @@ fn a_count_that_is_not_reached_ends_by_the_deadline() {
 #[test]
 fn nobody_answers_where_no_sender_is() {
     let setup = SenderSetup::new("policy", &weights()).unwrap();
+    let since = Instant::now();
     let error = ReceiverSetup::new(setup.init_info(), 0)
         .connect(Some(BRIEF))
         .unwrap_err();
-    assert!(
-        matches!(&error, Error::NoSender { waited, .. } if *waited >= BRIEF),
-        "{error}"
-    );
+    assert!(since.elapsed() >= BRIEF);
+    assert!(matches!(&error, Error::NoSender { .. }), "{error}");
     assert_eq!(error.remedy(), Remedy::Retry);
 }
 

@@ -53,7 +53,7 @@ fn weights() -> Tensors {
     weights
 }
 
-/// Connects a sender with workers 0 to `count`, each of which has the first version.
+/// Connects a sender with workers 0 to `count`; each has the first version.
 fn connect(
     setup: SenderSetup,
     weights: &impl WeightExtractor,

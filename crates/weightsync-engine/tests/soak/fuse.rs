@@ -76,7 +76,7 @@ impl Lit {
             Some(Fuse { after, moment }) if after == number => match moment {
                 // The thread lives as long as this end of the channel.
                 Moment::Later(delay) => drop(self.spark.send(Instant::now() + delay)),
-                // A step of which nobody can say what half of it is.
+                // A step that has no half.
                 Moment::Midway => end(),
             },
             _ => {}

@@ -2,13 +2,11 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use weightsync_core::{Dtype, Epoch, Layout, Run, WorkerId};
+use weightsync_core::{Dtype, Epoch, Layout, Level, Run, Targets, WorkerId};
 
 use super::*;
 use crate::model::ModelSpec;
-use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader};
-use crate::report::Level;
 use crate::wait::WaitStyle;
 use crate::wire::Delivery;
 use crate::writer::{SegmentOptions, Writer};
@@ -69,7 +67,7 @@ fn rest(writer: &Writer) {
 #[test]
 fn a_large_model_has_one_slot_until_it_is_sent() {
     let (mut writer, mut reader) = pair(SegmentOptions::default());
-    let there = writer.wait_readers(soon(), |there| there.readers.len() == 1);
+    let there = writer.wait_readers(soon(), |there| there.workers.len() == 1);
     assert!(there.unwrap());
     rest(&writer);
     assert_eq!(writer.slots(0), 1, "nothing was sent");

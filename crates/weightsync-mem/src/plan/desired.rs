@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Targets, Version, WorkerId};
 
-use super::{SlotsExhausted, Targets};
+use super::SlotsExhausted;
 use crate::protocol::{MAX_MODELS, MAX_SLOTS, SlotSet};
 use crate::set::ModelSet;
 

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Targets, Version, WorkerId};
 
 use super::mailbox::Mailbox;
 #[cfg(test)]
 use super::mailbox::Waiting;
-use super::{Key, Lend, Model, Plan, Published, SlotsExhausted, Step, Targets};
+use super::{Key, Lend, Model, Plan, Published, SlotsExhausted, Step};
 use crate::protocol::{MAX_SLOTS, SlotSet};
 use crate::set::{ModelSet, SetEntry};
 use crate::wire::Delivery;

@@ -3,6 +3,8 @@
 
 mod walk;
 
+use weightsync_core::Targets;
+
 use super::*;
 use crate::protocol::MAX_RECORDS;
 use crate::set::Models;

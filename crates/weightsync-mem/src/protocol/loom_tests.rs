@@ -19,11 +19,11 @@ use loom::sync::Arc;
 use loom::thread;
 
 use super::*;
-use crate::plan::{Key, Lend, Plan, Step, Targets};
+use crate::plan::{Key, Lend, Plan, Step};
 use crate::scan::{self, Claims, Words};
 use crate::set::Models;
 use crate::wire::Delivery;
-use weightsync_core::WorkerId;
+use weightsync_core::{Targets, WorkerId};
 
 /// Two halves, so that what is torn can be told.
 struct Pair([UnsafeCell<u64>; 2]);
@@ -86,7 +86,7 @@ impl World {
 enum Channel {
     /// By the live word.
     Live,
-    /// By the queue, of which this many entries may wait.
+    /// By the queue, in which this many entries may wait.
     Queue(u8),
 }
 

@@ -1,6 +1,27 @@
 //! How a reader joins: it sends a hello, and the sender hands over the segment.
 
-use super::*;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use weightsync_core::Version;
+
+use super::{ANSWER_TIME, AttachOptions, RELAY_TIME, Reader};
+use crate::error::{Error, bad, unexpected};
+use crate::interrupt;
+use crate::map::{Mapping, OwnedFile};
+use crate::model::{Description, Model, ModelSpec};
+use crate::pins::{PinBook, PinOwner};
+use crate::protocol::{MAX_BOUND, MAX_MODELS};
+use crate::set::Models;
+use crate::shared::{CONTROL_BYTES, Control, Exit, HEADER_BYTES, MAILBOX_BYTES, MODEL_PAGE_BYTES};
+use crate::slot::Slot;
+use crate::socket::Socket;
+use crate::spans::SlotShape;
+use crate::wait::{Deadline, Doorbell, passed, poll};
+use crate::watch::{Mapped, Watch};
+use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
 
 impl Reader {
     /// Joins a segment, and waits for its sender until the deadline. A sender that is there has a

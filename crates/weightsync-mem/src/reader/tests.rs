@@ -4,13 +4,12 @@ mod pages;
 
 use std::sync::atomic::AtomicU32;
 
-use weightsync_core::{Dtype, Layout};
+use weightsync_core::{Dtype, Layout, Level, Outcome, Targets};
 
 use super::*;
-use crate::plan::Targets;
 use crate::protocol::Live;
-use crate::report::{Level, Outcome, Publication};
-use crate::wire::Want;
+use crate::report::Publication;
+use crate::wire::{FromSender, Want};
 use crate::writer::{SegmentOptions, Writer};
 
 fn soon() -> Deadline {

@@ -4,14 +4,15 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Outcome, Version, WorkerId};
 
 use super::Reader;
 use crate::grow::Growth;
 use crate::plan::{Key, Plan, Step};
+use crate::service::deny;
 use crate::set::Models;
 use crate::slot::Slot;
-use crate::wire::{Delivery, FromSender};
+use crate::wire::Delivery;
 
 /// How many departed readers are remembered.
 const MAX_GONE: usize = 1 << 16;
@@ -81,6 +82,18 @@ pub enum Departure {
     /// The reader was silent for too long: its link, or the relay that acted for it, is gone. It
     /// may come back.
     Lost,
+}
+
+impl Departure {
+    /// What its line says; `reason` is why it could use nothing more, if it said so.
+    pub(crate) fn outcome(self, reason: Option<String>) -> Outcome {
+        match (self, reason) {
+            (_, Some(reason)) => Outcome::Failed { reason },
+            (Self::Left, None) => Outcome::Left,
+            (Self::Died, None) => Outcome::Died,
+            (Self::Lost, None) => Outcome::Lost,
+        }
+    }
 }
 
 /// A reader that cannot use the models, whatever the version.
@@ -220,11 +233,7 @@ impl State {
     /// ever.
     pub(crate) fn turn_away(&mut self, key: Key, reason: String) {
         if let Some(socket) = self.readers.get(&key).and_then(Reader::socket) {
-            let denied = FromSender::Denied {
-                reason: reason.clone(),
-            };
-            // If the reader does not read, it does not learn of this.
-            let _ = socket.send(&denied.encode(), &[]);
+            deny(socket, reason.clone());
         }
         self.reject(key, reason);
     }

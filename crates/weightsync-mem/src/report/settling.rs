@@ -3,7 +3,14 @@
 #[cfg(test)]
 mod tests;
 
-use super::*;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use weightsync_core::{Level, Outcome, Version, WorkerReport};
+
+use super::Publication;
+use crate::plan::{Disposition, Key};
+use crate::registry::{Departure, Gone, Reader, Shared, State};
 
 /// What a wait for readers knows so far.
 pub(super) struct Settling<'a> {
@@ -19,7 +26,7 @@ pub(super) struct Settling<'a> {
     pub(super) awaited: Open,
     /// Readers not to wait for, because they were late before and have not moved.
     passed: Open,
-    pub(super) lines: Vec<ReaderOutcome>,
+    pub(super) lines: Vec<WorkerReport>,
     /// Departed readers among the lines, which are reported once.
     reported: Vec<Key>,
     /// Readers that have a line. Some were connected when it was made, and may depart at any
@@ -84,7 +91,7 @@ impl<'a> Settling<'a> {
     }
 
     /// Moves readers whose outcome is known to `lines`.
-    pub(super) fn look(&mut self) {
+    pub(super) fn note_settled(&mut self) {
         self.after = None;
         let mut state = self.shared.state();
         if self.publication.full.is_some() && state.plan.anything_waits() {
@@ -191,7 +198,7 @@ impl<'a> Settling<'a> {
             }
             let reason = one.reason;
             self.named.push(one.key);
-            self.lines.push(ReaderOutcome {
+            self.lines.push(WorkerReport {
                 worker: one.key.0,
                 pid: one.pid,
                 outcome: Outcome::Refused { reason },
@@ -242,7 +249,7 @@ impl<'a> Settling<'a> {
             if self.lines.iter().any(|line| line.worker == *worker) {
                 continue;
             }
-            self.lines.push(ReaderOutcome {
+            self.lines.push(WorkerReport {
                 worker: *worker,
                 pid: 0,
                 outcome: Outcome::Absent,
@@ -266,7 +273,7 @@ impl<'a> Settling<'a> {
             _ => None,
         };
         self.named.push(key);
-        self.lines.push(ReaderOutcome {
+        self.lines.push(WorkerReport {
             worker: key.0,
             pid: reader.pid(),
             outcome,
@@ -288,19 +295,14 @@ impl<'a> Settling<'a> {
         let did_its_part = self
             .publication
             .is_applied(gone.models, gone.applied, loaded);
-        let outcome = match (gone.departure, &gone.reason) {
+        let outcome = match gone.departure {
             // The worker did its part before it left.
-            (Departure::Left, _) if did_its_part => Outcome::Applied,
-            (_, Some(reason)) => Outcome::Failed {
-                reason: reason.clone(),
-            },
-            (Departure::Left, None) => Outcome::Left,
-            (Departure::Died, None) => Outcome::Died,
-            (Departure::Lost, None) => Outcome::Lost,
+            Departure::Left if did_its_part => Outcome::Applied,
+            departure => departure.outcome(gone.reason.clone()),
         };
         let after = self.after();
         self.named.push(gone.key);
-        self.lines.push(ReaderOutcome {
+        self.lines.push(WorkerReport {
             worker: gone.key.0,
             pid: gone.pid,
             outcome,

@@ -5,14 +5,11 @@ mod forked;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use weightsync_core::{Dtype, Epoch, Layout, Run};
+use weightsync_core::{Attendance, Dtype, Epoch, Layout, Level, Outcome, Run, Targets};
 
 use super::*;
 use crate::model::ModelSpec;
-use crate::plan::Targets;
 use crate::reader::{AttachOptions, Reader as Worker};
-use crate::registry::Attendance;
-use crate::report::{Level, Outcome};
 use crate::shared::Control;
 use crate::slot::Slot;
 use crate::wait::{Deadline, WaitStyle};
@@ -64,7 +61,7 @@ fn sender(name: &str) -> (String, Writer) {
 }
 
 fn wait_for_one(writer: &Writer) {
-    let one = |there: &Attendance| there.readers.len() == 1;
+    let one = |there: &Attendance| there.workers.len() == 1;
     assert!(writer.wait_readers(soon(), one).unwrap());
 }
 
@@ -434,7 +431,7 @@ fn closing_sender_admits_no_reader() {
     assert_eq!(shared.watched().len(), 1);
 }
 
-/// Gives the model another slot, of which nobody is told yet.
+/// Gives the model another slot, and tells nobody yet.
 fn grow_unheard(shared: &Shared) {
     let bytes = shared.models[0].model.slot_bytes();
     let file = Slot::new(bytes, &AtomicBool::new(false)).unwrap();

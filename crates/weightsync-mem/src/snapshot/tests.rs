@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 use weightsync_core::record::RECORD_WORDS;
-use weightsync_core::{Dtype, Epoch, WorkerId};
+use weightsync_core::{Dtype, Epoch, Targets, WorkerId};
 
 use super::*;
 use crate::map::{Mapping, OwnedFile};
 use crate::spans::{CHECKSUM_BLOCK, SlotShape, Spans};
 use crate::wire::FromSender;
 use crate::{
-    AttachOptions, CopyOptions, Delivery, ModelSpec, Reader, SegmentOptions, Source, Targets,
-    WaitStyle, Writer,
+    AttachOptions, CopyOptions, Delivery, ModelSpec, Reader, SegmentOptions, Source, WaitStyle,
+    Writer,
 };
 
 fn soon() -> crate::Deadline {

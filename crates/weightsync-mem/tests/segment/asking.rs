@@ -70,7 +70,7 @@ fn a_reader_that_asks_gets_what_it_asks_for() {
         let taken = answered(&mut asks);
         // The set of that time: never the models of different ones.
         assert_eq!(versions(&taken), [(0, version), (1, version)]);
-        assert_eq!(writer.readers()[0].applied[0], Version(version));
+        assert_eq!(writer.readers()[0].versions[0], Version(version));
     }
     for missing in [1, 9] {
         asks.ask(exactly(missing)).unwrap();
@@ -165,7 +165,7 @@ fn worker_on_an_older_version_does_not_count_as_newer() {
     drop(reader);
     assert!(
         writer
-            .wait_readers(within(20), |there| there.readers.is_empty())
+            .wait_readers(within(20), |there| there.workers.is_empty())
             .unwrap()
     );
     let lines = waiter.settle(&fourth, Level::Applied, within(20)).unwrap();
@@ -195,7 +195,7 @@ fn pull_answer_leaves_the_newest_for_receive() {
     assert_eq!((versions(&old), old.sequence), (vec![(0, 3)], 0));
     reader.applied(&old).unwrap();
     // The reader runs the older version, which says nothing about what it was sent.
-    assert_eq!(writer.readers()[0].applied, [Version(3)]);
+    assert_eq!(writer.readers()[0].versions, [Version(3)]);
     let now = Some(Instant::now());
     let lines = writer.waiter().settle(&pushed, Level::Staged, now).unwrap();
     assert_eq!(outcomes(&lines), [(0, Outcome::Late)]);

@@ -255,10 +255,10 @@ fn outcome_is_applied_only_for_loaded_versions() {
             .unwrap_err();
         assert!(matches!(error, Error::BadOption { .. }), "{error}");
     }
-    assert_eq!(writer.readers()[0].applied, [Version::NONE; 2]);
+    assert_eq!(writer.readers()[0].versions, [Version::NONE; 2]);
     reader.applied(&taken).unwrap();
     let applied = [Version::NONE, Version(1)];
-    assert_eq!(writer.readers()[0].applied, applied);
+    assert_eq!(writer.readers()[0].versions, applied);
 }
 
 #[test]
@@ -387,7 +387,7 @@ fn a_late_reader_is_passed_over_until_it_moves() {
     });
     assert!(waits.join().unwrap().is_ok());
     assert_eq!(take(&mut every).version(), Version(1));
-    let waited = |lines: &[weightsync_mem::ReaderOutcome]| {
+    let waited = |lines: &[weightsync_mem::WorkerReport]| {
         let waited = lines.iter().filter(|line| line.late.is_none());
         waited.map(|line| line.worker.0).collect::<Vec<_>>()
     };

@@ -25,7 +25,7 @@ fn a_reader_that_left_is_a_line_once() {
     take(&mut stays);
     assert!(
         writer
-            .wait_readers(within(20), |there| there.readers.len() == 1)
+            .wait_readers(within(20), |there| there.workers.len() == 1)
             .unwrap()
     );
     let lines = settle(&writer, &publication);

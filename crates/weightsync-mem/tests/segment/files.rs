@@ -63,7 +63,7 @@ fn a_sender_out_of_files_does_not_blame_its_workers() {
         limit(64, Some(64));
         let writer = writer(&address, slots(2, 2));
         let error = loop {
-            match writer.wait_readers(within(1), |there| there.readers.len() == WORKERS as usize) {
+            match writer.wait_readers(within(1), |there| there.workers.len() == WORKERS as usize) {
                 Ok(met) => assert!(!met),
                 Err(error) => break error,
             }

@@ -22,7 +22,7 @@ use std::time::Instant;
 use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
 use weightsync_mem::{
     AttachOptions, CopyOptions, Deadline, Delivery, Level, ModelSpec, Outcome, Publication, Reader,
-    ReaderOutcome, SegmentOptions, Snapshot, Source, Taken, Targets, WaitStyle, Writer,
+    SegmentOptions, Snapshot, Source, Taken, Targets, WaitStyle, WorkerReport, Writer,
 };
 
 const SECRET: [u8; 16] = *b"secret of tests!";
@@ -156,7 +156,7 @@ fn workers(numbers: &[u32]) -> Targets {
 }
 
 /// The lines of a publication once it is applied everywhere, within 20 s.
-fn settle(writer: &Writer, publication: &Publication) -> Vec<ReaderOutcome> {
+fn settle(writer: &Writer, publication: &Publication) -> Vec<WorkerReport> {
     let waiter = writer.waiter();
     waiter
         .settle(publication, Level::Applied, within(20))
@@ -237,7 +237,7 @@ fn changed(taken: &Taken) -> Vec<usize> {
 }
 
 /// Each line's worker and outcome.
-fn outcomes(lines: &[ReaderOutcome]) -> Vec<(u32, Outcome)> {
+fn outcomes(lines: &[WorkerReport]) -> Vec<(u32, Outcome)> {
     let lines = lines.iter();
     lines
         .map(|line| (line.worker.0, line.outcome.clone()))

@@ -34,7 +34,7 @@ fn many_wait_at_once_and_each_hears_its_own() {
         let seventh = |readers: &[_]| readers.len() == 7;
         assert!(
             writer
-                .wait_readers(within(20), |there| seventh(&there.readers))
+                .wait_readers(within(20), |there| seventh(&there.workers))
                 .unwrap()
         );
         writer

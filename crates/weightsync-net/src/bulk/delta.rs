@@ -5,10 +5,8 @@ mod ring;
 mod versions;
 
 use std::fmt;
-use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
 
 use weightsync_core::delta::{self, Codec, Encoded, Pattern, Scratch};
 use weightsync_core::{Layout, Version};

@@ -13,13 +13,12 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::Run;
-use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
-use weightsync_mem::{BlockWrite, PartialSlot, Snapshot};
+use weightsync_core::delta::Scratch;
+use weightsync_mem::PartialSlot;
 use weightsync_simd::Crc64;
 
 pub(crate) use self::make::Base;
 use self::requested::{Requested, ranges};
-use super::delta::{Coded, Delta, Span};
 use super::serve::invalid;
 use super::stop::Threads;
 use super::store::{Held, Store};
@@ -30,8 +29,8 @@ use crate::link::{Credentials, blocking};
 use crate::relay::Item;
 use crate::tls::Peer;
 use crate::wire::frame::{
-    BLOCK, BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES,
-    Header, Kind, SPAN_BLOCKS,
+    BLOCK_HEAD_BYTES, BlockHead, DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES, Header,
+    Kind, SPAN_BLOCKS,
 };
 use crate::wire::hello::Role;
 use crate::wire::message::{MAX_RANGES, Message, ToChild, ToParent, Wanted};
@@ -228,7 +227,7 @@ impl Fetch {
             first_end: Mutex::default(),
             sockets: Mutex::default(),
             digests: Mutex::default(),
-            before: Mutex::new(throughput.came()),
+            before: Mutex::new(throughput.transferred()),
             throughput,
             bytes: AtomicU64::new(0),
             coded: AtomicU64::new(0),
@@ -497,7 +496,7 @@ impl Shared {
         }
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
         self.coded.fetch_sub(coded, Ordering::Relaxed);
-        let all = self.throughput.came();
+        let all = self.throughput.transferred();
         let mut came = all.share(std::mem::replace(&mut before, all), bytes);
         if coded > bytes / 8 {
             // A time of zero is no measurement.

@@ -7,25 +7,23 @@ use std::collections::HashMap;
 use std::io::{self, IoSlice, Write};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::net::sockopt;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, oneshot};
+use weightsync_core::Run;
 use weightsync_core::delta::Scratch;
-use weightsync_core::{Run, Version};
 
 use self::transfer::Transfer;
 use super::delta::{Delta, Span};
 use super::stop::Threads;
-use super::store::{BlockState, Held, Store};
-use super::{IDLE, PATIENCE, STUCK};
+use super::store::{Held, Store};
+use super::{IDLE, STUCK};
 use crate::link::admission::{Admitted, Doing, Room};
 use crate::link::stream::{AsyncStream, Stream};
 use crate::relay::Item;
-use crate::wire::frame::{
-    BLOCK, BlockHead, DeltaHead, HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS,
-};
+use crate::wire::frame::{HEADER_BYTES, Header, Kind, SPAN, SPAN_BLOCKS};
 use crate::wire::message::{Message, ToChild, ToParent, Wanted};
 
 /// A waiting child is given up when its host has not answered for this long.
@@ -216,7 +214,7 @@ impl Serving {
             };
             let (done, served) = oneshot::channel();
             self.threads.spawn("weightsync-serve", move || {
-                let result = transfer.go_on(&mut stream);
+                let result = transfer.serve_turn(&mut stream);
                 drop((watched, permit));
                 // The child may have gone meanwhile; then nobody receives this.
                 let _ = done.send((transfer, result.map(|over| (stream, over))));

@@ -46,8 +46,8 @@ pub(super) struct Arrival<'a>(&'a Throughput);
 
 impl Throughput {
     /// Everything that has been transferred.
-    pub(super) fn came(&self) -> Transferred {
-        self.gauge().came()
+    pub(super) fn transferred(&self) -> Transferred {
+        self.gauge().transferred()
     }
 
     /// A block begins to arrive.
@@ -76,7 +76,7 @@ impl Drop for Arrival<'_> {
 
 impl Gauge {
     /// Everything that has been transferred.
-    pub(crate) fn came(&self) -> Transferred {
+    pub(crate) fn transferred(&self) -> Transferred {
         self.came
     }
 
@@ -137,19 +137,19 @@ mod tests {
         };
         let one = throughput.begin(at(0));
         one.more(10, at(1));
-        let before = throughput.came();
+        let before = throughput.transferred();
         let other = throughput.begin(at(1));
         other.more(5, at(2));
         one.more(5, at(2));
         drop(one);
         other.more(10, at(3));
         drop(other);
-        assert_eq!(throughput.came(), came(30, 3000));
-        assert_eq!(throughput.came().share(before, 15), came(15, 1500));
+        assert_eq!(throughput.transferred(), came(30, 3000));
+        assert_eq!(throughput.transferred().share(before, 15), came(15, 1500));
         // Time in which the parent itself waits for the block does not count.
         let late = throughput.begin(at(60));
         late.more(10, at(61));
-        assert_eq!(throughput.came(), came(40, 4000));
+        assert_eq!(throughput.transferred(), came(40, 4000));
         assert_eq!(
             Transferred::default().share(Transferred::default(), 0),
             came(0, 0)

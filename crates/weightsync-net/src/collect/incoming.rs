@@ -48,7 +48,7 @@ impl Wanted {
     }
 }
 
-/// A part of which some bytes have come.
+/// A part, some of whose bytes have come.
 #[derive(Debug)]
 struct UnderWay {
     wanted: Wanted,

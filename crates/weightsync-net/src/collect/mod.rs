@@ -72,6 +72,8 @@ pub(crate) enum Gone {
     Part(#[from] PartError),
     #[error("it sends more messages than it was asked for")]
     Flood,
+    #[error("its connection was closed for another one, as there were too many")]
+    ForAnother,
 }
 
 impl From<io::Error> for Gone {

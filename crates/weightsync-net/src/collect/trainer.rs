@@ -214,12 +214,14 @@ impl Places {
         let mut frames = Frames::new(socket.clone(), ASKS);
         let (worker, ticket) = joining(&mut frames)?;
         frames.wait_for(SILENT);
+        // One with a place is not closed for another, and one that was gets no place.
+        if !self.connections().is_now(number, Doing::Busy) {
+            return Err(Gone::ForAnother);
+        }
         let seat = match self.admit(worker, ticket, socket.socket(), from)? {
-            Ok(seat) => {
-                self.connections().is_now(number, Doing::Busy);
-                seat
-            }
+            Ok(seat) => seat,
             Err(answer) => {
+                self.connections().is_now(number, Doing::Idle);
                 match &answer {
                     ToWorker::End { reason } => {
                         tracing::warn!("a worker from {from} was refused: {reason}");
@@ -358,5 +360,34 @@ fn joining(frames: &mut Frames) -> Result<(Option<u32>, Option<u64>), Gone> {
     match ToTrainer::decode(payload)? {
         ToTrainer::Join { worker, ticket } => Ok((worker, ticket)),
         _ => Err(PartError::NotJoined.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connection_that_was_closed_for_another_gets_no_place() {
+        let places = Places {
+            workers: 1,
+            ..Places::default()
+        };
+        let place = Place::new(0, None, Vec::new()).unwrap();
+        places.lock().insert(0, place.seat.clone());
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let worker = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (socket, from) = listener.accept().unwrap();
+        let joins = ToTrainer::Join {
+            worker: Some(0),
+            ticket: None,
+        };
+        write_message(&Stream::plain(worker), &joins).unwrap();
+        let socket = Arc::new(Stream::plain(socket));
+        // No connection has this number any more.
+        let gone = places.serve(&socket, from, 7).unwrap_err();
+        assert!(matches!(gone, Gone::ForAnother), "{gone}");
+        assert!(matches!(place.seat.lock().stage, Stage::Open));
+        assert_eq!(place.hear(), None);
     }
 }

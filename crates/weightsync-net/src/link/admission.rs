@@ -6,6 +6,7 @@
 //! The input and the output are plain values; the caller brings the time.
 
 use std::cmp::Reverse;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
@@ -95,9 +96,15 @@ pub enum Full {
 }
 
 /// The connections that a listener keeps.
+///
+/// A new connection costs a look at its own address; only one that takes another's place costs a
+/// look at each address.
 #[derive(Debug)]
 pub struct Admitted<T> {
-    all: BTreeMap<u64, One<T>>,
+    all: HashMap<u64, One<T>>,
+    of_each: HashMap<IpAddr, OfOne>,
+    /// How many have not proved themselves yet.
+    unproved: usize,
     /// Counts what happens, and so tells what happened first.
     last: u64,
 }
@@ -111,10 +118,36 @@ struct One<T> {
     handle: T,
 }
 
+/// The connections of one address: for each [`Doing`] their numbers, by when they began to do it.
+#[derive(Debug, Default)]
+struct OfOne([BTreeMap<u64, u64>; 3]);
+
+impl OfOne {
+    fn that_are(&self, doing: Doing) -> &BTreeMap<u64, u64> {
+        &self.0[doing as usize]
+    }
+
+    fn that_are_mut(&mut self, doing: Doing) -> &mut BTreeMap<u64, u64> {
+        &mut self.0[doing as usize]
+    }
+
+    fn count(&self) -> usize {
+        self.0.iter().map(BTreeMap::len).sum()
+    }
+
+    /// When the one that has been doing this for the longest time began, and its number.
+    fn oldest(&self, doing: Doing) -> Option<(u64, u64)> {
+        let first = self.that_are(doing).first_key_value();
+        first.map(|(since, number)| (*since, *number))
+    }
+}
+
 impl<T> Default for Admitted<T> {
     fn default() -> Self {
         Self {
-            all: BTreeMap::new(),
+            all: HashMap::new(),
+            of_each: HashMap::new(),
+            unproved: 0,
             last: 0,
         }
     }
@@ -138,8 +171,9 @@ impl<T> Admitted<T> {
         handle: T,
     ) -> Result<(u64, Option<T>), Full> {
         let closes = self.closes(from, doing, room)?;
-        let closed = closes.and_then(|number| self.all.remove(&number));
+        let closed = closes.and_then(|number| self.remove(number));
         let since = self.now();
+        self.count_in(since, from, doing, since);
         let one = One {
             from,
             doing,
@@ -156,13 +190,16 @@ impl<T> Admitted<T> {
         let Some(one) = self.all.get_mut(&number) else {
             return false;
         };
+        let (from, before, since) = (one.from, one.doing, one.since);
         (one.doing, one.since) = (doing, now);
+        self.count_out(from, before, since);
+        self.count_in(number, from, doing, now);
         true
     }
 
     /// A connection has ended.
     pub fn leave(&mut self, number: u64) {
-        self.all.remove(&number);
+        self.remove(number);
     }
 
     /// Whether a connection was neither closed for another one, nor has ended.
@@ -172,7 +209,14 @@ impl<T> Admitted<T> {
 
     /// Forgets connections for which this does not hold.
     pub(crate) fn retain(&mut self, of: impl Fn(&T) -> bool) {
-        self.all.retain(|_, one| of(&one.handle));
+        let all = self.all.iter();
+        let gone: Vec<u64> = all
+            .filter(|(_, one)| !of(&one.handle))
+            .map(|(number, _)| *number)
+            .collect();
+        for number in gone {
+            self.leave(number);
+        }
     }
 
     /// How many there are.
@@ -185,53 +229,63 @@ impl<T> Admitted<T> {
         self.last
     }
 
+    fn remove(&mut self, number: u64) -> Option<One<T>> {
+        let one = self.all.remove(&number)?;
+        self.count_out(one.from, one.doing, one.since);
+        Some(one)
+    }
+
+    fn count_in(&mut self, number: u64, from: IpAddr, doing: Doing, since: u64) {
+        self.unproved += usize::from(doing == Doing::Unproved);
+        let of_one = self.of_each.entry(from).or_default();
+        of_one.that_are_mut(doing).insert(since, number);
+    }
+
+    fn count_out(&mut self, from: IpAddr, doing: Doing, since: u64) {
+        self.unproved -= usize::from(doing == Doing::Unproved);
+        if let Entry::Occupied(mut of_one) = self.of_each.entry(from) {
+            of_one.get_mut().that_are_mut(doing).remove(&since);
+            if of_one.get().count() == 0 {
+                of_one.remove();
+            }
+        }
+    }
+
     /// The connection that is closed for another one from here, if there are too many.
     fn closes(&self, from: IpAddr, doing: Doing, room: &Room) -> Result<Option<u64>, Full> {
-        let is_of_it = |one: &One<T>| one.from == from;
-        let is_unproved = |one: &One<T>| one.doing == Doing::Unproved;
-        let is_idle = |one: &One<T>| one.doing == Doing::Idle;
-        let count = |which: &dyn Fn(&One<T>) -> bool| {
-            let all = self.all.values();
-            all.filter(|one| which(one)).count()
-        };
         let is_stranger = doing == Doing::Unproved;
-        if is_stranger && count(&|one| is_of_it(one) && is_unproved(one)) >= room.unproved_of_one {
-            return Ok(self.oldest(|_| true, |one| is_of_it(one) && is_unproved(one)));
+        if let Some(of_it) = self.of_each.get(&from) {
+            let number_of = |doing| of_it.oldest(doing).map(|(_, number)| number);
+            if is_stranger && of_it.that_are(Doing::Unproved).len() >= room.unproved_of_one {
+                return Ok(number_of(Doing::Unproved));
+            }
+            if of_it.count() >= room.of_one {
+                let closes = number_of(Doing::Idle).or_else(|| number_of(Doing::Unproved));
+                return closes.map(Some).ok_or(Full::OfOne);
+            }
         }
-        if count(&is_of_it) >= room.of_one {
-            let idle = self.oldest(|_| true, |one| is_of_it(one) && is_idle(one));
-            let closes =
-                idle.or_else(|| self.oldest(|_| true, |one| is_of_it(one) && is_unproved(one)));
-            return closes.map(Some).ok_or(Full::OfOne);
-        }
-        if is_stranger
-            && count(&is_unproved) >= room.unproved
-            && let Some(oldest) = self.oldest(is_unproved, is_unproved)
-        {
-            return Ok(Some(oldest));
+        if is_stranger && self.unproved >= room.unproved {
+            let unproved = |of_one: &OfOne| of_one.that_are(Doing::Unproved).len();
+            if let Some(oldest) = self.oldest(Doing::Unproved, unproved) {
+                return Ok(Some(oldest));
+            }
         }
         if self.all.len() < room.all {
             return Ok(None);
         }
-        let idle = self.oldest(|_| true, is_idle);
-        let closes = idle.or_else(|| self.oldest(|_| true, is_unproved));
+        let idle = self.oldest(Doing::Idle, OfOne::count);
+        let closes = idle.or_else(|| self.oldest(Doing::Unproved, OfOne::count));
         closes.map(Some).ok_or(Full::All)
     }
 
-    /// Of the connections of a kind, the oldest one of the address that has the most of those that
-    /// count.
-    fn oldest(
-        &self,
-        counts: impl Fn(&One<T>) -> bool,
-        of_kind: impl Fn(&One<T>) -> bool,
-    ) -> Option<u64> {
-        let mut of_each: BTreeMap<IpAddr, usize> = BTreeMap::new();
-        for one in self.all.values().filter(|one| counts(one)) {
-            *of_each.entry(one.from).or_default() += 1;
-        }
-        let of_kind = self.all.iter().filter(|(_, one)| of_kind(one));
-        let oldest = of_kind.min_by_key(|(_, one)| (Reverse(of_each.get(&one.from)), one.since));
-        oldest.map(|(number, _)| *number)
+    /// The connection that has been doing this for the longest time, of those of the address that
+    /// has the most of them, as counted here.
+    fn oldest(&self, doing: Doing, count: impl Fn(&OfOne) -> usize) -> Option<u64> {
+        let oldest_of_each = self.of_each.values().filter_map(|of_one| {
+            let (since, number) = of_one.oldest(doing)?;
+            Some((Reverse(count(of_one)), since, number))
+        });
+        oldest_of_each.min().map(|(.., number)| number)
     }
 }
 
@@ -301,10 +355,11 @@ mod tests {
         /// Has the connections of an address do something.
         fn all_do(&mut self, from: u16, doing: Doing) {
             let of_it = self.0.all.iter();
-            let of_it: Vec<_> = of_it
+            let mut of_it: Vec<_> = of_it
                 .filter(|(_, one)| one.from == address(from))
                 .map(|(number, _)| *number)
                 .collect();
+            of_it.sort_unstable();
             for number in of_it {
                 assert!(self.0.is_now(number, doing));
             }
@@ -371,7 +426,7 @@ mod tests {
             assert_eq!(crowd.enter(number as u16, Doing::Idle, number), Ok(None));
         }
         // The first of the busiest address has just been asked something.
-        let first = *crowd.0.all.first_key_value().unwrap().0;
+        let first = *crowd.0.all.keys().min().unwrap();
         assert!(crowd.0.is_now(first, Doing::Busy));
         assert!(crowd.0.is_now(first, Doing::Idle));
         assert_eq!(crowd.enter(2, Doing::Unproved, 40), Ok(Some(1)));

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use tokio::net::TcpListener;
 use tokio::task::{AbortHandle, JoinSet};
+use weightsync_engine::log_limiter::{self, LogLimiter};
 
 use super::admission::{Admitted, Answers, Doing, Room};
-use super::log_limiter::{self, LogLimiter};
 use super::stream::AsyncStream;
 use super::{Credentials, GreetError, greet};
 use crate::wire::hello::{HelloError, Role};

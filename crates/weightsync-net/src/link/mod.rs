@@ -9,7 +9,6 @@
 pub mod admission;
 pub(crate) mod blocking;
 pub(crate) mod listen;
-pub mod log_limiter;
 mod secure;
 pub(crate) mod stream;
 

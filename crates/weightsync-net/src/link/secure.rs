@@ -62,7 +62,7 @@ impl Credentials {
                     socket.set_read_timeout(Some(left))?;
                     match (&socket).read(incoming.room(OF_MESSAGES)) {
                         Ok(0) => return Err(hung_up()),
-                        Ok(count) => incoming.came(count),
+                        Ok(count) => incoming.note_received(count),
                         Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                         Err(error) => return Err(ended(error)),
                     }
@@ -154,7 +154,7 @@ async fn shaken(
                 let room = incoming.room(OF_MESSAGES);
                 match socket.read(room).await.map_err(ended)? {
                     0 => return Err(hung_up()),
-                    count => incoming.came(count),
+                    count => incoming.note_received(count),
                 }
             }
         }

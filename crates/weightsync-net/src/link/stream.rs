@@ -129,7 +129,7 @@ impl Read for &Stream {
             match (&self.socket).read(incoming.room(AT_ONCE)) {
                 // As of a plain one: frames say where they end.
                 Ok(0) => return Ok(0),
-                Ok(count) => incoming.came(count),
+                Ok(count) => incoming.note_received(count),
                 Err(error) => return Err(error),
             }
         }
@@ -331,7 +331,7 @@ impl AsyncRead for AsyncStream {
             match room.filled().len() {
                 // As of a plain one: frames say where they end.
                 0 => return Poll::Ready(Ok(())),
-                count => tls.incoming.came(count),
+                count => tls.incoming.note_received(count),
             }
         }
     }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use weightsync_engine::Result;
 use weightsync_engine::transport::{Handoff, ReceiverTransport};
 
-use super::route::Found;
+use super::route::{Found, Route};
 use super::{Shared, State};
 
 /// The pause before the first look for a relay; later pauses are longer. Until the worker moves,
@@ -38,21 +38,26 @@ impl Shared {
         Self::start_looking(shared, state, Self::look_out_for_a_relay);
     }
 
-    /// The relay shows no sign of life: its process is stopped, or does not get to run. The worker
-    /// fetches for itself meanwhile, if its sender answers.
-    pub(super) fn relay_is_silent(shared: &Arc<Self>) {
+    /// The relay of this segment shows no sign of life: its process is stopped, or does not get to run.
+    /// The worker fetches for itself meanwhile, if its sender answers.
+    pub(super) fn relay_is_silent(shared: &Arc<Self>, relay: &Arc<str>) {
         let mut state = shared.state();
         // Without a thread that looks, the worker is at a relay. A worker that leaves needs none.
         if state.looks.is_none() && !shared.closed.load(Ordering::SeqCst) {
-            Self::start_looking(shared, &mut state, |shared| {
-                if Self::leave_a_silent_relay(shared) || !shared.has_looked() {
+            let relay = relay.clone();
+            Self::start_looking(shared, &mut state, move |shared| {
+                if Self::leave_a_silent_relay(shared, &relay) || !shared.has_looked() {
                     Self::look_out_for_a_relay(shared);
                 }
             });
         }
     }
 
-    fn start_looking(shared: &Arc<Self>, state: &mut State, work: fn(&Arc<Self>)) {
+    fn start_looking(
+        shared: &Arc<Self>,
+        state: &mut State,
+        work: impl FnOnce(&Arc<Self>) + Send + 'static,
+    ) {
         let own = shared.clone();
         let looks = std::thread::Builder::new()
             .name("weightsync-look".into())
@@ -64,9 +69,9 @@ impl Shared {
         }
     }
 
-    /// Moves to an agent of the worker's own. False if the worker stays: the sender does not answer
-    /// either, or the relay does again.
-    fn leave_a_silent_relay(shared: &Arc<Self>) -> bool {
+    /// Moves from the segment of a relay to an agent of the worker's own. False if the worker stays: the
+    /// sender does not answer either, the relay does again, or the worker is at another segment by now.
+    pub(super) fn leave_a_silent_relay(shared: &Arc<Self>, relay: &Arc<str>) -> bool {
         let goes_on = || !shared.closed.load(Ordering::SeqCst);
         let agent = match shared.route.agent_of_its_own(goes_on) {
             Ok(Some(agent)) if agent.run == shared.run => agent,
@@ -79,12 +84,12 @@ impl Shared {
             }
         };
         // A relay that did not get to run for a while may have just done so.
-        if shared.route.relay_answers(SIGN) {
+        if Route::answers(relay, SIGN) {
             return false;
         }
         let moved = Self::moves(shared, |old, handoff| {
             // It may have found another way meanwhile, because its relay has died.
-            match old.is_a_relays() {
+            match Arc::ptr_eq(&old.name, relay) {
                 true => shared.route.attach_to(agent, handoff).map(Some),
                 false => Ok(None),
             }
@@ -107,13 +112,13 @@ impl Shared {
             };
             pause = (pause * 2).min(longest);
             // No call of the worker waits for a relay that is stopped.
-            if !shared.route.relay_answers(SIGN) {
+            let Some(relay) = shared.route.answering_relay(SIGN) else {
                 continue;
-            }
+            };
             let moved = Self::moves(shared, |old, handoff| {
                 match since.elapsed() < STAYS && old.attached.reader().has_news() {
                     true => Ok(None),
-                    false => shared.route.find_relay(handoff),
+                    false => shared.route.attach_to_relay(&relay, handoff),
                 }
             });
             match moved {

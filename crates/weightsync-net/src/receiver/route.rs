@@ -1,8 +1,10 @@
 //! How a worker finds its sender.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_engine::transport::{
     Attached, Deadline, Endpoint, Handoff, Joining, ReceiverTransport, SILENT_SENDER, interrupt,
 };
@@ -11,7 +13,6 @@ use weightsync_mem::{AttachOptions, Origin, Reader};
 
 use crate::access::Access;
 use crate::error::{NetError, transport};
-use crate::link::log_limiter::{self, LogLimiter};
 use crate::relay::local::{self, Owner};
 use crate::relay::{Agent, AgentAddress, AgentOptions, Patience, Reach, StartError, left};
 use crate::scheme::{Distributed, Share, Unfinished};
@@ -66,6 +67,8 @@ pub(super) struct Route {
 pub(super) struct Found {
     // Dropped first: the worker leaves its segment before its agent leaves the sender.
     pub(super) attached: Attached,
+    /// The name at which it was found. Each segment has one of its own.
+    pub(super) name: Arc<str>,
     /// The agent, if the worker is its own.
     agent: Option<Agent>,
 }
@@ -83,9 +86,8 @@ impl Found {
 
     /// Leaves the segment, and returns the agent that this worker is itself.
     pub(super) fn leave(self) -> Option<Agent> {
-        let Self { attached, agent } = self;
-        drop(attached);
-        agent
+        drop(self.attached);
+        self.agent
     }
 
     /// How many bytes of versions the worker's own agent has fetched.
@@ -246,11 +248,16 @@ impl Route {
         self.scheme.share != Share::Nothing
     }
 
-    /// Whether this host has a relay that answers within this time.
-    pub(super) fn relay_answers(&self, within: Duration) -> bool {
+    /// Whether the relay with this name answers within this time.
+    pub(super) fn answers(name: &str, within: Duration) -> bool {
         let until = Some(Instant::now() + within);
-        let answers = |name: &String| weightsync_mem::is_answered(name, until).unwrap_or(false);
-        self.relays().iter().any(answers)
+        weightsync_mem::is_answered(name, until).unwrap_or(false)
+    }
+
+    /// A relay of this host that answers within this time. One that is stopped takes no time of the next.
+    pub(super) fn answering_relay(&self, within: Duration) -> Option<String> {
+        let mut relays = local::names(self.at.secret(), self.at.address(), Owner::Host).into_iter();
+        relays.find(|name| Self::answers(name, within))
     }
 
     /// An agent of the worker's own, whatever its host has; `None` if the sender does not answer.
@@ -261,31 +268,18 @@ impl Route {
 
     /// Attaches to an agent of the worker's own.
     pub(super) fn attach_to(&self, agent: Agent, handoff: &Handoff) -> Result<Found> {
-        let attached = self.attach(&agent.address, handoff, Instant::now() + ANSWER)?;
+        let found = self.attach(&agent.address, handoff, Instant::now() + ANSWER)?;
         let agent = Some(agent);
-        Ok(Found { attached, agent })
+        Ok(Found { agent, ..found })
     }
 
-    /// Attaches to the segment of this host's relay, if there is one.
-    pub(super) fn find_relay(&self, handoff: &Handoff) -> Result<Option<Found>> {
-        for name in self.relays() {
-            if !weightsync_mem::is_served(&name).unwrap_or(false) {
-                continue;
-            }
-            match self.attach(&name, handoff, Instant::now() + ANSWER) {
-                Ok(attached) => {
-                    let agent = None;
-                    return Ok(Some(Found { attached, agent }));
-                }
-                Err(Error::NoSender { .. }) => {}
-                Err(error) => return Err(error),
-            }
+    /// Attaches to the segment of the relay with this name, if it answers.
+    pub(super) fn attach_to_relay(&self, name: &str, handoff: &Handoff) -> Result<Option<Found>> {
+        match self.attach(name, handoff, Instant::now() + ANSWER) {
+            Ok(found) => Ok(Some(found)),
+            Err(Error::NoSender { .. }) => Ok(None),
+            Err(error) => Err(error),
         }
-        Ok(None)
-    }
-
-    fn relays(&self) -> Vec<String> {
-        local::names(self.at.secret(), self.at.address(), Owner::Host)
     }
 
     /// Whether the sender may have a successor at the same address.
@@ -310,10 +304,10 @@ impl Route {
                     continue;
                 }
                 match self.attach(name, handoff, Instant::now() + left(until, ANSWER)) {
-                    Ok(attached) => {
+                    Ok(found) => {
                         // This segment has what the kept agent fetches.
                         drop(self.kept());
-                        return Ok(found(attached, None));
+                        return Ok(SearchResult::Found(Box::new(found)));
                     }
                     // This process does not answer, or is about to end.
                     Err(Error::NoSender { .. }) => silent.push((*owner, name.clone())),
@@ -351,7 +345,10 @@ impl Route {
         };
         let until = Instant::now() + left(deadline, ANSWER).max(ANSWER);
         match self.attach(&agent.address, handoff, until) {
-            Ok(attached) => Ok(found(attached, Some(agent))),
+            Ok(found) => {
+                let agent = Some(agent);
+                Ok(SearchResult::Found(Box::new(Found { agent, ..found })))
+            }
             // The sender ended in between, or its answer takes long.
             Err(Error::NoSender { .. }) => {
                 self.keep(agent);
@@ -381,7 +378,7 @@ impl Route {
         }
     }
 
-    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Attached> {
+    fn attach(&self, name: &str, handoff: &Handoff, until: Instant) -> Result<Found> {
         let options = AttachOptions {
             address: name.into(),
             secret: *self.at.secret(),
@@ -395,7 +392,11 @@ impl Route {
             resume: handoff.resume(),
         };
         let reader = Reader::attach(&options, Some(until))?;
-        Attached::new(reader, &self.joining, self.scheme.own_copy)
+        Ok(Found {
+            attached: Attached::new(reader, &self.joining, self.scheme.own_copy)?,
+            name: name.into(),
+            agent: None,
+        })
     }
 
     /// Connects to the sender itself, or returns why that is not possible now.
@@ -463,10 +464,6 @@ impl StartError {
             Self::Broken(reason) => NetError::Broken { address, reason }.into(),
         }
     }
-}
-
-fn found(attached: Attached, agent: Option<Agent>) -> SearchResult {
-    SearchResult::Found(Box::new(Found { attached, agent }))
 }
 
 /// Whether a live process refuses this worker, for example because its number is taken.

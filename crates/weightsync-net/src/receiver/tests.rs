@@ -1,12 +1,16 @@
 //! A worker between two relays.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 use std::time::Duration;
 use std::{env, thread};
 
+use rustix::net::{
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketType, accept, bind, listen, recv, socket,
+};
 use weightsync_conformance::scale::{longest, prompt_limit};
 use weightsync_engine::transport::{Capabilities, Opening, Scheme, SenderTransport};
 use weightsync_engine::{
@@ -164,6 +168,92 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     let (receiver, next) = waits.join().unwrap();
     assert_eq!(next.unwrap().members()[0].snapshot.version().0, 2);
     assert!(shared.state().found.as_ref().unwrap().is_a_relays());
+    drop(receiver);
+    stop.stop();
+    running.join().unwrap();
+}
+
+/// The names of this host's relays.
+fn relay_names(info: &InitInfo) -> Vec<String> {
+    let at = info.endpoint();
+    local::names(at.secret(), at.address(), Owner::Host)
+}
+
+/// A socket with this name, which does not listen yet.
+fn taken_name(name: &str) -> OwnedFd {
+    let socket = socket(AddressFamily::UNIX, SocketType::SEQPACKET, None).unwrap();
+    let name = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+    bind(&socket, &name).unwrap();
+    socket
+}
+
+/// What the processes said first that have connected to it.
+fn first_words(stopped: &OwnedFd) -> Vec<Vec<u8>> {
+    rustix::io::ioctl_fionbio(stopped, true).unwrap();
+    let heard = std::iter::from_fn(|| accept(stopped).ok());
+    let words = heard.map(|socket| {
+        let mut words = [0; 4096];
+        let (count, _) = recv(&socket, &mut words, RecvFlags::DONTWAIT).unwrap();
+        words[..count].to_vec()
+    });
+    words.collect()
+}
+
+fn until_at_a_relay(shared: &Shared) -> Arc<str> {
+    let until = Instant::now() + longest();
+    loop {
+        let state = shared.state();
+        if let Some(found) = state.found.as_ref().filter(|found| found.is_a_relays()) {
+            return found.name.clone();
+        }
+        drop(state);
+        assert!(Instant::now() < until, "it goes to no relay");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// One that is stopped is asked for a sign of life. Only a relay that gives one is joined, as the worker
+/// can do nothing meanwhile.
+#[test]
+fn worker_joins_the_relay_that_answers_next_to_a_stopped_one() {
+    let (_sender, info) = trainer();
+    let receiver = worker(&info);
+    let names = relay_names(&info);
+    // Its thread looks at nothing meanwhile.
+    let state = receiver.shared.state();
+    let stopped = taken_name(&names[0]);
+    let (stop, running) = relay(&info);
+    listen(&stopped, 64).unwrap();
+    drop(state);
+    assert_eq!(*until_at_a_relay(&receiver.shared), *names[1]);
+    let words = first_words(&stopped);
+    assert!(!weightsync_mem::is_answered(&names[0], Some(Instant::now())).unwrap());
+    let asks = first_words(&stopped).pop().unwrap();
+    let others = words.iter().filter(|words| **words != asks);
+    assert!(
+        others.clone().all(Vec::is_empty),
+        "{:?}",
+        others.collect::<Vec<_>>()
+    );
+    drop(receiver);
+    stop.stop();
+    running.join().unwrap();
+}
+
+/// It heard that its relay is silent, and has found another one since.
+#[test]
+fn worker_leaves_no_relay_but_the_silent_one() {
+    let (_sender, info) = trainer();
+    let (stop, running) = relay(&info);
+    let receiver = worker(&info);
+    let silent = until_at_a_relay(&receiver.shared);
+    stop.stop();
+    running.join().unwrap();
+    let _taken = taken_name(&silent);
+    let (stop, running) = relay(&info);
+    assert_ne!(until_at_a_relay(&receiver.shared), silent);
+    assert!(!Shared::leave_a_silent_relay(&receiver.shared, &silent));
+    until_at_a_relay(&receiver.shared);
     drop(receiver);
     stop.stop();
     running.join().unwrap();

@@ -11,13 +11,14 @@ mod scrub;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::digest::Digest;
 use weightsync_core::{Run, WorkerId};
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::protocol::MAX_SLOTS;
 use weightsync_mem::{
     self as mem, Delivery, Ending, Listener, PartialSlot, Relay, SegmentOptions, Snapshot,
@@ -28,14 +29,13 @@ use self::asks::Question;
 use self::convert::join_message;
 use super::join::Joined;
 use super::plan::{Input, Item, Plan};
-use super::{AgentOptions, StartError, backoff};
+use super::{AgentOptions, StartError};
 use crate::bulk::{
     Connections, Fetch, FetchEnd, Held, MEASURABLE, Parent, Served, Serving, Store, Threads,
     Transferred,
 };
 use crate::link::Credentials;
 use crate::link::listen::accept_all;
-use crate::link::log_limiter::LogLimiter;
 use crate::link::{Link, LinkEnd, STARVED};
 use crate::wire::hello::Role;
 use crate::wire::message::{FromRoot, ToRoot, WorkerProgress};
@@ -188,6 +188,7 @@ impl Driver {
             max_slots: MAX_SLOTS as u8,
             history: 0,
             wait: WaitStyle::Sleep,
+            refused: log_limiter::refused,
             // The trainer decides who may join, and with what queue.
             ..SegmentOptions::default()
         };
@@ -317,7 +318,7 @@ impl Driver {
                         }
                     }
                 }
-                Event::Near(events) => self.near(events),
+                Event::Near(events) => self.on_local(events),
                 Event::Fetched(fetched) => self.fetched(fetched),
                 Event::Served(served) => self.served(served),
                 Event::Scrubbed { item, digest } => self.scrubbed(item, digest),
@@ -346,7 +347,7 @@ impl Driver {
                 biased;
                 Some(event) = inbox.recv() => {
                     if let Event::Near(events) = event {
-                        self.near(events);
+                        self.on_local(events);
                     }
                 }
                 _ = &mut joined => break,
@@ -354,11 +355,11 @@ impl Driver {
         }
         while let Ok(event) = inbox.try_recv() {
             if let Event::Near(events) = event {
-                self.near(events);
+                self.on_local(events);
             }
         }
         let last = self.relay.last_events();
-        self.near(last);
+        self.on_local(last);
         for (_, link) in [self.link.take(), self.before.take()].into_iter().flatten() {
             link.send(&ToRoot::Goodbye);
             link.finish().await;
@@ -391,7 +392,7 @@ impl Driver {
         }
     }
 
-    fn near(&mut self, events: Vec<mem::Event>) {
+    fn on_local(&mut self, events: Vec<mem::Event>) {
         let mut progress = Vec::new();
         let mut inputs = Vec::new();
         for event in events {

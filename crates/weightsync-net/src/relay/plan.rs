@@ -24,7 +24,7 @@
 
 mod worker;
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::Version;
 use weightsync_mem::{Delivery, WorkerInstance};

@@ -14,6 +14,7 @@ use weightsync_mem::Ending;
 
 use super::{Agent, AgentAddress, AgentOptions, StartError, Stopper};
 use crate::access::{Access, Token};
+use crate::address::{check_asked, told};
 use crate::error::{NetError, transport};
 use crate::tls::Part;
 use crate::wire::hello::HelloError;
@@ -172,6 +173,9 @@ impl Relay {
     /// again would not help: a wrong token, another program at an address where the relay never
     /// found its sender, another relay on this host, or an address that the settings forbid.
     pub fn run(&self, mut notify: impl FnMut(RelayEvent)) -> Result<()> {
+        check_asked(&self.address)?;
+        // Other hosts are told where a relay is, which is next to its sender.
+        told("the sender's address", &self.address)?;
         let mut seen = Epoch::default();
         let (mut failures, mut reported) = (0, Vec::new());
         let access = self.access()?;

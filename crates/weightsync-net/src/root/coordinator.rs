@@ -21,6 +21,7 @@ use tokio::task::JoinSet;
 use tokio::time::Instant;
 use weightsync_core::WorkerId;
 use weightsync_core::digest::Digest;
+use weightsync_engine::log_limiter::{self, LogLimiter};
 use weightsync_mem::{Models, RemoteReaderOptions, RemoteReaders, Snapshot};
 
 use self::holdings::Holdings;
@@ -28,9 +29,8 @@ use self::workers::{Asks, Worker};
 use super::membership::{AgentDeparture, LinkLoss, Membership, Process, Waiter};
 use super::recent::Recent;
 use super::scrub::{Round, Scrubs};
-use super::topology::{AgentId, Assigned, Endpoint, Topology, Why};
+use super::topology::{AgentId, Assigned, Endpoint, LeftParent, Topology};
 use crate::bulk::{Store, Threads};
-use crate::link::log_limiter::{self, LogLimiter};
 use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd};
 use crate::relay::Item;
@@ -379,7 +379,7 @@ impl Coordinator {
                     self.drop_agent(agent, TOO_MUCH);
                     return;
                 }
-                self.came(agent, &have);
+                self.note_held_by(agent, &have);
                 if !have.is_empty() {
                     self.begin_at(agent);
                 }
@@ -398,7 +398,7 @@ impl Coordinator {
                 self.assign(&assigned);
             }
             ToRoot::ParentLost { parent, .. } => {
-                let why = Why::Failed { now: self.now() };
+                let why = LeftParent::Failed { now: self.now() };
                 let assigned = self.topology.lost(agent, parent, why);
                 self.assign(&assigned);
             }
@@ -433,7 +433,7 @@ impl Coordinator {
     /// the agent that got them moves this agent alone: one that lies could take honest relays from
     /// the others otherwise. Of a relay that is not its parent it can say nothing.
     fn altered(&mut self, agent: AgentId, parent: AgentId, item: Item, block: u32) {
-        let assigned = self.topology.lost(agent, parent, Why::Altered);
+        let assigned = self.topology.lost(agent, parent, LeftParent::Altered);
         self.assign(&assigned);
         let is_its_parent = parent != 0 && !assigned.is_empty();
         let Some(relay) = self.agents.get_mut(&parent).filter(|_| is_its_parent) else {

@@ -176,11 +176,11 @@ impl Agent {
     }
 
     /// Avoids a parent; returns until when, if not for good.
-    fn avoid(&mut self, parent: AgentId, why: Why) -> Option<Duration> {
+    fn avoid(&mut self, parent: AgentId, why: LeftParent) -> Option<Duration> {
         let before = self.failed.get(&parent).copied();
         let for_good = before.is_some_and(|one| one.until == Duration::MAX);
         let now = match why {
-            Why::Failed { now } if !for_good => now,
+            LeftParent::Failed { now } if !for_good => now,
             _ => {
                 let failed = Failed {
                     avoided: true,
@@ -215,7 +215,7 @@ impl Agent {
 
 /// Why an agent fetches from a parent no more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Why {
+pub(crate) enum LeftParent {
     /// A fetch failed. The agent avoids this parent [for a while](Topology::again).
     Failed { now: Duration },
     /// The parent sent other bytes than were published. The agent never gets it again.
@@ -320,7 +320,12 @@ impl Topology {
 
     /// Reassigns an agent that fetches from a live parent no more. If the parent was the sender,
     /// even in the parent's place, the agent waits for the next assignment.
-    pub(crate) fn lost(&mut self, agent: AgentId, parent: AgentId, why: Why) -> Vec<Assigned> {
+    pub(crate) fn lost(
+        &mut self,
+        agent: AgentId,
+        parent: AgentId,
+        why: LeftParent,
+    ) -> Vec<Assigned> {
         if let Some(one) = self.agents.get_mut(&agent)
             && (one.parent == Some(parent) || parent == 0)
         {

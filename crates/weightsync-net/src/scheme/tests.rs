@@ -8,6 +8,7 @@ use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, SenderSetup, Tensors};
 
 use super::*;
+use crate::address::host_and_port;
 
 fn place(scheme: &Distributed) -> Result<Endpoint> {
     scheme.allocate_endpoint(&["policy".parse()?], None)

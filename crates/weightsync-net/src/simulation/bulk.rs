@@ -86,7 +86,7 @@ impl World {
         assert!(before.is_none(), "{item:?} is on its arrival to {child:?}");
         let instead = sender && agent.parent != Some(ROOT);
         let next = agent.coming[&item];
-        let before = self.network.gauge(child, parent.agent).came();
+        let before = self.network.gauge(child, parent.agent).transferred();
         let transfer = Transfer {
             child,
             parent,
@@ -253,7 +253,7 @@ impl World {
         let gauge = self.network.gauge(transfer.child, parent.agent);
         gauge.more(bytes, self.clock.instant());
         gauge.end();
-        let came = gauge.came().share(transfer.before, transfer.bytes);
+        let came = gauge.transferred().share(transfer.before, transfer.bytes);
         let next = transfer.next;
         let whole = next == transfer.blocks;
         let served = transfer.parent_open;

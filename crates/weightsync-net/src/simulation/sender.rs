@@ -17,7 +17,7 @@ use crate::root::membership::{
     AgentDeparture, JoinOutcome, LeaveOutcome, LinkLoss, Membership, Process, Waiter,
 };
 use crate::root::recent::Recent;
-use crate::root::topology::{AgentId, Assigned, Endpoint, Topology, Why};
+use crate::root::topology::{AgentId, Assigned, Endpoint, LeftParent, Topology};
 use crate::wire::message::{Delivery, FromRoot, ToRoot};
 
 pub(super) const RUN: Run = Run {
@@ -303,7 +303,7 @@ impl World {
                 let assigned = self
                     .sender
                     .topology
-                    .lost(agent, parent, Why::Failed { now });
+                    .lost(agent, parent, LeftParent::Failed { now });
                 self.assign(&assigned);
                 self.give_again_when_due();
             }

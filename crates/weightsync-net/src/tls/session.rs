@@ -216,7 +216,7 @@ impl Incoming {
     }
 
     /// So many bytes were put there.
-    pub(crate) fn came(&mut self, count: usize) {
+    pub(crate) fn note_received(&mut self, count: usize) {
         self.to += count;
     }
 }

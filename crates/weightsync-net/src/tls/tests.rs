@@ -49,7 +49,7 @@ impl End {
         }
         let room = self.incoming.room(bytes.len());
         room[..bytes.len()].copy_from_slice(bytes);
-        self.incoming.came(bytes.len());
+        self.incoming.note_received(bytes.len());
     }
 
     fn shake(&mut self) -> Result<Handshake, rustls::Error> {

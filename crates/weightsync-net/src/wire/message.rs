@@ -27,7 +27,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use weightsync_core::Remedy;
 
-use self::check::*;
+use self::check::{Check, CheckText, check_text, within};
 
 pub use self::bulk::{BlockRange, ToChild, ToParent, Wanted};
 pub use self::collect::{ToTrainer, ToWorker};

@@ -45,7 +45,7 @@ struct UnderWay {
 }
 
 impl Trajectories {
-    /// Of so many workers, none of which has begun a trajectory.
+    /// Of so many workers, before any has begun a trajectory.
     pub fn new(workers: usize) -> Self {
         Self {
             next: 0,

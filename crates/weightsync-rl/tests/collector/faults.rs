@@ -47,7 +47,7 @@ fn frames_that_are_no_numbers_are_refused() -> Outcome {
             other => panic!("{other:?}"),
         }
     }
-    // Its episodes are new ones, of which nothing is infinite.
+    // Its episodes are new ones, without anything infinite.
     collector.update_policy_weights(&torque(0.0)?)?;
     assert_eq!(collector.next_batch()?.frames.len(), 20);
     // A discrete action is a number, whatever the weights; its probability is none.

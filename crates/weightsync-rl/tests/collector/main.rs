@@ -62,7 +62,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// The tests of a module, by their paths: the check of docs/features.md finds them by these.
+/// The tests of a module, by their paths: xtask/tests/features.rs finds them by these.
 #[macro_export]
 macro_rules! trials {
     ($(self::$test:ident),* $(,)?) => {

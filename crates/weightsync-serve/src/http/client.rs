@@ -193,7 +193,9 @@ impl Ask {
 
 impl Client {
     pub(crate) fn new(addr: SocketAddr, bearer: Bearer, encryption: Encryption) -> Arc<Self> {
-        let host = HeaderValue::from_str(&addr.to_string())
+        // The number of an interface is this machine's own.
+        let host = SocketAddr::new(addr.ip(), addr.port()).to_string();
+        let host = HeaderValue::from_str(&host)
             .unwrap_or_else(|_| unreachable!("an address is a header's value"));
         Arc::new(Self {
             addr,
@@ -446,7 +448,7 @@ impl Reply {
     }
 }
 
-/// A body of lines, each of which is a JSON value.
+/// A body of lines; each line is a JSON value.
 #[derive(Debug)]
 pub(crate) struct Lines {
     reply: Reply,

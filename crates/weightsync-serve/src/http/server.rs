@@ -1,11 +1,11 @@
 //! The HTTP server: which connections it accepts, and how many at a time.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -14,6 +14,7 @@ use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use hyper::body::Incoming;
 use hyper::header::{CONNECTION, HeaderValue, UPGRADE, WWW_AUTHENTICATE};
+use hyper::rt::{self, ReadBufCursor};
 use hyper::server::conn::http1;
 use hyper::service::{Service, service_fn};
 use hyper::{Method, Request, Response, StatusCode};
@@ -109,6 +110,7 @@ struct Visit {
     is_known: AtomicBool,
     /// It is closed for another connection.
     closed: Arc<Notify>,
+    unsent: Unsent,
     limits: Limits,
 }
 
@@ -201,6 +203,7 @@ impl Visit {
             number: number.into(),
             is_known: AtomicBool::new(false),
             closed,
+            unsent: Unsent::default(),
             limits,
         })
     }
@@ -209,6 +212,8 @@ impl Visit {
     /// for another one comes in again.
     fn asks(&self) -> Result<Busy, Full> {
         self.is_known.store(true, Ordering::Relaxed);
+        // The answer before may be on its way: the connection stays busy.
+        drop(self.unsent.take());
         let mut number = self.number.load(Ordering::Relaxed);
         if !self.admission.connections().is_now(number, Doing::Busy) {
             let entered = self
@@ -260,10 +265,80 @@ impl Drop for Busy {
     }
 }
 
-/// The body of an answer. Its connection is busy until that is sent.
+/// The request of a connection whose answer is on its way, if all frames of that were taken.
+#[derive(Clone, Debug, Default)]
+struct Unsent(Arc<Mutex<Option<Busy>>>);
+
+impl Unsent {
+    fn take(&self) -> Option<Busy> {
+        self.busy().take()
+    }
+
+    fn busy(&self) -> MutexGuard<'_, Option<Busy>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The body of an answer.
 struct AnswerBody {
     body: Body,
-    _busy: Busy,
+    busy: Option<Busy>,
+    unsent: Unsent,
+}
+
+impl Drop for AnswerBody {
+    fn drop(&mut self) {
+        *self.unsent.busy() = self.busy.take();
+    }
+}
+
+/// A connection's stream. A request is over when its answer has been written to it, to the end.
+struct AnswerStream {
+    stream: TokioIo<AsyncStream>,
+    unsent: Unsent,
+}
+
+impl rt::Read for AnswerStream {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: ReadBufCursor<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, bytes)
+    }
+}
+
+impl rt::Write for AnswerStream {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        // Called when everything before has been written.
+        let flushed = ready!(Pin::new(&mut self.stream).poll_flush(context));
+        drop(self.unsent.take());
+        Poll::Ready(flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(context, bytes)
+    }
 }
 
 impl http_body::Body for AnswerBody {
@@ -396,7 +471,7 @@ async fn connection(
         let is_in = !is_plain && admission.bearer.is_in(request.headers());
         let asks_health = request.method() == Method::GET && request.uri().path() == HEALTH;
         let busy = is_in.then(|| visit.asks());
-        let router = router.clone();
+        let (router, unsent) = (router.clone(), visit.unsent.clone());
         let challenge = (!is_plain).then(|| admission.bearer.challenge());
         if is_plain || !(is_in || asks_health) {
             let cause = if is_plain {
@@ -412,7 +487,10 @@ async fn connection(
                 (Some(Ok(busy)), _) => {
                     let answer = router.call(request).await;
                     answer.map(|answer| {
-                        answer.map(|body| Body::new(AnswerBody { body, _busy: busy }))
+                        answer.map(|body| {
+                            let busy = Some(busy);
+                            Body::new(AnswerBody { body, busy, unsent })
+                        })
                     })
                 }
                 (Some(Err(_)), _) => Ok(no_room()),
@@ -421,12 +499,16 @@ async fn connection(
             }
         }
     });
+    let stream = AnswerStream {
+        stream: TokioIo::new(stream),
+        unsent: visit.unsent.clone(),
+    };
     let served = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(IDLE)
         .max_headers(MAX_HEADERS)
         .max_buf_size(MAX_HEAD)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(stream, service);
     tokio::pin!(served);
     let (mut waits, mut stops) = (true, false);
     loop {
@@ -526,6 +608,9 @@ mod tests {
 
     const SECRET: [u8; 16] = [7; 16];
 
+    /// Bytes of an answer of one frame, many times what sockets hold.
+    const LARGE: usize = 64 << 20;
+
     /// Serves this at a free port, for so many connections.
     fn serve(connections: usize, patience: Duration) -> (HttpThread, SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -544,6 +629,7 @@ mod tests {
         };
         let router = Router::new()
             .route("/", get(|| async { "here" }))
+            .route("/large", get(|| async { vec![7; LARGE] }))
             .route("/held", get(held));
         let thread = HttpThread::start("test", move |stopping| {
             server.serve(router, stopping, |_| {})
@@ -623,6 +709,20 @@ mod tests {
         busy.set_nonblocking(true).unwrap();
         let said = (&busy).read(&mut [0]).unwrap_err();
         assert_eq!(said.kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn client_that_reads_slowly_gets_its_answer_to_the_end() {
+        let (_thread, at) = serve(8, longest());
+        let mut slow = connect(at);
+        ask(&slow, "/large");
+        slow.read_exact(&mut [0]).unwrap();
+        // These need all the room of their address.
+        for _ in 0..2 {
+            let _others: Vec<_> = (0..6).map(|_| answered(at, "/")).collect();
+        }
+        let read = slow.read_exact(&mut vec![0; LARGE]);
+        assert!(read.is_ok(), "the answer is cut: {read:?}");
     }
 
     #[test]

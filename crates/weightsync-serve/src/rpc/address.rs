@@ -8,7 +8,7 @@ use std::path::Path;
 use weightsync_engine::transport::Endpoint;
 use weightsync_engine::{ModelId, Result};
 use weightsync_net::address::PortFile;
-pub(super) use weightsync_net::address::{bad, host_and_port, local_ip, reached, resolve};
+pub(super) use weightsync_net::address::{listening, local_ip, reached};
 use weightsync_net::listen_error;
 
 use super::error::RpcError;

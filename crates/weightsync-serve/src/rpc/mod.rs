@@ -23,18 +23,19 @@ mod receiver;
 mod sender;
 pub(crate) mod wire;
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use weightsync_engine::settings::{self, Setting, Wrong};
 use weightsync_engine::transport::{
     Deadline, Endpoint, FirstWeights, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
 use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result};
 use weightsync_net::access::encrypts_loopback;
+use weightsync_net::reach::{self, Reached};
 use weightsync_net::tls::Part;
 use weightsync_net::{Access, AccessError};
 
@@ -59,9 +60,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The sender calls its workers over HTTP, and they fetch what it published.
 ///
-/// `rpc`, or with settings
-/// `rpc:initial=connect,listen=HOST:PORT,advertise=HOST:PORT,insecure-plaintext`.
-/// See `docs/rpc.md`.
+/// `rpc`, with the settings of [`SETTINGS`](Self::SETTINGS). See `docs/rpc.md`.
 ///
 /// ```
 /// use weightsync::{SenderSetup, Tensors};
@@ -76,7 +75,8 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Clone, Debug)]
 pub struct Rpc {
     initial: FirstWeights,
-    listen: String,
+    /// [`ANYWHERE`] without it.
+    listen: Option<String>,
     advertise: Option<String>,
     tls: Option<PathBuf>,
     insecure_plaintext: bool,
@@ -91,7 +91,7 @@ impl Default for Rpc {
     fn default() -> Self {
         Self {
             initial: FirstWeights::AtFirstSend,
-            listen: ANYWHERE.into(),
+            listen: None,
             advertise: None,
             tls: None,
             insecure_plaintext: false,
@@ -118,7 +118,7 @@ impl Rpc {
     /// has towards others.
     #[must_use]
     pub fn listen(mut self, at: &str) -> Self {
-        self.listen = at.into();
+        self.listen = Some(at.to_owned()).filter(|at| at != ANYWHERE);
         self
     }
 
@@ -134,9 +134,7 @@ impl Rpc {
     /// same path, unless the environment names another.
     #[must_use]
     pub fn tls(mut self, path: impl Into<PathBuf>) -> Self {
-        let path = path.into();
-        // Workers may run in another folder.
-        self.tls = Some(std::path::absolute(&path).unwrap_or(path));
+        self.tls = Some(reach::certificates(path.into()));
         self
     }
 
@@ -156,42 +154,33 @@ impl Rpc {
         self
     }
 
-    fn parse(settings: &BTreeMap<String, String>) -> Result<AnyScheme> {
-        let mut scheme = Self::default();
-        for (key, value) in settings {
-            match (key.as_str(), value.as_str()) {
-                ("initial", "connect") => scheme.initial = FirstWeights::AtConnect,
-                ("initial", "send") => scheme.initial = FirstWeights::AtFirstSend,
-                ("initial", _) => return Err(address::bad(key, "connect or send", value)),
-                ("listen" | "advertise", at) => {
-                    address::host_and_port(key, at)?;
-                    match key.as_str() {
-                        "listen" => scheme.listen = at.into(),
-                        _ => scheme.advertise = Some(at.into()),
-                    }
-                }
-                ("tls", "") => {
-                    return Err(address::bad(
-                        key,
-                        "a folder or a file of certificates",
-                        value,
-                    ));
-                }
-                ("tls", path) => scheme = scheme.tls(path),
-                ("insecure-plaintext", "" | "true") => scheme.insecure_plaintext = true,
-                ("insecure-plaintext", "false") => scheme.insecure_plaintext = false,
-                ("insecure-plaintext", _) => {
-                    return Err(address::bad(key, "no value, true or false", value));
-                }
-                _ => {
-                    let known = "a setting of rpc: initial=connect|send, listen=HOST:PORT, \
-                                 advertise=HOST:PORT, tls=DIR, insecure-plaintext";
-                    return Err(address::bad(key, known, key));
-                }
-            }
-        }
-        Ok(AnyScheme::new(scheme))
-    }
+    /// The settings of this scheme's text.
+    pub const SETTINGS: &[Setting<Self>] = &[
+        Setting {
+            key: "initial",
+            takes: "connect or send",
+            about: "when workers get their first weights: with the first send, or with the rendez-vous",
+            set: |scheme, value| {
+                scheme.initial = match value {
+                    "send" => FirstWeights::AtFirstSend,
+                    "connect" => FirstWeights::AtConnect,
+                    _ => return Err(Wrong::Value),
+                };
+                Ok(())
+            },
+            get: |scheme| {
+                let when = match scheme.initial {
+                    FirstWeights::AtFirstSend => "send",
+                    FirstWeights::AtConnect => "connect",
+                };
+                Some(when.into())
+            },
+        },
+        reach::listen(),
+        reach::advertise(),
+        reach::tls(),
+        reach::insecure_plaintext(),
+    ];
 
     /// Who may connect to the sender.
     fn allowed(&self) -> Result<Access> {
@@ -230,7 +219,33 @@ impl Rpc {
     }
 }
 
-register! { Registration::new("rpc", Rpc::parse) }
+impl Reached for Rpc {
+    fn listen(&mut self) -> &mut Option<String> {
+        &mut self.listen
+    }
+
+    fn advertise(&mut self) -> &mut Option<String> {
+        &mut self.advertise
+    }
+
+    fn tls(&mut self) -> &mut Option<PathBuf> {
+        &mut self.tls
+    }
+
+    fn insecure_plaintext(&mut self) -> &mut bool {
+        &mut self.insecure_plaintext
+    }
+}
+
+register! {
+    Registration::new("rpc", |given| {
+        let mut scheme = settings::read("rpc", Rpc::SETTINGS, given)?;
+        // Said or not, it is the same scheme.
+        scheme.listen = scheme.listen.filter(|at| at != ANYWHERE);
+        Ok(AnyScheme::new(scheme))
+    })
+    .settings(|| settings::declared(Rpc::SETTINGS))
+}
 
 impl Scheme for Rpc {
     fn name(&self) -> &str {
@@ -238,23 +253,7 @@ impl Scheme for Rpc {
     }
 
     fn settings(&self) -> Vec<(String, String)> {
-        let mut settings = Vec::new();
-        if self.initial == FirstWeights::AtConnect {
-            settings.push(("initial".to_owned(), "connect".to_owned()));
-        }
-        if self.listen != ANYWHERE {
-            settings.push(("listen".to_owned(), self.listen.clone()));
-        }
-        if let Some(advertise) = &self.advertise {
-            settings.push(("advertise".to_owned(), advertise.clone()));
-        }
-        if let Some(tls) = &self.tls {
-            settings.push(("tls".to_owned(), tls.display().to_string()));
-        }
-        if self.insecure_plaintext {
-            settings.push(("insecure-plaintext".to_owned(), String::new()));
-        }
-        settings
+        settings::given(self, Self::SETTINGS)
     }
 
     fn capabilities(&self) -> Capabilities {
@@ -272,7 +271,7 @@ impl Scheme for Rpc {
 
     fn allocate_endpoint(&self, models: &[ModelId], run_dir: Option<&Path>) -> Result<Endpoint> {
         let access = self.allowed()?;
-        let listens = address::resolve(&self.listen)?;
+        let listens = address::listening("listen", self.listen.as_deref().unwrap_or(ANYWHERE))?;
         access.may_listen(listens).map_err(RpcError::from)?;
         let fresh = Endpoint::fresh(models, run_dir)?;
         let secret = match access.token {
@@ -282,7 +281,7 @@ impl Scheme for Rpc {
         let listens = address::allocate(listens, &fresh, run_dir, models)?;
         let mut found = match &self.advertise {
             None => address::reached(listens)?,
-            Some(name) => address::resolve(name)?,
+            Some(name) => address::listening("advertise", name)?,
         };
         if found.port() == 0 {
             found.set_port(listens.port());

@@ -1,6 +1,7 @@
 //! Everything that happens, for people and programs.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -56,6 +57,43 @@ pub(super) enum What {
     NotSaved,
 }
 
+impl fmt::Display for Record {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?} {}", self.role, self.name, self.what.in_words())?;
+        if let Some(version) = self.version {
+            write!(f, " {version}")?;
+        }
+        match &self.reason {
+            Some(reason) => write!(f, ": {reason}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl What {
+    fn in_words(self) -> &'static str {
+        match self {
+            Self::Joined => "has joined",
+            Self::Stopped => "has stopped",
+            Self::Died => "died, or failed",
+            Self::Asked => "asks for a version",
+            Self::Published => "has published",
+            Self::Failed => "could not publish",
+            Self::NotSaved => "published what the store does not have:",
+            Self::Ended(ended) => match ended {
+                Ended::Synced => "has loaded",
+                Ended::NothingNewer => "has the newest, and the trainer has stopped",
+                Ended::OutOfReach => "cannot have the newest, as the trainer has stopped",
+                Ended::Failed => "did not get a version",
+                Ended::Cancelled => "waits no longer",
+                Ended::TimedOut => "has waited in vain",
+                Ended::Left => "left during its sync",
+                Ended::TrainerLeft => "lost its trainer during its sync",
+            },
+        }
+    }
+}
+
 /// The events of a service.
 #[derive(Clone, Debug)]
 pub(super) struct Events(Arc<Inner>);
@@ -93,7 +131,7 @@ impl Events {
             reason: None,
         };
         more(&mut record);
-        tracing::info!(?what, %role, name, version = ?record.version, reason = ?record.reason, "synchronizer");
+        tracing::info!("{record}");
         let mut last = self.last();
         let (number, kept) = &mut *last;
         *number += 1;

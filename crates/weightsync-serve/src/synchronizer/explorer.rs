@@ -8,7 +8,7 @@ use weightsync_engine::transport::{Deadline, deadline};
 use weightsync_engine::{InitInfo, Result, Version};
 
 use super::SyncError;
-use super::link::{Link, Lost};
+use super::link::{Link, Unanswered};
 use super::membership::{LOOK, Membership, left, ms};
 use super::party::{PartyOptions, is_mended};
 use super::wire::{Ended, NeedAnswer, Reply, Request, Role, SyncAnswer, short};
@@ -114,7 +114,7 @@ impl Explorer {
                 Ok(Reply::Fetch { version, from }) => (version, *from),
                 Ok(Reply::Synced(answer)) => return Ok(self.labelled(answer)),
                 Ok(_) => return Err(SyncError::Protocol.into()),
-                Err(Lost::Away(why)) => match timeout {
+                Err(Unanswered::Away(why)) => match timeout {
                     Some(left) if left.is_zero() => {
                         return Ok(self.not_synced(Ended::TimedOut, why));
                     }
@@ -147,7 +147,7 @@ impl Explorer {
                     let is_mended = is_mended(&error);
                     match told {
                         Ok(Reply::Synced(answer)) if is_mended => Ok(self.labelled(answer)),
-                        Err(Lost::Away(_)) if is_mended => {
+                        Err(Unanswered::Away(_)) if is_mended => {
                             Ok(self.not_synced(Ended::Failed, reason))
                         }
                         _ => Err(error),
@@ -187,7 +187,7 @@ impl Explorer {
             self.membership
                 .ask(Request::Pause { paused }, Some(LOOK), deadline(Some(LOOK)));
         match asked {
-            Ok(_) | Err(Lost::Away(_)) => Ok(()),
+            Ok(_) | Err(Unanswered::Away(_)) => Ok(()),
             Err(lost) => Err(lost.into()),
         }
     }
@@ -233,10 +233,10 @@ impl Explorer {
     fn say_loaded(&mut self) -> Result<SyncAnswer> {
         let version = self.version();
         match self.membership.say(Request::Loaded { version }) {
-            Ok(Reply::Synced(answer)) => Ok(answer),
+            Ok(Reply::Synced(answer)) => Ok(self.labelled(answer)),
             Ok(_) => Err(SyncError::Protocol.into()),
             // It runs the version, whatever became of the service.
-            Err(Lost::Away(_)) => Ok(SyncAnswer {
+            Err(Unanswered::Away(_)) => Ok(SyncAnswer {
                 ended: Ended::Synced,
                 version,
                 step: None,

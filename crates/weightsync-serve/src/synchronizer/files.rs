@@ -1,13 +1,14 @@
 //! The versions that are held, and those of the store, as safetensors files.
 //!
 //! **Guarantee.** A version that is held is sent from where it lies. A version of the store is read a
-//! piece at a time, when the client has taken the piece before: a download needs memory for two pieces,
-//! whatever the size of the version and however slow the client.
+//! piece at a time, when the client has taken the piece before. All downloads together need memory for
+//! some pieces, and each for a frame, whatever the size of the version and however slow the client.
 
+use std::collections::VecDeque;
 use std::io;
 use std::ops::Range;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 
 use axum::Json;
@@ -20,8 +21,8 @@ use hyper::StatusCode;
 use hyper::header::{CONTENT_TYPE, ETAG, HeaderMap, HeaderName, HeaderValue, IF_NONE_MATCH};
 use serde::Serialize;
 use weightsync_engine::safetensors_format::Shard;
-use weightsync_engine::{Layout, ModelId, Run, Snapshot, Version};
-use weightsync_store::StoredWeights;
+use weightsync_engine::{Digest, Layout, ModelId, Run, Snapshot, Version};
+use weightsync_store::{Result as StoreResult, StoredWeights};
 
 use super::server::{Serving, Turns, refused};
 use super::watching::look;
@@ -39,8 +40,10 @@ const ENDING: &str = ".safetensors";
 /// The header with the number of the version.
 const NUMBER: HeaderName = HeaderName::from_static("weightsync-version");
 
-/// How many bytes a connection gets at once.
+/// How many bytes a connection gets at once: of a version that is held, and of the store. Those of the
+/// store are copied, so that a slow client keeps no whole piece.
 const PART: u64 = 1 << 20;
+const COPIED: u64 = 256 << 10;
 
 #[derive(Serialize)]
 struct Listed {
@@ -130,9 +133,8 @@ pub(super) async fn file(
         return (StatusCode::NOT_MODIFIED, headers).into_response();
     }
     if let Weights::Stored(stored) = model {
-        let stored = stored.clone();
-        match serving.app.compares.take(move || stored.compare()).await {
-            Some(Ok(_)) => {}
+        match compare(stored.clone(), &serving.app.compares).await {
+            Some(Ok(())) => {}
             Some(Err(error)) => return refused(StatusCode::NOT_FOUND, error.to_string()),
             None => {
                 let reason = "the version could not be compared: ask again";
@@ -155,8 +157,18 @@ pub(super) async fn file(
     let kind = HeaderValue::from_static("application/octet-stream");
     headers.insert(CONTENT_TYPE, kind);
     range::describe(&mut headers, status, &part, all);
-    let body = FileBody::new(file, part, &serving.app.reads);
+    let body = FileBody::new(file, part, &serving.app.pieces);
     (status, headers, Body::new(body)).into_response()
+}
+
+/// Compares a version of the store with its digest, as long as somebody waits for that.
+async fn compare(stored: Arc<StoredWeights>, turns: &Turns) -> Option<StoreResult<()>> {
+    let waits = Arc::new(());
+    let waiting = Arc::downgrade(&waits);
+    let goes_on = move || waiting.strong_count() > 0;
+    let compared = turns.take(move || stored.compare_while(&goes_on)).await;
+    drop(waits);
+    compared
 }
 
 /// The models of a version that is held, or that the store has. There is at least one.
@@ -308,13 +320,78 @@ impl AsRef<[u8]> for HeldBytes {
     }
 }
 
+/// The pieces of the store that downloads read. Those that were asked for last are kept, so many at most.
+/// A download that finds its piece gone reads it again.
+#[derive(Clone)]
+pub(super) struct Pieces {
+    reads: Turns,
+    kept: Arc<Mutex<VecDeque<Piece>>>,
+    most: usize,
+}
+
+/// A piece, by the digest of its version and its number.
+struct Piece {
+    of: (Digest, usize),
+    bytes: Bytes,
+}
+
+impl Pieces {
+    pub(super) fn new(reads: Turns, most: usize) -> Self {
+        Self {
+            reads,
+            kept: Arc::default(),
+            most,
+        }
+    }
+
+    /// A piece that is kept; it counts as the one that was asked for last.
+    fn again(&self, of: (Digest, usize)) -> Option<Bytes> {
+        let mut kept = self.kept();
+        let at = kept.iter().position(|piece| piece.of == of)?;
+        let piece = kept.remove(at)?;
+        let bytes = piece.bytes.clone();
+        kept.push_back(piece);
+        Some(bytes)
+    }
+
+    /// Reads a piece when it has its turn, and keeps it.
+    async fn read(self, stored: Arc<StoredWeights>, number: usize) -> io::Result<Bytes> {
+        let of = (stored.digest(), number);
+        let read = self.reads.take(move || stored.piece(number)).await;
+        let bytes = match read {
+            Some(Ok(piece)) => Bytes::from(piece),
+            Some(Err(error)) => {
+                // The client finds that its file ends early.
+                tracing::warn!("a download is ended: {error}");
+                return Err(io::Error::other(error));
+            }
+            None => return Err(io::Error::other("the synchronizer has been shut down")),
+        };
+        // Another download may have read it meanwhile.
+        if self.again(of).is_none() {
+            let mut kept = self.kept();
+            let piece = Piece {
+                of,
+                bytes: bytes.clone(),
+            };
+            kept.push_back(piece);
+            if kept.len() > self.most {
+                kept.pop_front();
+            }
+        }
+        Ok(bytes)
+    }
+
+    fn kept(&self) -> MutexGuard<'_, VecDeque<Piece>> {
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// A part of a file, on its way to a client.
 struct FileBody {
     file: File,
     left: Range<u64>,
-    reads: Turns,
-    /// The piece of the store that was read last, and its number.
-    piece: (usize, Bytes),
+    pieces: Pieces,
     /// The piece that is being read.
     reading: Option<Pin<Box<Reading>>>,
 }
@@ -322,12 +399,11 @@ struct FileBody {
 type Reading = dyn Future<Output = io::Result<Bytes>> + Send;
 
 impl FileBody {
-    fn new(file: File, left: Range<u64>, reads: &Turns) -> Self {
+    fn new(file: File, left: Range<u64>, pieces: &Pieces) -> Self {
         Self {
             file,
             left,
-            reads: reads.clone(),
-            piece: (usize::MAX, Bytes::new()),
+            pieces: pieces.clone(),
             reading: None,
         }
     }
@@ -341,34 +417,23 @@ impl FileBody {
     ) -> Poll<io::Result<Bytes>> {
         let of_piece = StoredWeights::PIECE as usize;
         let number = range.start / of_piece;
-        if self.piece.0 != number {
-            // The piece before is released first.
-            self.piece = (usize::MAX, Bytes::new());
-            let (stored, reads) = (stored, &self.reads);
-            let reading = self
-                .reading
-                .get_or_insert_with(|| Box::pin(read(stored.clone(), number, reads.clone())));
-            let read = ready!(reading.as_mut().poll(context));
-            self.reading = None;
-            self.piece = (number, read?);
-        }
+        let piece = match (
+            &mut self.reading,
+            self.pieces.again((stored.digest(), number)),
+        ) {
+            (None, Some(piece)) => piece,
+            (reading, _) => {
+                let pieces = &self.pieces;
+                let read = || Box::pin(pieces.clone().read(stored.clone(), number)) as _;
+                let reading = reading.get_or_insert_with(read);
+                let read = ready!(reading.as_mut().poll(context));
+                self.reading = None;
+                read?
+            }
+        };
         let start = range.start % of_piece;
         let end = of_piece.min(start + range.len());
-        Poll::Ready(Ok(self.piece.1.slice(start..end)))
-    }
-}
-
-/// Reads a piece when it has its turn.
-async fn read(stored: Arc<StoredWeights>, number: usize, reads: Turns) -> io::Result<Bytes> {
-    let read = reads.take(move || stored.piece(number)).await;
-    match read {
-        Some(Ok(piece)) => Ok(piece.into()),
-        Some(Err(error)) => {
-            // The client finds that its file ends early.
-            tracing::warn!("a download is ended: {error}");
-            Err(io::Error::other(error))
-        }
-        None => Err(io::Error::other("the synchronizer has been shut down")),
+        Poll::Ready(Ok(Bytes::copy_from_slice(&piece[start..end])))
     }
 }
 
@@ -383,7 +448,11 @@ impl http_body::Body for FileBody {
         if self.left.is_empty() {
             return Poll::Ready(None);
         }
-        let most = PART.min(self.left.end - self.left.start);
+        let most = match &self.file.weights {
+            Weights::Held(_) => PART,
+            Weights::Stored(_) => COPIED,
+        };
+        let most = most.min(self.left.end - self.left.start);
         let bytes = match self.file.place(self.left.start, most) {
             FilePlace::Header(range) => self.file.header.slice(range),
             FilePlace::Image(range) => match self.file.weights.clone() {

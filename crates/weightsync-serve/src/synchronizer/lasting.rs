@@ -1,6 +1,6 @@
 //! What lasts longer than the service: versions in a store, and the epochs of trainers in a file.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,11 +13,12 @@ use weightsync_engine::{
     AnyScheme, Epoch, InitInfo, ModelId, Result, SetSnapshot, Snapshot, Version,
 };
 use weightsync_store::{
-    Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme, StoredWeights, Which,
-    Writer,
+    Comparison, Keep, ModelVersion, SaveOptions, Saver, Store, StoreError, StoreScheme,
+    StoredWeights, Which, Writer,
 };
 
 use super::SyncError;
+use super::service::SHOWN;
 
 /// The file in the run directory.
 const FILE: &str = "synchronizer.json";
@@ -135,7 +136,7 @@ pub(super) struct Record {
     /// The highest number that was announced for a version.
     #[serde(default)]
     pub(super) highest: u64,
-    /// The steps of which the newest versions were made.
+    /// The steps that made the newest versions.
     pub(super) steps: BTreeMap<u64, u64>,
     /// Whether the trainer has stopped in order.
     #[serde(default)]
@@ -230,7 +231,8 @@ impl Record {
 }
 
 /// A store as HTTP clients read it: what is known of the versions that were read last is kept for the next
-/// requests, which may be for other ranges. Their weights are not.
+/// requests, which may be for other ranges. Their weights are not. A version is compared with its digest
+/// once, however often it is asked for.
 #[derive(Clone, Debug)]
 pub(super) struct Shelf(Arc<ShelfInner>);
 
@@ -239,6 +241,16 @@ struct ShelfInner {
     store: Store,
     /// The one that was read last comes last.
     known: Mutex<VecDeque<Known>>,
+    /// Of versions that are not known any more, too. The oldest comes first.
+    compared: Mutex<VecDeque<Arc<Comparison>>>,
+    listed: Mutex<Listed>,
+}
+
+/// The numbers of the newest versions, and the head that lists them.
+#[derive(Debug, Default)]
+struct Listed {
+    head: Option<Vec<u8>>,
+    versions: BTreeSet<Version>,
 }
 
 /// A version, and its models.
@@ -247,11 +259,16 @@ type Known = (Version, Vec<Arc<StoredWeights>>);
 /// How many versions a shelf knows of: the newest, and one more. Each has a lease, so the store keeps it.
 const KNOWN: usize = 2;
 
+/// How many comparisons a shelf keeps. Each takes 8 bytes for a piece, and holds no file.
+const COMPARED: usize = 256;
+
 impl Shelf {
     pub(super) fn new(store: Store) -> Self {
         Self(Arc::new(ShelfInner {
             store,
             known: Mutex::default(),
+            compared: Mutex::default(),
+            listed: Mutex::default(),
         }))
     }
 
@@ -273,7 +290,8 @@ impl Shelf {
         let model = models.first().map(|one| one.model.clone());
         let which = Which::Exactly(ModelVersion { model, version });
         let weights = self.0.store.weights(&which)?;
-        let weights: Vec<_> = weights.into_iter().map(Arc::new).collect();
+        let weights = weights.into_iter().map(|one| Arc::new(self.resume(one)));
+        let weights: Vec<_> = weights.collect();
         let mut known = self.known();
         // Another request may have read it meanwhile.
         if let Some(weights) = again(&mut known, version) {
@@ -284,6 +302,57 @@ impl Shelf {
             known.pop_front();
         }
         Ok(weights)
+    }
+
+    /// Has a version go on with what was compared of it before.
+    fn resume(&self, mut weights: StoredWeights) -> StoredWeights {
+        let compared = self.0.compared.lock();
+        let mut compared = compared.unwrap_or_else(PoisonError::into_inner);
+        for known in &*compared {
+            weights = weights.resume(known);
+        }
+        let own = weights.comparison();
+        compared.retain(|known| !Arc::ptr_eq(known, own));
+        compared.push_back(own.clone());
+        if compared.len() > COMPARED {
+            compared.pop_front();
+        }
+        weights
+    }
+
+    /// Looks which of the newest versions the store has. Where nothing changed, its head alone is
+    /// read.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::newest_versions`].
+    pub(super) fn list(&self) -> Result<BTreeSet<Version>> {
+        let head = self.0.store.head()?;
+        let listed = self.listed();
+        if listed.head == head {
+            return Ok(listed.versions.clone());
+        }
+        drop(listed);
+        let found = self.0.store.newest_versions(SHOWN)?.versions;
+        let model = found.last().and_then(|newest| newest.models.first());
+        let model = model.map(|one| one.model.clone());
+        let models = found.iter().flat_map(|version| &version.models);
+        let models = models.filter(|one| Some(&one.model) == model.as_ref());
+        let versions: BTreeSet<_> = models.map(|one| one.version).collect();
+        *self.listed() = Listed {
+            head,
+            versions: versions.clone(),
+        };
+        Ok(versions)
+    }
+
+    /// What was listed last.
+    pub(super) fn last_listed(&self) -> BTreeSet<Version> {
+        self.listed().versions.clone()
+    }
+
+    fn listed(&self) -> MutexGuard<'_, Listed> {
+        self.0.listed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn known(&self) -> MutexGuard<'_, VecDeque<Known>> {

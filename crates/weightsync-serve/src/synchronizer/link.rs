@@ -72,7 +72,7 @@ pub(super) struct Remote {
 }
 
 impl Remote {
-    /// The way to a service with this name, of which nothing is asked yet.
+    /// The way to a service with this name, before any request.
     ///
     /// # Errors
     ///
@@ -169,7 +169,7 @@ impl Drop for Lifeline {
 
 /// Why a party has no answer.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Lost {
+pub(super) enum Unanswered {
     /// The service does not answer, or does not know the party: it joins again.
     #[error("{0}")]
     Away(String),
@@ -190,7 +190,7 @@ impl Link {
         join: &Join,
         mut warnings: Option<&mut LogLimiter>,
         until: Deadline,
-    ) -> Result<Connection, Lost> {
+    ) -> Result<Connection, Unanswered> {
         let mut pause = PAUSE;
         loop {
             let left = || until.map(|until| until.saturating_duration_since(Instant::now()));
@@ -200,8 +200,8 @@ impl Link {
                 Self::Local(..) => None,
             };
             let why = match self.try_join(join, patience) {
-                Err(Lost::Away(why)) => why,
-                Err(Lost::Untrusted(why)) if let Some(warnings) = &mut warnings => {
+                Err(Unanswered::Away(why)) => why,
+                Err(Unanswered::Untrusted(why)) if let Some(warnings) = &mut warnings => {
                     if let Some(more) = warnings.logs("certificates", Instant::now()) {
                         let text = format!("{}: the synchronizer is away: {why}", join.name);
                         log_limiter::warn(more, &text);
@@ -215,14 +215,14 @@ impl Link {
             }
             let left = left();
             if left.is_some_and(|left| left.is_zero()) || matches!(self, Self::Local(..)) {
-                return Err(Lost::Away(why));
+                return Err(Unanswered::Away(why));
             }
             interrupt::sleep(left.map_or(pause, |left| left.min(pause))).map_err(Error::from)?;
             pause = (2 * pause).min(LONGEST_PAUSE);
         }
     }
 
-    fn try_join(&self, join: &Join, patience: Duration) -> Result<Connection, Lost> {
+    fn try_join(&self, join: &Join, patience: Duration) -> Result<Connection, Unanswered> {
         match self {
             Self::Local(inputs, owner) => {
                 owner.check().map_err(Error::from)?;
@@ -272,7 +272,7 @@ async fn follow(
     client: &Arc<Client>,
     ask: Ask,
     patience: Duration,
-    answer: impl FnOnce(Result<Joined, Lost>),
+    answer: impl FnOnce(Result<Joined, Unanswered>),
 ) {
     let lines = async {
         let reply = client.ask(ask, patience).await.map_err(of_fault)?;
@@ -282,7 +282,7 @@ async fn follow(
         }
         let mut lines = reply.lines();
         let joined = lines.next::<Joined>(PATIENCE).await.map_err(of_fault)?;
-        let joined = joined.ok_or_else(|| Lost::Away("it ended its answer".into()))?;
+        let joined = joined.ok_or_else(|| Unanswered::Away("it ended its answer".into()))?;
         Ok((joined, lines))
     };
     match lines.await {
@@ -306,9 +306,9 @@ async fn read_signs(lines: &mut Lines, every: Duration, most: u32) {
     }
 }
 
-async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Reply) -> Lost {
+async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Reply) -> Unanswered {
     match status {
-        StatusCode::UNAUTHORIZED => Lost::Told(Problem::Refused {
+        StatusCode::UNAUTHORIZED => Unanswered::Told(Problem::Refused {
             reason: format!(
                 "the synchronizer at {addr} refuses the token: give every party the token that the \
                  synchronizer has (WEIGHTSYNC_TOKEN_FILE)"
@@ -316,7 +316,7 @@ async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Re
         }),
         _ => match reply.json(MAX_BODY, PATIENCE).await {
             Ok(problem) => of_problem(problem),
-            Err(_) => Lost::Told(Problem::Refused {
+            Err(_) => Unanswered::Told(Problem::Refused {
                 reason: format!(
                     "{addr} answered {status}, which is no answer of a synchronizer: is another program \
                      at this address?"
@@ -326,32 +326,32 @@ async fn of_refusal(addr: SocketAddr, status: StatusCode, reply: crate::http::Re
     }
 }
 
-fn of_problem(problem: Problem) -> Lost {
+fn of_problem(problem: Problem) -> Unanswered {
     match problem {
-        Problem::Unknown {} => Lost::Away(problem.to_string()),
-        problem => Lost::Told(problem),
+        Problem::Unknown {} => Unanswered::Away(problem.to_string()),
+        problem => Unanswered::Told(problem),
     }
 }
 
-fn of_fault(fault: Fault) -> Lost {
+fn of_fault(fault: Fault) -> Unanswered {
     match fault {
-        Fault::Tls { is_final: true, .. } => Lost::Untrusted(fault.to_string()),
-        Fault::NeedsTls { .. } => Lost::Told(Problem::Refused {
+        Fault::Tls { is_final: true, .. } => Unanswered::Untrusted(fault.to_string()),
+        Fault::NeedsTls { .. } => Unanswered::Told(Problem::Refused {
             reason: fault.to_string(),
         }),
         // It is there, and asking again would get the same.
-        Fault::TooLong { .. } | Fault::Json { .. } => Lost::Told(Problem::Refused {
+        Fault::TooLong { .. } | Fault::Json { .. } => Unanswered::Told(Problem::Refused {
             reason: format!(
                 "its answer cannot be read: {fault}; install the same weightsync on both"
             ),
         }),
-        fault => Lost::Away(fault.to_string()),
+        fault => Unanswered::Away(fault.to_string()),
     }
 }
 
 /// The service of this program has ended.
-fn over() -> Lost {
-    Lost::Told(Problem::Refused {
+fn over() -> Unanswered {
+    Unanswered::Told(Problem::Refused {
         reason: "the synchronizer has been shut down".into(),
     })
 }
@@ -368,7 +368,11 @@ impl Connection {
     }
 
     /// Asks, and waits for the answer for as long as the request says, or until the service is away.
-    pub(super) fn ask(&self, request: Request, waits: Option<Duration>) -> Result<Reply, Lost> {
+    pub(super) fn ask(
+        &self,
+        request: Request,
+        waits: Option<Duration>,
+    ) -> Result<Reply, Unanswered> {
         match (&self.link, &self.lifeline) {
             (Link::Remote(remote), Some(lifeline)) => {
                 let (answered, answer) = mpsc::sync_channel(1);
@@ -381,7 +385,7 @@ impl Connection {
                     let answer = tokio::select! {
                         answer = asked => answer,
                         _ = ended.wait_for(|ended| *ended) => {
-                            Err(Lost::Away(format!("the synchronizer at {} is gone", client.addr())))
+                            Err(Unanswered::Away(format!("the synchronizer at {} is gone", client.addr())))
                         }
                     };
                     let _ = answered.send(answer);
@@ -422,7 +426,11 @@ impl Drop for Connection {
 }
 
 /// Sends a request. `None` waits for as long as the service is there.
-async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result<Reply, Lost> {
+async fn post(
+    client: &Arc<Client>,
+    ask: Ask,
+    waits: Option<Duration>,
+) -> Result<Reply, Unanswered> {
     const LONG: Duration = Duration::from_secs(3600 * 24 * 365);
     let waits = waits.unwrap_or(LONG);
     let patience = waits.saturating_add(waits.clamp(LEAST_GRACE, GRACE));
@@ -435,7 +443,7 @@ async fn post(client: &Arc<Client>, ask: Ask, waits: Option<Duration>) -> Result
 }
 
 /// Waits for an answer, interruptibly.
-fn wait<T>(answer: &mpsc::Receiver<T>) -> Result<T, Lost> {
+fn wait<T>(answer: &mpsc::Receiver<T>) -> Result<T, Unanswered> {
     loop {
         // An answer that is there comes before an interruption: the service counts it as given.
         if let Ok(got) = answer.try_recv() {

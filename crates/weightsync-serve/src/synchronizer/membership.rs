@@ -8,7 +8,7 @@ use weightsync_engine::{Error, Origin, Result, interruptible};
 use weightsync_net::log_limiter::LogLimiter;
 
 use super::SyncError;
-use super::link::{Connection, Link, Lost};
+use super::link::{Connection, Link, Unanswered};
 use super::wire::{Join, Joined, NeedAnswer, Reply, Request, Role};
 
 /// How long a question that waits for nothing looks for a synchronizer that is away.
@@ -38,7 +38,7 @@ impl Membership {
     pub(super) fn join(link: Link, join: Join, until: Deadline) -> Result<Self> {
         let connection = match link.join(&join, None, until) {
             Ok(connection) => connection,
-            Err(Lost::Away(why)) => return Err(SyncError::Away { why }.into()),
+            Err(Unanswered::Away(why)) => return Err(SyncError::Away { why }.into()),
             Err(lost) => return Err(lost.into()),
         };
         let joined = connection.joined.clone();
@@ -67,14 +67,14 @@ impl Membership {
         }
     }
 
-    /// Asks. If the service was away and has the party again, [`Lost::Away`]: what it knew of this
+    /// Asks. If the service was away and has the party again, [`Unanswered::Away`]: what it knew of this
     /// party's request is lost.
     pub(super) fn ask(
         &mut self,
         request: Request,
         waits: Option<Duration>,
         until: Deadline,
-    ) -> std::result::Result<Reply, Lost> {
+    ) -> std::result::Result<Reply, Unanswered> {
         self.owner.check().map_err(Error::from)?;
         self.note_step(step_of(&request));
         if self.connection.as_ref().is_none_or(|one| !one.is_alive()) {
@@ -83,30 +83,30 @@ impl Membership {
             let is_loaded = matches!(request, Request::Loaded { .. } | Request::LoadFailed { .. });
             if is_loaded && self.joined.lineage != before {
                 // The number is of an earlier life of the service, which gives it to other weights.
-                return Err(Lost::Away("it was started again".into()));
+                return Err(Unanswered::Away("it was started again".into()));
             }
         }
         let Some(connection) = &self.connection else {
-            return Err(Lost::Away("it is not connected".into()));
+            return Err(Unanswered::Away("it is not connected".into()));
         };
         match connection.ask(request, waits) {
-            Err(Lost::Away(why) | Lost::Untrusted(why)) => {
+            Err(Unanswered::Away(why) | Unanswered::Untrusted(why)) => {
                 self.connection = None;
-                Err(Lost::Away(why))
+                Err(Unanswered::Away(why))
             }
             asked => asked,
         }
     }
 
     /// Says something that an interruption of the caller must not keep back.
-    pub(super) fn say(&mut self, request: Request) -> std::result::Result<Reply, Lost> {
+    pub(super) fn say(&mut self, request: Request) -> std::result::Result<Reply, Unanswered> {
         interruptible(
             || false,
             || self.ask(request, Some(LOOK), deadline(Some(LOOK))),
         )
     }
 
-    fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Lost> {
+    fn rejoin(&mut self, until: Deadline) -> std::result::Result<(), Unanswered> {
         self.connection = None;
         let connection = self
             .link
@@ -164,12 +164,12 @@ impl Membership {
     /// The answer, or why the service is away.
     fn need_of(
         &self,
-        asked: std::result::Result<Reply, Lost>,
+        asked: std::result::Result<Reply, Unanswered>,
     ) -> Result<std::result::Result<NeedAnswer, String>> {
         match asked {
             Ok(Reply::Need(answer)) => Ok(Ok(answer)),
             Ok(_) => Err(SyncError::Protocol.into()),
-            Err(Lost::Away(why)) => Ok(Err(why)),
+            Err(Unanswered::Away(why)) => Ok(Err(why)),
             Err(lost) => Err(lost.into()),
         }
     }

@@ -34,7 +34,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use weightsync_engine::{AnyScheme, InitInfo, Origin, Result, SharedMem};
-use weightsync_net::address::{local_ip, reached, resolve};
+use weightsync_net::address::{listening, local_ip, reached};
 use weightsync_net::tls::{Asks, Part};
 use weightsync_net::{Access, Distributed, listen_error};
 use weightsync_store::Keep;
@@ -201,7 +201,7 @@ impl Synchronizer {
     /// If it may not or cannot listen there, and as [`local`](Self::local).
     pub fn serve(mut options: SynchronizerOptions, listen: &str) -> Result<Self> {
         let access = allowed(options.access.take(), Part::Trainer)?;
-        let at = resolve(listen)?;
+        let at = listening("listen", listen)?;
         access.may_listen(at).map_err(SyncError::from)?;
         let listener = TcpListener::bind(at).map_err(|source| listen_error(at, source))?;
         let at = listener

@@ -9,7 +9,7 @@ use weightsync_engine::{Error, InitInfo, Remedy, Result, Version};
 
 use super::SyncError;
 use super::lasting;
-use super::link::{Link, Lost};
+use super::link::{Link, Unanswered};
 use super::membership::{Membership, left, ms};
 use super::wire::{
     Ended, Join, NeedAnswer, PROTOCOL, Problem, Reply, Request, Role, TrainerAnswer, short,
@@ -220,7 +220,7 @@ impl Trainer {
                 Ok(Reply::Go {}) => {}
                 Ok(Reply::Trained(answer)) => return Ok(answer),
                 Ok(_) => return Err(SyncError::Protocol.into()),
-                Err(Lost::Away(why)) => return Ok(not_trained(version, step, why)),
+                Err(Unanswered::Away(why)) => return Ok(not_trained(version, step, why)),
                 Err(lost) => {
                     // It may have been told to begin, and will not.
                     let reason = short(&lost.to_string());
@@ -253,7 +253,7 @@ impl Trainer {
         }
         let request = Request::Publishing { version, step };
         match self.membership.ask(request, left(until), until) {
-            Ok(_) | Err(Lost::Away(_)) => Ok(()),
+            Ok(_) | Err(Unanswered::Away(_)) => Ok(()),
             Err(lost) => Err(lost.into()),
         }
     }
@@ -280,10 +280,12 @@ impl Trainer {
                 Ok(Reply::Trained(answer)) => return Ok(answer),
                 Ok(_) => return Err(SyncError::Protocol.into()),
                 // A service that has just started knows of no meeting.
-                Err(Lost::Away(why)) if direct || timeout.is_some_and(|left| left.is_zero()) => {
+                Err(Unanswered::Away(why))
+                    if direct || timeout.is_some_and(|left| left.is_zero()) =>
+                {
                     return Ok(not_trained(version, step, why));
                 }
-                Err(Lost::Away(_)) => {}
+                Err(Unanswered::Away(_)) => {}
                 Err(lost) => {
                     let reason = short(&lost.to_string());
                     let _ = self.membership.say(Request::Failed { reason });
@@ -326,17 +328,17 @@ fn not_trained(version: Version, step: u64, why: String) -> TrainerAnswer {
     }
 }
 
-impl From<Lost> for Error {
-    fn from(lost: Lost) -> Self {
+impl From<Unanswered> for Error {
+    fn from(lost: Unanswered) -> Self {
         match lost {
-            Lost::Away(why) => SyncError::Away { why }.into(),
-            Lost::Untrusted(reason) => SyncError::Refused { reason }.into(),
-            Lost::Told(Problem::Replaced { reason }) => SyncError::Replaced { reason }.into(),
-            Lost::Told(problem) => SyncError::Refused {
+            Unanswered::Away(why) => SyncError::Away { why }.into(),
+            Unanswered::Untrusted(reason) => SyncError::Refused { reason }.into(),
+            Unanswered::Told(Problem::Replaced { reason }) => SyncError::Replaced { reason }.into(),
+            Unanswered::Told(problem) => SyncError::Refused {
                 reason: problem.to_string(),
             }
             .into(),
-            Lost::Engine(error) => error,
+            Unanswered::Engine(error) => error,
         }
     }
 }

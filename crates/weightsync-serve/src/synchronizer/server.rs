@@ -1,8 +1,10 @@
 //! The HTTP routes of a service.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use axum::extract::{Path, Request, State};
 use axum::middleware::{self, Next};
@@ -12,10 +14,12 @@ use axum::{Extension, Json, Router, response};
 use hyper::StatusCode;
 use hyper::header::{HOST, HeaderMap, ORIGIN};
 use tokio::sync::{Semaphore, oneshot};
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use weightsync_core::synchronizer::Party;
+use weightsync_engine::Version;
 
 use super::events::Events;
+use super::files::Pieces;
 use super::lasting::Shelf;
 use super::link::{BEAT, PARTIES, PARTY, next_request};
 use super::memory::Held;
@@ -33,6 +37,12 @@ const READERS: usize = 256;
 const LOOKS: usize = 8;
 const READS: usize = 8;
 
+/// How many pieces of the store are kept for the downloads that read them, of 4 MiB each.
+const PIECES: usize = 32;
+
+/// How long a store may take to list its versions.
+const LISTED: Duration = Duration::from_secs(1);
+
 /// What all routes share.
 #[derive(Clone)]
 pub(super) struct App {
@@ -45,10 +55,13 @@ pub(super) struct App {
     pub(super) has_token: bool,
     /// Room for readers of events.
     pub(super) readers: Arc<Semaphore>,
-    /// Turns to look for a version in memory, for one in the store, and to read a piece.
+    /// Turns to look for a version in memory, and for one in the store.
     pub(super) holds: Turns,
     pub(super) looks: Turns,
-    pub(super) reads: Turns,
+    /// The pieces of the store that downloads read.
+    pub(super) pieces: Pieces,
+    /// The turn to list the versions of the store.
+    lists: Turns,
     /// The turn to compare a version with its digest, which reads all of it. Those that wait for it leave
     /// the turns of pieces to others.
     pub(super) compares: Turns,
@@ -95,8 +108,22 @@ impl App {
             readers: Arc::new(Semaphore::new(READERS)),
             holds: Turns::new(LOOKS),
             looks: Turns::new(LOOKS),
-            reads: Turns::new(READS),
+            pieces: Pieces::new(Turns::new(READS), PIECES),
+            lists: Turns::new(1),
             compares: Turns::new(1),
+        }
+    }
+
+    /// The newest versions of the store. A store that takes long to answer is not waited for: then
+    /// they are those that it had at the last look.
+    pub(super) async fn stored(&self) -> BTreeSet<Version> {
+        let Some(shelf) = self.shelf.clone() else {
+            return BTreeSet::new();
+        };
+        let last = shelf.last_listed();
+        match timeout(LISTED, self.lists.take(move || shelf.list())).await {
+            Ok(Some(Ok(versions))) => versions,
+            _ => last,
         }
     }
 

@@ -30,7 +30,7 @@ use crate::http::Came;
 const REMEMBERED: usize = 4096;
 
 /// How many versions a status has.
-const SHOWN: usize = 50;
+pub(super) const SHOWN: usize = 50;
 
 /// What the service is told.
 pub(super) enum Input {
@@ -220,7 +220,7 @@ struct Service {
     number: u64,
     /// The numbers of explorers where they receive versions, by name.
     workers: BTreeMap<String, u32>,
-    /// The steps of which versions are made, as trainers announce them.
+    /// The steps that make versions, as trainers announce them.
     steps: BTreeMap<Version, u64>,
     /// The newest versions that can be had, in the order of their numbers.
     published: VecDeque<Made>,
@@ -262,7 +262,7 @@ struct Member {
 /// A version that can be had.
 struct Made {
     version: Version,
-    /// The step of which it was made, if that is known.
+    /// The step that made it, if that is known.
     step: Option<u64>,
     /// When, in milliseconds since 1970, if it was in this life of the service.
     at_ms: Option<u64>,

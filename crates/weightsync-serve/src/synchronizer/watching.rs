@@ -59,7 +59,13 @@ pub(super) async fn look(serving: &Serving) -> Result<Status, Response> {
 
 pub(super) async fn status(State(serving): State<Arc<Serving>>) -> Response {
     match look(&serving).await {
-        Ok(status) => Json(status).into_response(),
+        Ok(mut status) => {
+            let stored = serving.app.stored().await;
+            for one in &mut status.versions {
+                one.held |= stored.contains(&one.version);
+            }
+            Json(status).into_response()
+        }
         Err(refusal) => refusal,
     }
 }
@@ -96,7 +102,7 @@ fn exposition(status: &Status) -> String {
     metric(
         "newest_version_step",
         "gauge",
-        "The trainer's step of which it was made.",
+        "The trainer's step that made it.",
         &step,
     );
     let there = plain(u64::from(status.trainer.is_some()));

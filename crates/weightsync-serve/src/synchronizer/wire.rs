@@ -53,7 +53,7 @@ pub(super) struct Join {
     /// How many steps it has made: in all, and for an explorer up to its last sync.
     pub(super) step: u64,
     pub(super) synced: u64,
-    /// The version that it has, and for a trainer the step of which it was made.
+    /// The version that it has, and for a trainer the step that made it.
     pub(super) version: Version,
     pub(super) version_step: u64,
     /// The lineage of that version, and the number where it receives versions, if it was here before.
@@ -251,7 +251,7 @@ pub struct SyncAnswer {
     pub ended: Ended,
     /// The version that the explorer runs now: the one that it has verified and loaded.
     pub version: Version,
-    /// The trainer's step of which that version was made, if it is known.
+    /// The trainer's step that made that version, if it is known.
     pub step: Option<u64>,
     /// How many versions are newer.
     pub versions_behind: u64,
@@ -319,7 +319,7 @@ pub struct TrainerAnswer {
     pub ended: Ended,
     /// The version that was published or sent.
     pub version: Version,
-    /// The step of which it was made.
+    /// The step that made it.
     pub step: u64,
     /// The explorers: those to which it was sent, if it was sent, else all that are there.
     pub explorers: Vec<ExplorerLine>,

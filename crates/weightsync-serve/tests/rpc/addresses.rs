@@ -29,7 +29,7 @@ fn the_scheme_is_its_text() {
         ("rpc:listen=a:b", "HOST:PORT"),
         ("rpc:listen=a:70000", "HOST:PORT"),
         ("rpc:advertise=", "HOST:PORT"),
-        ("rpc:fast", "initial=connect|send"),
+        ("rpc:fast", "initial=connect or send"),
         ("rpc:initial=send,initial=connect", "once"),
     ] {
         let error = text.parse::<AnyScheme>().expect_err(text).to_string();

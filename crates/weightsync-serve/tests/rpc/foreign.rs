@@ -57,7 +57,7 @@ pub fn body(head: &str, answer: &mut BufReader<TcpStream>) -> Vec<u8> {
     body
 }
 
-/// The next line of a body in chunks, each of which is a line here.
+/// The next line of a body in chunks; each chunk is a line here.
 pub fn line(answer: &mut BufReader<TcpStream>) -> Option<Value> {
     let mut size = String::new();
     answer.read_line(&mut size).ok()?;

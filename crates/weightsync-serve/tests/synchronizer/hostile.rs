@@ -193,9 +193,14 @@ fn explorer_with_a_version_that_nobody_gave_changes_no_number() {
     let knows = with(join("explorer", "e1", None), "version", u64::MAX);
     let knows = with(knows, "lineage", first.said["lineage"].clone());
     let joined = asked(at, "/v1/parties", &knows);
-    // It has none, so it needs the newest.
-    let need = asked(at, &joined.party(), &json!({"need": {"step": null}}));
-    assert_eq!(need.said["need"]["need"], "must", "{}", need.said);
+    // It has none, so it needs the newest. Nor has it one because it says that it has loaded that.
+    let loaded = json!({"loaded": {"version": u64::MAX}});
+    for says in [json!({"cancel": {}}), loaded] {
+        let said = asked(at, &joined.party(), &says);
+        assert_eq!(said.status, 200, "{}", said.said);
+        let need = asked(at, &joined.party(), &json!({"need": {"step": null}}));
+        assert_eq!(need.said["need"]["need"], "must", "{}", need.said);
+    }
     training.step = 1;
     assert_eq!(training.sync(long()).version.0, 2);
     let later = Training::join(&sync, PartyOptions::new("later"), "distributed", 1);

@@ -27,7 +27,7 @@ impl Response {
         std::str::from_utf8(&self.body).unwrap()
     }
 
-    fn json(&self) -> serde_json::Value {
+    pub(crate) fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).unwrap()
     }
 }

@@ -4,6 +4,7 @@ use std::num::NonZero;
 use std::path::Path;
 use std::time::Duration;
 
+use serde_json::Value;
 use weightsync::Version;
 use weightsync_serve::synchronizer::{
     Ended, Fetch, Fetcher, Method, PartyOptions, Synchronizer, SynchronizerOptions,
@@ -279,6 +280,16 @@ fn version_that_is_only_in_the_store_is_served() {
         }
         let missing = get(at, "/v1/versions/77/policy.safetensors", "");
         assert_eq!(missing.status, 404);
+        // The page links those that it can be asked for.
+        let status = get(at, "/v1/status", "").json();
+        let held = status["versions"].as_array().unwrap().iter();
+        let held: Vec<_> = held.map(|one| (&one["version"], &one["held"])).collect();
+        let all = [4, 3, 2, 1].map(Value::from);
+        let all: Vec<_> = all
+            .iter()
+            .map(|version| (version, &Value::Bool(true)))
+            .collect();
+        assert_eq!(held, all, "{method:?}");
     }
 }
 

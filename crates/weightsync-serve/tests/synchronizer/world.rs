@@ -1,4 +1,4 @@
-//! A trainer whose weights say of which step they are, and explorers that look.
+//! A trainer whose weights say which step made them, and explorers that look.
 
 use std::sync::mpsc;
 use std::time::Duration;

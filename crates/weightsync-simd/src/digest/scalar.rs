@@ -2,7 +2,7 @@
 
 use super::{BLOCKS, KEYS, Line, STRIDES, digest_add};
 
-/// The sum of `lines`, the first of which has index `first_line`.
+/// The sum of `lines`; the first has index `first_line`.
 pub(super) fn sum(lines: &[Line], first_line: u64) -> [u64; 2] {
     let mut total = [0; 2];
     let mut number = first_line.wrapping_mul(BLOCKS);

@@ -14,7 +14,7 @@ use super::{BLOCKS, KEYS, Line, STRIDES, digest_add};
 /// page, because the hardware's own prefetcher stops at a page's end.
 const AHEAD: usize = 4096;
 
-/// The sum of `lines`, the first of which has index `first_line`.
+/// The sum of `lines`; the first has index `first_line`.
 #[target_feature(enable = "aes")]
 pub(super) fn sum_128(lines: &[Line], first_line: u64) -> [u64; 2] {
     let keys = KEYS.map(|[low, high]| _mm_set_epi64x(high as i64, low as i64));

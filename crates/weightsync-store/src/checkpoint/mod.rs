@@ -4,6 +4,7 @@ mod find;
 mod pickle;
 mod pull;
 mod push;
+mod reach;
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::{self, Read};
@@ -11,13 +12,13 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 use weightsync_core::{Layout, ModelId};
-use weightsync_engine::files;
 use weightsync_engine::transport::interrupt;
 use weightsync_engine::{
     Attributes, Extracted, SafetensorsFile, Snapshot, Strategy, TensorData, WeightExtractor,
 };
 
 use self::find::{Found, find};
+use self::reach::Reach;
 use crate::anchor::is_extra;
 use crate::error::{Result, StoreError};
 use crate::format::MAX_EXTRA;
@@ -48,7 +49,8 @@ const PIECE: usize = 4 << 20;
 ///
 /// **Guarantee.** Nothing in a checkpoint is executed: a pickled one is refused. Only files of the
 /// directory are read. A link that leads out of it is refused, but for the links of Hugging Face's
-/// cache. A checkpoint that lacks a tensor, or has one twice, is refused when it is opened.
+/// cache. A checkpoint that lacks a tensor, or has one twice, is refused when it is opened: what its
+/// index names is there, or, without an index, all the files that its files' names count up to.
 ///
 /// ```no_run
 /// use weightsync_store::{Checkpoint, SaveOptions, Store, Writer};
@@ -101,14 +103,14 @@ impl Checkpoint {
     }
 
     fn open_as(path: &Path, follows: bool) -> Result<Self> {
-        let bounds = match follows || !path.is_dir() {
-            true => None,
-            false => Some(Bounds::of(path)?),
+        let reach = match follows || !path.is_dir() {
+            true => Reach::Anything,
+            false => Reach::of(path)?,
         };
-        match find(path, bounds.as_ref())? {
+        match find(path, &reach)? {
             Found::Store => Self::of_store(path),
             Found::Files { at, files, index } => {
-                let found = Self::of_files(at, &files, index.as_deref(), bounds.as_ref())?;
+                let found = Self::of_files(at, &files, index.as_deref(), &reach)?;
                 Ok(Self {
                     source: path.into(),
                     ..found
@@ -140,18 +142,18 @@ impl Checkpoint {
         at: PathBuf,
         names: &[PathBuf],
         index: Option<&Path>,
-        bounds: Option<&Bounds>,
+        reach: &Reach,
     ) -> Result<Self> {
-        for path in names {
-            bounds.map_or(Ok(()), |bounds| bounds.check(path))?;
-        }
-        let index = index.map(read_index).transpose()?;
+        let index = index.map(|path| read_index(path, reach)).transpose()?;
         let mut files = Vec::with_capacity(names.len());
         let mut tensors = Vec::new();
         let mut places = Vec::new();
         let mut seen: HashMap<String, usize> = HashMap::new();
+        let mut unlisted = Vec::new();
         for (number, path) in names.iter().enumerate() {
-            let file = SafetensorsFile::open(path).map_err(|error| match pickle::is_one(path) {
+            let opened = reach.open(path)?;
+            let is_pickled = pickle::is_one(path, &opened);
+            let file = SafetensorsFile::of(opened, path).map_err(|error| match is_pickled {
                 true => pickle::refused(path),
                 false => error.into(),
             })?;
@@ -162,20 +164,30 @@ impl Checkpoint {
                     let what = format!("tensor {:?} is in {other} and in {name}", tensor.name);
                     return Err(unusable(&at, what));
                 }
-                if let Some(index) = &index
-                    && index.get(&tensor.name).map(String::as_str) != Some(&name)
-                {
-                    let said = match index.get(&tensor.name) {
-                        Some(other) => format!("its index has it in {other:?}"),
-                        None => "its index does not have it".into(),
-                    };
-                    let what = format!("tensor {:?} is in {name}, but {said}", tensor.name);
-                    return Err(unusable(&at, what));
+                match index.as_ref().map(|index| index.get(&tensor.name)) {
+                    None => {}
+                    Some(Some(listed)) if *listed == name => {}
+                    Some(Some(other)) => {
+                        let what = format!(
+                            "tensor {:?} is in {name}, but its index has it in {other:?}",
+                            tensor.name
+                        );
+                        return Err(unusable(&at, what));
+                    }
+                    // As some programs write it.
+                    Some(None) => unlisted.push(tensor.name.clone()),
                 }
                 tensors.push((tensor.name.clone(), tensor.dtype, tensor.shape.clone()));
                 places.push((number, own));
             }
             files.push(file);
+        }
+        if let Some(first) = unlisted.first() {
+            tracing::warn!(
+                "{}: {} tensors, such as {first:?}, are taken along though its index does not list them",
+                at.display(),
+                unlisted.len()
+            );
         }
         let mut said = index.iter().flatten();
         if let Some((tensor, file)) = said.find(|(tensor, _)| !seen.contains_key(*tensor)) {
@@ -188,7 +200,7 @@ impl Checkpoint {
         }
         let layout = Layout::new(tensors).map_err(weightsync_engine::Error::from)?;
         Ok(Self {
-            files: extra_files(&at, bounds)?,
+            files: extra_files(&at, reach)?,
             source: at.clone(),
             path: at,
             weights: Weights::Files(files),
@@ -293,48 +305,13 @@ impl WeightExtractor for Checkpoint {
     }
 }
 
-/// The directories that the files of a checkpoint may lie in.
-struct Bounds(Vec<PathBuf>);
-
-impl Bounds {
-    fn of(checkpoint: &Path) -> Result<Self> {
-        let dir = std::fs::canonicalize(checkpoint);
-        let dir = dir.map_err(StoreError::file(
-            "opening",
-            checkpoint.display().to_string(),
-        ))?;
-        // models--NAME/snapshots/REVISION/config.json -> ../../blobs/HASH
-        let mut above = dir.ancestors().skip(1);
-        let blobs = above
-            .find(|above| above.ends_with("snapshots"))
-            .and_then(Path::parent)
-            .map(|name| name.join("blobs"));
-        Ok(Self(std::iter::once(dir).chain(blobs).collect()))
-    }
-
-    /// An error if a file lies elsewhere.
-    fn check(&self, path: &Path) -> Result<()> {
-        let found = std::fs::canonicalize(path);
-        let found = found.map_err(StoreError::file("opening", path.display().to_string()))?;
-        if self.0.iter().any(|dir| found.starts_with(dir)) {
-            return Ok(());
-        }
-        let what = format!(
-            "it is a link to {}, which is no part of the checkpoint: copy the file there, or allow links \
-             (push --follow-links) if you trust the maker of the checkpoint",
-            found.display()
-        );
-        Err(unusable(path, what))
-    }
-}
-
 /// Which file each tensor is in.
-fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
+fn read_index(path: &Path, reach: &Reach) -> Result<BTreeMap<String, String>> {
     #[derive(Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let bytes = read_small(path, MAX_INDEX)?;
+    let bytes = read_small(path, MAX_INDEX, reach)?;
     let index: Index = serde_json::from_slice(&bytes).map_err(|error| {
         unusable(
             path,
@@ -345,10 +322,9 @@ fn read_index(path: &Path) -> Result<BTreeMap<String, String>> {
 }
 
 /// The bytes of a small, plain file.
-fn read_small(path: &Path, most: u64) -> Result<Vec<u8>> {
-    let name = || path.display().to_string();
+fn read_small(path: &Path, most: u64, reach: &Reach) -> Result<Vec<u8>> {
+    let file = reach.open(path)?;
     let read = || -> io::Result<Vec<u8>> {
-        let file = files::open(path)?;
         let mut bytes = Vec::new();
         file.take(most + 1).read_to_end(&mut bytes)?;
         match bytes.len() as u64 > most {
@@ -358,11 +334,11 @@ fn read_small(path: &Path, most: u64) -> Result<Vec<u8>> {
             false => Ok(bytes),
         }
     };
-    read().map_err(StoreError::file("reading", name()))
+    read().map_err(StoreError::file("reading", path.display().to_string()))
 }
 
 /// The files of a directory that a model needs in addition to its weights.
-fn extra_files(at: &Path, bounds: Option<&Bounds>) -> Result<Vec<(String, Vec<u8>)>> {
+fn extra_files(at: &Path, reach: &Reach) -> Result<Vec<(String, Vec<u8>)>> {
     if !at.is_dir() {
         return Ok(Vec::new());
     }
@@ -378,8 +354,7 @@ fn extra_files(at: &Path, bounds: Option<&Bounds>) -> Result<Vec<(String, Vec<u8
     let mut left = MAX_EXTRA;
     for name in names {
         let path = dir.join(&name);
-        bounds.map_or(Ok(()), |bounds| bounds.check(&path))?;
-        let bytes = read_small(&path, MAX_FILE.min(left))?;
+        let bytes = read_small(&path, MAX_FILE.min(left), reach)?;
         left -= bytes.len() as u64;
         files.push((name, bytes));
     }

@@ -11,7 +11,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use weightsync_core::{Digest, ModelId, Version};
-use weightsync_engine::files::{Listed, OpenDir, is_unique, unique};
+use weightsync_engine::files::{self, Listed, OpenDir, is_unique, unique};
 
 use super::{MAX_INDEX, is_plain_data, name_of};
 use crate::anchor;
@@ -153,7 +153,7 @@ impl Target {
         // One behind a link is replaced where it is, and not the link.
         let path = match fs::canonicalize(out) {
             Err(error) if error.kind() == ErrorKind::NotFound => {
-                let out = std::path::absolute(out).map_err(failed())?;
+                let out = files::absolute(out).map_err(failed())?;
                 let above = out.parent().unwrap_or(&out);
                 fs::create_dir_all(above).map_err(failed())?;
                 let name = out.file_name().unwrap_or_default();

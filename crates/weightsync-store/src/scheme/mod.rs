@@ -19,6 +19,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_engine::settings::{self, Setting, Wrong};
 use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Registration,
     Scheme, SenderTransport, register,
@@ -52,15 +53,47 @@ use crate::store::Store;
 #[derive(Clone, Debug)]
 pub struct StoreScheme {
     address: Address,
+    settings: Settings,
+}
+
+/// What a scheme's text says after the path.
+#[derive(Clone, Copy, Debug, Default)]
+struct Settings {
     /// The newest 8, if it is not set.
     keep: Option<Keep>,
     temporary: bool,
 }
 
+const SETTINGS: &[Setting<Settings>] = &[
+    Setting {
+        key: "keep",
+        takes: "N, all or N+every:M",
+        about: "which versions stay; the newest 8 without it",
+        set: |settings, value| {
+            let keep: Result<Keep> = value.parse();
+            settings.keep = Some(keep.map_err(|_| Wrong::Value)?);
+            Ok(())
+        },
+        get: |settings| settings.keep.map(|keep| keep.to_string()),
+    },
+    Setting {
+        key: "temporary",
+        takes: "",
+        about: "a store of this sender alone below the path, which is removed when the sender and its \
+                workers have left",
+        set: |settings, value| {
+            settings.temporary = settings::flag(value)?;
+            Ok(())
+        },
+        get: |settings| settings::set_flag(settings.temporary),
+    },
+];
+
 const WORD: &str = "store";
 
 register! {
-    Registration::new(WORD, |settings| Ok(AnyScheme::new(StoreScheme::parse(settings)?)))
+    Registration::new(WORD, |given| Ok(AnyScheme::new(StoreScheme::parse(given)?)))
+        .settings(|| settings::declared(SETTINGS))
 }
 
 impl StoreScheme {
@@ -89,58 +122,43 @@ impl StoreScheme {
         }
         Ok(Self {
             address,
-            keep: None,
-            temporary: false,
+            settings: Settings::default(),
         })
     }
 
     /// Sets which versions the store keeps.
     #[must_use]
-    pub fn keep(self, keep: Keep) -> Self {
-        Self {
-            keep: Some(keep),
-            ..self
-        }
+    pub fn keep(mut self, keep: Keep) -> Self {
+        self.settings.keep = Some(keep);
+        self
     }
 
     /// Makes a store of one sender below the path, which is removed with it.
     #[must_use]
-    pub fn temporary(self) -> Self {
-        Self {
-            temporary: true,
-            ..self
-        }
+    pub fn temporary(mut self) -> Self {
+        self.settings.temporary = true;
+        self
     }
 
-    fn parse(settings: &BTreeMap<String, String>) -> Result<Self, Error> {
-        let bad = |setting: &str, expected: &str, got: &str| Error::BadSetting {
-            setting: setting.into(),
-            expected: expected.into(),
-            got: got.into(),
-        };
-        let mut address = None;
-        let mut keep = None;
-        let mut temporary = false;
-        for (key, value) in settings {
-            match (key.as_str(), value.as_str()) {
-                ("keep", text) => {
-                    let parsed: Result<Keep> = text.parse();
-                    keep = Some(parsed.map_err(|error| bad(key, &error.to_string(), text))?);
-                }
-                ("temporary", "") => temporary = true,
-                ("temporary", text) => return Err(bad(key, "no value", text)),
-                (path, "") if address.is_none() => address = Some(path),
-                (other, _) => {
-                    let expected = "store:PATH, then keep=N, keep=all, keep=N+every:M or temporary";
-                    return Err(bad(WORD, expected, other));
-                }
-            }
-        }
-        let address = address.ok_or_else(|| bad(WORD, "the path of a store: store:PATH", ""))?;
-        let mut scheme = Self::new(address)?;
-        scheme.keep = keep;
-        scheme.temporary = temporary;
-        Ok(scheme)
+    fn parse(given: &BTreeMap<String, String>) -> Result<Self, Error> {
+        let mut given = given.clone();
+        let is_setting = |key: &str| SETTINGS.iter().any(|setting| setting.key == key);
+        // The path has no key, so it is a key without a value.
+        let path = given
+            .iter()
+            .find(|(key, value)| value.is_empty() && !is_setting(key));
+        let path = path.map(|(path, _)| path.clone());
+        let path = path.ok_or_else(|| Error::BadSetting {
+            setting: WORD.into(),
+            expected: "the path of a store: store:PATH".into(),
+            got: String::new(),
+        })?;
+        given.remove(&path);
+        let settings = settings::read(WORD, SETTINGS, &given)?;
+        Ok(Self {
+            settings,
+            ..Self::new(&path)?
+        })
     }
 
     /// Removes temporary stores of this user below the path whose sender and workers were killed. Returns
@@ -172,10 +190,7 @@ impl Scheme for StoreScheme {
 
     fn settings(&self) -> Vec<(String, String)> {
         let mut settings = vec![(self.address.to_string(), String::new())];
-        settings.extend(self.keep.map(|keep| ("keep".into(), keep.to_string())));
-        if self.temporary {
-            settings.push(("temporary".into(), String::new()));
-        }
+        settings.extend(settings::given(&self.settings, SETTINGS));
         settings
     }
 
@@ -197,7 +212,7 @@ impl Scheme for StoreScheme {
         models: &[ModelId],
         run_dir: Option<&Path>,
     ) -> Result<Endpoint, Error> {
-        if self.temporary {
+        if self.settings.temporary {
             let fresh = Endpoint::fresh(models, run_dir)?;
             let hash = blake3::hash(fresh.address().as_bytes()).to_hex();
             let address = self.address.below(&format!("{TEMPORARY}{}", &hash[..32]));
@@ -213,7 +228,7 @@ impl Scheme for StoreScheme {
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>, Error> {
-        if self.temporary {
+        if self.settings.temporary {
             self.sweep()?;
         }
         let sender = sender::StoreSender::open(self, opening)?;

@@ -7,6 +7,7 @@ use std::time::Instant;
 use weightsync_core::{Run, Version};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
+    waits_for_a_restart,
 };
 use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
@@ -65,9 +66,25 @@ impl StoreReceiver {
         let since = Instant::now();
         let store = store_at(at)?;
         let mut pause = Pause::new(store.storage());
+        // What ended before, for as long as no sender is there.
+        let (mut last, mut has_told) = (left_behind(&store), false);
         loop {
             let peer = store.storage().peer(SENDER);
             let peer = peer.map_err(StoreError::file("reading", store.storage().name(SENDER)))?;
+            if let Some(peer) = &peer {
+                last = match ended(&**peer, at) {
+                    Some((error, _)) if !at.restarts() => return Err(error),
+                    ended => ended.map(|(_, words)| words),
+                };
+            }
+            if let Some(ended) = &last
+                && !has_told
+                && !joining.single_attempt
+                && deadline.is_none_or(|at| Instant::now() < at)
+            {
+                waits_for_a_restart(at.address(), ended);
+                has_told = true;
+            }
             if let Some((sender, peer)) = peer.and_then(|peer| right(peer, at, joining))
                 && let Some(joined) = Self::announce(&store, sender, peer, joining)?
             {
@@ -77,7 +94,7 @@ impl StoreReceiver {
                 return Err(Error::NoSender {
                     address: at.address().into(),
                     waited: since.elapsed(),
-                    last: None,
+                    last,
                 });
             }
         }
@@ -415,6 +432,29 @@ fn right(
         && joining.wanted.iter().all(|one| *one < about.models.len())
         && peer.life() == Life::Here;
     is_right.then_some((about, peer))
+}
+
+/// What a store says that has versions and no sender.
+fn left_behind(store: &Store) -> Option<String> {
+    let head = catalog::head(store.storage()).ok().flatten()?;
+    head.newest()?;
+    Some("no sender uses the store now, which has versions of earlier ones".into())
+}
+
+/// How the sender of the init info has ended, if it has: as an error, and in words.
+fn ended(peer: &dyn Peer, at: &Endpoint) -> Option<(Error, String)> {
+    let AboutSender {
+        pid, host, secret, ..
+    } = serde_json::from_slice(peer.about()).ok()?;
+    if secret != *at.secret() {
+        return None;
+    }
+    let (error, how) = match peer.life() {
+        Life::Here => return None,
+        Life::Left => (Error::SenderClosed, "has shut down"),
+        Life::Dead => (Error::SenderDied { pid: Some(pid) }, "has died"),
+    };
+    Some((error, format!("its sender, process {pid} on {host}, {how}")))
 }
 
 fn cut(reason: &str) -> String {

@@ -11,9 +11,7 @@ use weightsync_engine::transport::{
     Attendance, CopyOptions, Deadline, Image, Level, ModelSpec, Opening, Outstanding,
     SenderTransport, Source, Staging, Targets,
 };
-use weightsync_engine::{
-    Error, Origin, Outcome, Result, Snapshot, WaitFor, WorkerReport, WorkerStatus,
-};
+use weightsync_engine::{Error, Origin, Outcome, Result, Snapshot, WorkerReport, WorkerStatus};
 
 use super::registry::{Registry, Worker, lost};
 use super::{
@@ -58,7 +56,7 @@ impl StoreSender {
     pub(super) fn open(scheme: &StoreScheme, opening: &Opening<'_>) -> Result<Self> {
         let store = store_at(opening.at)?;
         let storage = store.shared_storage();
-        if scheme.temporary {
+        if scheme.settings.temporary {
             let why = storage.why_not_temporary();
             if let Some(why) = why.map_err(StoreError::file("reading", storage.name("")))? {
                 let path = storage.name("");
@@ -76,14 +74,15 @@ impl StoreSender {
         let _ = is_here(&*storage, SENDER);
         // Before the store is claimed: a second sender takes nothing over from one that lives.
         let lock = announce(&*storage, SENDER_LOCK, &about)?;
-        let run = scheme.temporary.then_some(opening.run);
-        if scheme.temporary {
+        let run = scheme.settings.temporary.then_some(opening.run);
+        if scheme.settings.temporary {
             // It is a store of this sender alone, so what a dead one left goes.
             let cleared = storage.clear_temporary();
             cleared.map_err(StoreError::file("removing", storage.name("")))?;
         }
         let options = SaveOptions {
             keep: scheme
+                .settings
                 .keep
                 .unwrap_or(KEPT)
                 .at_least(opening.options.history),
@@ -100,7 +99,7 @@ impl StoreSender {
             history: usize::from(opening.options.history),
             refused: 0,
             owner: Origin::here(),
-            temporary: scheme.temporary,
+            temporary: scheme.settings.temporary,
             writer,
             presence: Some(presence),
             lock: Some(lock),
@@ -382,14 +381,13 @@ impl Outstanding for Published {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
-        let wait = wait_of(level);
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
-        let awaited = |line: &WorkerReport| !line.outcome.is_final(wait) && line.late.is_none();
+        let awaited = |line: &WorkerReport| !line.outcome.is_final(level) && line.late.is_none();
         let mut pause = Pause::new(&*self.storage);
         while lines.iter().any(awaited) && pause.until(deadline)? {
             for (line, worker) in lines.iter_mut().zip(&self.workers) {
-                if !line.outcome.is_final(wait) {
+                if !line.outcome.is_final(level) {
                     *line = self.line(worker, level);
                 }
             }
@@ -408,7 +406,7 @@ impl Outstanding for Published {
     fn late(&self, level: Level) -> Result<()> {
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         for (line, worker) in lines.zip(&self.workers) {
-            if !line.outcome.is_final(wait_of(level)) {
+            if !line.outcome.is_final(level) {
                 let (_, status) = worker.look();
                 let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
                 late.note(self.sequence, self.at, status);
@@ -471,12 +469,5 @@ impl Published {
             after: self.at.elapsed(),
             late,
         }
-    }
-}
-
-fn wait_of(level: Level) -> WaitFor {
-    match level {
-        Level::Staged => WaitFor::Staged,
-        Level::Applied => WaitFor::Applied,
     }
 }

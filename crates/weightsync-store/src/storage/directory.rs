@@ -284,10 +284,11 @@ impl Storage for Directory {
         let Some(root) = self.dir("")? else {
             return Ok(());
         };
-        tidy(&root, false)?;
-        for dir in [VERSIONS, SPECS, LEASES, ENDS] {
+        tidy(&root, 0)?;
+        // Each worker has a directory below ENDS.
+        for (dir, levels) in [(VERSIONS, 0), (SPECS, 0), (LEASES, 0), (ENDS, 2)] {
             if let Some(dir) = found(root.dir(dir))? {
-                tidy(&dir, true)?;
+                tidy(&dir, levels)?;
             }
         }
         // A worker that was killed in between has left a directory without a file. Nobody makes one
@@ -616,13 +617,13 @@ fn stranger(dir: &OpenDir, path: &str) -> io::Result<Option<PathBuf>> {
     Ok(None)
 }
 
-/// Removes unfinished files that no living process writes.
-fn tidy(dir: &OpenDir, below: bool) -> io::Result<()> {
+/// Removes unfinished files that no living process writes, also from so many levels of directories below.
+fn tidy(dir: &OpenDir, levels: u32) -> io::Result<()> {
     remove_unfinished(dir, UNFINISHED)?;
-    if below {
+    if levels > 0 {
         for entry in dir.entries()?.into_iter().filter(|entry| entry.is_dir) {
             if let Some(inner) = found(dir.dir(&entry.name))? {
-                tidy(&inner, below)?;
+                tidy(&inner, levels - 1)?;
             }
         }
     }

@@ -107,13 +107,12 @@ pub(crate) const REMOVED: &str = ".removed-";
 
 /// Whether this is the name of a temporary store, or of one that is being removed.
 pub(crate) fn is_temporary(name: &str) -> bool {
-    let hex = |text: &str| text.bytes().all(|c| matches!(c, b'0'..=b'9' | b'a'..=b'f'));
     let Some(name) = name.strip_prefix(TEMPORARY) else {
         return false;
     };
     let (digits, rest) = name.split_at_checked(32).unwrap_or((name, ""));
     let is_going = || rest.strip_prefix(REMOVED).is_some_and(files::is_unique);
-    digits.len() == 32 && hex(digits) && (rest.is_empty() || is_going())
+    files::is_hex(digits, 32) && (rest.is_empty() || is_going())
 }
 
 /// What a store has of its versions.

@@ -13,8 +13,9 @@ impl Store {
     /// model only grow, so half of those that are left are passed over at each step.
     pub(crate) fn find(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
         let places = &catalog.places;
+        let told = &mut Vec::new();
         // The store has the model, or says what it has.
-        self.newest(catalog, asked)?;
+        self.newest(catalog, asked, told)?;
         let mut found = None;
         let (mut low, mut high) = (0, places.len());
         while low < high {
@@ -22,7 +23,7 @@ impl Store {
             let mut readable = None;
             for (at, &place) in places.iter().enumerate().take(high).skip(middle) {
                 // The version asked for may be another one.
-                if let Some(manifest) = self.readable(place)? {
+                if let Some(manifest) = self.readable(place, told)? {
                     readable = Some((at, manifest));
                     break;
                 }
@@ -46,32 +47,41 @@ impl Store {
                 break;
             }
         }
-        Err(self.no_such_version(catalog, asked)?)
+        Err(self.no_such_version(catalog, asked, told)?)
     }
 
     /// The newest version of the store, if the model has the version asked for in it or a later one.
     pub(super) fn find_newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Place> {
-        match self.newest(catalog, asked)? {
+        let told = &mut Vec::new();
+        match self.newest(catalog, asked, told)? {
             Some((place, got)) if got >= asked.version => Ok(place),
-            _ => Err(self.no_such_version(catalog, asked)?),
+            _ => Err(self.no_such_version(catalog, asked, told)?),
         }
     }
 
     /// The newest place with a whole manifest, and the version that the model has there.
-    fn newest(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<Option<(Place, Version)>> {
+    fn newest(
+        &self,
+        catalog: &Catalog,
+        asked: &ModelVersion,
+        told: &mut Vec<Damage>,
+    ) -> Result<Option<(Place, Version)>> {
         for &place in catalog.places.iter().rev() {
-            if let Some(manifest) = self.readable(place)? {
+            if let Some(manifest) = self.readable(place, told)? {
                 return Ok(Some((place, self.stored(&manifest, asked)?.version)));
             }
         }
         Ok(None)
     }
 
-    /// The manifest of a place, if it is there and whole.
-    pub(super) fn readable(&self, place: Place) -> Result<Option<Manifest>> {
+    /// The manifest of a place, if it is there and whole. Damage is logged once for a call.
+    fn readable(&self, place: Place, told: &mut Vec<Damage>) -> Result<Option<Manifest>> {
         match catalog::manifest(self.storage(), place) {
             Err(StoreError::Damaged(damage)) => {
-                tracing::warn!("{damage}");
+                if !told.contains(&damage) {
+                    tracing::warn!("{damage}");
+                    told.push(damage);
+                }
                 Ok(None)
             }
             manifest => manifest,
@@ -84,12 +94,17 @@ impl Store {
         stored.map_or(Version::NONE, |stored| stored.version)
     }
 
-    fn no_such_version(&self, catalog: &Catalog, asked: &ModelVersion) -> Result<StoreError> {
+    fn no_such_version(
+        &self,
+        catalog: &Catalog,
+        asked: &ModelVersion,
+        told: &mut Vec<Damage>,
+    ) -> Result<StoreError> {
         /// As many as the message names.
         const MOST: usize = 8;
         let mut known = Vec::new();
         for &place in catalog.places.iter().rev().take(MOST) {
-            let manifest = self.readable(place)?;
+            let manifest = self.readable(place, told)?;
             let version = manifest.map(|manifest| self.version_in(&manifest, asked));
             known.extend(version.filter(|version| !version.is_none()));
         }
@@ -102,8 +117,20 @@ impl Store {
     }
 }
 
-/// Logs and notes a damaged version, in whose place an older one is loaded.
-pub(super) fn passed_over(found: Damage, damage: &mut Vec<Damage>) {
-    tracing::warn!(target: DAMAGE_TARGET, "{found}; an older version is loaded");
-    damage.push(found);
+/// Notes damage: what several versions need is damaged once.
+pub(crate) fn note(found: Damage, damage: &mut Vec<Damage>) {
+    if !damage.contains(&found) {
+        damage.push(found);
+    }
+}
+
+/// Logs what was damaged on the way to a version that was read. The first `known` are of the store, the
+/// others of newer versions.
+pub(super) fn tell(damage: &[Damage], known: usize) {
+    for (at, found) in damage.iter().enumerate() {
+        match at < known {
+            true => tracing::warn!(target: DAMAGE_TARGET, "{found}"),
+            false => tracing::warn!(target: DAMAGE_TARGET, "{found}; an older version is loaded"),
+        }
+    }
 }

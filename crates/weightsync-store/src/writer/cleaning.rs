@@ -25,7 +25,7 @@ impl Writer {
     }
 
     /// Looks at what is there, after the store was claimed, and removes what no version needs.
-    pub(super) fn look(&mut self, catalog: &Catalog) -> Result<()> {
+    pub(super) fn take_stock(&mut self, catalog: &Catalog) -> Result<()> {
         let storage = self.store.shared_storage();
         let failed = |action, path: &str| StoreError::file(action, storage.name(path));
         let data = storage.list(DATA).map_err(failed("listing", DATA))?;

@@ -475,7 +475,7 @@ fn claims(proxy: &Proxy, fault: Fault) {
             failed += 1;
         }
         let mut writer = Writer::claim(&store, options()).expect("another writer");
-        // A number of which nothing was written is used again by another writer.
+        // Another writer uses a number again if nothing was written of it.
         let there = versions(&store);
         ledger.tried.retain(|version, _| there.contains(version));
         let next = ledger.save(&mut writer, number, 1 << 12);

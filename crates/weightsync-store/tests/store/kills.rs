@@ -52,6 +52,7 @@ struct Durable(u64, u64);
 pub fn write(worker: &WorkerProcess, plan: &Plan) -> Result<(), Failure> {
     let policy = ModelId::new(MODEL)?;
     let mut writer = None;
+    let (mut dice, mut overtaken) = (Dice::new(plan.from), 0);
     for number in plan.from.. {
         let claimed = writer.take().map_or_else(|| plan.claim(), Ok);
         let saved = claimed.and_then(|mut writer| {
@@ -60,12 +61,18 @@ pub fn write(worker: &WorkerProcess, plan: &Plan) -> Result<(), Failure> {
         });
         let saved = match saved {
             Ok(saved) => saved,
-            Err(error) if is_fenced(&*error) && plan.pushes => continue,
+            Err(error) if is_fenced(&*error) && plan.pushes => {
+                // Claims are shorter than saves: pushes that come again at once end one another.
+                overtaken += 1;
+                thread::sleep(Duration::from_millis(dice.below(20 * overtaken)));
+                continue;
+            }
             Err(error) if is_fenced(&*error) => return Ok(()),
             Err(error) => return Err(error),
         };
         let durable = Durable(saved.version(&policy).0, number);
         worker.send(&serde_json::to_vec(&durable)?)?;
+        overtaken = 0;
         writer = (!plan.pushes).then_some(saved);
     }
     Ok(())

@@ -41,6 +41,9 @@ KINDS = {
     "rslora": {"use_rslora": True},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
     "saved": {"modules_to_save": ["lm_head"]},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "random": {"init_lora_weights": False},
 }
 kinds = pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
 
@@ -112,6 +115,20 @@ def test_merged_is_what_peft_merges(settings: dict[str, Any], dtype: torch.dtype
     assert all(torch.equal(got[name], one) for name, one in expected.items())
 
 
+def test_merged_replicated_layers_are_what_the_model_computes() -> None:
+    layers = tiny.llama().config.num_hidden_layers
+    model = _adapted(layer_replication=[(0, layers), (layers - 1, layers)]).eval()
+    tokens = torch.tensor(tiny.PROMPTS[:1])
+    config = tiny.llama().config
+    config.num_hidden_layers = layers + 1
+    made = type(tiny.llama())(config).eval()
+    made.load_state_dict(lora.merged(model))
+    with torch.no_grad():
+        assert torch.allclose(made(tokens).logits, model(tokens).logits, atol=1e-6)
+    with pytest.raises(weightsync.UnsupportedError, match="layer_replication"):
+        lora.adapter_of(model)
+
+
 def test_merged_conv1d_is_what_peft_merges() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -163,6 +180,92 @@ def test_kinds_that_do_not_fit_are_refused(
             continue
         with pytest.raises(weightsync.UnsupportedError, match=words):
             call(model)
+
+
+def test_variant_that_adds_its_pair_alone_is_sent_and_merged() -> None:
+    model = _adapted(init_lora_weights="mica").eval()
+    tokens = torch.tensor(tiny.PROMPTS[:1])
+    with torch.no_grad(), lora.Adapters("mica") as adapters:
+        made = adapters.save(_arrive(lora.adapter_of(model)))
+        loaded = peft.PeftModel.from_pretrained(tiny.llama(), made.path).eval()
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    got = {name: one.clone() for name, one in lora.merged(model).items()}
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.equal(got[name], one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_2", "olora"])
+def test_adapter_that_changed_the_base_model_is_sent_merged_alone(init: str) -> None:
+    model = _adapted(init_lora_weights=init)
+    with pytest.raises(weightsync.UnsupportedError, match=f"init_lora_weights='{init}'.*whole model"):
+        lora.adapter_of(model)
+    got = {name: one.clone() for name, one in lora.merged(model).items()}
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.equal(got[name], one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({"kasa_config": peft.KasaConfig()}, "KasaLinearVariant"),
+        ({"monteclora_config": peft.MontecloraConfig()}, "MontecloraLinearVariant"),
+    ],
+    ids=["kasa", "monteclora"],
+)
+def test_variants_that_add_something_else_are_refused(settings: dict[str, Any], kind: str) -> None:
+    model = _adapted(**settings)
+    for call in (lora.adapter_of, lora.merged):
+        with pytest.raises(weightsync.UnsupportedError, match=kind):
+            call(model)
+
+
+@pytest.mark.parametrize("how", ["set_scale", "scale_layer"])
+@pytest.mark.parametrize("settings", [{}, KINDS["patterns"], KINDS["rslora"]], ids=str)
+def test_scale_of_all_layers_is_sent(how: str, settings: dict[str, Any]) -> None:
+    model = _adapted(**settings).eval()
+    layers = [one for one in model.modules() if hasattr(one, "set_scale")]
+    for one in layers:
+        one.set_scale("default", 0.5) if how == "set_scale" else one.scale_layer(0.5)
+    tokens = torch.tensor(tiny.PROMPTS[:1])
+    with torch.no_grad(), lora.Adapters("scaled") as adapters:
+        made = adapters.save(_arrive(lora.adapter_of(model)))
+        loaded = peft.PeftModel.from_pretrained(tiny.llama(), made.path).eval()
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    got = {name: one.clone() for name, one in lora.merged(model).items()}
+    layers[0].scale_layer(3.0)
+    with pytest.raises(weightsync.UnsupportedError, match="scaled one by one"):
+        lora.adapter_of(model)
+    layers[0].scale_layer(1 / 3.0)
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.equal(got[name], one) for name, one in expected.items())
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern", "use_rslora"])
+def test_sglang_gets_no_adapter_whose_layers_are_scaled_apart(name: str) -> None:
+    value = True if name == "use_rslora" else {"q_proj": 2}
+    snapshot = _arrive(lora.adapter_of(_adapted(**{name: value})))
+    with (
+        lora.ServerAdapters("http://127.0.0.1:9", "apart", engine="sglang") as adapters,
+        pytest.raises(weightsync.UnsupportedError, match=f"has {name}"),
+    ):
+        adapters.load(snapshot)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_weights_are_bit_for_bit_the_same_after_many_merges(dtype: torch.dtype) -> None:
+    """TRL merges and unmerges the trainer's model at each sync."""
+    import weightsync.trl
+
+    weightsync.trl.WeightTransfer("http://127.0.0.1:9")
+    model = _adapted(dtype)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    for _ in range(100):
+        model.merge_adapter()
+        merged = model.state_dict()
+        assert not all(torch.equal(merged[name], one) for name, one in before.items())
+        model.unmerge_adapter()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], one) for name, one in before.items())
 
 
 def test_model_that_is_merged_is_refused() -> None:

@@ -19,6 +19,7 @@ from verl.checkpoint_engine.base import (
     CheckpointEngineWorker,
 )
 
+import weightsync.verl
 from weightsync.errors import (
     LifecycleError,
     PeerError,
@@ -126,6 +127,42 @@ def test_tensors_stay_while_a_worker_holds_them():
         [got] = update(trainer, workers, weights(step), step)
         assert differing(got, weights(step)) == []
     assert differing(held, weights(1)) == []
+
+
+def test_tensor_larger_than_a_bucket_goes_the_way_of_verls_adapter(monkeypatch):
+    """By verl's own functions. A device without memory stands in for a GPU."""
+    transfer = pytest.importorskip("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer")
+    monkeypatch.setattr(weightsync.verl, "is_support_ipc", lambda: True)
+    monkeypatch.setattr(weightsync.verl, "is_device_available", lambda: True)
+    monkeypatch.setattr(weightsync.verl, "get_device_name", lambda: "meta")
+    monkeypatch.setattr(weightsync.verl, "get_device_id", lambda: 0)
+    trainer, workers = joined()
+    given = weights(1)
+    workers[0].bucket_size = min(one.nbytes for one in given.values())
+    join(trainer, workers)
+    asyncio.run(trainer.send_weights(iter(given.items()), 1))
+    handed = []
+
+    class Socket:
+        send_pyobj, recv = handed.append, bytes
+
+    async def hand_on():
+        sender = transfer.BucketedWeightSender.__new__(transfer.BucketedWeightSender)
+        sender.socket = Socket
+        async for name, one in workers[0].receive_weights():
+            is_large = one.nbytes > workers[0].bucket_size
+            assert one.device.type == ("meta" if is_large else "cpu"), name
+            if is_large:
+                sender._direct_send_large_weight(name, one)
+
+    asyncio.run(hand_on())
+    assert handed
+    for message in handed:
+        for name, meta in message["bucket_meta"].items():
+            assert transfer.rebuild_ipc(meta["handle"], 0).shape == given[name].shape
+    # What it was before: a handle of the host's memory has no place for a device.
+    with pytest.raises((IndexError, TypeError)):
+        transfer.rebuild_ipc(transfer.reduce_tensor(given["embed"]), 0)
 
 
 def test_slot_is_free_when_the_consumer_stops():

@@ -11,8 +11,7 @@ use weightsync_engine::transport::{
     Outstanding, SenderTransport, Source, Staging, Targets, interrupt,
 };
 use weightsync_engine::{
-    Digest, Error, Outcome, Result, Snapshot, Version, WaitFor, WorkerId, WorkerReport,
-    WorkerStatus,
+    Digest, Error, Outcome, Result, Snapshot, Version, WorkerId, WorkerReport, WorkerStatus,
 };
 
 use super::storage::{self, Life, PAUSE, Peer, Presence, Stay, failed};
@@ -310,14 +309,13 @@ impl Outstanding for Published {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
-        let wait = wait_of(level);
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         let mut lines: Vec<_> = lines.collect();
-        let awaited = |line: &WorkerReport| !line.outcome.is_final(wait) && line.late.is_none();
+        let awaited = |line: &WorkerReport| !line.outcome.is_final(level) && line.late.is_none();
         while lines.iter().any(awaited) && !passed(deadline) {
             interrupt::sleep(PAUSE)?;
             for (line, worker) in lines.iter_mut().zip(&self.workers) {
-                if !line.outcome.is_final(wait) {
+                if !line.outcome.is_final(level) {
                     *line = self.line(worker, level);
                 }
             }
@@ -336,7 +334,7 @@ impl Outstanding for Published {
     fn late(&self, level: Level) -> Result<()> {
         let lines = self.workers.iter().map(|worker| self.line(worker, level));
         for (line, worker) in lines.zip(&self.workers) {
-            if !line.outcome.is_final(wait_of(level)) {
+            if !line.outcome.is_final(level) {
                 let (_, status) = worker.look();
                 let mut late = worker.late.lock().unwrap_or_else(PoisonError::into_inner);
                 late.note(self.sequence, self.at, status);
@@ -389,13 +387,6 @@ impl Published {
             after: self.at.elapsed(),
             late,
         }
-    }
-}
-
-fn wait_of(level: Level) -> WaitFor {
-    match level {
-        Level::Staged => WaitFor::Staged,
-        Level::Applied => WaitFor::Applied,
     }
 }
 

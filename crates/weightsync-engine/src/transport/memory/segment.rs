@@ -2,21 +2,20 @@
 
 use std::sync::Arc;
 
-use weightsync_core::{ModelId, Version, WorkerId};
+use weightsync_core::{ModelId, Version, WorkerId, WorkerReport, WorkerStatus};
 use weightsync_mem::{
-    CopyOptions, Deadline, Departure, Listener, Publication, RemoteReaders, SegmentOptions, Source,
-    Waiter, Writer,
+    CopyOptions, Deadline, Listener, Publication, RemoteReaders, SegmentOptions, Source, Waiter,
+    Writer,
 };
 
 use crate::attributes::Attributes;
 use crate::digest::DigestThread;
 use crate::error::{Error, Result};
-use crate::report::{Outcome, WorkerReport, WorkerStatus};
+use crate::log_limiter;
 use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 use crate::transport::{
-    Attendance, GoneWorker, Level, ModelSpec, Opening, Outstanding, SenderTransport, Staging,
-    Targets,
+    Attendance, Level, ModelSpec, Opening, Outstanding, SenderTransport, Staging, Targets,
 };
 /// The trainer's end of models in shared memory.
 ///
@@ -47,6 +46,7 @@ impl Segment {
             history: opening.options.history,
             max_queue,
             wait: opening.options.wait,
+            refused: log_limiter::refused,
         };
         let secret = *opening.at.secret();
         let writer = Writer::create_on(listener, secret, opening.run, &specs, options)?;
@@ -117,7 +117,7 @@ impl SenderTransport for Segment {
     }
 
     fn workers(&self) -> Vec<WorkerStatus> {
-        status(self.writer.readers())
+        self.writer.readers()
     }
 
     fn wait_workers(
@@ -125,7 +125,6 @@ impl SenderTransport for Segment {
         deadline: Deadline,
         enough: &mut dyn FnMut(&Attendance) -> bool,
     ) -> Result<bool> {
-        let enough = |there: &weightsync_mem::Attendance| enough(&attendance(there));
         Ok(self.writer.wait_readers(deadline, enough)?)
     }
 
@@ -143,7 +142,7 @@ impl SenderTransport for Segment {
     }
 
     fn snapshot_for(&self, model: usize, targets: &Targets) -> Result<Option<Snapshot>> {
-        let held = self.writer.snapshot_for(model, &targets.into());
+        let held = self.writer.snapshot_for(model, targets);
         let held = held.map_err(|error| by_name(&self.models, error))?;
         Ok(held.map(|held| self.lent(model, held)))
     }
@@ -212,7 +211,7 @@ impl Staging for Slots<'_> {
             digest,
             checksums: _,
         } = *self;
-        let publication = slots.publish(&targets.into());
+        let publication = slots.publish(targets);
         let publication = publication.map_err(|error| by_name(models, error))?;
         if let Some(thread) = digest {
             order_digests(&waiter, &publication, thread);
@@ -236,14 +235,12 @@ impl Outstanding for Published {
     }
 
     fn settle(&self, level: Level, deadline: Deadline) -> Result<Vec<WorkerReport>> {
-        let lines = self
-            .waiter
-            .settle(&self.publication, level.into(), deadline)?;
+        let lines = self.waiter.settle(&self.publication, level, deadline)?;
         Ok(self.reports(lines))
     }
 
     fn is_settled(&self, level: Level) -> Result<bool> {
-        Ok(self.waiter.is_settled(&self.publication, level.into())?)
+        Ok(self.waiter.is_settled(&self.publication, level)?)
     }
 
     fn decided(&self) -> Result<Vec<WorkerReport>> {
@@ -251,7 +248,7 @@ impl Outstanding for Published {
     }
 
     fn late(&self, level: Level) -> Result<()> {
-        Ok(self.waiter.late(&self.publication, level.into())?)
+        Ok(self.waiter.late(&self.publication, level)?)
     }
 
     fn give_up(&self) -> Result<()> {
@@ -260,35 +257,12 @@ impl Outstanding for Published {
 }
 
 impl Published {
-    fn reports(&self, lines: Vec<weightsync_mem::ReaderOutcome>) -> Vec<WorkerReport> {
-        let lines = lines.into_iter().map(|line| WorkerReport {
-            worker: line.worker,
-            pid: line.pid,
-            outcome: line.outcome.into(),
-            versions: of_published(line.versions, &self.publication.versions),
-            current: line.current,
-            after: line.after,
-            late: line.late,
-        });
-        lines.collect()
-    }
-}
-
-impl From<Level> for weightsync_mem::Level {
-    fn from(level: Level) -> Self {
-        match level {
-            Level::Staged => Self::Staged,
-            Level::Applied => Self::Applied,
+    /// The lines with the versions of the published models alone.
+    fn reports(&self, mut lines: Vec<WorkerReport>) -> Vec<WorkerReport> {
+        for line in &mut lines {
+            keep_published(&mut line.versions, &self.publication.versions);
         }
-    }
-}
-
-impl From<&Targets> for weightsync_mem::Targets {
-    fn from(targets: &Targets) -> Self {
-        match targets {
-            Targets::All => Self::All,
-            Targets::Workers(workers) => Self::Workers(workers.clone()),
-        }
+        lines
     }
 }
 
@@ -297,15 +271,14 @@ fn by_name(models: &[(ModelId, Arc<Attributes>)], error: weightsync_mem::Error) 
     Error::of_memory(error, |model| models.get(model).map(|(id, _)| id.clone()))
 }
 
-/// Of the versions of all models those of the published ones, which are in the
-/// models' order.
-fn of_published(mut versions: Vec<Version>, published: &[(usize, Version)]) -> Vec<Version> {
+/// Keeps, of the versions of all models, those of the published ones, which are in the models'
+/// order.
+fn keep_published(versions: &mut Vec<Version>, published: &[(usize, Version)]) {
     // In place: none is looked for before where the last was put.
     for (place, (model, _)) in published.iter().enumerate() {
         versions[place] = versions[*model];
     }
     versions.truncate(published.len());
-    versions
 }
 
 /// Has the digests of what was just published made. The versions are live:
@@ -323,39 +296,4 @@ fn order_digests(waiter: &Waiter, publication: &Publication, thread: &DigestThre
             }
         }
     }
-}
-
-fn attendance(there: &weightsync_mem::Attendance) -> Attendance {
-    let gone = there.gone.iter().map(|gone| GoneWorker {
-        status: WorkerStatus {
-            versions: gone.applied.clone(),
-            ..WorkerStatus::new(gone.worker, gone.pid, 0)
-        },
-        how: match (&gone.reason, gone.departure) {
-            (Some(reason), _) => Outcome::Failed {
-                reason: reason.clone(),
-            },
-            (None, Departure::Left) => Outcome::Left,
-            (None, Departure::Died) => Outcome::Died,
-            (None, Departure::Lost) => Outcome::Lost,
-        },
-        joined: gone.joined,
-    });
-    Attendance {
-        workers: status(there.readers.clone()),
-        rejected: there.rejected.clone(),
-        gone: gone.collect(),
-        joined: there.joined,
-    }
-}
-
-fn status(readers: Vec<weightsync_mem::ReaderStatus>) -> Vec<WorkerStatus> {
-    let lines = readers.into_iter().map(|reader| WorkerStatus {
-        worker: reader.worker,
-        pid: reader.pid,
-        device: reader.device,
-        held: reader.held,
-        versions: reader.applied,
-    });
-    lines.collect()
 }

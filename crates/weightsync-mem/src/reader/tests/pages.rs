@@ -5,6 +5,8 @@ use std::thread;
 
 use super::*;
 use crate::map::Table;
+use crate::pins::PinOwner;
+use crate::shared::Control;
 
 /// A change of a page.
 type Scribble = fn(&Control);
@@ -173,10 +175,10 @@ fn random_words_in_control_pages_stop_nobody() {
         // Also after a failure, or the others would go on for ever.
         let _ends = Ends(over);
         let at_work = |writer: &Writer, version| {
-            let applied = |reader: &crate::ReaderStatus| reader.applied[0].0 >= version;
+            let applied = |reader: &crate::WorkerStatus| reader.versions[0].0 >= version;
             let all = |there: &crate::Attendance| {
                 let mut workers = (0..2).map(WorkerId);
-                let readers = &there.readers;
+                let readers = &there.workers;
                 workers.all(|one| readers.iter().any(|it| it.worker == one && applied(it)))
             };
             writer.wait_readers(soon(), all).unwrap()
@@ -207,7 +209,7 @@ fn random_words_in_control_pages_stop_nobody() {
             assert_eq!(applied.count(), 2);
             turned_away += writer.take_rejected().len();
             let refused =
-                |line: &&crate::ReaderOutcome| matches!(line.outcome, Outcome::Refused { .. });
+                |line: &&crate::WorkerReport| matches!(line.outcome, Outcome::Refused { .. });
             turned_away += lines.iter().filter(refused).count();
         }
         assert!(writer.slots(0) <= 40 && writer.slots(1) <= 40);

@@ -1,9 +1,10 @@
 //! Each of many remote readers costs no more than each of few does: no step looks at all of them.
 
-use weightsync_core::{Dtype, Epoch, Layout, Run};
+use weightsync_core::{Dtype, Epoch, Layout, Run, Targets, WorkerId};
 
 use super::*;
 use crate::model::ModelSpec;
+use crate::set::Models;
 use crate::wire::Delivery;
 use crate::{RemoteReader, RemoteReaderOptions, RemoteReaders, SegmentOptions, Writer};
 
@@ -50,17 +51,17 @@ fn wait_looks_only_at_remote_readers_that_changed() {
     let publication = staging.publish(&Targets::All).unwrap();
     let (shared, awaited) = (&writer.shared, publication.dispositions.clone());
     let mut settling = Settling::new(shared, &publication, Level::Applied, awaited);
-    settling.look();
+    settling.note_settled();
     let listener = settling.listener.unwrap();
     remote_readers.iter().for_each(load);
     let changed = shared.state().take_changed(listener);
     let changed: Vec<Key> = changed.into_iter().collect();
     assert_eq!(changed.len(), 5);
     // Nothing says any more that they changed, so nothing looks at them.
-    settling.look();
+    settling.note_settled();
     assert!(settling.lines.is_empty(), "{:?}", settling.lines);
     shared.state().mark_changed(changed[3]);
-    settling.look();
+    settling.note_settled();
     assert_eq!(settling.lines.len(), 1);
     assert_eq!(settling.lines[0].worker, WorkerId(3));
     assert_eq!(settling.awaited.remote_readers.len(), 4);

@@ -1,3 +1,5 @@
+use std::time::Duration;
+
 use weightsync_core::{Dtype, Epoch, Run};
 use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
@@ -198,7 +200,7 @@ fn delta_slower_than_dense_is_not_used() {
     }
 }
 
-/// Two versions of a model of more than one span, the second of which differs in so
+/// Two versions of a model of more than one span; the second differs in so
 /// many elements.
 fn versions(name: &str, every: usize) -> (Relay, [Snapshot; 2]) {
     const BYTES: usize = 5 << 20;

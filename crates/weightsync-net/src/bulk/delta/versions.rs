@@ -1,6 +1,14 @@
 //! The two versions of a delta: coding their spans, and samples that tell which codec pays.
 
-use super::*;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use weightsync_core::delta;
+use weightsync_core::delta::{Codec, Encoded, Pattern, Scratch};
+use weightsync_mem::Snapshot;
+
+use super::{IN_PLACE, THREADS, TRIAL, TRIALS, seconds};
+use crate::wire::frame::SPAN;
 
 /// The two versions that a delta is made from.
 pub(super) struct Versions<'a> {
@@ -46,8 +54,7 @@ impl Versions<'_> {
         scratch: &mut Scratch,
     ) -> Codec {
         let mut least: Option<(Codec, f64)> = None;
-        // Each codec takes longer than the one before it, and makes fewer bytes.
-        for codec in [Codec::Fast, Codec::Gaps, Codec::Thin] {
+        for &codec in Codec::ALL {
             let sample = self.sample((TRIALS, TRIAL), codec, scratch);
             let cost = sample.side_by_side(rate);
             if least.is_none_or(|(_, least)| cost < least) {

@@ -1,9 +1,20 @@
 //! Makes a version from its base and the deltas that a parent sent.
 
-use weightsync_core::Version;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use super::*;
+use weightsync_core::Version;
+use weightsync_core::delta::{Codec, DeltaError, Pattern, Scratch, apply, apply_onto, encode};
+use weightsync_mem::{BlockWrite, Snapshot};
+
+use super::super::delta::{Coded, Delta, Span};
+use super::super::serve::invalid;
+use super::requested::Requested;
+use super::{Shared, read_exact, skip};
 use crate::bulk::delta::IN_PLACE;
+use crate::link::stream::Stream;
+use crate::wire::frame::{DELTA_HEAD_BYTES, DeltaHead, FrameError, HEADER_BYTES, SPAN_BLOCKS};
 
 /// An older version that is whole here, which deltas are applied to.
 #[derive(Clone, Debug)]
@@ -131,7 +142,7 @@ impl Shared {
     ) -> Result<(), DeltaError> {
         let range = piece.range();
         let pattern = Pattern::of_span(self.slot.layout(), range.start as u64);
-        let Some(first) = self.few(piece, base, index, coded) else {
+        let Some(first) = self.earlier_delta(piece, base, index, coded) else {
             let old = &base.snapshot.bytes()[range];
             return apply_onto(pattern, coded.sent(), old, piece, scratch).map(drop);
         };
@@ -142,7 +153,7 @@ impl Shared {
 
     /// The delta from the bytes already in the slot to the base, if it and the new one are small
     /// enough to apply both in place.
-    fn few<'a>(
+    fn earlier_delta<'a>(
         &self,
         piece: &BlockWrite,
         base: &'a Base,

@@ -1,9 +1,18 @@
 //! Compares what a relay sent with the sender's digests.
 
-use super::*;
+use std::io;
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use super::super::serve::invalid;
+use super::requested::Requested;
+use super::{Parent, Shared, Unsent, read_exact, read_message};
 use crate::bulk::PATIENCE;
 use crate::relay::backoff;
-use crate::wire::message::DIGEST_BYTES;
+use crate::wire::frame::{BLOCK, HEADER_BYTES, Header, Kind};
+use crate::wire::message::{DIGEST_BYTES, Message, ToChild, ToParent};
 
 /// A relay sent other bytes than the sender published.
 #[derive(Debug, thiserror::Error)]

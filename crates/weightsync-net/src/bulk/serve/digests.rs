@@ -1,7 +1,15 @@
 //! The sender tells the digests of a version's blocks, for children that do not trust relays.
 
-use super::*;
-use crate::wire::message::DIGEST_BYTES;
+use std::io;
+
+use tokio::sync::oneshot;
+use weightsync_core::Run;
+
+use super::super::STUCK;
+use super::{REPLACED, Serving, send, send_gone};
+use crate::link::stream::{AsyncStream, Stream};
+use crate::relay::Item;
+use crate::wire::message::{DIGEST_BYTES, ToChild};
 
 /// The digests of this many blocks go out at once: the child can go on while others are made.
 const BATCH: usize = 32;

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::net::TcpStream;
 use std::sync::atomic::{AtomicIsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Instant;
 
 use weightsync_conformance::scale::longest;
 use weightsync_core::{Dtype, Epoch, Layout, Version};
@@ -11,6 +12,7 @@ use weightsync_mem::{Listener, ModelSpec, Relay, SegmentOptions};
 
 use super::*;
 use crate::relay::runtime;
+use crate::wire::frame::BLOCK;
 use crate::wire::message::BlockRange;
 
 const RUN: Run = Run {
@@ -61,7 +63,7 @@ const ITEM: Item = Item {
     version: Version(1),
 };
 
-/// A segment with room for a version of so many bytes, of which nothing has come.
+/// A segment with room for a version of so many bytes, before any has come.
 fn coming(bytes: u64) -> (Relay, Arc<Held>) {
     static LAST: AtomicIsize = AtomicIsize::new(0);
     let layout = Layout::new([("w".to_owned(), Dtype::U8, vec![bytes])]).unwrap();

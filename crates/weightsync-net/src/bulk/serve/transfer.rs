@@ -1,6 +1,19 @@
 //! One fetch of a child, from its first turn to its end.
 
-use super::*;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use weightsync_core::Version;
+use weightsync_core::delta::Scratch;
+
+use super::super::store::{BlockState, Held};
+use super::super::{IDLE, PATIENCE};
+use super::{DeltaState, ON_ITS_WAY, REPLACED, Served, Serving, TURN, send, send_gone, write_both};
+use crate::link::stream::Stream;
+use crate::relay::Item;
+use crate::wire::frame::{BLOCK, BlockHead, DeltaHead, SPAN_BLOCKS};
+use crate::wire::message::{ToChild, Wanted};
 
 /// A fetch that is served in one turn or several.
 pub(super) struct Transfer {
@@ -44,7 +57,7 @@ impl Transfer {
     }
 
     /// Serves one turn. True if the fetch has ended, false if it is another fetch's turn.
-    pub(super) fn go_on(&mut self, socket: &mut Stream) -> io::Result<bool> {
+    pub(super) fn serve_turn(&mut self, socket: &mut Stream) -> io::Result<bool> {
         let item = self.item();
         let Wanted { run, agent, .. } = self.fetch;
         if let Err(reason) = self.serving.has(run, item) {
@@ -139,9 +152,9 @@ impl Transfer {
                             image_bytes: held.image_bytes(),
                         };
                         let late = Lateness::new(&serving, bytes.len());
-                        write_both(socket, &head.frame(), bytes, || late.is_so())?;
+                        write_both(socket, &head.frame(), bytes, || late.is_late())?;
                         *sent += (head.frame().len() + bytes.len()) as u64;
-                        self.went(span.len());
+                        self.note_sent(span.len());
                         left = &left[span.len()..];
                         // Folding the span has made the delta larger.
                         if delta.is_folded() {
@@ -171,9 +184,9 @@ impl Transfer {
                         image_bytes: held.image_bytes(),
                     };
                     let late = Lateness::new(&serving, bytes.len());
-                    write_both(socket, &head.frame(), bytes, || late.is_so())?;
+                    write_both(socket, &head.frame(), bytes, || late.is_late())?;
                     *sent += bytes.len() as u64;
-                    self.went(1);
+                    self.note_sent(1);
                     left = &left[1..];
                 }
                 BlockState::NotYet => self.send_idle(socket)?,
@@ -215,7 +228,7 @@ impl Transfer {
     }
 
     /// Notes that this many more blocks were sent.
-    fn went(&mut self, blocks: usize) {
+    fn note_sent(&mut self, blocks: usize) {
         self.last_sent = Instant::now();
         self.done += blocks;
     }
@@ -277,7 +290,7 @@ impl<'a> Lateness<'a> {
         }
     }
 
-    fn is_so(&self) -> bool {
+    fn is_late(&self) -> bool {
         self.begun.elapsed() >= self.limit && self.serving.others_wait()
     }
 }

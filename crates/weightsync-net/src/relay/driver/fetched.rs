@@ -1,7 +1,17 @@
 //! The outcomes of an agent's fetches.
 
-use super::*;
-use crate::link::{log_limiter, refusal};
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::Instant;
+use weightsync_engine::log_limiter;
+
+use super::super::backoff;
+use super::super::plan::{Input, Item};
+use super::{Driver, Fetched, Fetching};
+use crate::bulk::{FetchEnd, Transferred};
+use crate::link::refusal;
+use crate::wire::message::ToRoot;
 
 impl Driver {
     /// Handles the end of a fetch.

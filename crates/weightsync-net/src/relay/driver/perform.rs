@@ -6,11 +6,11 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use weightsync_core::Version;
+use weightsync_engine::log_limiter;
 use weightsync_mem::{Error, Snapshot};
 
 use super::{Driver, Event, Fetched, Fetching, MEASURE};
 use crate::bulk::{Base, Delta, Fetch, Held, Parent, RING};
-use crate::link::log_limiter;
 use crate::relay::plan::{Effect, Input, Item};
 use crate::wire::frame::BLOCK;
 use crate::wire::message::ToRoot;

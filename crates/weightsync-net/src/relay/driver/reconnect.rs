@@ -71,7 +71,7 @@ impl Driver {
     /// Handles an event while there is no link.
     fn defer(&mut self, event: Event) {
         match event {
-            Event::Near(events) => self.near(events),
+            Event::Near(events) => self.on_local(events),
             Event::Fetched(fetched) => self.fetched(fetched),
             Event::Served(served) => self.served(served),
             Event::Scrubbed { item, digest } => self.scrubbed(item, digest),

@@ -1,6 +1,10 @@
 //! What a plan knows of one worker.
 
-use super::*;
+use std::collections::VecDeque;
+
+use weightsync_mem::{Delivery, WorkerInstance};
+
+use super::{Effect, Item};
 
 #[derive(Debug)]
 pub(super) struct Worker {

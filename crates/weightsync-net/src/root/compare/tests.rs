@@ -7,7 +7,7 @@ use weightsync_engine::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Sn
 use crate::scheme::{Deltas, Distributed, Share};
 use crate::status::Status;
 
-/// Tensors of several widths over more than two spans, the last of which is short.
+/// Tensors of several widths over more than two spans; the last span is short.
 fn weights() -> Tensors {
     let mut weights = Tensors::new();
     let bf16 = vec![half::bf16::from_f32(0.02); 3_000_000];

@@ -39,7 +39,7 @@ impl Coordinator {
     }
 
     /// An agent has gained versions.
-    pub(super) fn came(&mut self, agent: AgentId, have: &[Item]) {
+    pub(super) fn note_held_by(&mut self, agent: AgentId, have: &[Item]) {
         let kept = have.iter().filter(|item| self.scrubs.is_kept(**item));
         let kept: Vec<Item> = kept.copied().collect();
         let asks = self.scrubs.ask(kept.into_iter().map(|item| (item, agent)));

@@ -66,7 +66,7 @@ impl Coordinator {
                 worker: reader.worker.0,
                 pid: reader.pid,
                 device: reader.device,
-                versions: reader.applied.iter().map(|version| version.0).collect(),
+                versions: reader.versions.iter().map(|version| version.0).collect(),
             });
         let run = self.remote_readers.run();
         status::Status {

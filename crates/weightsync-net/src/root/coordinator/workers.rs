@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use weightsync_core::{Version, WorkerId};
+use weightsync_engine::log_limiter;
 use weightsync_mem::{
     Delivery, Departure, Error as Memory, Notified, RemoteReader, RemoteReaderOptions,
 };
@@ -60,11 +61,8 @@ impl Coordinator {
                     other.link.expect_sign();
                 }
                 if let Some(earlier) = self.membership.wait(joiner) {
-                    let denied = FromRoot::Denied {
-                        ticket: earlier.asks.ticket,
-                        reason: format!("another process asks to be worker {}", earlier.worker.0),
-                    };
-                    self.send(earlier.agent, &denied);
+                    let reason = format!("another process asks to be worker {}", earlier.worker.0);
+                    self.deny(earlier.agent, earlier.asks.ticket, reason);
                 }
             }
             JoinOutcome::Two => self.admit(joiner),
@@ -110,9 +108,14 @@ impl Coordinator {
                     Memory::Denied { reason } => reason,
                     error => error.to_string(),
                 };
-                self.send(agent, &FromRoot::Denied { ticket, reason });
+                self.deny(agent, ticket, reason);
             }
         }
+    }
+
+    fn deny(&mut self, agent: AgentId, ticket: u64, reason: String) {
+        log_limiter::refused(&reason);
+        self.send(agent, &FromRoot::Denied { ticket, reason });
     }
 
     fn joined(&mut self, agent: AgentId, ticket: u64, worker: WorkerId) {

@@ -24,8 +24,8 @@ fn parents(topology: &Topology) -> Vec<(AgentId, AgentId)> {
 
 const SECOND: Duration = Duration::from_secs(1);
 
-fn failed(now: Duration) -> Why {
-    Why::Failed { now }
+fn failed(now: Duration) -> LeftParent {
+    LeftParent::Failed { now }
 }
 
 #[test]
@@ -417,7 +417,7 @@ fn parent_that_altered_a_block_is_never_given_again() {
     chain.lost(3, 2, failed(SECOND));
     chain.again(100 * SECOND);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 2)]);
-    chain.lost(3, 2, Why::Altered);
+    chain.lost(3, 2, LeftParent::Altered);
     assert_eq!(parents(&chain), [(1, 0), (2, 1), (3, 0)]);
     assert_eq!(chain.due(), None);
     assert_eq!(chain.again(Duration::MAX), []);
@@ -473,7 +473,7 @@ fn there_is_never_a_circle() {
                     let agent = there[random(there.len() as u64) as usize];
                     let parent = topology.agents[&agent].parent.unwrap();
                     let why = match random(2) {
-                        0 => Why::Altered,
+                        0 => LeftParent::Altered,
                         _ => failed(now),
                     };
                     topology.lost(agent, parent, why);

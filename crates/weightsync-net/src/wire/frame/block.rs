@@ -2,7 +2,9 @@
 
 use weightsync_core::Version;
 
-use super::*;
+use super::{
+    BLOCK, BLOCK_HEAD_BYTES, FrameError, HEADER_BYTES, Kind, MAX_MODELS, head_of, header, number,
+};
 
 /// The head of a block; the block's bytes follow its frame.
 ///

@@ -1,6 +1,6 @@
 //! Decodes frames from a stream.
 
-use super::*;
+use super::{FrameError, HEADER_BYTES, Header, Kind};
 
 /// How many bytes of buffer a [`Decoder`] keeps between frames. There may be thousands of links.
 const KEPT: usize = 4 << 10;

@@ -2,7 +2,9 @@
 
 use weightsync_core::Version;
 
-use super::*;
+use super::{
+    DELTA_HEAD_BYTES, FrameError, HEADER_BYTES, Kind, MAX_MODELS, SPAN, head_of, header, number,
+};
 
 /// The head of a delta; the delta's bytes follow its frame.
 ///

@@ -1,6 +1,9 @@
 //! The two ends of a handshake: they take the bytes that arrive, and return the bytes to send.
 
-use super::*;
+use super::{
+    CLIENT_PROOF_BYTES, ClientHello, HELLO_BYTES, HelloError, MAGIC, NONCE_BYTES, Protocols, Role,
+    SERVER_PROOF_BYTES, ServerHello, Verdict, check_magic, malformed, not_weightsync,
+};
 use crate::access::{Key, Proof};
 
 /// What both ends know once the handshake is done.

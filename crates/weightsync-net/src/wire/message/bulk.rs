@@ -1,8 +1,11 @@
 //! Messages between a child and its parent on a bulk link.
 
+use serde::{Deserialize, Serialize};
 use weightsync_core::{Run, Version};
 
-use super::*;
+use super::super::frame::Kind;
+use super::check::{Check, CheckText, check_item, require, within};
+use super::{DIGEST_BYTES, MAX_DIGESTS, MAX_RANGES, MAX_TEXT, Message, MessageError, fields};
 
 /// A message from a child to its parent. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

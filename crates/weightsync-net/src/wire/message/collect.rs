@@ -1,6 +1,10 @@
 //! Messages between a worker of a collector and its trainer, on a collector link.
 
-use super::*;
+use serde::{Deserialize, Serialize};
+
+use super::super::frame::Kind;
+use super::check::{Check, CheckText, within};
+use super::{MAX_JSON, MAX_SAID, MAX_TEXT, Message, MessageError, fields};
 
 /// A message from a worker to its trainer. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

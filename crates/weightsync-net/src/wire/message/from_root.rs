@@ -1,8 +1,18 @@
 //! Messages from a sender to an agent.
 
+use serde::{Deserialize, Serialize};
 use weightsync_core::{Epoch, Run, Version, WorkerId};
 
-use super::*;
+use super::super::frame::{Kind, MAX_MODELS};
+use super::check::{
+    Check, CheckText, check_item, check_model, check_set, check_version, require, within,
+};
+use super::model::ModelAssembler;
+use super::{
+    MAX_ADDRESS, MAX_KNOWN, MAX_NOTIFIED, MAX_PART, MAX_SLOTS, MAX_TEXT, Message, MessageError,
+    fields,
+};
+use crate::relay::Item;
 
 /// A message from a sender to an agent. The order of variants and fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,17 +35,17 @@ pub enum FromRoot {
         /// The sender's process.
         pid: u32,
         /// Whether a block that comes of a relay is compared with the sender's digest of it
-        /// ([`ToParent::Digests`]).
+        /// ([`ToParent::Digests`](super::ToParent::Digests)).
         verify: bool,
     },
-    /// One model. The [`FromRoot::Part`]s with its layout and note follow: see [`model_messages`]
+    /// One model. The [`FromRoot::Part`]s with its layout and note follow: see [`model_messages`](super::model_messages)
     /// and [`ModelAssembler`].
     Model {
         /// The model's index.
         index: u8,
-        /// Bytes of the encoded layout; at most [`MAX_LAYOUT`].
+        /// Bytes of the encoded layout; at most [`MAX_LAYOUT`](super::MAX_LAYOUT).
         layout_bytes: u64,
-        /// Bytes of the note, which follows the layout; at most [`MAX_NOTE`].
+        /// Bytes of the note, which follows the layout; at most [`MAX_NOTE`](super::MAX_NOTE).
         note_bytes: u64,
     },
     /// A part of the layout and note of the last [`FromRoot::Model`].
@@ -52,12 +62,12 @@ pub enum FromRoot {
         /// What the agent should do.
         remedy: RefusalRemedy,
     },
-    /// The sender admits the worker of this [`ToRoot::Join`].
+    /// The sender admits the worker of this [`ToRoot::Join`](super::ToRoot::Join).
     Joined {
         /// The ticket of the `Join`.
         ticket: u64,
     },
-    /// The sender does not admit the worker of this [`ToRoot::Join`].
+    /// The sender does not admit the worker of this [`ToRoot::Join`](super::ToRoot::Join).
     Denied {
         /// The ticket of the `Join`.
         ticket: u64,
@@ -74,7 +84,7 @@ pub enum FromRoot {
         /// The workers; at most [`MAX_NOTIFIED`].
         workers: Vec<WorkerId>,
     },
-    /// The answer to a [`ToRoot::Ask`].
+    /// The answer to a [`ToRoot::Ask`](super::ToRoot::Ask).
     Answer {
         /// The worker that asked.
         worker: WorkerId,
@@ -85,7 +95,7 @@ pub enum FromRoot {
         /// The set: no model twice.
         set: Vec<Item>,
     },
-    /// There is no version that answers a [`ToRoot::Ask`].
+    /// There is no version that answers a [`ToRoot::Ask`](super::ToRoot::Ask).
     NoSuchVersion {
         /// The worker that asked.
         worker: WorkerId,
@@ -120,7 +130,7 @@ pub enum FromRoot {
     Ping,
     /// The sender shuts down.
     Goodbye,
-    /// Asks for the digest of a version that the agent holds: [`ToRoot::Scrubbed`].
+    /// Asks for the digest of a version that the agent holds: [`ToRoot::Scrubbed`](super::ToRoot::Scrubbed).
     Scrub {
         /// The model's index.
         model: u8,

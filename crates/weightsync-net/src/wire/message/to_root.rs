@@ -1,9 +1,17 @@
 //! Messages from an agent to its sender.
 
+use serde::{Deserialize, Serialize};
 use weightsync_core::digest::Digest;
 use weightsync_core::{Epoch, Run, Version, WorkerId};
+use weightsync_mem::{Delivery, Want};
 
-use super::*;
+use super::super::frame::{Kind, MAX_FRAME};
+use super::check::{
+    Check, CheckText, check_delivery, check_item, check_items, check_set, check_want, require,
+    within,
+};
+use super::{MAX_DEVICE, MAX_HELD, MAX_PROGRESS, MAX_TEXT, Message, MessageError, fields};
+use crate::relay::Item;
 
 /// A message from an agent to its sender, about itself and the workers of its host. The order of
 /// variants and fields is part of the format.
@@ -133,7 +141,7 @@ pub enum ToRoot {
     Ping,
     /// The agent leaves in order.
     Goodbye,
-    /// The answer to a [`FromRoot::Scrub`].
+    /// The answer to a [`FromRoot::Scrub`](super::FromRoot::Scrub).
     Scrubbed {
         /// The model's index.
         model: u8,
@@ -155,8 +163,8 @@ pub enum ToRoot {
     },
 }
 
-/// The progress of one worker. Sequences are those of [`FromRoot::Notify`] and
-/// [`FromRoot::Answer`]. The order of fields is part of the format.
+/// The progress of one worker. Sequences are those of [`FromRoot::Notify`](super::FromRoot::Notify) and
+/// [`FromRoot::Answer`](super::FromRoot::Answer). The order of fields is part of the format.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerProgress {
     /// The worker.

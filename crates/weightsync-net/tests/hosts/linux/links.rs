@@ -48,17 +48,27 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
         stage.rate(0..5, 200_000_000);
     }
     for (host, gone) in [(2, vec![20, 21]), (4, vec![40])] {
-        let word = busy.then(|| {
-            let word = stage.begin_send();
-            let who = Actor::Worker(10 * host as u32);
-            stage.until_came(who, bytes as u64 / 8);
-            word
-        });
-        fault(&stage.hosts, host).unwrap_or_else(|error| panic!("{error}"));
-        let since = Instant::now();
-        stage.note(&format!("host {host} is cut off"));
-        let word = word.unwrap_or_else(|| stage.begin_send());
-        let (at, sent) = stage.report_at(word);
+        let (since, at, sent) = loop {
+            let word = busy.then(|| {
+                let word = stage.begin_send();
+                let who = Actor::Worker(10 * host as u32);
+                stage.until_came(who, bytes as u64 / 8);
+                word
+            });
+            fault(&stage.hosts, host).unwrap_or_else(|error| panic!("{error}"));
+            let since = Instant::now();
+            stage.note(&format!("host {host} is cut off"));
+            let word = word.unwrap_or_else(|| stage.begin_send());
+            let (at, sent) = stage.report_at(word);
+            if !busy || !sent.failed().is_empty() {
+                break (since, at, sent);
+            }
+            // This process was starved, and the transfer had ended by then.
+            stage.note("that was after the transfer");
+            let restored = stage.hosts.restore(host);
+            restored.unwrap_or_else(|error| panic!("{error}"));
+            stage.until_all_newest();
+        };
         stage.note(&format!("the send took {:?}", sent.took));
         assert_eq!(sent.failed(), gone, "{sent:?}");
         for worker in gone {

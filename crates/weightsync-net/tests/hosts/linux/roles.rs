@@ -242,7 +242,7 @@ impl Versions {
         let mut tensors = Tensors::new();
         let mut training = None;
         match content {
-            // Several lengths, one of which is not a multiple of a block.
+            // Several lengths; one is not a multiple of a block.
             Content::Words { .. } => {
                 let words = bytes / 8;
                 let first = words / 3 + 5;

@@ -1,4 +1,4 @@
-//! Random schedules of everything that can happen, each of which ends with every
+//! Random schedules of everything that can happen; each ends with every
 //! worker at the newest version, with the right bytes.
 
 use std::collections::BTreeSet;

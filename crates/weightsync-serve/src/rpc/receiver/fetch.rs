@@ -251,7 +251,7 @@ impl<'a> Filling<'a> {
             (status, _) => return Err(Fault::Status { addr, status }.into()),
         }
         while let Some(bytes) = reply.next(PATIENCE).await? {
-            self.inbox.came(bytes.len());
+            self.inbox.note_received(bytes.len());
             let part = self.part;
             let partial = self.partial();
             let (at, image) = (partial.at, partial.image.bytes_mut());

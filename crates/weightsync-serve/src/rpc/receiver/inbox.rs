@@ -196,7 +196,7 @@ impl Inbox {
 /// For the thread that serves.
 impl Inbox {
     /// So many bytes of a version have arrived.
-    pub(super) fn came(&self, bytes: usize) {
+    pub(super) fn note_received(&self, bytes: usize) {
         self.travelled.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 

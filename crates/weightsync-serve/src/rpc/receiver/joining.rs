@@ -107,7 +107,7 @@ impl Session {
 const OUT_OF_REACH: Duration = Duration::from_secs(10);
 
 /// Why an attempt has failed.
-enum NotIn {
+enum JoinFailure {
     /// Nothing listens there, as the machine's system reports.
     Absent(String),
     /// The sender does not know this worker's secret. The worker asks again only if another
@@ -133,7 +133,7 @@ enum NotIn {
     Fenced(Epoch),
 }
 
-impl From<Fault> for NotIn {
+impl From<Fault> for JoinFailure {
     fn from(fault: Fault) -> Self {
         let reason = fault.to_string();
         match fault {
@@ -228,30 +228,30 @@ pub(super) fn join(
             // The reason of the attempt before says more if this one began at the deadline.
             None => {
                 let last = last.filter(|_| begins_late);
-                NotIn::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
+                JoinFailure::Silent(last.unwrap_or_else(|| "it did not answer in time".into()))
             }
         };
         let is_final = match not_in {
-            NotIn::Taken(_) => true,
-            NotIn::Stranger | NotIn::Wrong(_) | NotIn::Closed => !at.restarts(),
+            JoinFailure::Taken(_) => true,
+            JoinFailure::Stranger | JoinFailure::Wrong(_) | JoinFailure::Closed => !at.restarts(),
             _ => false,
         };
         if is_final || passed(deadline) {
             return Err(match not_in {
-                NotIn::Absent(why) | NotIn::Silent(why) => Error::NoSender {
+                JoinFailure::Absent(why) | JoinFailure::Silent(why) => Error::NoSender {
                     address: at.address().into(),
                     waited: since.elapsed(),
                     last: Some(why),
                 },
-                NotIn::Stranger => Error::Denied {
+                JoinFailure::Stranger => Error::Denied {
                     reason: "the init info's secret is not its own".into(),
                 },
-                NotIn::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
-                NotIn::Denied(reason) | NotIn::Untrusted(reason) | NotIn::Taken(reason) => {
-                    Error::Denied { reason }
-                }
-                NotIn::Closed => Error::SenderClosed,
-                NotIn::Fenced(got) => Error::Fenced {
+                JoinFailure::Wrong(got) => RpcError::WrongSender { addr: sender, got }.into(),
+                JoinFailure::Denied(reason)
+                | JoinFailure::Untrusted(reason)
+                | JoinFailure::Taken(reason) => Error::Denied { reason },
+                JoinFailure::Closed => Error::SenderClosed,
+                JoinFailure::Fenced(got) => Error::Fenced {
                     seen: joining.seen,
                     got,
                 },
@@ -261,17 +261,17 @@ pub(super) fn join(
         interrupt::sleep(left.map_or(pause, |left| left.min(pause)))?;
         last = None;
         let longest = match not_in {
-            NotIn::Absent(why) | NotIn::Silent(why) => {
+            JoinFailure::Absent(why) | JoinFailure::Silent(why) => {
                 last = Some(why);
                 LONGEST_PAUSE
             }
-            NotIn::Closed => LONGEST_PAUSE,
-            NotIn::Stranger
-            | NotIn::Wrong(_)
-            | NotIn::Denied(_)
-            | NotIn::Untrusted(_)
-            | NotIn::Taken(_)
-            | NotIn::Fenced(_) => LONGEST_TURNED_AWAY,
+            JoinFailure::Closed => LONGEST_PAUSE,
+            JoinFailure::Stranger
+            | JoinFailure::Wrong(_)
+            | JoinFailure::Denied(_)
+            | JoinFailure::Untrusted(_)
+            | JoinFailure::Taken(_)
+            | JoinFailure::Fenced(_) => LONGEST_TURNED_AWAY,
         };
         pause = (pause * 2).min(longest);
     }
@@ -283,8 +283,8 @@ async fn register_at(
     proof: &ProofKey,
     inbox: &Inbox,
     register: &Register,
-) -> std::result::Result<(Welcome, Lines), NotIn> {
-    let nonce = Digits::random().map_err(|error| NotIn::Silent(error.to_string()))?;
+) -> std::result::Result<(Welcome, Lines), JoinFailure> {
+    let nonce = Digits::random().map_err(|error| JoinFailure::Silent(error.to_string()))?;
     let register = Register {
         nonce,
         ..register.clone()
@@ -296,12 +296,12 @@ async fn register_at(
     match reply.status {
         StatusCode::OK => {}
         StatusCode::UNAUTHORIZED => {
-            return Err(NotIn::Stranger);
+            return Err(JoinFailure::Stranger);
         }
         status => {
             let problem = reply.json::<Problem>(MAX_BODY, PATIENCE).await;
             let Ok(problem) = problem else {
-                return Err(NotIn::Silent(format!("it answered {status}")));
+                return Err(JoinFailure::Silent(format!("it answered {status}")));
             };
             // Other statuses come from something on the way that has no room now, or from a sender
             // that could not reach this worker or did not get the whole request in time.
@@ -314,30 +314,30 @@ async fn register_at(
                     | StatusCode::UNPROCESSABLE_ENTITY
             );
             return Err(match (problem.epoch, problem.taken_by) {
-                (Some(epoch), _) => NotIn::Fenced(epoch),
-                (None, Some(_)) => NotIn::Taken(problem.error),
-                (None, None) if is_word => NotIn::Denied(problem.error),
-                (None, None) => NotIn::Silent(problem.error),
+                (Some(epoch), _) => JoinFailure::Fenced(epoch),
+                (None, Some(_)) => JoinFailure::Taken(problem.error),
+                (None, None) if is_word => JoinFailure::Denied(problem.error),
+                (None, None) => JoinFailure::Silent(problem.error),
             });
         }
     }
     let mut lines = reply.lines();
     let first = lines.next::<FromSender>(PATIENCE).await?;
     let Some(FromSender::Welcome(welcome)) = first else {
-        return Err(NotIn::Silent("it did not welcome this worker".into()));
+        return Err(JoinFailure::Silent("it did not welcome this worker".into()));
     };
     // Checked before anything else in the message is used.
     let expected = proof.proof(nonce.0.as_bytes(), &welcome.id.to_string());
     match welcome.proof {
         Some(Digits(got)) if got == expected => {}
-        Some(_) => return Err(NotIn::Wrong("another")),
-        None => return Err(NotIn::Wrong("none")),
+        Some(_) => return Err(JoinFailure::Wrong("another")),
+        None => return Err(JoinFailure::Wrong("none")),
     }
     if welcome.run.epoch < register.seen {
-        return Err(NotIn::Fenced(welcome.run.epoch));
+        return Err(JoinFailure::Fenced(welcome.run.epoch));
     }
     if welcome.protocol != PROTOCOL {
-        return Err(NotIn::Denied("it speaks another protocol".into()));
+        return Err(JoinFailure::Denied("it speaks another protocol".into()));
     }
     Ok((welcome, lines))
 }
@@ -348,7 +348,7 @@ async fn enter(
     proof: ProofKey,
     mut register: Register,
     inbox: Arc<Inbox>,
-) -> std::result::Result<Arc<Session>, NotIn> {
+) -> std::result::Result<Arc<Session>, JoinFailure> {
     let (welcome, mut lines) = register_at(&client, &proof, &inbox, &register).await?;
     let (models, wanted) = tokio::select! {
         described = describe(&client, &welcome, &register.models) => described?,
@@ -374,12 +374,12 @@ async fn enter(
 }
 
 /// Waits for the end of a sender that is being joined.
-async fn end_of(lines: &mut Lines) -> NotIn {
+async fn end_of(lines: &mut Lines) -> JoinFailure {
     loop {
         match lines.next::<FromSender>(PATIENCE).await {
-            Ok(Some(FromSender::Closed {})) => return NotIn::Closed,
+            Ok(Some(FromSender::Closed {})) => return JoinFailure::Closed,
             Ok(Some(_)) => {}
-            Ok(None) => return NotIn::Silent("it hung up".into()),
+            Ok(None) => return JoinFailure::Silent("it hung up".into()),
             Err(fault) => return fault.into(),
         }
     }
@@ -390,19 +390,22 @@ async fn describe(
     client: &Arc<Client>,
     welcome: &Welcome,
     ids: &[ModelId],
-) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), NotIn> {
+) -> std::result::Result<(Vec<ModelSpec>, Vec<usize>), JoinFailure> {
     let (mut models, mut wanted) = (Vec::new(), Vec::new());
     for id in ids {
         let index = welcome.models.iter().position(|model| model == id);
-        let index = index.ok_or_else(|| NotIn::Denied(format!("it has no model {id}")))?;
+        let index = index.ok_or_else(|| JoinFailure::Denied(format!("it has no model {id}")))?;
         let path = of_sender::MODEL.replace("{model}", &index.to_string());
         let reply = client.ask(Ask::get(path), PATIENCE).await?;
         if reply.status != StatusCode::OK {
-            return Err(NotIn::Silent(format!("it answered {}", reply.status)));
+            return Err(JoinFailure::Silent(format!("it answered {}", reply.status)));
         }
         let spec: ModelSpec = reply.json(MAX_SPEC, PATIENCE).await?;
         if spec.id != *id {
-            return Err(NotIn::Denied(format!("it describes {} as {id}", spec.id)));
+            return Err(JoinFailure::Denied(format!(
+                "it describes {} as {id}",
+                spec.id
+            )));
         }
         models.push(spec);
         wanted.push(index);
@@ -459,13 +462,13 @@ async fn again(
                 session.renew(welcome.id);
                 return Ok(lines);
             }
-            Err(NotIn::Silent(why) | NotIn::Untrusted(why)) => why,
-            Err(NotIn::Wrong(got)) => {
+            Err(JoinFailure::Silent(why) | JoinFailure::Untrusted(why)) => why,
+            Err(JoinFailure::Wrong(got)) => {
                 let addr = session.client.addr();
                 tracing::warn!("{}", RpcError::WrongSender { addr, got });
                 return Err(died);
             }
-            Err(NotIn::Taken(reason)) => return Err(End::Denied { reason }),
+            Err(JoinFailure::Taken(reason)) => return Err(End::Denied { reason }),
             Err(_) => return Err(died),
         };
         // The sender may be stopped, or its machine suspended; it may continue later.

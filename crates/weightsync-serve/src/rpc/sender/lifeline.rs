@@ -9,7 +9,7 @@ use bytes::Bytes;
 use hyper::StatusCode;
 use tokio::sync::mpsc;
 use tokio::time::{MissedTickBehavior, interval, sleep};
-use weightsync_engine::WorkerId;
+use weightsync_engine::{WorkerId, log_limiter};
 use weightsync_mem::{Departure, Models};
 
 use super::caller;
@@ -122,8 +122,10 @@ async fn may_come(
         .map(|registration| registration.pid);
     let pid = pid.unwrap_or_default();
     let worker = registration.worker;
+    let why = format!("{worker} is already connected (pid {pid}); give this one another number");
+    log_limiter::refused(&why);
     let body = Problem {
-        error: format!("{worker} is already connected (pid {pid}); give this one another number"),
+        error: why,
         taken_by: Some(pid),
         ..Problem::default()
     };

@@ -15,7 +15,7 @@
 
 mod versions;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -24,7 +24,7 @@ use std::time::Instant;
 use bytes::Bytes;
 use tokio::sync::watch;
 use weightsync_engine::transport::{Attendance, Deadline, ModelSpec};
-use weightsync_engine::{Epoch, Error, Holder, ModelId, Result, Run, Version, WorkerId};
+use weightsync_engine::{Epoch, ModelId, Result, Run, Version, WorkerId};
 use weightsync_mem::{
     Delivery, Departure, Models, Notified, RemoteReader, RemoteReaderOptions, RemoteReaders,
     Snapshot, Want,

@@ -2,12 +2,13 @@
 
 use std::future::poll_fn;
 use std::net::TcpListener;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, mpsc};
 
 use http_body::Body as _;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
+use tokio::sync::Notify;
 use tokio::time::timeout;
 use weightsync_conformance::scale::longest;
 use weightsync_engine::Tensors;
@@ -37,25 +38,42 @@ fn store() -> (tempfile::TempDir, Store) {
     (dir, store)
 }
 
-#[tokio::test]
-async fn slow_downloads_read_a_piece_ahead_and_no_more() {
-    let (_dir, store) = store();
+/// The store, which adds up what is read of it.
+fn counted(store: Store) -> (Store, Arc<AtomicU64>) {
+    gated(store, || {})
+}
+
+/// The same; each read passes a gate when it is done.
+fn gated(store: Store, gate: impl Fn() + Send + Sync + 'static) -> (Store, Arc<AtomicU64>) {
     let read = Arc::new(AtomicU64::new(0));
     let count = read.clone();
     let store = store.with_progress(move |work| {
         if let Work::Moved(bytes) = work {
             count.fetch_add(bytes, Ordering::SeqCst);
+            gate();
         }
         Ok(())
     });
+    (store, read)
+}
+
+async fn next(body: &mut FileBody) -> Option<Bytes> {
+    let frame = poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await?;
+    Some(frame.unwrap().into_data().unwrap())
+}
+
+#[tokio::test]
+async fn slow_downloads_read_a_piece_ahead_and_no_more() {
+    let (_dir, store) = store();
+    let (store, read) = counted(store);
     let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
     stored.compare().unwrap();
-    let reads = Turns::new(3);
+    let pieces = Pieces::new(Turns::new(3), 2);
     let mut downloads: Vec<_> = (0..30)
         .map(|_| {
             let file = File::of(Weights::Stored(stored.clone())).unwrap();
             let all = 0..file.bytes;
-            FileBody::new(file, all, &reads)
+            FileBody::new(file, all, &pieces)
         })
         .collect();
     let (mut taken, mut ends) = (0, 0);
@@ -66,25 +84,115 @@ async fn slow_downloads_read_a_piece_ahead_and_no_more() {
         for body in &mut downloads {
             let header = body.file.header.len() as u64;
             let is_header = body.left.start < header;
-            match poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await {
-                Some(frame) if !is_header => {
-                    let bytes = frame.unwrap().into_data().unwrap();
+            match next(body).await {
+                Some(bytes) if !is_header => {
                     let at = body.left.start - header - bytes.len() as u64;
                     assert_eq!(bytes[0], (at / 1000) as u8);
                     taken += bytes.len() as u64;
                 }
-                Some(frame) => assert!(frame.is_ok()),
+                Some(_) => {}
                 None => ends += 1,
             }
-            let ahead = read.load(Ordering::SeqCst) - taken;
-            let most = 30 * StoredWeights::PIECE;
+            // What one has read is there for the others.
+            let read = read.load(Ordering::SeqCst);
+            let most = taken / 30 + 2 * StoredWeights::PIECE;
             assert!(
-                ahead <= most,
-                "{ahead} bytes are read ahead, expected at most {most}"
+                read <= most,
+                "{read} bytes are read, expected at most {most}"
             );
         }
     }
     assert_eq!(taken, 30 * BYTES);
+}
+
+/// Each is at another place, and none is read on.
+#[tokio::test]
+async fn stalled_downloads_keep_a_few_pieces_together() {
+    let (_dir, store) = store();
+    let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
+    let pieces = Pieces::new(Turns::new(3), 2);
+    let mut downloads = Vec::new();
+    for number in 0..BYTES.div_ceil(StoredWeights::PIECE) {
+        let file = File::of(Weights::Stored(stored.clone())).unwrap();
+        let begins = file.header.len() as u64 + number * StoredWeights::PIECE;
+        let rest = begins..file.bytes;
+        let mut body = FileBody::new(file, rest, &pieces);
+        let first = next(&mut body).await.unwrap();
+        downloads.push((number * StoredWeights::PIECE, body, first));
+    }
+    assert_eq!(pieces.kept().len(), 2);
+    for (mut at, mut body, first) in downloads {
+        // It holds its own bytes, and not the piece that they are of.
+        let mut frame = Some(first);
+        while let Some(bytes) = frame {
+            assert!(bytes.is_unique(), "the frame at {at} holds a piece");
+            assert_eq!(bytes[0], (at / 1000) as u8);
+            at += bytes.len() as u64;
+            frame = next(&mut body).await;
+        }
+        assert_eq!(at, BYTES);
+    }
+}
+
+/// Its client has left in the middle of the first piece.
+#[tokio::test]
+async fn comparison_stops_when_nobody_waits_for_it() {
+    let (_dir, store) = store();
+    let (gate, reads) = (Gate::default(), Arc::new(Notify::new()));
+    let opens = Opens(gate.clone());
+    let is_open = Arc::new(AtomicBool::new(true));
+    let (passes, begun) = (is_open.clone(), reads.clone());
+    let (store, read) = gated(store, move || {
+        if !passes.load(Ordering::SeqCst) {
+            begun.notify_one();
+            gate.pass();
+        }
+    });
+    let stored = Shelf::new(store).weights(Version(1)).unwrap().remove(0);
+    read.store(0, Ordering::SeqCst);
+    is_open.store(false, Ordering::SeqCst);
+    let turns = Turns::new(1);
+    let mut compares = Box::pin(compare(stored.clone(), &turns));
+    tokio::select! {
+        biased;
+        _ = &mut compares => panic!("it is compared"),
+        () = reads.notified() => {}
+    }
+    drop(compares);
+    drop(opens);
+    // When the turn of the comparison is over.
+    turns.take(|| ()).await.unwrap();
+    assert_eq!(read.load(Ordering::SeqCst), StoredWeights::PIECE);
+    // The next one goes on there.
+    compare(stored, &turns).await.unwrap().unwrap();
+    assert_eq!(read.load(Ordering::SeqCst), BYTES);
+}
+
+#[test]
+fn version_is_compared_once_however_many_there_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path().to_str().unwrap()).unwrap();
+    let mut writer = Writer::claim(&store, SaveOptions::default()).unwrap();
+    let versions = 1..=5;
+    for version in versions.clone() {
+        let mut weights = Tensors::new();
+        let values = vec![version as u8; 1 << 20];
+        weights.insert("layer", [1 << 20], values).unwrap();
+        writer.save_weights("policy", &weights).unwrap();
+    }
+    let (store, read) = counted(store);
+    let shelf = Shelf::new(store);
+    let compare_all = || {
+        read.store(0, Ordering::SeqCst);
+        for version in versions.clone() {
+            let stored = shelf.weights(Version(version)).unwrap().remove(0);
+            stored.compare().unwrap();
+        }
+        read.load(Ordering::SeqCst)
+    };
+    assert!(compare_all() >= 5 << 20);
+    let again = compare_all();
+    assert!(again < 1 << 20, "{again} bytes are read again");
 }
 
 /// Where reads of a store wait until it is opened.

@@ -51,7 +51,13 @@ impl Service {
         let newest = self.core.epoch();
         let Some(epoch) = join.epoch else {
             // Above those of earlier lives that this one knows nothing of, as far as clocks agree.
-            return Ok(Epoch(since_1970().max(newest.next().0)));
+            let next = newest.next().ok_or_else(|| Problem::Refused {
+                reason: format!(
+                    "no epoch is left after {}: start the synchronizer with another run_dir",
+                    newest.0
+                ),
+            })?;
+            return Ok(next.max(Epoch(since_1970())));
         };
         if epoch < newest {
             let name = self.core.trainer().and_then(|one| self.members.get(&one));

@@ -96,6 +96,8 @@ impl Service {
                 answer(Ok(Reply::Done {}));
             }
             Request::Loaded { version } => {
+                // Those that are passed on are versions, also before the trainer says so.
+                self.core.saw(self.held.newest());
                 // The trainer has not said yet that it can be had.
                 if self.core.method() != Method::Direct
                     && self.can_be_had(version)

@@ -29,11 +29,12 @@ pub(in crate::synchronizer) struct Status {
 #[derive(Clone, Debug, Serialize)]
 pub(in crate::synchronizer) struct VersionStatus {
     pub(in crate::synchronizer) version: Version,
-    /// The step of which it was made, if that is known.
+    /// The step that made it, if that is known.
     pub(in crate::synchronizer) step: Option<u64>,
     /// When, in milliseconds since 1970, if this service has seen it.
     pub(in crate::synchronizer) at_ms: Option<u64>,
-    /// Whether it can be downloaded here.
+    /// Whether it can be downloaded here: the service has those in memory, and its server adds
+    /// those of the store.
     pub(in crate::synchronizer) held: bool,
 }
 

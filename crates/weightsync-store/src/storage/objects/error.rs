@@ -81,7 +81,29 @@ fn plain(text: &str) -> String {
     };
     line = line.split_whitespace().collect::<Vec<_>>().join(" ");
     line.truncate(line.floor_char_boundary(MOST));
+    if let Some(hint) = hint(&line) {
+        line.push_str(hint);
+    }
     line
+}
+
+/// What to do, where the client's words do not say it.
+fn hint(line: &str) -> Option<&'static str> {
+    // Where cloud machines have keys: the client asks there if the environment has none.
+    if line.contains("169.254.169.254") || line.contains("metadata.google.internal") {
+        return Some(
+            "; no keys were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY \
+             (GOOGLE_APPLICATION_CREDENTIALS; AZURE_STORAGE_ACCOUNT_NAME and \
+             AZURE_STORAGE_ACCOUNT_KEY), or run where the cloud gives this machine a role",
+        );
+    }
+    (line.contains("scheme is not allowed")
+        || line.contains("Allow HTTP")
+        || line.contains("allow_http"))
+    .then_some(
+        "; an endpoint by http:// needs AWS_ALLOW_HTTP=true (GOOGLE_ALLOW_HTTP, AZURE_ALLOW_HTTP): \
+         a reader of the traffic then reads the weights",
+    )
 }
 
 #[cfg(test)]

@@ -103,6 +103,8 @@ impl Place {
     pub(super) fn client(&self) -> io::Result<Arc<dyn ObjectStore>> {
         let retries = RetryConfig {
             retry_timeout: RETRIES,
+            // The time alone ends them: ten are over after three seconds.
+            max_retries: usize::MAX,
             ..RetryConfig::default()
         };
         let bucket = &self.bucket;

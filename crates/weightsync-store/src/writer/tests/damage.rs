@@ -289,11 +289,18 @@ fn claim_leaves_directories_of_others_alone() {
         let unique = weightsync_engine::files::unique();
         put(&format!("{dir}.unfinished-{unique}"))
     };
-    let foreign = [unfinished("photos/"), put("versions/.unfinished-album")];
+    // Where no store has directories, it is not descended.
+    let foreign = [
+        unfinished("photos/"),
+        unfinished("versions/photos/"),
+        unfinished("ends/workers/3.0123456789abcdef/a/"),
+        put("versions/.unfinished-album"),
+    ];
     let own = [
         unfinished(""),
         unfinished("versions/"),
         unfinished("ends/workers/3.0123456789abcdef/"),
+        unfinished("ends/workers/4.0123456789abcdef/"),
     ];
     Writer::claim(&store, SaveOptions::default()).unwrap();
     assert!(foreign.iter().all(|foreign| foreign.exists()));
@@ -301,7 +308,7 @@ fn claim_leaves_directories_of_others_alone() {
         assert!(!own.exists(), "{}", own.display());
     }
     // Nor does the directory of a worker that was killed stay, as there is no file in it.
-    assert!(!dir.path().join("ends/workers/3.0123456789abcdef").exists());
+    assert!(!dir.path().join("ends/workers/4.0123456789abcdef").exists());
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! The sender's part: room, and what a publication is to whom.
 
+use weightsync_core::Targets;
+
 use super::*;
 
 impl World {

@@ -160,9 +160,9 @@ fn claims_are_cut_down_to_what_was_sent() {
     let called = shared.next_call(id).unwrap().sequence;
     shared.applied(id, &applied(called, 0, 2)).unwrap();
     shared.applied(id, &applied(called, 7, 1)).unwrap();
-    assert_eq!(writer.readers()[0].applied, [Version::NONE]);
+    assert_eq!(writer.readers()[0].versions, [Version::NONE]);
     shared.applied(id, &applied(called, 0, 1)).unwrap();
-    assert_eq!(writer.readers()[0].applied, [Version(1)]);
+    assert_eq!(writer.readers()[0].versions, [Version(1)]);
     publish(&mut writer);
     let newest = shared.next_call(id).expect("a claim hides nothing");
     assert!(newest.sequence > called);
@@ -188,7 +188,7 @@ fn sequence_that_was_not_given_out_changes_nothing() {
         assert_eq!(shared.refused(id, got, "no".into()), ahead);
         assert_eq!(shared.applied(id, &applied(got)), ahead);
     }
-    assert_eq!(writer.readers()[0].applied, [Version::NONE]);
+    assert_eq!(writer.readers()[0].versions, [Version::NONE]);
     let untouched = |shared: &Shared| {
         let mut table = shared.table();
         let worker = table.worker(id).unwrap();

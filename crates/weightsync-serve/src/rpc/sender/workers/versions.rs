@@ -1,6 +1,12 @@
 //! The versions that workers fetch.
 
-use super::*;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use weightsync_engine::{Error, Holder, Version};
+use weightsync_mem::Snapshot;
+
+use super::{ConnectionId, Shared};
 
 impl Shared {
     /// Finds a version of a call, or one that the sender keeps.

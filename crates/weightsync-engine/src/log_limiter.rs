@@ -1,8 +1,9 @@
 //! Limits log lines to one a minute for each cause, so that an attacker cannot fill the log.
 //!
-//! The input and the output are plain values; the caller brings the time.
+//! The input and the output of the limiter are plain values; the caller brings the time.
 
 use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 /// How often one cause is logged.
@@ -56,6 +57,24 @@ pub fn warn(held_back: u64, text: &str) {
     match held_back {
         0 => tracing::warn!("{text}"),
         more => tracing::warn!("{text} (and {more} like it before)"),
+    }
+}
+
+/// Logs that a worker was refused, with the reason.
+pub fn refused(reason: &str) {
+    warn_rarely(&format!("a worker was refused: {reason}"));
+}
+
+/// Logs a warning, once a minute: what causes it may be tried again and again.
+pub fn warn_rarely(text: &str) {
+    static LOGGED: LazyLock<Mutex<LogLimiter>> = LazyLock::new(Mutex::default);
+    // In a forked child the lock may be held for ever.
+    let held_back = match LOGGED.try_lock() {
+        Ok(mut logged) => logged.logs(text, Instant::now()),
+        Err(_) => Some(0),
+    };
+    if let Some(held_back) = held_back {
+        warn(held_back, text);
     }
 }
 
