@@ -186,9 +186,11 @@ def until_seen(command, info):
     while True:
         done = run(command, "status", "--json", "--info", info)
         assert done.returncode == 0, done.stderr
-        (seen,) = json.loads(done.stdout)["relays"]
-        if seen["workers"]:
-            return [worker["worker"] for worker in seen["workers"]], seen
+        status = json.loads(done.stdout)
+        (seen,) = status["relays"]
+        by = {"agent": seen["agent"]}
+        if below := [one["worker"] for one in status["workers"] if one["route"] == by]:
+            return below, seen
         assert time.monotonic() < deadline, done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -359,6 +360,16 @@ class Sender(_ends.AsyncWith):
     def workers(self) -> list[WorkerStatus]:
         """Every connected worker with the versions it has loaded."""
         return self._session.workers()
+
+    def status(self) -> dict[str, Any]:
+        """What the sender knows of itself and its workers now, as ``weightsync status --json`` has it.
+
+        It has ``models`` with their versions, ``last_send``, and for each of the ``workers`` its
+        versions and the outcome of the last send (``last``). Workers that failed, died or were
+        lost stay in it, with ``gone``, until they are back or forgotten (:meth:`forget`).
+        """
+        status: dict[str, Any] = json.loads(self._session.status())
+        return status
 
     @property
     def versions(self) -> dict[str, int]:

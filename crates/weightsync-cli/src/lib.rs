@@ -175,7 +175,11 @@ enum Action {
     /// Carry a sender's versions to the workers of this host, and on to the next host
     #[cfg(feature = "net")]
     Relay(net::RelayArgs),
-    /// Show a sender, every relay and every worker, with their versions
+    /// Show a sender of any scheme, every relay and every worker, with their versions
+    ///
+    /// SENDER is HOST:PORT, a run directory, a file with an init info as JSON, or a store. Each worker
+    /// has what it runs and the outcome of the last send there. A worker that failed, died or was
+    /// lost is listed until it is back or forgotten.
     ///
     /// Bytes are those that were fetched over the network. Workers of a relay, and of the
     /// sender's own host, read the memory that is there, and fetch no bytes. A worker

@@ -36,6 +36,7 @@ pub mod manifest;
 pub mod names;
 pub mod quantise;
 pub mod record;
+pub mod status;
 pub mod synchronizer;
 pub mod version;
 pub mod worker;
@@ -50,8 +51,9 @@ pub use layout::{ByteRange, Layout, LayoutId, LayoutMismatch, TensorSpec};
 pub use manifest::{Manifest, Part};
 pub use names::{Node, Tree};
 pub use record::{CommitRecord, RECORD_WORDS, RecordFault};
+pub use status::{LastSend, ModelStatus, Omitted, RelayStatus, SenderStatus};
 pub use version::{Epoch, Run, Version};
 pub use worker::{
-    Attendance, GoneWorker, Level, Outcome, OutcomeKind, Targets, WaitFor, WorkerReport,
-    WorkerStatus,
+    Attendance, GoneWorker, LastOutcome, Level, Outcome, OutcomeKind, Targets, WaitFor,
+    WorkerReport, WorkerRoute, WorkerStatus,
 };

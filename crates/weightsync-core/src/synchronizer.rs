@@ -339,6 +339,9 @@ impl Synchronizer {
     }
 
     /// Notes what happened. The party is one that is not known, or may not say this.
+    ///
+    /// This function is long because it is one list: an arm for each event, and the arms can be read
+    /// next to those of the specification's table.
     fn take(&mut self, event: Event, now: Moment, effects: &mut Vec<Effect>) -> Result<(), Party> {
         match event {
             Event::TrainerJoined(party, epoch, step, style) => {

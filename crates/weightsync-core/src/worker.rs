@@ -74,8 +74,10 @@ pub enum Targets {
     Workers(Vec<WorkerId>),
 }
 
-/// What became of a version at one worker.
-#[derive(Clone, Debug, PartialEq, Eq, EnumDiscriminants)]
+/// What became of a version at one worker. Its serde form has the word as `outcome`, and the
+/// worker's words as `reason`.
+#[derive(Clone, Debug, PartialEq, Eq, EnumDiscriminants, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "snake_case")]
 #[strum_discriminants(
     name(OutcomeKind),
     doc = "An [`Outcome`] without its reason.",
@@ -229,21 +231,61 @@ pub struct WorkerReport {
     pub late: Option<Duration>,
 }
 
-/// A worker as the sender sees it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A worker as the sender sees it, for reports, programs and pages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct WorkerStatus {
     /// Which worker.
     pub worker: WorkerId,
-    /// Its process; 0 if it is not known.
+    /// Its process, on its host; 0 if it is not known.
     pub pid: u32,
+    /// The name of its host; empty for the sender's own host.
+    pub host: String,
     /// Where it runs its models: a label such as `cpu` or `cuda:0`.
     pub device: String,
+    /// How versions reach it.
+    pub route: WorkerRoute,
     /// Whether it is held at the versions it has.
     pub held: bool,
     /// The newest version it has loaded of each model, in the set's order;
     /// `Version::NONE` before the first, and for models it did not want.
     pub versions: Vec<Version>,
+    /// What became of the last send that was for it.
+    pub last: Option<LastOutcome>,
+    /// How it went: [`Outcome::Failed`], [`Outcome::Died`] or [`Outcome::Lost`]. `None` while it is
+    /// connected. A worker that went stays in the status until it is back or forgotten.
+    pub gone: Option<Outcome>,
+}
+
+/// How versions reach a worker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerRoute {
+    /// It reads the memory that the sender writes.
+    #[default]
+    Memory,
+    /// It reads the memory of an agent, which this number names among the sender's agents.
+    Agent(u64),
+    /// No agent reaches it at present.
+    Unreached,
+    /// It fetches versions over HTTP.
+    Http,
+    /// It reads a store.
+    Store,
+}
+
+/// What became of the last send at one worker.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastOutcome {
+    /// What became of it.
+    #[serde(flatten)]
+    pub outcome: Outcome,
+    /// How long after the version went live the sender learned of it.
+    #[serde(rename = "after_seconds", with = "crate::status::seconds")]
+    pub after: Duration,
+    /// How long ago the report of that send was made.
+    #[serde(rename = "ago_seconds", with = "crate::status::seconds")]
+    pub ago: Duration,
 }
 
 impl WorkerStatus {
@@ -252,9 +294,13 @@ impl WorkerStatus {
         Self {
             worker,
             pid,
+            host: String::new(),
             device: "cpu".into(),
+            route: WorkerRoute::Memory,
             held: false,
             versions: vec![Version::NONE; models],
+            last: None,
+            gone: None,
         }
     }
 

@@ -1,7 +1,9 @@
 //! What a worker needs to join.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
-use weightsync_core::ModelId;
+use weightsync_core::{ModelId, SenderStatus};
 
 use crate::error::{Error, Result};
 use crate::scheme::{AnyScheme, MAX_TEXT};
@@ -47,6 +49,18 @@ impl InitInfo {
             models: models.to_vec(),
             at: scheme.scheme().allocate_endpoint(models, None)?,
         })
+    }
+
+    /// Asks the sender for its [status](SenderStatus), from any process. Each wait takes at most
+    /// `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoSender`] if nobody is there, [`Error::Unsupported`] for a scheme whose senders cannot
+    /// be asked, and what the text of the scheme gives.
+    pub fn status(&self, timeout: Duration) -> Result<SenderStatus> {
+        let scheme: AnyScheme = self.scheme.parse()?;
+        scheme.scheme().ask_status(&self.at, timeout)
     }
 
     /// The models the sender feeds, in the set's order.

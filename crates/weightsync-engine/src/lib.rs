@@ -36,6 +36,7 @@ mod safetensors_file;
 #[doc(hidden)] // For the store.
 pub mod safetensors_format;
 mod scheme;
+mod send_history;
 mod send_source;
 mod sender;
 mod senders;
@@ -49,6 +50,7 @@ mod tensors;
 pub mod transport;
 pub mod worker;
 
+pub use crate::run_dir::status_of_run_dir;
 pub use crate::{
     attributes::{Attributes, AttributesError, TiedOnce, find_ties},
     background::{
@@ -85,9 +87,9 @@ pub use crate::{
 
 pub use weightsync_core::{
     Chunking, Chunks, Digest, Dtype, Epoch, Layout, LayoutId, LayoutMismatch, Manifest, ModelId,
-    Outcome, OutcomeKind, Remedy, Run, TensorRef, TensorSpec, Version, WaitFor, WeightChunk,
-    WorkerId, WorkerReport, WorkerStatus, WriterId, chunk, extract::ExtractError, layout, manifest,
-    names,
+    Outcome, OutcomeKind, Remedy, Run, SenderStatus, TensorRef, TensorSpec, Version, WaitFor,
+    WeightChunk, WorkerId, WorkerReport, WorkerRoute, WorkerStatus, WriterId, chunk,
+    extract::ExtractError, layout, manifest, names,
 };
 #[doc(hidden)] // For schemes on shared memory.
 pub use weightsync_mem::interrupt::with as interruptible;

@@ -7,6 +7,7 @@ use weightsync_core::{ModelId, Outcome, Version, WaitFor, WorkerReport};
 
 use crate::error::{Error, Result};
 use crate::report::{Changes, Report, only_version};
+use crate::send_history::SendHistory;
 use crate::transport::{Deadline, Level, Outstanding};
 
 /// A send that has been published and may not have reached every worker yet;
@@ -162,9 +163,17 @@ pub(crate) struct InFlight {
     pub(crate) deadline: Deadline,
     /// Lines that no further wait changes.
     pub(crate) settled: Mutex<Vec<WorkerReport>>,
+    pub(crate) history: Arc<SendHistory>,
 }
 
 impl InFlight {
+    /// Notes for the status that the versions are live.
+    pub(crate) fn noted(self) -> Self {
+        self.history
+            .published(&self.versions, self.bytes, self.copied);
+        self
+    }
+
     /// Waits once. The usual send is settled then, and keeps no lines for another wait.
     pub(crate) fn finish(self, wait: WaitFor, until: Deadline) -> Result<Report> {
         let Some(level) = wait.level() else {
@@ -181,7 +190,7 @@ impl InFlight {
             lines = self.lines(level, until)?;
         }
         lines.sort_by_key(|line| line.worker);
-        Ok(Report {
+        let report = Report {
             versions: self.versions,
             bytes: self.bytes,
             partial: self.partial,
@@ -190,7 +199,9 @@ impl InFlight {
             took: self.since.elapsed(),
             level: wait,
             workers: lines,
-        })
+        };
+        self.history.reported(&report);
+        Ok(report)
     }
 
     /// Waits; it can be waited for again.
@@ -282,7 +293,7 @@ impl InFlight {
     }
 
     fn report(&self, level: WaitFor, workers: Vec<WorkerReport>) -> Report {
-        Report {
+        let report = Report {
             versions: self.versions.clone(),
             bytes: self.bytes,
             partial: self.partial.clone(),
@@ -291,7 +302,9 @@ impl InFlight {
             took: self.since.elapsed(),
             level,
             workers,
-        }
+        };
+        self.history.reported(&report);
+        report
     }
 }
 

@@ -17,15 +17,18 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::{CWD, FileType, FlockOperation, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
-use weightsync_core::{Epoch, ModelId, Run};
-use weightsync_mem::{Listener, interrupt, is_served};
+use weightsync_core::{Epoch, ModelId, Remedy, Run, SenderStatus};
+use weightsync_mem::{Listener, ask_status, interrupt, is_served};
 
 use crate::error::{Error, Result};
 use crate::files;
-use crate::transport::{Endpoint, random};
+use crate::transport::{Endpoint, deadline, random};
 
 /// The most that is read of the epoch file, in bytes.
 const MAX_EPOCH_FILE: u64 = 64;
+
+/// How the name of a file with an address begins.
+const ADDRESS: &str = "address-";
 
 /// The most that is read of a file with an address, in bytes.
 const MAX_ADDRESS_FILE: u64 = 128;
@@ -54,7 +57,7 @@ pub(crate) fn at(dir: &Path, models: &[ModelId]) -> Result<Endpoint> {
         unreachable!("32 bytes are two times 16")
     };
     let set = set_name(models);
-    let lookup = dir.join(format!("address-{:016x}", hash(&set)));
+    let lookup = dir.join(format!("{ADDRESS}{:016x}", hash(&set)));
     Endpoint::new(address(&name, &set), secret, true)?.looked_up_in(lookup)
 }
 
@@ -118,6 +121,60 @@ pub(crate) fn look_up(file: &Path) -> Result<Option<String>> {
     let address = text.trim_end();
     let fits = address.starts_with("weightsync/") && address.len() <= MAX_NAME;
     Ok(fits.then(|| address.into()))
+}
+
+/// The status of each living sender of a run directory.
+///
+/// # Errors
+///
+/// [`Error::NoSender`] if there is none, and as [`look_up`].
+pub fn status_of_run_dir(dir: &Path, timeout: Duration) -> Result<Vec<SenderStatus>> {
+    let entries = std::fs::read_dir(dir).map_err(failed("listing", dir))?;
+    let mut files = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(failed("listing", dir))?;
+        let name = entry.file_name();
+        if name.to_str().is_some_and(|name| name.starts_with(ADDRESS)) {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    let mut all = Vec::new();
+    for file in files {
+        if let Some(address) = look_up(&file)?
+            && let Some(status) = status_at(&address, timeout)?
+        {
+            all.push(status);
+        }
+    }
+    match all.is_empty() {
+        false => Ok(all),
+        true => Err(Error::NoSender {
+            address: dir.display().to_string(),
+            waited: Duration::ZERO,
+            last: Some(
+                "no sender that lives has told its address in this directory; is it a run directory \
+                 of a scheme in shared memory?"
+                    .into(),
+            ),
+        }),
+    }
+}
+
+/// The status of the sender at an address of shared memory; `None` if no sender is there.
+///
+/// # Errors
+///
+/// Those of [`ask_status`].
+pub(crate) fn status_at(address: &str, timeout: Duration) -> Result<Option<SenderStatus>> {
+    let Some(text) = ask_status(address, deadline(Some(timeout)))? else {
+        return Ok(None);
+    };
+    let status = serde_json::from_slice(&text);
+    status.map(Some).map_err(|error| Error::Transport {
+        source: format!("the status of {address} cannot be read: {error}").into(),
+        remedy: Remedy::GiveUp,
+    })
 }
 
 /// Why there is no sender now where one has told its address in this file; `None` while it is there,

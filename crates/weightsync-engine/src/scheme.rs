@@ -7,9 +7,10 @@ use std::fmt;
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de, ser};
-use weightsync_core::ModelId;
+use weightsync_core::{ModelId, SenderStatus};
 use weightsync_mem::Delivery;
 
 use self::settings::{Declared, Setting};
@@ -423,6 +424,10 @@ impl Scheme for SharedMem {
         Memory::open(opening, Queue::Newest.bound())
     }
 
+    fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        Memory::ask_status(at, timeout)
+    }
+
     fn join(
         &self,
         at: &Endpoint,
@@ -461,6 +466,10 @@ impl Scheme for MultiProcess {
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
         Memory::open(opening, self.queue.bound())
+    }
+
+    fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        Memory::ask_status(at, timeout)
     }
 
     fn join(

@@ -6,11 +6,11 @@ mod publishing;
 mod views;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Weak;
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{
-    Layout, ModelId, Outcome, Run, Version, WorkerId, WorkerReport, WorkerStatus,
+    Layout, ModelId, Outcome, Run, SenderStatus, Version, WorkerId, WorkerReport, WorkerStatus,
 };
 use weightsync_mem::Origin;
 
@@ -21,6 +21,7 @@ use crate::options::SendOptions;
 use crate::pending::{Handle, PendingSend};
 use crate::report::Report;
 use crate::scheme::AnyScheme;
+use crate::send_history::SendHistory;
 use crate::send_source::{Members, SendSource};
 use crate::setup::{Expect, SenderSetup};
 use crate::transport::{
@@ -43,15 +44,22 @@ pub struct Sender {
     /// How many workers had joined by the end of the last wait for workers. A worker that joined
     /// later counts for the next wait even if it has left in order.
     counted: u64,
+    history: Arc<SendHistory>,
     owner: Origin,
 }
 
 impl Sender {
-    pub(crate) fn new(setup: SenderSetup, transport: Box<dyn SenderTransport>, run: Run) -> Self {
+    pub(crate) fn new(
+        setup: SenderSetup,
+        transport: Box<dyn SenderTransport>,
+        run: Run,
+        history: Arc<SendHistory>,
+    ) -> Self {
         Self {
             setup,
             transport,
             run,
+            history,
             in_flight: Vec::new(),
             handles: Vec::new(),
             counted: 0,
@@ -169,6 +177,14 @@ impl Sender {
     /// Every connected worker with the versions it has loaded.
     pub fn workers(&self) -> Vec<WorkerStatus> {
         self.transport.workers()
+    }
+
+    /// What the sender knows of itself and its workers now: versions, the outcome of the last send at
+    /// each worker, and the workers that failed, died or were lost and are neither back nor
+    /// [forgotten](Self::forget). `weightsync status` shows the same.
+    pub fn status(&self) -> SenderStatus {
+        self.history
+            .status(|status| self.transport.fill_status(status))
     }
 
     /// Waits until these workers have joined and loaded a version, as

@@ -17,6 +17,7 @@ use crate::options::SendOptions;
 use crate::publish::{self, compare};
 use crate::run_dir;
 use crate::scheme::AnyScheme;
+use crate::send_history::SendHistory;
 use crate::send_source::{Members, Resolved, SendSource, resolve};
 use crate::sender::Sender;
 use crate::transport::{Endpoint, FirstWeights, ModelSpec, Opening, TransferOptions, deadline};
@@ -448,14 +449,19 @@ impl SenderSetup {
             None => run_dir::anonymous_run()?,
         };
         let specs: Vec<_> = self.models.iter().map(Model::spec).collect();
+        let scheme = self.scheme.to_string();
+        let history = Arc::new(SendHistory::new(&scheme, self.at.address(), &specs));
         let transport = self.scheme.scheme().open(&Opening {
             at: &self.at,
             run,
             models: &specs,
             options: self.transfer,
+            history: &history,
         })?;
         let run = transport.run().unwrap_or(run);
-        let mut sender = Sender::new(self, transport, run);
+        let newest = (0..specs.len()).map(|model| transport.version(model));
+        history.opened(run.to_string(), newest);
+        let mut sender = Sender::new(self, transport, run, history);
         if let Some(first) = first {
             let first = first.wait(WaitFor::Sent).timeout(timeout);
             sender.send_with(weights, &first)?;

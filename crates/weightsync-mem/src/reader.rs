@@ -25,7 +25,7 @@ use crate::wait::{Deadline, WaitStyle, passed};
 use crate::watch::{End, Interrupter, Watch};
 use crate::wire::Delivery;
 
-pub use self::join::is_answered;
+pub use self::join::{ask_status, is_answered};
 
 /// How long a sender that listens may take to answer: far more than it needs on a busy machine, but
 /// little for a worker whose sender is stopped.

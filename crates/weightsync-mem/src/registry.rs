@@ -7,7 +7,7 @@ mod state;
 use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use weightsync_core::{Attendance, GoneWorker, Run, WorkerId, WorkerStatus};
 
@@ -55,6 +55,8 @@ pub(crate) struct Shared {
     pub(crate) wait: WaitStyle,
     /// Logs why a reader was refused.
     pub(crate) refused: fn(&str),
+    /// Makes the answer for programs that ask for the status.
+    pub(crate) status: OnceLock<StatusAnswer>,
     /// How many versions may wait in a reader's queue.
     pub(crate) max_queue: u8,
     pub(crate) watchers: Watchers,
@@ -70,6 +72,10 @@ pub(crate) struct Shared {
     /// The events of a relay's readers; `None` for a sender.
     pub(crate) relayed: Option<Relayed>,
 }
+
+/// Makes the answer for a program that asks for the status, from the readers that are connected or
+/// missing.
+pub type StatusAnswer = Box<dyn Fn(Vec<WorkerStatus>) -> Vec<u8> + Send + Sync>;
 
 /// A model as the sender has it.
 #[derive(Debug)]
@@ -136,6 +142,7 @@ impl Shared {
             owes: Doorbell::new()?,
             wait: options.wait,
             refused: options.refused,
+            status: OnceLock::new(),
             max_queue: options.max_queue,
             watchers: Watchers::default(),
             slots: options.slots,
@@ -340,13 +347,30 @@ impl Shared {
             .iter()
             .filter(|(_, reader)| !reader.has_left());
         let lines = present.map(|((worker, _), reader)| {
-            let mut status = WorkerStatus::new(*worker, reader.pid(), 0);
-            status.device = reader.device.clone();
+            let mut status = reader.status(*worker, self.models.len());
             status.held = state.plan.is_held(*worker);
-            status.versions = reader.versions(self.models.len());
             status
         });
         lines.collect()
+    }
+
+    /// The readers that are connected, and those that failed, died or were lost and are neither
+    /// back nor forgotten, by worker.
+    pub(crate) fn roster(&self) -> Vec<WorkerStatus> {
+        if self.header.map.usable().is_err() {
+            return Vec::new();
+        }
+        let state = self.state();
+        let mut all = self.present(&state);
+        let missing = state.missing().map(|gone| {
+            let mut status = gone.status.clone();
+            status.held = state.plan.is_held(status.worker);
+            status.gone = Some(gone.outcome());
+            status
+        });
+        all.extend(missing);
+        all.sort_by_key(|status| status.worker);
+        all
     }
 
     /// The readers that are connected, and those that were, at one moment.
@@ -355,14 +379,10 @@ impl Shared {
             return Attendance::default();
         }
         let state = self.state();
-        let gone = state.gone().into_iter().map(|gone| {
-            let mut status = WorkerStatus::new(gone.key.0, gone.pid, 0);
-            status.versions = gone.versions;
-            GoneWorker {
-                status,
-                how: gone.departure.outcome(gone.reason),
-                joined: gone.key.1,
-            }
+        let gone = state.gone().into_iter().map(|gone| GoneWorker {
+            how: gone.outcome(),
+            joined: gone.key.1,
+            status: gone.status,
         });
         Attendance {
             workers: self.present(&state),

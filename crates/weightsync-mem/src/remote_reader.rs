@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::io::Errno;
-use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerStatus};
+use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerRoute, WorkerStatus};
 
 use crate::error::{Error, os};
 use crate::plan::{Answer, Key};
@@ -46,6 +46,8 @@ pub struct RemoteReaderOptions {
     pub delivery: Delivery,
     /// Where the worker's weights live, for people to read.
     pub device: String,
+    /// The name of the worker's host, and how versions reach it; for people to read.
+    pub location: (String, WorkerRoute),
 }
 
 /// A set that a remote reader was notified of.
@@ -147,6 +149,12 @@ impl RemoteReaders {
         }
     }
 
+    /// The readers that are connected, and those that failed, died or were lost and are neither
+    /// back nor forgotten, by worker.
+    pub fn roster(&self) -> Vec<WorkerStatus> {
+        self.shared.roster()
+    }
+
     /// The readers of the sender's own host, by worker.
     pub fn local(&self) -> Vec<WorkerStatus> {
         let mut readers = self.shared.readers();
@@ -182,6 +190,7 @@ impl RemoteReaders {
             models,
             delivery,
             mut device,
+            location,
         } = options;
         device.truncate(device.floor_char_boundary(MAX_DEVICE));
         let request = JoinRequest {
@@ -213,7 +222,8 @@ impl RemoteReaders {
             pid,
             call: Call(Arc::new(move |(worker, _)| call(worker))),
         };
-        let reader = Reader::new(end, 0, models, delivery, request.device);
+        let mut reader = Reader::new(end, 0, models, delivery, request.device);
+        reader.location = location;
         state.add(key, reader);
         let records = shared.observe(&mut state);
         shared.decide(&mut state, |plan, steps| {
@@ -282,6 +292,16 @@ impl RemoteReader {
             }
         }
         Ok(all)
+    }
+
+    /// Notes how versions reach the worker now.
+    pub fn set_route(&self, route: WorkerRoute) {
+        let Ok(mut state) = self.shared.state_here() else {
+            return;
+        };
+        if let Some(reader) = state.readers.get_mut(&self.key) {
+            reader.location.1 = route;
+        }
     }
 
     /// Hands out the queue from its beginning again, because another agent acts for the worker now.

@@ -253,6 +253,7 @@ impl Shared {
                         }
                     }
                     Ok(FromReader::Hello { .. }) => "it said hello twice".into(),
+                    Ok(FromReader::Status) => "it asked for the status after its hello".into(),
                     Err(error) => error.to_string(),
                 },
                 // Out of memory or descriptors: the reader lives and its pins count; the caller
@@ -350,10 +351,29 @@ impl Shared {
                     Err(reason) => self.refuse(&socket, reason),
                 }
             }
+            Ok(FromReader::Status) => self.tell_status(&socket),
             Ok(_) => deny(&socket, "expected a hello first".into()),
             Err(error) => deny(&socket, error.to_string()),
         }
         None
+    }
+
+    /// Answers a program that asks for the status.
+    fn tell_status(&self, socket: &Socket) {
+        let Some(answer) = self.status.get() else {
+            return deny(socket, "this sender tells no status here".into());
+        };
+        let text = answer(self.roster());
+        let told = OwnedFile::new("weightsync-status", text.len().max(1)).and_then(|file| {
+            file.fill(&text);
+            let packet = FromSender::Status {
+                bytes: text.len() as u64,
+            };
+            socket.send(&packet.encode(), &[file.fd.as_fd()])
+        });
+        if let Err(error) = told {
+            deny(socket, error.to_string());
+        }
     }
 
     /// Refuses a worker that has shown the secret, and logs it.

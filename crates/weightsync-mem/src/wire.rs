@@ -38,7 +38,7 @@ pub const MAX_DEVICE: usize = 64;
 pub const MAX_KNOWN: usize = 16;
 
 /// Grows with every change of a message or of a shared page.
-pub const PROTOCOL: u16 = 5;
+pub const PROTOCOL: u16 = 6;
 
 const MAGIC: [u8; 4] = *b"wsMM";
 
@@ -119,6 +119,9 @@ pub enum FromReader {
     },
     /// The reader no longer waits for an answer.
     Withdraw,
+    /// A program of the same user asks for the sender's status, and is no reader. Any process of
+    /// this user could read the sender's memory, so this needs no secret.
+    Status,
 }
 
 /// A message of a sender.
@@ -163,6 +166,12 @@ pub enum FromSender {
         model: u8,
         /// The slot's number, which is the next one.
         index: u8,
+    },
+    /// The answer to [`FromReader::Status`]. The descriptor of a memory file with the answer's text
+    /// travels with it.
+    Status {
+        /// Bytes of the text.
+        bytes: u64,
     },
     /// There is no version that answers an [`FromReader::Ask`].
     NoSuchVersion {
@@ -212,6 +221,7 @@ impl FromReader {
             }
             Self::Room => begin(4),
             Self::Withdraw => begin(5),
+            Self::Status => begin(6),
             Self::Ask { question, want } => {
                 let mut packet = begin(3);
                 packet.extend_from_slice(&question.to_le_bytes());
@@ -257,6 +267,7 @@ impl FromReader {
             },
             4 => Self::Room,
             5 => Self::Withdraw,
+            6 => Self::Status,
             other => return Err(unexpected("a reader's message", format!("kind {other}"))),
         };
         rest.end()?;
@@ -283,6 +294,11 @@ impl FromSender {
                 packet
             }
             Self::Wait => begin(70),
+            Self::Status { bytes } => {
+                let mut packet = begin(71);
+                packet.extend_from_slice(&bytes.to_le_bytes());
+                packet
+            }
             Self::Denied { reason } => {
                 let mut packet = begin(66);
                 push_text(&mut packet, reason);
@@ -353,6 +369,9 @@ impl FromSender {
                 }
             }
             70 => Self::Wait,
+            71 => Self::Status {
+                bytes: u64::from_le_bytes(rest.take()?),
+            },
             66 => Self::Denied {
                 reason: rest.text()?,
             },

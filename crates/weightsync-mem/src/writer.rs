@@ -11,7 +11,7 @@ use crate::grow::{self, Shortage};
 use crate::model::{MAX_NOTE_BYTES, ModelSpec};
 use crate::plan::Key;
 use crate::protocol::{MAX_BOUND, MAX_MODELS, MAX_RECORDS, MAX_SLOTS};
-use crate::registry::Shared;
+use crate::registry::{Shared, StatusAnswer};
 use crate::report::Waiter;
 use crate::service;
 use crate::set::ModelSet;
@@ -212,6 +212,12 @@ impl Writer {
             waited,
             holders: shared.holders(model),
         })
+    }
+
+    /// Has programs of this user that ask for the status answered by `answer`, on the segment's
+    /// thread. Only the first call counts.
+    pub fn answer_status(&self, answer: StatusAnswer) {
+        let _ = self.shared.status.set(answer);
     }
 
     /// The readers that are connected now, by worker.

@@ -86,8 +86,8 @@ pub fn check_asked(address: &str) -> Result<()> {
 
 /// The error for asking a sender that has no port for that.
 pub(crate) fn not_asked(scheme: &str, address: &str) -> Error {
-    const IN_PROGRAM: &str = "the trainer's program says by `sender.workers`, and by the report of \
-                              each send, what every worker runs";
+    const IN_PROGRAM: &str = "`weightsync status --info FILE` with the init info, and \
+                              `sender.status()` in the trainer's program, say what every worker runs";
     let instead = match scheme {
         "shared-mem" | "multi-process" => format!(
             "it and its workers share the memory of one machine ({scheme}), and it has no port. \

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::net::{SocketAddr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use strum::{EnumString, IntoStaticStr};
 use weightsync_engine::settings::{self, Setting, flag, number, set_flag, word};
@@ -11,7 +12,9 @@ use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, InitInfo, ModelId, Queue, Result, WorkerId};
+use weightsync_engine::{
+    AnyScheme, Error, InitInfo, ModelId, Queue, Result, SenderStatus, WorkerId,
+};
 use weightsync_mem::{Delivery, Listener};
 
 use crate::access::{Access, Token};
@@ -22,6 +25,7 @@ use crate::receiver::NetReceiver;
 use crate::relay::Agent;
 use crate::relay::local::{self, Owner};
 use crate::root::NetSender;
+use crate::status;
 use crate::tls::Part;
 
 /// Many hosts: workers dial in. With a relay on each host, each version goes to a
@@ -119,7 +123,7 @@ pub enum Verify {
     Checksums,
     /// Also the BLAKE3 digest of each block of 1 MiB, which the sender tells each host over a link
     /// of its own. A relay that sends anything else is named in the sender's log and in its
-    /// [status](crate::status::Relay::altered_for), and no host that it lied to fetches from it until one of the two connects again.
+    /// [status](weightsync_core::RelayStatus::altered_for), and no host that it lied to fetches from it until one of the two connects again.
     /// Hosts that fetch from the sender itself compare nothing.
     ///
     /// The relay of a worker's own host is trusted: it runs as the same user.
@@ -548,6 +552,16 @@ impl Scheme for Distributed {
         // Elsewhere than on Linux, other processes of this host come over TCP.
         let (local, _) = local::first_free(&names, Listener::at_least_here)?;
         Ok(Box::new(NetSender::open(self, opening, (local, remote))?))
+    }
+
+    fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        let access = self.access()?;
+        status::ask(
+            at.address(),
+            at.secret(),
+            access.tls.as_ref(),
+            Some(timeout),
+        )
     }
 
     fn join(

@@ -17,7 +17,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use weightsync_engine::Result;
 
-use crate::status::{MAX_LISTED, ask};
+use crate::status::{MAX_LISTED, ask_as};
 use crate::tls::Tls;
 use crate::wire::hello::Role;
 
@@ -81,7 +81,7 @@ pub enum Verdict {
 
 impl Scrub {
     /// Compares every version that agents hold with what the sender at `address` (`host:port`) has
-    /// published. See [`Status::ask`](crate::status::Status::ask) for `secret`. The sender reports
+    /// published. See [`status::ask`](crate::status::ask) for `secret`. The sender reports
     /// every second that it is working, so `timeout` bounds only its silence;
     /// with `None` the wait ends when the connection does.
     ///
@@ -95,7 +95,7 @@ impl Scrub {
         tls: Option<&Tls>,
         timeout: Option<Duration>,
     ) -> Result<Self> {
-        ask(address, secret, tls, Role::Scrub, timeout)
+        ask_as(Role::Scrub, address, secret, tls, timeout)
     }
 
     /// The copies that differ from the published versions.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyTuple};
 use weightsync_engine::{
@@ -207,6 +208,12 @@ impl Session {
     fn workers(&self, py: Python<'_>) -> PyResult<Vec<WorkerStatus>> {
         let workers = self.with(py, "workers", |session| Ok(session.sender()?.workers()))?;
         Ok(workers.into_iter().map(WorkerStatus).collect())
+    }
+
+    /// The sender's status as JSON.
+    fn status(&self, py: Python<'_>) -> PyResult<String> {
+        let status = self.with(py, "status", |session| Ok(session.sender()?.status()))?;
+        serde_json::to_string(&status).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     /// Holds workers at their versions, or releases them.

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::ErrorKind;
 
 use weightsync_core::{Epoch, ModelId, Run, Version};
+use weightsync_engine::transport::polled::Pause;
 
 use crate::error::{Damage, Result, StoreError};
 use crate::format::{DATA, HEAD, Head, Manifest, Place, Published, VERSIONS, unseal};
-use crate::pause::Pause;
 use crate::storage::Storage;
 
 /// What a store has, as of one moment.
@@ -32,7 +32,7 @@ impl Catalog {
     pub(crate) fn read(storage: &dyn Storage) -> Result<Self> {
         /// What is missing at so many looks is damage, however often the head changes.
         const LOOKS: usize = 5;
-        let mut pause = Pause::new(storage);
+        let mut pause = Pause::new(storage.pauses());
         for _ in 1..LOOKS {
             let catalog = Self::look(storage)?;
             // Between the two reads a writer may have published versions and removed others.

@@ -26,7 +26,6 @@ mod format;
 #[doc(hidden)]
 pub mod fuzz;
 mod lease;
-mod pause;
 mod pieces;
 mod progress;
 mod retention;
@@ -45,7 +44,7 @@ pub use self::pieces::{Comparison, StoredWeights};
 pub use self::progress::Work;
 pub use self::retention::Keep;
 pub use self::saver::{SaveOutcome, Saver, Saving};
-pub use self::scheme::StoreScheme;
+pub use self::scheme::{StoreScheme, status_of_store};
 pub use self::scrub::Scrubbed;
 pub use self::store::{
     Loaded, LoadedModel, ModelVersion, Store, StoredModel, StoredVersion, Versions, Which,

@@ -48,7 +48,8 @@ with weightsync.ray.Sender(net(1.0), scheme=scheme) as sender:
     while True:
         seen = status(sender.init_info)
         relays = seen["relays"]
-        if [len(one["workers"]) for one in relays] == [2]:
+        routes = [one["route"] for one in seen["workers"]]
+        if [routes.count({"agent": one["agent"]}) for one in relays] == [2]:
             break
         time.sleep(0.05)
     sender.send(net(2.0)).ensure_applied()

@@ -150,7 +150,8 @@ def test_receivers_that_never_join_are_named(word):
             await strategy.create_sender(info)
         with pytest.raises(LifecycleError, match="call create_init_info first"):
             await strategy.create_sender(info)
-        with pytest.raises(PeerError, match="cannot be reached"):
+        # The store lives until the last frame of the error above is gone, and may close in between.
+        with pytest.raises(PeerError, match="cannot be reached|was not formed"):
             await strategy.create_receiver(info, 1)
 
     asyncio.run(run())

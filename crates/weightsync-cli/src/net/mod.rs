@@ -39,8 +39,9 @@ type Endpoint = (String, [u8; 16], Option<Tls>);
 /// A sender that is asked for something.
 #[derive(clap::Args)]
 pub struct Asked {
-    /// The sender, as HOST:PORT
-    #[arg(value_name = "HOST:PORT")]
+    /// The sender, as HOST:PORT. `status` takes a run directory, a file with an init info, and a
+    /// store as well
+    #[arg(value_name = "SENDER")]
     sender: Option<String>,
     #[command(flatten)]
     key: Key,
@@ -78,9 +79,31 @@ impl Asked {
         Ok((address, secret, access.tls))
     }
 
+    /// The init info, if a file of one was named.
+    fn info(&self) -> Result<Option<InitInfo>, Box<dyn Error>> {
+        match (&self.key.info, &self.sender) {
+            (None, Some(given)) if Path::new(given).is_file() => {
+                read_info(Path::new(given)).map(Some)
+            }
+            (None, _) => Ok(None),
+            (Some(file), _) => read_info(file).map(Some),
+        }
+    }
+
     fn timeout(&self) -> Option<Duration> {
         Some(Duration::from_secs(self.timeout.max(1)))
     }
+}
+
+/// The init info in a file.
+fn read_info(file: &Path) -> Result<InitInfo, Box<dyn Error>> {
+    let text = std::fs::read_to_string(file)
+        .map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
+    let info = serde_json::from_str(&text).map_err(|error| {
+        let file = file.display();
+        format!("{file}: expected an init info as JSON, which is one line: {error}")
+    })?;
+    Ok(info)
 }
 
 /// The address of a sender and its token, or its init info, which has both.
@@ -93,13 +116,7 @@ impl Key {
     /// `given` is the address that was given, which an init info makes unnecessary.
     fn credentials(&self, given: Option<&str>) -> Result<Credentials, Box<dyn Error>> {
         if let Some(file) = &self.info {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| format!("{} cannot be read: {error}", file.display()))?;
-            let info = serde_json::from_str(&text).map_err(|error| {
-                let file = file.display();
-                format!("{file}: expected an init info as JSON, which is one line: {error}")
-            })?;
-            return Ok(Credentials::Info(info));
+            return Ok(Credentials::Info(Box::new(read_info(file)?)));
         }
         let given = given.ok_or("where is the sender? Say its HOST:PORT, or name its init info")?;
         if given.trim_start().starts_with('{') {

@@ -1,9 +1,14 @@
 //! `weightsync status`: the sender, every relay and every worker, as a tree.
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Duration;
 use std::{error::Error, fmt::Write};
 
-use weightsync_net::status::{Omitted, Relay, Status, Worker};
+use weightsync_core::{LastSend, RelayStatus, SenderStatus, Version, WorkerRoute, WorkerStatus};
+use weightsync_engine::status_of_run_dir;
+use weightsync_net::Distributed;
+use weightsync_store::{Store, status_of_store};
 
 use super::Asked;
 use crate::SUCCESS;
@@ -12,18 +17,43 @@ use crate::words::{bytes, counted, shown};
 
 /// Asks, and shows the answer.
 pub fn run(args: &Asked) -> Result<u8, Box<dyn Error>> {
-    let (address, secret, tls) = args.endpoint()?;
-    let status = Status::ask(&address, &secret, tls.as_ref(), args.timeout())?;
-    print(&match args.json {
-        true => serde_json::to_string_pretty(&status)? + "\n",
-        false => text(&status),
+    let all = ask(args)?;
+    print(&match (args.json, &all[..]) {
+        (true, [one]) => serde_json::to_string_pretty(one)? + "\n",
+        (true, all) => serde_json::to_string_pretty(all)? + "\n",
+        (false, all) => all.iter().map(text).collect::<Vec<_>>().join("\n"),
     })?;
     Ok(SUCCESS)
 }
 
+/// The senders that the arguments name: one, or each of a run directory.
+fn ask(args: &Asked) -> Result<Vec<SenderStatus>, Box<dyn Error>> {
+    let timeout = args.timeout().unwrap_or(Duration::MAX);
+    if let Some(info) = args.info()? {
+        // A network has options of its own, which are in the arguments.
+        if Distributed::endpoint_of(&info).is_err() {
+            return Ok(vec![info.status(timeout)?]);
+        }
+    } else if let Some(given) = &args.sender {
+        if let Some(address) = given.strip_prefix("store:") {
+            return Ok(vec![status_of_store(&Store::open(address)?)?]);
+        }
+        if Path::new(given).is_dir() {
+            let store = Store::open(given)?;
+            return Ok(match store.head()? {
+                Some(_) => vec![status_of_store(&store)?],
+                None => status_of_run_dir(Path::new(given), timeout)?,
+            });
+        }
+    }
+    let (address, secret, tls) = args.endpoint()?;
+    let asked = weightsync_net::status::ask(&address, &secret, tls.as_ref(), args.timeout())?;
+    Ok(vec![asked])
+}
+
 /// The tree, for people to read.
-fn text(status: &Status) -> String {
-    let newest: Vec<u64> = status.models.iter().map(|model| model.version).collect();
+fn text(status: &SenderStatus) -> String {
+    let newest: Vec<_> = status.models.iter().map(|model| model.version).collect();
     let mut text = String::new();
     let models: Vec<_> = status
         .models
@@ -38,70 +68,111 @@ fn text(status: &Status) -> String {
                 ),
                 _ => String::new(),
             };
-            format!("{} v{}{changed}", shown(&model.name), model.version)
+            format!("{} {}{changed}", shown(model.name.as_str()), model.version)
         })
         .collect();
-    let workers = status.local.len()
-        + status
-            .relays
-            .iter()
-            .map(|one| one.workers.len())
-            .sum::<usize>();
     let _ = writeln!(text, "{}  {}", shown(&status.run), models.join(", "));
+    if let Some(last) = &status.last_send {
+        let _ = writeln!(
+            text,
+            "{}, {}",
+            counted(status.sends as usize, "send"),
+            sent(last)
+        );
+    }
+    let there = status.workers.iter().filter(|worker| worker.gone.is_none());
+    let workers = counted(there.count(), "worker");
     let relays = status.relays.iter().filter(|one| one.serves).count();
-    let _ = writeln!(
-        text,
-        "{}, {}, {} sent in {}",
-        counted(relays, "relay"),
-        counted(workers, "worker"),
-        bytes(status.served),
-        seconds(status.up_seconds),
-    );
-    let _ = writeln!(
-        text,
-        "sender {} (pid {})",
-        shown(&status.address),
-        status.pid
-    );
+    let _ = match (status.relays.len(), status.served) {
+        (0, 0) => writeln!(text, "{workers}"),
+        _ => writeln!(
+            text,
+            "{}, {workers}, {} sent in {}",
+            counted(relays, "relay"),
+            bytes(status.served),
+            seconds(status.up_seconds),
+        ),
+    };
+    let sender = match status.pid {
+        0 => "no sender is there now".into(),
+        pid => format!("sender {} (pid {pid})", shown(&status.address)),
+    };
+    let _ = writeln!(text, "{sender}");
     let mut tree = Tree {
         below: BTreeMap::new(),
+        workers: BTreeMap::new(),
         newest: &newest,
     };
+    let mut unreached = Vec::new();
     for relay in &status.relays {
         tree.below.entry(relay.parent).or_default().push(relay);
     }
-    tree.branches(&mut text, "", 0, &status.local);
-    // Nothing of it is hidden, although it is in no tree.
-    while let Some((&parent, _)) = tree.below.first_key_value() {
-        let _ = writeln!(text, "agent {parent}, which is not in this list");
-        tree.branches(&mut text, "", parent, &[]);
+    for worker in &status.workers {
+        match worker.route {
+            WorkerRoute::Memory | WorkerRoute::Http | WorkerRoute::Store => {
+                tree.worker_at(0, worker)
+            }
+            WorkerRoute::Agent(agent) => tree.worker_at(agent, worker),
+            WorkerRoute::Unreached => unreached.push(worker),
+        }
     }
-    for worker in &status.lost {
-        let _ = writeln!(text, "worker {worker} was not reached a moment ago");
+    tree.branches(&mut text, "", 0);
+    // Nothing of it is hidden, although it is in no tree.
+    while let Some(agent) = tree.first() {
+        let _ = writeln!(text, "agent {agent}, which is not in this list");
+        tree.branches(&mut text, "", agent);
+    }
+    for worker in unreached {
+        let _ = writeln!(text, "not reached a moment ago: {}", tree.worker(worker));
     }
     let left_out = status.left_out;
-    if left_out != Omitted::default() {
-        let Omitted { relays, workers } = left_out;
+    if (left_out.relays, left_out.workers) != (0, 0) {
         let _ = writeln!(
             text,
             "{} and {} more not listed: the answer was full",
-            counted(relays, "relay"),
-            counted(workers, "worker"),
+            counted(left_out.relays, "relay"),
+            counted(left_out.workers, "worker"),
         );
     }
     text
 }
 
-struct Tree<'a> {
-    /// Those not shown yet, by from whom they fetch.
-    below: BTreeMap<u64, Vec<&'a Relay>>,
-    newest: &'a [u64],
+/// The last send, as words.
+fn sent(last: &LastSend) -> String {
+    let took = last.took.map_or_else(
+        || "has no report yet".into(),
+        |took| format!("took {took:.1?}"),
+    );
+    format!(
+        "the last of {} {took}, {} ago",
+        bytes(last.bytes),
+        seconds(last.ago.as_secs_f64())
+    )
 }
 
-impl Tree<'_> {
+struct Tree<'a> {
+    /// Agents that are not shown yet, by the agent from which they fetch.
+    below: BTreeMap<u64, Vec<&'a RelayStatus>>,
+    /// Workers that are not shown yet, by their agent.
+    workers: BTreeMap<u64, Vec<&'a WorkerStatus>>,
+    newest: &'a [Version],
+}
+
+impl<'a> Tree<'a> {
+    fn worker_at(&mut self, agent: u64, worker: &'a WorkerStatus) {
+        self.workers.entry(agent).or_default().push(worker);
+    }
+
+    /// An agent that is not shown, and has something below it that is not shown.
+    fn first(&self) -> Option<u64> {
+        let agents = self.below.keys().chain(self.workers.keys());
+        agents.min().copied()
+    }
+
     /// The workers of an agent, then the relays that fetch from it.
-    fn branches(&mut self, text: &mut String, indent: &str, agent: u64, workers: &[Worker]) {
+    fn branches(&mut self, text: &mut String, indent: &str, agent: u64) {
         let relays = self.below.remove(&agent).unwrap_or_default();
+        let workers = self.workers.remove(&agent).unwrap_or_default();
         let all = workers.len() + relays.len();
         for (at, worker) in workers.iter().enumerate() {
             let (branch, _) = fork(at + 1 == all);
@@ -111,21 +182,35 @@ impl Tree<'_> {
             let (branch, rest) = fork(workers.len() + at + 1 == all);
             let _ = writeln!(text, "{indent}{branch}{}", self.relay(relay));
             let indent = format!("{indent}{rest}");
-            self.branches(text, &indent, relay.agent, &relay.workers);
+            self.branches(text, &indent, relay.agent);
         }
     }
 
-    fn worker(&self, worker: &Worker) -> String {
+    fn worker(&self, worker: &WorkerStatus) -> String {
+        let host = match (worker.route, &worker.host[..]) {
+            // The tree has its host.
+            (WorkerRoute::Agent(_), _) | (_, "") => String::new(),
+            (_, host) => format!(", on {}", shown(host)),
+        };
+        let held = if worker.held { ", held" } else { "" };
+        let state = match (&worker.gone, &worker.last) {
+            (Some(gone), _) => outcome(gone.as_str(), gone.reason()),
+            (None, Some(last)) if last.outcome.reason().is_none() => {
+                format!(", {} after {:.1?}", last.outcome.as_str(), last.after)
+            }
+            (None, Some(last)) => outcome(last.outcome.as_str(), last.outcome.reason()),
+            (None, None) => String::new(),
+        };
         format!(
-            "worker {} (pid {}, {})  {}",
-            worker.worker,
+            "worker {} (pid {}, {}{host})  {}{held}{state}",
+            worker.worker.0,
             worker.pid,
             shown(&worker.device),
             self.versions(&worker.versions),
         )
     }
 
-    fn relay(&self, relay: &Relay) -> String {
+    fn relay(&self, relay: &RelayStatus) -> String {
         let speed = relay
             .bytes_per_second
             .map(|speed| format!(", {}/s", bytes(speed as u64)));
@@ -133,7 +218,7 @@ impl Tree<'_> {
             0 => String::new(),
             agents => format!(", ALTERED weights for {}", counted(agents, "host")),
         };
-        let mut held = vec![0; self.newest.len()];
+        let mut held = vec![Version::NONE; self.newest.len()];
         for (model, version) in &relay.holds {
             if let Some(newest) = held.get_mut(usize::from(*model)) {
                 *newest = (*version).max(*newest);
@@ -153,19 +238,28 @@ impl Tree<'_> {
     }
 
     /// The versions, and how far behind the newest they are.
-    fn versions(&self, versions: &[u64]) -> String {
+    fn versions(&self, versions: &[Version]) -> String {
         let pairs = versions.iter().zip(self.newest);
         let shown: Vec<_> = pairs
-            .filter(|(version, _)| **version > 0)
-            .map(|(version, newest)| match newest.saturating_sub(*version) {
-                0 => format!("v{version}"),
-                lag => format!("v{version} ({lag} behind)"),
-            })
+            .filter(|(version, _)| !version.is_none())
+            .map(
+                |(version, newest)| match newest.0.saturating_sub(version.0) {
+                    0 => format!("{version}"),
+                    lag => format!("{version} ({lag} behind)"),
+                },
+            )
             .collect();
         match shown.is_empty() {
             true => "nothing yet".into(),
             false => shown.join(", "),
         }
+    }
+}
+
+fn outcome(word: &str, reason: Option<&str>) -> String {
+    match reason {
+        None => format!(", {word}"),
+        Some(reason) => format!(", {word}: {}", shown(reason)),
     }
 }
 
@@ -186,20 +280,19 @@ fn seconds(seconds: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use weightsync_net::status::Model;
+    use weightsync_core::{LastOutcome, ModelId, ModelStatus, Omitted, Outcome, WorkerId};
 
-    fn worker(number: u32, version: u64) -> Worker {
-        Worker {
-            worker: number,
-            pid: 100 + number,
-            device: "cpu".into(),
-            versions: vec![version],
-        }
+    use super::*;
+
+    fn worker(number: u32, version: u64, route: WorkerRoute) -> WorkerStatus {
+        let mut worker = WorkerStatus::new(WorkerId(number), 100 + number, 1);
+        worker.versions = vec![Version(version)];
+        worker.route = route;
+        worker
     }
 
-    fn relay(agent: u64, parent: u64, workers: Vec<Worker>) -> Relay {
-        Relay {
+    fn relay(agent: u64, parent: u64) -> RelayStatus {
+        RelayStatus {
             agent,
             serves: true,
             parent,
@@ -209,76 +302,99 @@ mod tests {
             received: 3 << 20,
             altered_for: 0,
             bytes_per_second: (agent == 1).then_some(125e6),
-            holds: vec![(0, 7), (0, 10 - agent)],
-            workers,
+            holds: vec![(0, Version(7)), (0, Version(10 - agent))],
         }
     }
 
     #[test]
     fn everybody_is_in_the_tree_with_what_they_run() {
-        let status = Status {
-            address: "10.0.0.9:7070".into(),
-            pid: 42,
-            run: "epoch 3".into(),
-            up_seconds: 90.0,
-            models: vec![Model {
-                name: "policy".into(),
-                version: 9,
-                bytes: 1 << 30,
-                changed: Some(0.0111),
-                delta_bytes: Some(8 << 20),
-            }],
-            served: 1 << 30,
-            local: vec![worker(0, 9)],
-            relays: vec![
-                relay(1, 0, vec![worker(1, 9), worker(2, 7)]),
-                relay(2, 1, vec![worker(3, 0)]),
-                Relay {
-                    serves: false,
-                    holds: Vec::new(),
-                    altered_for: 1,
-                    ..relay(3, 0, vec![worker(5, 8)])
-                },
-            ],
-            lost: vec![4],
-            left_out: Omitted::default(),
-        };
+        let mut status = SenderStatus::default();
+        status.address = "10.0.0.9:7070".into();
+        status.pid = 42;
+        status.run = "epoch 3".into();
+        status.up_seconds = 90.0;
+        status.models = vec![ModelStatus {
+            name: ModelId::new("policy").unwrap(),
+            version: Version(9),
+            bytes: 1 << 30,
+            changed: Some(0.0111),
+            delta_bytes: Some(8 << 20),
+        }];
+        status.served = 1 << 30;
+        status.sends = 9;
+        status.last_send = Some(LastSend {
+            versions: Vec::new(),
+            bytes: 1 << 30,
+            copied: Duration::from_millis(100),
+            took: Some(Duration::from_millis(250)),
+            ago: Duration::from_secs(2),
+        });
+        status.relays = vec![
+            relay(1, 0),
+            relay(2, 1),
+            RelayStatus {
+                serves: false,
+                holds: Vec::new(),
+                altered_for: 1,
+                ..relay(3, 0)
+            },
+        ];
+        let mut applied = worker(0, 9, WorkerRoute::Memory);
+        applied.last = Some(LastOutcome {
+            outcome: Outcome::Applied,
+            after: Duration::from_micros(1500),
+            ago: Duration::from_secs(2),
+        });
+        let mut refused = worker(2, 7, WorkerRoute::Agent(1));
+        refused.last = Some(LastOutcome {
+            outcome: Outcome::Refused {
+                reason: "no room".into(),
+            },
+            after: Duration::ZERO,
+            ago: Duration::ZERO,
+        });
+        let mut died = worker(3, 0, WorkerRoute::Agent(2));
+        died.gone = Some(Outcome::Died);
+        let mut held = worker(5, 8, WorkerRoute::Agent(3));
+        held.held = true;
+        status.workers = vec![
+            applied,
+            worker(1, 9, WorkerRoute::Agent(1)),
+            refused,
+            died,
+            worker(4, 9, WorkerRoute::Unreached),
+            held,
+        ];
         let expected = "\
 epoch 3  policy v9 (1.11 % changed, 8.0 MiB for 1.0 GiB)
+9 sends, the last of 1.0 GiB took 250.0ms, 2.0 s ago
 2 relays, 5 workers, 1.0 GiB sent in 1.5 min
 sender 10.0.0.9:7070 (pid 42)
-├─ worker 0 (pid 100, cpu)  v9
+├─ worker 0 (pid 100, cpu)  v9, applied after 1.5ms
 ├─ relay 1 on host-1?[2J (10.0.0.1, pid 7)  v9, 3.0 MiB fetched, 119.2 MiB/s
 │  ├─ worker 1 (pid 101, cpu)  v9
-│  ├─ worker 2 (pid 102, cpu)  v7 (2 behind)
+│  ├─ worker 2 (pid 102, cpu)  v7 (2 behind), refused: no room
 │  └─ relay 2 on host-2?[2J (10.0.0.1, pid 7)  v8 (1 behind), 3.0 MiB fetched
-│     └─ worker 3 (pid 103, cpu)  nothing yet
+│     └─ worker 3 (pid 103, cpu)  nothing yet, died
 └─ agent 3 on host-3?[2J (10.0.0.1, pid 7)  nothing yet, 3.0 MiB fetched, ALTERED weights for 1 host
-   └─ worker 5 (pid 105, cpu)  v8 (1 behind)
-worker 4 was not reached a moment ago
+   └─ worker 5 (pid 105, cpu)  v8 (1 behind), held
+not reached a moment ago: worker 4 (pid 104, cpu)  v9
 ";
         assert_eq!(text(&status), expected);
     }
 
     #[test]
     fn status_shows_treeless_hosts_and_counts_the_omitted() {
-        let status = Status {
-            address: "10.0.0.9:7070".into(),
-            pid: 42,
-            run: "epoch 3".into(),
-            up_seconds: 1.0,
-            models: Vec::new(),
-            served: 0,
-            local: Vec::new(),
-            // Its own parent, one of a parent that is not there, and two in a circle.
-            relays: [(0, 0), (2, 7), (3, 4), (4, 3)]
-                .map(|(agent, parent)| relay(agent, parent, Vec::new()))
-                .into(),
-            lost: Vec::new(),
-            left_out: Omitted {
-                relays: 2,
-                workers: 5,
-            },
+        let mut status = SenderStatus::default();
+        status.pid = 42;
+        // Its own parent, one of a parent that is not there, and two in a circle.
+        status.relays = [(0, 0), (2, 7), (3, 4), (4, 3)]
+            .map(|(agent, parent)| relay(agent, parent))
+            .into();
+        status.workers = vec![worker(1, 1, WorkerRoute::Agent(9))];
+        status.left_out = Omitted {
+            relays: 2,
+            workers: 5,
         };
         let text = text(&status);
         for agent in [0, 2, 3, 4] {
@@ -286,6 +402,7 @@ worker 4 was not reached a moment ago
             assert_eq!(text.matches(&name).count(), 1, "{name}: {text}");
         }
         assert!(text.contains("agent 7, which"), "{text}");
+        assert!(text.contains("agent 9, which"), "{text}");
         assert!(text.contains("2 relays and 5 workers more"), "{text}");
     }
 }

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync_engine::InitInfo;
 pub(crate) use weightsync_engine::OutcomeKind;
+use weightsync_engine::{InitInfo, WorkerStatus};
 
 use super::fault::Fault;
 use super::scale::longest;
@@ -529,6 +529,24 @@ pub(crate) struct Status {
     pub(crate) device: String,
     pub(crate) held: bool,
     pub(crate) versions: Vec<u64>,
+    /// What became of the last send there.
+    pub(crate) last: Option<OutcomeKind>,
+    /// How it went, if it did not leave in order.
+    pub(crate) gone: Option<OutcomeKind>,
+}
+
+impl Status {
+    pub(crate) fn of(status: &WorkerStatus) -> Self {
+        Self {
+            worker: status.worker.0,
+            pid: status.pid,
+            device: status.device.clone(),
+            held: status.held,
+            versions: status.versions.iter().map(|version| version.0).collect(),
+            last: status.last.as_ref().map(|last| last.outcome.kind()),
+            gone: status.gone.as_ref().map(|gone| gone.kind()),
+        }
+    }
 }
 
 /// What a process has.

@@ -370,7 +370,15 @@ impl<'a> Script<'a> {
         assert_eq!(outcomes, expected.collect::<Vec<_>>(), "{}", sent.text);
     }
 
+    /// The connected workers, as the sender sees them.
     pub(crate) fn status(&mut self) -> Vec<Status> {
+        let mut workers = self.roster();
+        workers.retain(|one| one.gone.is_none());
+        workers
+    }
+
+    /// The same, with those that failed, died or were lost and are neither back nor forgotten.
+    pub(crate) fn roster(&mut self) -> Vec<Status> {
         self.act(TrainerCommand::Status).workers()
     }
 

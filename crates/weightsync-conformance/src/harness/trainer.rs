@@ -483,14 +483,13 @@ impl Trainer {
     }
 
     fn status(&mut self) -> Result<Vec<Status>, Stop> {
-        let workers = self.sender()?.workers().into_iter().map(|status| Status {
-            worker: status.worker.0,
-            pid: status.pid,
-            device: status.device.clone(),
-            held: status.held,
-            versions: status.versions.iter().map(|version| version.0).collect(),
-        });
-        Ok(workers.collect())
+        Ok(self
+            .sender()?
+            .status()
+            .workers
+            .iter()
+            .map(Status::of)
+            .collect())
     }
 }
 

@@ -1,11 +1,11 @@
 //! Who dies, or stands still, costs the others nothing.
 
 use std::time::{Duration, Instant};
-use weightsync_engine::OutcomeKind;
+use weightsync_engine::{Error, OutcomeKind, Version};
 
 use crate::Subject;
 use crate::harness::command::{
-    Answer, Command, Join, LoadFault, Payload, SendSettings, Sent, Stage, TrainerCommand,
+    Answer, Command, Join, LoadFault, Payload, SendSettings, Sent, Stage, Status, TrainerCommand,
     TrainerSetup, Wait, WorkerCommand,
 };
 use crate::harness::fault::Kind;
@@ -270,6 +270,61 @@ pub(crate) fn a_dead_worker_is_a_line_until_it_is_forgotten(subject: &Subject) {
     let (sent, _) = script.deliver(Payload::Word(6), SendSettings::default(), &[0]);
     assert_eq!(sent.lines.len(), 1, "{}", sent.text);
     assert!(sent.all_applied || subject.pulls(), "{}", sent.text);
+    script.close();
+}
+
+/// The sender knows them, and tells them to a process that has the init info.
+pub(crate) fn status_has_last_outcomes_and_the_dead(subject: &Subject) {
+    let (mut script, info) = Script::open(subject, TrainerSetup::words(64), 2);
+    script.deliver_word(2, &[0, 1]);
+    let taken = match subject.pulls() {
+        true => OutcomeKind::Asks,
+        false => OutcomeKind::Applied,
+    };
+    for status in script.roster() {
+        assert_eq!(
+            (status.last, status.gone),
+            (Some(taken), None),
+            "{status:?}"
+        );
+        assert_eq!(status.versions, [2]);
+    }
+    // Another process asks.
+    match info.status(longest()) {
+        Ok(outside) => {
+            let workers = outside.workers.iter().map(Status::of);
+            let seen = workers.map(|one| (one.worker, one.versions, one.gone));
+            let seen: Vec<_> = seen.collect();
+            assert_eq!(seen, [(0, vec![2], None), (1, vec![2], None)]);
+            assert_eq!(outside.models[0].version, Version(2));
+        }
+        Err(Error::Unsupported { .. }) => {}
+        Err(error) => panic!("{error}"),
+    }
+    script.kill(2);
+    script.until_status(|workers| workers.len() == 1);
+    let gone = |script: &mut Script<'_>| {
+        let gone = script.roster().into_iter();
+        let gone = gone.filter_map(|one| Some((one.worker, one.gone?)));
+        gone.collect::<Vec<_>>()
+    };
+    for word in 3..5 {
+        let known = gone(&mut script);
+        assert!(
+            matches!(known[..], [(1, OutcomeKind::Died | OutcomeKind::Lost)]),
+            "{known:?}"
+        );
+        script.deliver_word(word, &[0]);
+    }
+    script.raise(2);
+    assert_eq!(script.join(1, Join::new(&info)), Answer::Done);
+    script.take(1);
+    assert_eq!(gone(&mut script), []);
+    script.kill(2);
+    script.until_status(|workers| workers.len() == 1);
+    assert_eq!(gone(&mut script).len(), 1);
+    assert_eq!(script.act(TrainerCommand::Forget(vec![1])), Answer::Done);
+    assert_eq!(gone(&mut script), []);
     script.close();
 }
 

@@ -204,6 +204,7 @@ pub(crate) fn all() -> Vec<Scenario> {
         death::a_worker_killed_while_a_send_waits_is_a_line[Weights Push Death],
         death::a_worker_that_fails_is_a_line_until_it_is_back[Weights],
         death::a_dead_worker_is_a_line_until_it_is_forgotten[Weights Death],
+        death::status_has_last_outcomes_and_the_dead[Weights Death],
         death::a_worker_killed_while_idle_is_gone[Weights Death],
         death::a_worker_killed_while_it_holds_everything_frees_it[Weights Push Death],
         death::a_worker_that_cannot_load_is_a_line[Weights Push],

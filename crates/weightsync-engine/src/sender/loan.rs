@@ -1,6 +1,6 @@
 //! Room for the trainer to write into itself.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use weightsync_core::{Layout, Version};
@@ -13,6 +13,7 @@ use crate::pending::InFlight;
 use crate::publish::Prepared;
 use crate::report::Report;
 use crate::scheme::AnyScheme;
+use crate::send_history::SendHistory;
 use crate::transport::{Staging, Targets, deadline};
 
 impl Sender {
@@ -49,6 +50,7 @@ impl Sender {
             scheme: &self.setup.scheme,
             timeout,
             since,
+            history: self.history.clone(),
         })
     }
 }
@@ -64,6 +66,7 @@ pub struct Loan<'a> {
     scheme: &'a AnyScheme,
     timeout: Option<Duration>,
     since: Instant,
+    history: Arc<SendHistory>,
 }
 
 impl Loan<'_> {
@@ -137,8 +140,9 @@ impl Loan<'_> {
             copied: self.since.elapsed(),
             deadline: until,
             settled: Mutex::new(Vec::new()),
+            history: self.history,
         };
-        in_flight.finish(options.wait, until)
+        in_flight.noted().finish(options.wait, until)
     }
 
     fn check(&self, options: &SendOptions) -> Result<()> {

@@ -106,10 +106,10 @@ impl Sender {
         let (outstanding, payload) =
             stage_and_publish(&self.setup, transport, &resolved, options, until)?;
         let versions = outstanding.versions().iter();
-        Ok(InFlight {
-            versions: versions
-                .map(|(index, version)| (models[*index].prepared.id.clone(), *version))
-                .collect(),
+        let versions =
+            versions.map(|(index, version)| (models[*index].prepared.id.clone(), *version));
+        let in_flight = InFlight {
+            versions: versions.collect(),
             outstanding: vec![outstanding],
             bytes: payload.bytes,
             partial: payload.partial,
@@ -117,7 +117,9 @@ impl Sender {
             copied: since.elapsed(),
             deadline: until.and_then(|at| at.checked_add(payload.writing)),
             settled: Mutex::new(Vec::new()),
-        })
+            history: self.history.clone(),
+        };
+        Ok(in_flight.noted())
     }
 }
 

@@ -4,8 +4,9 @@ mod attached;
 mod segment;
 
 use std::path::Path;
+use std::time::{Duration, Instant};
 
-use weightsync_core::ModelId;
+use weightsync_core::{ModelId, SenderStatus};
 use weightsync_mem::{AttachOptions, Deadline, Delivery, Listener, Reader, Resume, check_sharing};
 
 pub use self::attached::{Attached, Handoff};
@@ -34,6 +35,23 @@ impl Memory {
             }
         };
         Ok(Box::new(Segment::open(opening, listener, max_queue)?))
+    }
+
+    pub(crate) fn ask_status(at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        let since = Instant::now();
+        let address = match at.lookup() {
+            None => Some(at.address().to_owned()),
+            Some(file) => run_dir::look_up(file)?,
+        };
+        let found = match &address {
+            Some(address) => run_dir::status_at(address, timeout)?,
+            None => None,
+        };
+        found.ok_or_else(|| Error::NoSender {
+            address: address.unwrap_or_else(|| at.address().into()),
+            waited: since.elapsed(),
+            last: None,
+        })
     }
 
     pub(crate) fn join(
@@ -90,7 +108,7 @@ impl Memory {
 
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, Instant};
+    use std::sync::Arc;
 
     use weightsync_core::{Dtype, Epoch, Layout, Run, Version, WorkerId};
     use weightsync_mem::WaitStyle;
@@ -98,7 +116,7 @@ mod tests {
     use super::*;
     use crate::attributes::Attributes;
     use crate::setup::DigestPolicy;
-    use crate::transport::{ModelSpec, Targets, TransferOptions};
+    use crate::transport::{ModelSpec, SendHistory, Targets, TransferOptions};
 
     fn soon() -> Deadline {
         Some(Instant::now() + Duration::from_secs(20))
@@ -127,6 +145,7 @@ mod tests {
                 wait: WaitStyle::default(),
                 digest: DigestPolicy::OnRequest,
             },
+            history: &Arc::new(SendHistory::new("shared-mem", at.address(), &models)),
         };
         let mut sender = Memory::open(&opening, 0).unwrap();
         // In another order than the sender has them.

@@ -22,15 +22,19 @@ mod image;
 mod interrupter;
 mod memory;
 mod none;
+pub mod polled;
 mod random;
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 pub use weightsync_core::{Attendance, GoneWorker, Level, Targets};
-use weightsync_core::{Layout, ModelId, Run, Version, WorkerId, WorkerReport, WorkerStatus};
+use weightsync_core::{
+    Layout, ModelId, Run, SenderStatus, Version, WorkerId, WorkerReport, WorkerStatus,
+};
 
 pub use self::capabilities::Capabilities;
 pub use self::endpoint::Endpoint;
@@ -49,6 +53,7 @@ use crate::setup::DigestPolicy;
 use crate::snapshot::Snapshot;
 
 pub use crate::scheme::Registration;
+pub use crate::send_history::SendHistory;
 /// Adds a [`Registration`]: `register! { Registration::new("name", parse) }`.
 pub use inventory::submit as register;
 pub use weightsync_mem::interrupt;
@@ -111,6 +116,20 @@ pub trait Scheme: fmt::Debug + Send + Sync {
     /// If another sender lives there, or memory, sockets or threads are refused.
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>>;
 
+    /// Asks the sender at the endpoint for its status, from another process. Each wait takes at most
+    /// `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`]; [`Error::NoSender`] if nobody is there.
+    fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        let _ = (at, timeout);
+        Err(Error::unsupported(
+            "being asked for its status",
+            self.name(),
+        ))
+    }
+
     /// Makes a worker's end: joins the sender at the endpoint, waiting for it
     /// until the deadline if it is not there yet.
     ///
@@ -150,6 +169,9 @@ pub struct Opening<'a> {
     pub models: &'a [ModelSpec],
     /// How much room, and how to wait.
     pub options: TransferOptions,
+    /// What the sender notes of its sends, for a transport that answers programs which ask for the
+    /// [status](SenderTransport::fill_status).
+    pub history: &'a Arc<SendHistory>,
 }
 
 /// Logs that a worker finds the end of its run, and waits for another one of the same init info.
@@ -265,6 +287,11 @@ pub trait SenderTransport: fmt::Debug + Send + Sync {
 
     /// The workers connected at present, by number.
     fn workers(&self) -> Vec<WorkerStatus>;
+
+    /// Puts what this end knows into the sender's status: at least the workers.
+    fn fill_status(&self, status: &mut SenderStatus) {
+        status.workers = self.workers();
+    }
 
     /// Waits until `enough` returns true for the current attendance. False at the deadline.
     ///

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use weightsync_core::Version;
+use weightsync_core::{Run, Version};
 
 use super::{ANSWER_TIME, AttachOptions, RELAY_TIME, Reader};
 use crate::error::{Error, bad, unexpected};
@@ -22,6 +22,9 @@ use crate::spans::SlotShape;
 use crate::wait::{Deadline, Doorbell, passed, poll};
 use crate::watch::{Mapped, Watch};
 use crate::wire::{Delivery, FromReader, FromSender, MAX_DEVICE, Packet};
+
+/// The longest status, in bytes.
+const MAX_STATUS: u64 = 64 << 20;
 
 impl Reader {
     /// Joins a segment, and waits for its sender until the deadline. A sender that is there has a
@@ -101,36 +104,16 @@ impl Reader {
             Err(error) if error.is_crowded_out() => return Ok(None),
             Err(error) => return Err(error),
         }
-        let Some((packet, fds)) = answer(&socket, deadline)? else {
+        let Some(welcome) = Welcome::receive(&socket, options, deadline)? else {
             return Ok(None);
         };
-        let FromSender::Welcome {
+        let Welcome {
             run,
             count,
             models,
             relayed,
-        } = packet
-        else {
-            return Err(unexpected("a welcome", format!("{packet:?}")));
-        };
-        if run.epoch < options.seen {
-            return Err(Error::Fenced {
-                seen: options.seen,
-                got: run.epoch,
-            });
-        }
-        let [header, mailbox, bell] = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
-            let got = format!("{} descriptors", fds.len());
-            unexpected("header, mailbox and bell", got)
-        })?;
-        let wanted = match &options.models {
-            None => Models::first(count.into()),
-            Some(wanted) => Models::of(wanted),
-        };
-        if models != wanted {
-            let got = format!("{models:?} where {wanted:?} were asked for");
-            return Err(unexpected("the models asked for", got));
-        }
+            pages: [header, mailbox, bell],
+        } = welcome;
         let header = Arc::new(Mapping::of_peer(header.as_fd(), HEADER_BYTES)?);
         let mailbox = Mapping::of_peer(mailbox.as_fd(), MAILBOX_BYTES)?;
         let doorbell = Arc::new(Doorbell::from_fd(bell));
@@ -180,6 +163,66 @@ impl Reader {
     }
 }
 
+/// The sender's welcome, which fits what the reader asked for.
+struct Welcome {
+    run: Run,
+    /// How many models the segment has.
+    count: u8,
+    /// The reader's models.
+    models: Models,
+    /// The process whose versions a relay's segment carries; else 0.
+    relayed: u32,
+    /// The header, the mailbox and the doorbell.
+    pages: [OwnedFd; 3],
+}
+
+impl Welcome {
+    /// Waits for it. `None` if there is no answer, or the sender hangs up.
+    fn receive(
+        socket: &Socket,
+        options: &AttachOptions,
+        deadline: Deadline,
+    ) -> Result<Option<Self>, Error> {
+        let Some((packet, fds)) = answer(socket, deadline)? else {
+            return Ok(None);
+        };
+        let FromSender::Welcome {
+            run,
+            count,
+            models,
+            relayed,
+        } = packet
+        else {
+            return Err(unexpected("a welcome", format!("{packet:?}")));
+        };
+        if run.epoch < options.seen {
+            return Err(Error::Fenced {
+                seen: options.seen,
+                got: run.epoch,
+            });
+        }
+        let pages = <[OwnedFd; 3]>::try_from(fds).map_err(|fds| {
+            let got = format!("{} descriptors", fds.len());
+            unexpected("header, mailbox and bell", got)
+        })?;
+        let wanted = match &options.models {
+            None => Models::first(count.into()),
+            Some(wanted) => Models::of(wanted),
+        };
+        if models != wanted {
+            let got = format!("{models:?} where {wanted:?} were asked for");
+            return Err(unexpected("the models asked for", got));
+        }
+        Ok(Some(Self {
+            run,
+            count,
+            models,
+            relayed,
+            pages,
+        }))
+    }
+}
+
 /// Whether the process that serves an address answers by the deadline, or a moment later. One that
 /// is stopped does not, although the address [is served](crate::is_served).
 ///
@@ -199,6 +242,40 @@ pub fn is_answered(address: &str, deadline: Deadline) -> Result<bool, Error> {
         Ok(Some(_)) | Err(Error::Denied { .. } | Error::Protocol { .. }) => Ok(true),
         Err(error) => Err(error),
     }
+}
+
+/// The text with which the sender at an address answers programs that ask for its status; `None` if
+/// no sender is there, or none answers by the deadline.
+///
+/// # Errors
+///
+/// [`Error::Denied`] if the sender tells no status, [`Error::Protocol`] for another version of the
+/// protocol, and as [`is_served`](crate::is_served).
+pub fn ask_status(address: &str, deadline: Deadline) -> Result<Option<Vec<u8>>, Error> {
+    let Some(socket) = Socket::connect(address)? else {
+        return Ok(None);
+    };
+    if !socket.send(&FromReader::Status.encode(), &[])? {
+        return Ok(None);
+    }
+    let Some((packet, fds)) = answer(&socket, deadline)? else {
+        return Ok(None);
+    };
+    let FromSender::Status { bytes } = packet else {
+        return Err(unexpected("a status", format!("{packet:?}")));
+    };
+    let [file] = <[OwnedFd; 1]>::try_from(fds)
+        .map_err(|fds| unexpected("the status's file", format!("{} descriptors", fds.len())))?;
+    if bytes > MAX_STATUS {
+        return Err(unexpected(
+            "a status of at most 64 MiB",
+            format!("{bytes} bytes"),
+        ));
+    }
+    let len = bytes as usize;
+    Ok(Some(
+        Mapping::of_peer(file.as_fd(), len.max(1))?.copy_out(len),
+    ))
 }
 
 /// Marks the control page as left in order, unless the reader has joined. A reader that ends

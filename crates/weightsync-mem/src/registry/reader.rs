@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use weightsync_core::Version;
+use weightsync_core::{Version, WorkerId, WorkerRoute, WorkerStatus};
 
 use crate::futex;
 use crate::late::Lateness;
@@ -26,6 +26,8 @@ pub(crate) struct Reader {
     pub(crate) models: Models,
     pub(crate) delivery: Delivery,
     pub(crate) device: String,
+    /// The name of its host, and how versions reach it.
+    pub(crate) location: (String, WorkerRoute),
     /// The set that the reader refused, and why.
     pub(crate) refused: Option<(u64, String)>,
     /// Why the reader cannot use anything.
@@ -115,6 +117,7 @@ impl Reader {
             models,
             delivery,
             device,
+            location: Default::default(),
             refused: None,
             unusable: None,
             reported: false,
@@ -225,6 +228,15 @@ impl Reader {
             true => Version(word.load(Ordering::Relaxed)),
             false => Version::NONE,
         }
+    }
+
+    /// The reader as a report or a page shows it, with its versions of the first `models` models.
+    pub(crate) fn status(&self, worker: WorkerId, models: usize) -> WorkerStatus {
+        let mut status = WorkerStatus::new(worker, self.pid(), 0);
+        status.device.clone_from(&self.device);
+        (status.host, status.route) = self.location.clone();
+        status.versions = self.versions(models);
+        status
     }
 
     /// The versions that the reader has loaded, of the first `models` models.

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use weightsync_core::{Outcome, Version, WorkerId};
+use weightsync_core::{Outcome, WorkerId, WorkerStatus};
 
 use super::Reader;
 use crate::grow::Growth;
@@ -54,18 +54,23 @@ pub(crate) struct State {
 #[derive(Clone, Debug)]
 pub(crate) struct Gone {
     pub(crate) key: Key,
-    pub(crate) pid: u32,
+    /// Its last status.
+    pub(crate) status: WorkerStatus,
     pub(crate) departure: Departure,
     /// Why the reader could use nothing more, if it said so. It then counts as failed, however it
     /// departed.
     pub(crate) reason: Option<String>,
     pub(crate) applied: u64,
     pub(crate) models: Models,
-    pub(crate) versions: Vec<Version>,
     pub(crate) reported: bool,
 }
 
 impl Gone {
+    /// What its line says.
+    pub(crate) fn outcome(&self) -> Outcome {
+        self.departure.outcome(self.reason.clone())
+    }
+
     /// Whether the reader closed its end without giving a reason.
     pub(crate) fn is_in_order(&self) -> bool {
         self.departure == Departure::Left && self.reason.is_none()
@@ -117,12 +122,11 @@ impl Gone {
         let never_joined = departure == Departure::Left && applied == 0 && reason.is_none();
         Self {
             key,
-            pid: reader.pid(),
+            status: reader.status(key.0, models),
             departure,
             reason,
             applied,
             models: reader.models,
-            versions: reader.versions(models),
             reported: reader.reported || never_joined,
         }
     }
@@ -339,7 +343,7 @@ impl State {
             return;
         }
         let worker = gone.key.0;
-        let had_none = gone.versions.iter().all(|version| version.is_none());
+        let had_none = !gone.status.is_ready();
         if had_none && (gone.is_in_order() || !self.missing.contains_key(&worker)) {
             return;
         }
@@ -406,17 +410,23 @@ impl State {
     }
 
     /// Departed readers of `wanted` workers that no report has named yet; they now count as
-    /// reported.
+    /// reported. A reader that has closed its end while some of its snapshots live on has departed
+    /// too.
     pub(crate) fn report_unreported(&mut self, wanted: impl Fn(WorkerId) -> bool) -> Vec<Gone> {
-        if self.unreported == 0 {
-            return Vec::new();
-        }
         let mut reported = Vec::new();
-        for one in &mut self.gone {
-            if !one.reported && wanted(one.key.0) {
-                one.reported = true;
-                self.unreported -= 1;
-                reported.push(one.clone());
+        if self.unreported > 0 {
+            for one in &mut self.gone {
+                if !one.reported && wanted(one.key.0) {
+                    one.reported = true;
+                    self.unreported -= 1;
+                    reported.push(one.clone());
+                }
+            }
+        }
+        for (key, reader) in &mut self.readers {
+            if !reader.reported && wanted(key.0) && reader.has_left() {
+                reported.push(Gone::new(*key, reader, Departure::Left, self.models));
+                reader.reported = true;
             }
         }
         reported

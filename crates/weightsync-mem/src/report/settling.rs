@@ -291,23 +291,23 @@ impl<'a> Settling<'a> {
     }
 
     fn gone_line(&mut self, gone: &Gone) {
-        let loaded = |model: &usize| gone.versions[*model];
+        let loaded = |model: &usize| gone.status.versions[*model];
         let did_its_part = self
             .publication
             .is_applied(gone.models, gone.applied, loaded);
         let outcome = match gone.departure {
             // The worker did its part before it left.
             Departure::Left if did_its_part => Outcome::Applied,
-            departure => departure.outcome(gone.reason.clone()),
+            Departure::Left | Departure::Died | Departure::Lost => gone.outcome(),
         };
         let after = self.after();
         self.named.push(gone.key);
         self.lines.push(WorkerReport {
             worker: gone.key.0,
-            pid: gone.pid,
+            pid: gone.status.pid,
             outcome,
             current: self.publication.is_current(gone.models, loaded),
-            versions: gone.versions.clone(),
+            versions: gone.status.versions.clone(),
             after,
             late: None,
         });

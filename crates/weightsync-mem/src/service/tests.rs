@@ -329,6 +329,7 @@ fn remote_reader(writer: &Writer) -> crate::RemoteReader {
         models: Models::ALL,
         delivery: Delivery::Newest,
         device: String::new(),
+        location: Default::default(),
     };
     crate::RemoteReaders::of(writer)
         .join(options, |_| ())

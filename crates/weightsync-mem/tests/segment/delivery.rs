@@ -327,6 +327,7 @@ fn the_sender_says_how_long_a_queue_may_be() {
             models: Models::ALL,
             delivery,
             device: String::new(),
+            location: Default::default(),
         };
         let joined = [
             Reader::attach(&here, within(20)).map(drop),

@@ -154,3 +154,31 @@ fn departing_reader_ends_every_wait_for_it() {
     );
     assert_eq!(writer.readers()[0].worker, WorkerId(0));
 }
+
+#[test]
+fn departure_is_reported_by_the_next_report_while_a_snapshot_lives_on() {
+    let address = address();
+    let mut writer = small(&address, 1, slots(2, 3));
+    let mut first = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    send(&mut writer, &[0], &Targets::All);
+    let lives_on = only(take_set(&mut first));
+    drop(first);
+    while !writer.readers().is_empty() {
+        thread::yield_now();
+    }
+    let mut second = Reader::attach(&attach(&address, 1), within(20)).unwrap();
+    let publication = send(&mut writer, &[0], &Targets::All);
+    take(&mut second);
+    assert_eq!(
+        outcomes(&settle(&writer, &publication)),
+        [(1, Outcome::Left), (1, Outcome::Applied)]
+    );
+    // The first reader is removed only now, and has no second line.
+    drop(lives_on);
+    drop(second);
+    while !writer.readers().is_empty() {
+        thread::yield_now();
+    }
+    let third = send(&mut writer, &[0], &Targets::All);
+    assert_eq!(outcomes(&settle(&writer, &third)), [(1, Outcome::Left)]);
+}

@@ -12,6 +12,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SocketAddrUnix, SocketType, accept, bind, listen, recv, socket,
 };
 use weightsync_conformance::scale::{longest, prompt_limit};
+use weightsync_core::WorkerRoute;
 use weightsync_engine::transport::{Capabilities, Opening, Scheme, SenderTransport};
 use weightsync_engine::{
     AnyScheme, BackgroundState, Epoch, Expect, InitInfo, ModelId, ReceiverSetup, SendOptions,
@@ -22,7 +23,7 @@ use super::*;
 use crate::relay::local::{self, Owner};
 use crate::relay::tests::{Seen, drones, long_welcome, relay, trainer};
 use crate::scheme::Share;
-use crate::status::Status;
+use crate::status;
 
 /// Hears who joins, and lets nobody in.
 #[derive(Clone, Debug, Default)]
@@ -149,11 +150,12 @@ fn a_worker_that_came_first_goes_to_its_hosts_relay() {
     let at = info.endpoint();
     let until = Instant::now() + longest();
     loop {
-        let status = Status::ask(at.address(), at.secret(), None, Some(longest())).unwrap();
-        let mut relays = status.relays.iter();
+        let status = status::ask(at.address(), at.secret(), None, Some(longest())).unwrap();
         let own = std::process::id();
         // Both are this process: the relay is the one that serves.
-        if status.relays.len() == 1 && relays.any(|one| one.workers.len() == 1) {
+        if let [relay] = &status.relays[..]
+            && status.workers_by(WorkerRoute::Agent(relay.agent)).count() == 1
+        {
             assert_eq!(status.relays[0].pid, own);
             break;
         }

@@ -18,7 +18,7 @@ use crate::link::stream::AsyncStream;
 use crate::link::{Link, LinkEnd, blocking};
 use crate::scheme::{Distributed, Share};
 use crate::scrub::Scrub;
-use crate::status::{NOT_YET, Status};
+use crate::status::{self, NOT_YET};
 use crate::tls::Peer;
 use crate::wire::hello::Role;
 use crate::wire::message::{self, FromRoot, Message, ToRoot, model_messages};
@@ -122,7 +122,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
     let another = [9; 16];
-    let error = Status::ask(at.address(), &another, None, Some(longest())).unwrap_err();
+    let error = status::ask(at.address(), &another, None, Some(longest())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::Hello { .. }), "{error}");
     assert_eq!(remedy, Remedy::GiveUp);
@@ -139,7 +139,7 @@ fn status_request_gets_the_reason_for_no_answer() {
     };
     let agent = Agent::start(options, longest().into(), || true).unwrap();
     let port = agent.serves.unwrap().to_string();
-    let error = Status::ask(&port, at.secret(), None, Some(longest())).unwrap_err();
+    let error = status::ask(&port, at.secret(), None, Some(longest())).unwrap_err();
     let (error, remedy) = net_error(&error);
     assert!(matches!(error, NetError::NoAnswer { .. }), "{error}");
     // A sender that is busy says no more.
@@ -150,7 +150,7 @@ fn status_request_gets_the_reason_for_no_answer() {
 fn status_without_a_timeout_ends_with_its_connection() {
     let (_sender, info) = trainer();
     let at = info.endpoint();
-    let status = Status::ask(at.address(), at.secret(), None, None).unwrap();
+    let status = status::ask(at.address(), at.secret(), None, None).unwrap();
     assert_eq!(status.pid, std::process::id());
     Scrub::ask(at.address(), at.secret(), None, None).unwrap();
     // A silent sender may take any time; a host that is gone is noticed by keep-alive.
@@ -180,7 +180,7 @@ fn status_without_a_timeout_ends_with_its_connection() {
         tokio::spawn(async move { socket.write_all(&frame).await });
     };
     runtime.spawn(accept_all(listener, credentials, || false, |_| {}, take));
-    Status::ask(&address, at.secret(), None, None).unwrap_err();
+    status::ask(&address, at.secret(), None, None).unwrap_err();
     Scrub::ask(&address, at.secret(), None, None).unwrap_err();
 }
 

@@ -19,9 +19,10 @@ use std::time::Duration;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
-use weightsync_core::WorkerId;
 use weightsync_core::digest::Digest;
+use weightsync_core::{WorkerId, WorkerRoute};
 use weightsync_engine::log_limiter::{self, LogLimiter};
+use weightsync_engine::transport::SendHistory;
 use weightsync_mem::{Models, RemoteReaderOptions, RemoteReaders, Snapshot};
 
 use self::holdings::Holdings;
@@ -96,6 +97,8 @@ impl Changes {
 pub(crate) struct Settings {
     /// The sender's name for itself.
     pub(crate) address: String,
+    /// What the sender notes of its sends, for the status.
+    pub(crate) history: Arc<SendHistory>,
     pub(crate) models: Vec<String>,
     pub(crate) slots: u8,
     pub(crate) max_slots: u8,
@@ -339,6 +342,7 @@ impl Coordinator {
                         models: Models(models),
                         delivery,
                         device,
+                        location: Default::default(),
                     },
                 },
             }),
@@ -545,6 +549,9 @@ impl Coordinator {
         let AgentDeparture { over, back } = self.membership.part(agent, process, how, self.now());
         for (worker, departure) in over {
             worker.remote_reader.leave(departure);
+        }
+        for worker in self.membership.unreached() {
+            worker.remote_reader.set_route(WorkerRoute::Unreached);
         }
         if let Some(known) = &gone.known {
             tracing::info!(

@@ -326,6 +326,12 @@ impl<T, W> Membership<T, W> {
         late
     }
 
+    /// The records of the workers that no agent reaches.
+    pub(crate) fn unreached(&self) -> impl Iterator<Item = &T> {
+        let until = self.until.iter();
+        until.filter_map(|(_, worker)| Some(&self.membership.get(worker)?.of))
+    }
+
     /// All workers, each with its process and the agent that reaches it.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (WorkerId, Process, Option<AgentId>, &T)> {
         let membership = self.membership.iter();

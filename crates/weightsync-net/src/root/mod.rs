@@ -12,13 +12,13 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use weightsync_engine::transport::{
     Attendance, Deadline, ModelSpec, Opening, Segment, SenderTransport, Staging, Targets,
 };
-use weightsync_engine::{Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_engine::{Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::{Listener, Origin, RemoteReaders};
 
 use self::compare::{Compared, Comparing};
@@ -54,6 +54,9 @@ const ANSWERED_WITHIN: Duration = Duration::from_secs(15 * 60);
 /// How long a shutdown waits until comparing threads release their versions. They do so after the
 /// span that they are coding.
 const LET_GO: Duration = Duration::from_millis(100);
+
+/// How long the sender's own thread waits for the coordinator's part of a status.
+const STATUS_WITHIN: Duration = Duration::from_secs(1);
 
 /// How many events may wait for the coordinator.
 const EVENTS: usize = 1024;
@@ -120,6 +123,16 @@ impl SenderTransport for NetSender {
         self.segment.workers()
     }
 
+    fn fill_status(&self, status: &mut SenderStatus) {
+        self.segment.fill_status(status);
+        if let Some(known) = self.server.status() {
+            status.address = known.address;
+            status.served = known.served;
+            status.relays = known.relays;
+            status.models = known.models;
+        }
+    }
+
     fn wait_workers(
         &mut self,
         deadline: Deadline,
@@ -182,6 +195,7 @@ impl Server {
         let children = Arc::new(Threads::default());
         let settings = Settings {
             address: opening.at.address().into(),
+            history: opening.history.clone(),
             models: opening
                 .models
                 .iter()
@@ -265,6 +279,25 @@ impl Server {
             comparing,
             owner: Origin::here(),
         })
+    }
+}
+
+impl Server {
+    /// What the coordinator says; `None` if it has ended, or does not answer at once.
+    fn status(&self) -> Option<SenderStatus> {
+        let (answer, mut answered) = oneshot::channel();
+        self.events.try_send(Event::Status(answer)).ok()?;
+        let until = Instant::now() + STATUS_WITHIN;
+        // Not a blocking receive: that panics in a thread of an async runtime.
+        loop {
+            match answered.try_recv() {
+                Ok(json) => return serde_json::from_str(&json).ok(),
+                Err(oneshot::error::TryRecvError::Empty) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+                Err(_) => return None,
+            }
+        }
     }
 }
 

@@ -26,20 +26,26 @@ pub(crate) mod wire;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use hyper::StatusCode;
 use weightsync_engine::settings::{self, Setting, Wrong};
 use weightsync_engine::transport::{
     Deadline, Endpoint, FirstWeights, Joining, Opening, ReceiverTransport, Registration, Scheme,
     SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result};
+use weightsync_engine::{AnyScheme, Capabilities, Error, ModelId, Result, SenderStatus};
 use weightsync_net::access::encrypts_loopback;
 use weightsync_net::reach::{self, Reached};
 use weightsync_net::tls::Part;
 use weightsync_net::{Access, AccessError};
 
 use self::error::RpcError;
+use self::wire::of_sender;
+use crate::http::{Ask, Bearer, Client, Encryption, Fault, To};
+
+/// The longest status, in bytes.
+const MAX_STATUS: usize = 64 << 20;
 
 /// How often each end sends a sign of life.
 const BEAT: Duration = Duration::from_millis(200);
@@ -293,6 +299,39 @@ impl Scheme for Rpc {
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
         let sender = sender::RpcSender::open(opening, &self.allowed()?)?;
         Ok(Box::new(sender))
+    }
+
+    fn ask_status(&self, at: &Endpoint, timeout: Duration) -> Result<SenderStatus> {
+        let sender = Addresses::of(at)?.found;
+        let access = self.allowed_to(sender)?;
+        access
+            .may_dial_with_secret(sender)
+            .map_err(RpcError::from)?;
+        let encryption = Encryption {
+            tls: access.tls.clone(),
+            to: To::Sender,
+        };
+        let client = Client::new(sender, Bearer::to_sender(at.secret()), encryption);
+        let since = Instant::now();
+        let asked = async {
+            let reply = client.ask(Ask::get(of_sender::STATUS), timeout).await?;
+            match reply.status {
+                StatusCode::OK => reply.json(MAX_STATUS, timeout).await,
+                status => Err(Fault::Status {
+                    addr: sender,
+                    status,
+                }),
+            }
+        };
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build();
+        let runtime = runtime.map_err(RpcError::Thread)?;
+        runtime.block_on(asked).map_err(|fault| Error::NoSender {
+            address: at.address().into(),
+            waited: since.elapsed(),
+            last: Some(fault.to_string()),
+        })
     }
 
     fn join(

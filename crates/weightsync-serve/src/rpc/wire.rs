@@ -34,6 +34,7 @@ pub(crate) mod of_sender {
     pub(crate) const SET: &str = "/v1/workers/{id}/set";
     pub(crate) const MODEL: &str = "/v1/models/{model}";
     pub(crate) const IMAGE: &str = "/v1/models/{model}/versions/{version}/image";
+    pub(crate) const STATUS: &str = "/v1/status";
 }
 
 /// The routes of a worker.

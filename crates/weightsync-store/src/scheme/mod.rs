@@ -11,27 +11,30 @@
 //! and load that as [`Store::load`] does. What they say about it is in their status.
 
 mod receiver;
-mod registry;
 mod sender;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use weightsync_core::{ModelId, Run, Version, WorkerId};
+use weightsync_core::{ModelId, ModelStatus, Run, WorkerId};
 use weightsync_engine::settings::{self, Setting, Wrong};
+#[cfg(feature = "fuzz")]
+use weightsync_engine::transport::polled::{AboutWorker, WorkerWords};
+use weightsync_engine::transport::polled::{Life, Pause, Roster};
 use weightsync_engine::transport::{
     Capabilities, Deadline, Endpoint, Joining, ModelSpec, Opening, ReceiverTransport, Registration,
     Scheme, SenderTransport, register,
 };
-use weightsync_engine::{AnyScheme, Error, InitInfo};
+use weightsync_engine::{AnyScheme, Error, InitInfo, SenderStatus};
 
 use crate::address::Address;
 use crate::error::{Result, StoreError};
 use crate::lease;
-use crate::pause::Pause;
 use crate::retention::Keep;
-use crate::storage::{Life, Storage, TEMPORARY, is_temporary};
+use crate::storage::{Storage, TEMPORARY, is_temporary};
 use crate::store::Store;
 
 /// Weights go through a store: the scheme `store:PATH`.
@@ -231,8 +234,12 @@ impl Scheme for StoreScheme {
         if self.settings.temporary {
             self.sweep()?;
         }
-        let sender = sender::StoreSender::open(self, opening)?;
-        Ok(Box::new(sender))
+        sender::open(self, opening)
+    }
+
+    /// As the files of the store tell it. The outcome of each send is known to the sender alone.
+    fn ask_status(&self, at: &Endpoint, _: Duration) -> Result<SenderStatus, Error> {
+        Ok(status_of_store(&store_at(at)?)?)
     }
 
     fn join(
@@ -244,6 +251,49 @@ impl Scheme for StoreScheme {
         let receiver = receiver::StoreReceiver::join(at, joining, deadline)?;
         Ok(Box::new(receiver))
     }
+}
+
+/// What the files of a store tell of its sender, its versions and its workers. Nothing is changed.
+///
+/// # Errors
+///
+/// Those of [`Store::versions`].
+pub fn status_of_store(store: &Store) -> Result<SenderStatus> {
+    let mut status = SenderStatus::default();
+    status.scheme = format!("{WORD}:{}", store.address());
+    status.address = store.address();
+    for stored in store.newest_versions(1)?.versions {
+        status.run = stored.run.to_string();
+        let models = stored.models.into_iter().map(|model| ModelStatus {
+            name: model.model,
+            version: model.version,
+            bytes: 0,
+            changed: model.changes,
+            delta_bytes: (model.deltas > 0).then_some(model.stored_bytes),
+        });
+        status.models = models.collect();
+    }
+    let storage = store.shared_storage();
+    let peer = storage.peer(SENDER);
+    let peer = peer.map_err(StoreError::file("reading", storage.name(SENDER)))?;
+    let Some(peer) = peer else {
+        return Ok(status);
+    };
+    let about: Option<AboutSender> = serde_json::from_slice(peer.about()).ok();
+    if let Some(about) = about {
+        if peer.life() == Life::Here {
+            status.pid = about.pid;
+        }
+        for model in &mut status.models {
+            let mut specs = about.models.iter();
+            let spec = specs.find(|spec| spec.id == model.name);
+            model.bytes = spec.map_or(0, |spec| spec.layout.payload_bytes());
+        }
+        let models = about.models.len();
+        let place = Arc::new(sender::WorkerDirectories(storage));
+        status.workers = Roster::of_another(place, about.run, models).status();
+    }
+    Ok(status)
 }
 
 /// The store of an endpoint.
@@ -277,41 +327,13 @@ struct AboutSender {
     models: Vec<ModelSpec>,
 }
 
-/// What a worker announces.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct AboutWorker {
-    worker: WorkerId,
-    pid: u32,
-    device: String,
-    /// The sender that it joined.
-    run: Run,
-    wanted: Vec<usize>,
-}
-
-/// What a worker says about the versions.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Status {
-    /// The newest publication that it has whole, and has checked.
-    staged: u64,
-    /// The newest publication that it has loaded.
-    applied: u64,
-    /// The versions it has loaded, in the order of what it wanted.
-    versions: Vec<Version>,
-    /// The last publication that it could not use, and why.
-    refused: Option<(u64, String)>,
-    /// What it waits for: a version of this model, or a later one.
-    asks: Option<(ModelId, Version)>,
-    /// Why it can use none of its models at all.
-    rejected: Option<String>,
-}
-
 /// How many of what processes announce and say these bytes are.
 #[cfg(feature = "fuzz")]
 pub(crate) fn reads(bytes: &[u8]) -> usize {
     let reads = [
         serde_json::from_slice::<AboutSender>(bytes).is_ok(),
         serde_json::from_slice::<AboutWorker>(bytes).is_ok(),
-        serde_json::from_slice::<Status>(bytes).is_ok(),
+        serde_json::from_slice::<WorkerWords>(bytes).is_ok(),
     ];
     reads.iter().filter(|reads| **reads).count()
 }
@@ -338,7 +360,7 @@ impl Store {
             read.map_err(StoreError::file("reading", storage.name(SENDER_LOCK)))
         };
         let seen = read()?;
-        let mut pause = Pause::new(storage);
+        let mut pause = Pause::new(storage.pauses());
         while is_here(storage, SENDER_LOCK) {
             // Where death shows by silence alone, one that was killed seems to be there for a while. One
             // that lives writes its file again.

@@ -5,22 +5,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use weightsync_core::{Run, Version};
+use weightsync_engine::transport::polled::{AboutWorker, Life, Pause, WorkerWords};
 use weightsync_engine::transport::{
     Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, VersionRequest,
     waits_for_a_restart,
 };
 use weightsync_engine::{Error, Member, Origin, Result, SetSnapshot, Snapshot};
 
-use super::{
-    ALIVE, AboutSender, AboutWorker, SENDER, Status, encoded, is_here, store_at, vacate, worker_dir,
-};
+use super::{ALIVE, AboutSender, SENDER, encoded, is_here, store_at, vacate, worker_dir};
 use crate::anchor::Base;
 use crate::catalog::{self, Catalog};
 use crate::error::{Damage, StoreError};
 use crate::format::{HEAD, Head, Manifest, Place, Stored, unseal};
 use crate::lease::Lease;
-use crate::pause::Pause;
-use crate::storage::{Life, Peer, Presence};
+use crate::storage::{Peer, Presence};
 use crate::store::{ModelVersion, Store};
 
 /// The longest reason for a refusal, in bytes.
@@ -49,7 +47,7 @@ pub(super) struct StoreReceiver {
     before: Option<SetSnapshot>,
     /// The newest, if a question came across it and it is still to be handed over.
     unasked: Option<SetSnapshot>,
-    status: Status,
+    status: WorkerWords,
     /// What was wrong with the head when that was said last.
     damage: Option<Damage>,
     /// Whether the next wait ends at once.
@@ -65,7 +63,7 @@ impl StoreReceiver {
     pub(super) fn join(at: &Endpoint, joining: &Joining, deadline: Deadline) -> Result<Self> {
         let since = Instant::now();
         let store = store_at(at)?;
-        let mut pause = Pause::new(store.storage());
+        let mut pause = Pause::new(store.storage().pauses());
         // What ended before, for as long as no sender is there.
         let (mut last, mut has_told) = (left_behind(&store), false);
         loop {
@@ -130,7 +128,7 @@ impl StoreReceiver {
             travelled: AtomicU64::new(0),
             before: None,
             unasked: None,
-            status: Status::default(),
+            status: WorkerWords::default(),
             damage: None,
             interrupted: Arc::default(),
             own,
@@ -296,7 +294,7 @@ impl StoreReceiver {
                 _ => true,
             }
         };
-        let mut pause = Pause::new(self.store.storage());
+        let mut pause = Pause::new(self.store.storage().pauses());
         loop {
             let life = self.peer.life();
             if let Some(set) = self.newer()? {
@@ -475,7 +473,7 @@ impl ReceiverTransport for StoreReceiver {
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
-        let mut pause = Pause::new(self.store.storage());
+        let mut pause = Pause::new(self.store.storage().pauses());
         loop {
             // Asked before the versions: what was sent last is not missed then.
             let life = self.peer.life();

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use weightsync_core::delta::Codec;
 use weightsync_engine::transport::interrupt;
+pub(crate) use weightsync_engine::transport::polled::Life;
 use weightsync_engine::{Error, files};
 
 use crate::anchor::{INDEX, SAFETENSORS};
@@ -184,17 +185,6 @@ pub(crate) trait Peer: fmt::Debug + Send + Sync {
 
     /// Whether it is there: it, and no other that has taken its name since.
     fn life(&self) -> Life;
-}
-
-/// What is known of another process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Life {
-    /// It is alive.
-    Here,
-    /// It left in order.
-    Left,
-    /// It died, or is silent.
-    Dead,
 }
 
 /// An interruption of the calling thread, as this interface has it.

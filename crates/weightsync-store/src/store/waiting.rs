@@ -5,10 +5,11 @@ use std::time::{Duration, Instant};
 use weightsync_core::ModelId;
 
 use super::{Loaded, LoadedModel, ModelVersion, Store, StoredVersion, Which};
+use weightsync_engine::transport::polled::Pause;
+
 use crate::catalog::{self, Catalog};
 use crate::error::{Result, StoreError};
 use crate::format::{HEAD, Place};
-use crate::pause::Pause;
 
 impl Store {
     /// Waits until a version is published that comes after `than`, by its number in the store, and
@@ -23,7 +24,7 @@ impl Store {
         timeout: Option<Duration>,
     ) -> Result<Option<StoredVersion>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut pause = Pause::new(self.storage());
+        let mut pause = Pause::new(self.storage().pauses());
         let mut seen = None;
         loop {
             let head = self.storage.read(HEAD);
@@ -81,7 +82,7 @@ impl Store {
         load: &dyn Fn() -> Result<T>,
     ) -> Result<Option<T>> {
         let deadline = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-        let mut pause = Pause::new(self.storage());
+        let mut pause = Pause::new(self.storage().pauses());
         let mut seen = None;
         loop {
             // The same head has nothing new.

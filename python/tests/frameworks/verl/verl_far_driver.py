@@ -66,8 +66,10 @@ for seed in (1, 2):
     ray.get(sent)
     # Workers that joined before their host's relay move to it.
     while True:
-        relays = ray.get(ends[0].status.remote())["relays"]
-        if (seen := [len(one["workers"]) for one in relays]) == [2]:
+        status = ray.get(ends[0].status.remote())
+        routes = [one["route"] for one in status["workers"]]
+        agents = [{"agent": one["agent"]} for one in status["relays"]]
+        if (seen := [routes.count(agent) for agent in agents]) == [2]:
             break
         time.sleep(0.1)
 print(json.dumps({"differ": differ, "relays": seen}))

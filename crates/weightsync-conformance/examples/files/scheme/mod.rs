@@ -28,7 +28,6 @@ mod sender;
 mod storage;
 
 use std::path::Path;
-use std::time::Instant;
 
 use serde::{Deserialize, Serialize};
 use weightsync_engine::transport::{
@@ -36,7 +35,7 @@ use weightsync_engine::transport::{
     SenderTransport, register,
 };
 use weightsync_engine::{
-    AnyScheme, Capabilities, Digest, Error, ModelId, Remedy, Result, Run, Version, WorkerId,
+    AnyScheme, Capabilities, Digest, Error, ModelId, Remedy, Result, Run, Version,
 };
 
 /// The scheme `files:dir=DIR`.
@@ -115,8 +114,7 @@ impl Scheme for Files {
     }
 
     fn open(&self, opening: &Opening<'_>) -> Result<Box<dyn SenderTransport>> {
-        let sender = sender::FileSender::open(Path::new(&self.dir), opening)?;
-        Ok(Box::new(sender))
+        sender::open(Path::new(&self.dir), opening)
     }
 
     fn join(
@@ -161,30 +159,6 @@ impl Live {
     }
 }
 
-/// A worker's file `alive`.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-struct AboutWorker {
-    worker: WorkerId,
-    pid: u32,
-    device: String,
-    wanted: Vec<usize>,
-}
-
-/// A worker's file `status`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Status {
-    /// The newest publication that it has whole, and has checked.
-    staged: u64,
-    /// The newest publication that it has loaded.
-    applied: u64,
-    /// The versions it has loaded, in the order of what it wanted.
-    versions: Vec<Version>,
-    /// The last publication that it could not use, and why.
-    refused: Option<(u64, String)>,
-    /// Why it can use none of its models at all.
-    rejected: Option<String>,
-}
-
 /// What can go wrong here and nowhere else.
 #[derive(Debug, thiserror::Error)]
 enum FilesError {
@@ -208,8 +182,4 @@ impl From<FilesError> for Error {
         let source = error.into();
         Self::Transport { source, remedy }
     }
-}
-
-fn passed(deadline: Deadline) -> bool {
-    deadline.is_some_and(|deadline| Instant::now() >= deadline)
 }

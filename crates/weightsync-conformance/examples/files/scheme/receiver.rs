@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
+use weightsync_engine::transport::polled::{AboutWorker, Life, Pause, WorkerWords};
 use weightsync_engine::transport::{
-    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport, interrupt,
+    Deadline, Endpoint, Image, Interrupter, Joining, ModelSpec, ReceiverTransport,
 };
 use weightsync_engine::{Digest, Error, Member, Result, Run, SetSnapshot, Snapshot};
 
-use super::storage::{self, Life, PAUSE, Peer, Presence, Stay, failed};
-use super::{AboutSender, AboutWorker, FilesError, Live, LiveVersion, Status, passed};
+use super::storage::{self, PAUSE, Peer, Presence, Stay, failed};
+use super::{AboutSender, FilesError, Live, LiveVersion};
 
 /// The longest reason for a refusal, in bytes.
 const MAX_REASON: usize = 4096;
@@ -28,7 +29,7 @@ pub struct FileReceiver {
     seen: u64,
     /// What was handed over last.
     held: Option<SetSnapshot>,
-    status: Status,
+    status: WorkerWords,
     /// What was wrong with `live` when that was said last.
     damage: Option<String>,
     /// Whether the next wait ends at once.
@@ -42,10 +43,11 @@ impl FileReceiver {
     pub fn join(at: &Endpoint, joining: &Joining, deadline: Deadline) -> Result<Self> {
         let since = Instant::now();
         let dir = Path::new(at.address());
+        let mut pause = Pause::new((PAUSE, PAUSE));
         loop {
             let sender = Peer::<AboutSender>::at(&dir.join("sender"))?;
             if let Some(sender) = sender.filter(|sender| is_right(sender, at, joining)) {
-                match announce(dir, joining) {
+                match announce(dir, sender.about.run, joining) {
                     Ok((own, presence)) => {
                         let all = &sender.about.models;
                         let models = joining.wanted.iter().map(|one| all[*one].clone());
@@ -54,7 +56,7 @@ impl FileReceiver {
                             wanted: joining.wanted.clone(),
                             seen: 0,
                             held: None,
-                            status: Status::default(),
+                            status: WorkerWords::default(),
                             damage: None,
                             interrupted: Arc::default(),
                             own,
@@ -70,14 +72,13 @@ impl FileReceiver {
                     Err(error) => return Err(error),
                 }
             }
-            if passed(deadline) {
+            if !pause.until(deadline)? {
                 return Err(Error::NoSender {
                     address: at.address().into(),
                     waited: since.elapsed(),
                     last: None,
                 });
             }
-            interrupt::sleep(PAUSE)?;
         }
     }
 
@@ -192,13 +193,14 @@ impl FileReceiver {
 }
 
 /// Makes this worker's directory, and its file in there.
-fn announce(dir: &Path, joining: &Joining) -> Result<(PathBuf, Presence)> {
+fn announce(dir: &Path, run: Run, joining: &Joining) -> Result<(PathBuf, Presence)> {
     /// Tells apart the receivers of one process.
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let about = AboutWorker {
         worker: joining.worker,
         pid: std::process::id(),
         device: joining.device.clone(),
+        run,
         wanted: joining.wanted.clone(),
     };
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -231,6 +233,7 @@ impl ReceiverTransport for FileReceiver {
     }
 
     fn next(&mut self, deadline: Deadline) -> Result<Option<SetSnapshot>> {
+        let mut pause = Pause::new((PAUSE, PAUSE));
         loop {
             // Asked before the versions: what was sent last is not missed then.
             let life = self.sender.life();
@@ -239,8 +242,8 @@ impl ReceiverTransport for FileReceiver {
             }
             match life {
                 Life::Here if self.interrupted.swap(false, Ordering::SeqCst) => return Ok(None),
-                Life::Here if passed(deadline) => return Ok(None),
-                Life::Here => interrupt::sleep(PAUSE)?,
+                Life::Here if !pause.until(deadline)? => return Ok(None),
+                Life::Here => {}
                 Life::Left => return Err(Error::SenderClosed),
                 Life::Dead => {
                     let pid = Some(self.sender.about.pid);

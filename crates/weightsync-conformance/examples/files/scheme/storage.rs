@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use weightsync_engine::transport::interrupt;
+use weightsync_engine::transport::polled::Life;
 use weightsync_engine::{Error, Result};
 
 use super::FilesError;
@@ -134,13 +135,6 @@ pub struct Peer<T> {
     pub about: T,
     file: File,
     bytes: u64,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Life {
-    Here,
-    Left,
-    Dead,
 }
 
 impl<T: DeserializeOwned> Peer<T> {

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use weightsync_core::{ModelId, Version, WorkerId, WorkerReport, WorkerStatus};
+use weightsync_core::{ModelId, SenderStatus, Version, WorkerId, WorkerReport, WorkerStatus};
 use weightsync_mem::{
     CopyOptions, Deadline, Listener, Publication, RemoteReaders, SegmentOptions, Source, Waiter,
     Writer,
@@ -54,6 +54,11 @@ impl Segment {
             .models
             .iter()
             .map(|model| (model.id.clone(), Arc::new(model.attributes.clone())));
+        let history = opening.history.clone();
+        writer.answer_status(Box::new(move |workers| {
+            let status = history.status(|status| status.workers = workers);
+            serde_json::to_vec(&status).unwrap_or_default()
+        }));
         let digest = match opening.options.digest {
             DigestPolicy::OnRequest => None,
             DigestPolicy::Background => Some(DigestThread::start()?),
@@ -118,6 +123,10 @@ impl SenderTransport for Segment {
 
     fn workers(&self) -> Vec<WorkerStatus> {
         self.writer.readers()
+    }
+
+    fn fill_status(&self, status: &mut SenderStatus) {
+        status.workers = self.remote_readers().roster();
     }
 
     fn wait_workers(

@@ -29,6 +29,7 @@ fn join(writer: &Writer, worker: u32, delivery: Delivery) -> RemoteReader {
         models: Models::ALL,
         delivery,
         device: String::new(),
+        location: Default::default(),
     };
     RemoteReaders::of(writer).join(options, |_| ()).unwrap()
 }

@@ -5,7 +5,7 @@ use weightsync_conformance::scale::longest;
 use weightsync_engine::{Expect, InitInfo, ReceiverSetup, Sender, SenderSetup, Snapshot, Tensors};
 
 use crate::scheme::{Deltas, Distributed, Share};
-use crate::status::Status;
+use crate::status;
 
 /// Tensors of several widths over more than two spans; the last span is short.
 fn weights() -> Tensors {
@@ -73,7 +73,7 @@ fn worker(info: &InitInfo, number: u32) -> (JoinHandle<()>, mpsc::Receiver<Got>)
 /// Bytes that each agent has fetched.
 fn received(info: &InitInfo) -> u64 {
     let endpoint = info.endpoint();
-    let status = Status::ask(endpoint.address(), endpoint.secret(), None, Some(longest())).unwrap();
+    let status = status::ask(endpoint.address(), endpoint.secret(), None, Some(longest())).unwrap();
     status.relays.iter().map(|relay| relay.received).sum()
 }
 

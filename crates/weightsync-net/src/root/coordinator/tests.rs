@@ -9,8 +9,10 @@ use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::timeout;
 use weightsync_conformance::scale::{longest, slowness};
-use weightsync_core::{Epoch, Run, Version, WorkerId};
-use weightsync_engine::{Expect, InitInfo, SendOptions, Sender, SenderSetup, Tensors};
+use weightsync_core::{Epoch, Run, Version, WorkerId, WorkerRoute};
+use weightsync_engine::{
+    Expect, InitInfo, SendOptions, Sender, SenderSetup, SenderStatus, Tensors,
+};
 
 use super::Event;
 use crate::link::Credentials;
@@ -19,7 +21,7 @@ use crate::link::{self, Link, LinkEnd};
 use crate::relay::{Item, runtime};
 use crate::root::answer;
 use crate::scheme::Distributed;
-use crate::status::Status;
+use crate::status;
 use crate::tls::Peer;
 use crate::wire::frame::BLOCK;
 use crate::wire::hello::Role;
@@ -51,13 +53,13 @@ async fn dial(info: &InitInfo) -> AsyncStream {
 /// Asks how things are until that is as it is to be.
 async fn wait_for<T: Send + 'static>(
     info: &InitInfo,
-    of: impl Fn(Status) -> Option<T> + Send + 'static,
+    of: impl Fn(SenderStatus) -> Option<T> + Send + 'static,
 ) -> T {
     let endpoint = info.endpoint();
     let (address, secret) = (endpoint.address().to_owned(), *endpoint.secret());
     let ask = move || {
         loop {
-            if let Some(answer) = of(Status::ask(&address, &secret, None, Some(longest())).unwrap())
+            if let Some(answer) = of(status::ask(&address, &secret, None, Some(longest())).unwrap())
             {
                 return answer;
             }
@@ -197,7 +199,7 @@ fn restarted_worker_joins_once_its_host_is_silent() {
         let mut fake = Fake::dial(&info).await;
         fake.send_agent(Epoch(0));
         wait_for(&info, |status| {
-            let admitted = status.relays.iter().any(|relay| !relay.workers.is_empty());
+            let admitted = !status.workers.is_empty();
             admitted.then_some(())
         })
         .await;
@@ -261,9 +263,9 @@ fn worker_moving_to_a_dead_agent_keeps_its_own() {
         drop(agents.pop());
         // Longer than one has that is not reached.
         let held = wait_for(&info, |status| {
-            let relays = status.relays.iter();
-            let lost = status.lost.is_empty() && relays.clone().count() == 1;
-            lost.then(|| relays.map(|relay| relay.workers.len()).sum::<usize>())
+            let lost = status.workers_by(WorkerRoute::Unreached).count() == 0;
+            let there = status.workers.iter().filter(|one| one.gone.is_none());
+            (lost && status.relays.len() == 1).then(|| there.count())
         });
         assert_eq!(held.await, 1);
         let sent = sender.send_async(&weights, &SendOptions::new());
@@ -471,8 +473,13 @@ fn received_bytes_may_be_any_number() {
         // More than the first of them has been heard by then.
         fake.link.send(&join(100));
         let received = wait_for(&info, |status| {
+            let agent = status.workers.first().map(|worker| worker.route)?;
             let mut relays = status.relays.iter();
-            Some(relays.find(|one| !one.workers.is_empty())?.received)
+            Some(
+                relays
+                    .find(|one| WorkerRoute::Agent(one.agent) == agent)?
+                    .received,
+            )
         });
         assert_eq!(received.await, u64::MAX);
     });

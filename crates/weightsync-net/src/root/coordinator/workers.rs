@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use weightsync_core::{Version, WorkerId};
+use weightsync_core::{Version, WorkerId, WorkerRoute};
 use weightsync_engine::log_limiter;
 use weightsync_mem::{
     Delivery, Departure, Error as Memory, Notified, RemoteReader, RemoteReaderOptions,
@@ -17,7 +17,6 @@ use crate::wire::message::{FromRoot, Want, WorkerProgress};
 /// One worker on another host.
 pub(super) struct Worker {
     pub(super) remote_reader: RemoteReader,
-    pub(super) device: String,
     /// The sequence of the last notification and the number of the last answered question.
     notified: u64,
     answered: u64,
@@ -45,7 +44,7 @@ impl Coordinator {
         let agent = joiner.agent;
         match self.membership.comes(agent, joiner.worker, joiner.instance) {
             JoinOutcome::Back(worker) => {
-                worker.start_over();
+                worker.start_over(agent);
                 self.joined(agent, joiner.asks.ticket, joiner.worker);
                 self.is_there(agent);
             }
@@ -75,15 +74,19 @@ impl Coordinator {
             agent,
             worker,
             instance,
-            asks: Asks { ticket, options },
+            asks: Asks {
+                ticket,
+                mut options,
+            },
         } = joiner;
         let known = self.agents.get(&agent).and_then(|one| one.known.as_ref());
         let process = Process {
             host: known.map_or([0; 16], |known| known.process.host),
             pid: options.pid,
         };
+        let host = known.map_or_else(String::new, |known| known.name.clone());
+        options.location = (host, WorkerRoute::Agent(agent));
         let changes = self.changes.clone();
-        let device = options.device.clone();
         let is_fresh = options.delivery == Delivery::Newest;
         match self
             .remote_readers
@@ -92,7 +95,6 @@ impl Coordinator {
             Ok(remote_reader) => {
                 let of = Worker {
                     remote_reader,
-                    device,
                     notified: 0,
                     answered: 0,
                     desired: Vec::new(),
@@ -155,8 +157,8 @@ impl Coordinator {
 
     /// A worker is reached again by the agent at which it has been all the time.
     pub(super) fn is_back(&mut self, worker: WorkerId) {
-        if let Some((_, one)) = self.membership.reached(worker) {
-            one.start_over();
+        if let Some((agent, one)) = self.membership.reached(worker) {
+            one.start_over(agent);
         }
         self.notify(BTreeSet::from([worker]));
         if let Some(waiter) = self.membership.comes_again(worker) {
@@ -334,7 +336,8 @@ impl Coordinator {
 
 impl Worker {
     /// The worker comes by another route: it must be notified of everything again.
-    fn start_over(&mut self) {
+    fn start_over(&mut self, agent: AgentId) {
+        self.remote_reader.set_route(WorkerRoute::Agent(agent));
         self.notified = 0;
         self.answered = 0;
         self.begins = 0;

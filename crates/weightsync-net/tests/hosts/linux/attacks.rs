@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use serde::{Deserialize, Serialize};
-use weightsync_core::{Epoch, Run, Version};
+use weightsync_core::{Epoch, Run};
 use weightsync_net::Token;
 use weightsync_net::access::Key;
-use weightsync_net::status::Status;
+use weightsync_net::status;
 use weightsync_net::wire::frame::{self, HEADER_BYTES, Header, Kind};
 use weightsync_net::wire::hello::{Client, HELLO_BYTES, Next, Protocols, Role as LinkRole};
 use weightsync_net::wire::message::{
@@ -176,13 +176,13 @@ fn huge_fetches(root: &str, dice: &mut Dice) -> Outcome {
     let run = run_of(root, dice)?;
     let (mut socket, _) = shake(dial(root)?, client(&token(), LinkRole::Bulk, dice))?;
     for _ in 0..50 {
-        let status = Status::ask(root, &token().secret(), None, Some(longest()))?;
+        let status = status::ask(root, &token().secret(), None, Some(longest()))?;
         let fetch = ToParent::Fetch(Wanted {
             run,
             agent: 0,
             model: 0,
             // The newest version now or a moment ago.
-            version: Version(status.models[0].version),
+            version: status.models[0].version,
             base: None,
             ranges: vec![BlockRange {
                 first: 0,

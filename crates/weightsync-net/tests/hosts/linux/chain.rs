@@ -1,6 +1,6 @@
 //! How versions come to many hosts when nothing goes wrong, and to who comes late.
 
-use weightsync_net::status::Status;
+use weightsync_core::{SenderStatus, WorkerRoute};
 
 use super::messages::Content;
 use super::stage::{Actor, GIGABIT, Stage, chain};
@@ -42,7 +42,11 @@ fn relays() {
     assert!(about.contains(&status.served), "{status:#?}");
     for relay in &chain {
         assert!(about.contains(&relay.received), "{status:#?}");
-        assert_eq!(relay.workers.len(), 2, "{status:#?}");
+        assert_eq!(
+            status.workers_by(WorkerRoute::Agent(relay.agent)).count(),
+            2,
+            "{status:#?}"
+        );
     }
     // Its relay has fetched what this one reads.
     assert_eq!(stage.seen(10).expect("it has a version").travelled, None);
@@ -86,7 +90,7 @@ fn changes() {
     }
     // One element of eight bytes in a hundred takes any other value.
     let once = SENDS * bytes as u64 / 100;
-    let relayed = |status: &Status| -> Vec<u64> {
+    let relayed = |status: &SenderStatus| -> Vec<u64> {
         let of = |agent| {
             let mut relays = begun.relays.iter();
             let before = relays.find(|one| one.agent == agent);
@@ -181,7 +185,10 @@ fn alone() {
             "{travelled:?} of {all}"
         );
     }
-    assert!(status.local.is_empty(), "{status:#?}");
+    assert!(
+        status.workers_by(WorkerRoute::Memory).next().is_none(),
+        "{status:#?}"
+    );
 }
 
 fn late() {

@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 
+use weightsync_core::WorkerRoute;
+
 use super::scale::second;
 use super::stage::{Actor, Stage, chain};
 
@@ -99,7 +101,8 @@ fn relay(host: usize) {
     let status = stage.status();
     for relay in &status.relays {
         let whole = 2 * bytes as u64;
-        let is_alone = relay.workers.iter().any(|worker| worker.pid == relay.pid);
+        let mut workers = status.workers_by(WorkerRoute::Agent(relay.agent));
+        let is_alone = workers.any(|worker| worker.pid == relay.pid);
         assert!(
             is_alone || relay.received < whole + whole / 8,
             "{status:#?}"
@@ -127,8 +130,9 @@ fn came_back(stage: &mut Stage, host: usize) {
         |status| {
             let relay = status.relays.iter().find(|relay| relay.pid == pid);
             let parents: BTreeSet<u64> = status.relays.iter().map(|one| one.parent).collect();
-            relay.is_some_and(|relay| relay.workers.len() == 2)
-                && parents.len() == status.relays.len()
+            relay.is_some_and(|relay| {
+                status.workers_by(WorkerRoute::Agent(relay.agent)).count() == 2
+            }) && parents.len() == status.relays.len()
         },
     );
     assert_eq!(chain(&status).len(), 3);

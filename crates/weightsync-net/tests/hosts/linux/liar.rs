@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use weightsync_core::Epoch;
 use weightsync_net::access::Key;
-use weightsync_net::status::Status;
+use weightsync_net::status;
 use weightsync_net::wire::frame::{BLOCK, BlockHead, Kind};
 use weightsync_net::wire::hello::{HELLO_BYTES, Next, Protocols, Role as LinkRole, Server};
 use weightsync_net::wire::message::{FromRoot, Message, ToChild, ToParent, ToRoot};
@@ -41,7 +41,7 @@ fn passed_over() {
         let mut stage = Stage::verified(4, 3 * MIB + 5000, content);
         stage.start_liar(1);
         stage.start_relay(2);
-        let fetches = |status: &weightsync_net::status::Status| {
+        let fetches = |status: &weightsync_core::SenderStatus| {
             let relay = status.relays.iter().find(|relay| relay.name != NAME);
             relay.map(|relay| relay.parent)
         };
@@ -110,7 +110,7 @@ fn verified() {
 
 /// Joins, and lies to those who fetch from it.
 pub(crate) fn lie(root: &str) -> Result<(), Box<dyn std::error::Error>> {
-    let status = Status::ask(root, &token().secret(), None, Some(longest()))?;
+    let status = status::ask(root, &token().secret(), None, Some(longest()))?;
     let bytes = status.models[0].bytes;
     let listener = TcpListener::bind("0.0.0.0:0")?;
     let port = listener.local_addr()?.port();

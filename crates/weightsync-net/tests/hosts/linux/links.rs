@@ -6,7 +6,7 @@ use weightsync_conformance::hosts::{Hosts, HostsError};
 use weightsync_conformance::scale::patience;
 
 use super::scale::{second, slowness};
-use super::stage::{Actor, GIGABIT, Stage};
+use super::stage::{Actor, GIGABIT, Stage, at_agents};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[
     ("a_link_is_cut_and_restored", || broken(Hosts::cut, false)),
@@ -90,10 +90,7 @@ fn broken(fault: fn(&Hosts, usize) -> Result<(), HostsError>, busy: bool) {
             "it has the newest {:?} after that",
             since.elapsed()
         ));
-        stage.until_status("everybody is reached", |status| {
-            let relays = status.relays.iter();
-            relays.map(|relay| relay.workers.len()).sum::<usize>() == 7
-        });
+        stage.until_status("everybody is reached", |status| at_agents(status) == 7);
         stage.send_everywhere();
     }
 }
@@ -184,10 +181,7 @@ fn asked() {
             restored.unwrap_or_else(|error| panic!("{error}"));
         }
         if versions == 0 {
-            stage.until_status("everybody is reached", |status| {
-                let relays = status.relays.iter();
-                relays.map(|relay| relay.workers.len()).sum::<usize>() == 2
-            });
+            stage.until_status("everybody is reached", |status| at_agents(status) == 2);
             stage.publish();
         }
         stage.until_all_newest();

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use weightsync_core::SenderStatus;
 use weightsync_engine::{InitInfo, Report};
 use weightsync_net::scrub::Scrub;
-use weightsync_net::status::Status;
 
 use super::attacks::Attack;
 
@@ -127,7 +127,7 @@ pub(crate) enum Notice {
     /// A trainer: what came of it.
     Sent(Sent),
     /// A trainer.
-    Status(Box<Status>),
+    Status(Box<SenderStatus>),
     /// A trainer.
     Scrubbed(Box<Scrub>),
     /// A relay: it is in.

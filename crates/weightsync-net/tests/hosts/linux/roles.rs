@@ -13,7 +13,7 @@ use weightsync_engine::{
     WaitFor,
 };
 use weightsync_net::scrub::Scrub;
-use weightsync_net::status::Status;
+use weightsync_net::status;
 use weightsync_net::tls::{Part, Tls};
 use weightsync_net::{Deltas, Distributed, Relay, RelayEvent, Token, Verify};
 
@@ -122,7 +122,7 @@ fn train(lead: &Lead) -> Outcome {
         match serde_json::from_str(&line?)? {
             Order::Status => {
                 let (secret, limit) = (token().secret(), Some(longest()));
-                let status = Status::ask(&address, &secret, tls.as_ref(), limit)?;
+                let status = status::ask(&address, &secret, tls.as_ref(), limit)?;
                 emit(&Notice::Status(Box::new(status)));
             }
             Order::Scrub => {

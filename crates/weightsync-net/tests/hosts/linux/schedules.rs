@@ -4,9 +4,11 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
+use weightsync_core::WorkerRoute;
+
 use super::messages::Content;
 use super::scale::{Dice, rounds, schedule_seed};
-use super::stage::{Actor, Stage, TRAINERS};
+use super::stage::{Actor, Stage, TRAINERS, at_agents};
 
 pub(crate) const TESTS: &[(&str, fn())] = &[(
     "every_event_order_ends_with_the_newest_everywhere",
@@ -201,9 +203,8 @@ impl Schedule {
             "version {word} is at {count} workers after {took:?}"
         ));
         self.stage.until_status("everybody is reached", |status| {
-            let relays = status.relays.iter();
-            let reached = relays.map(|relay| relay.workers.len()).sum::<usize>();
-            reached == count && status.lost.is_empty()
+            let unreached = status.workers_by(WorkerRoute::Unreached).next();
+            at_agents(status) == count && unreached.is_none()
         });
         self.stage.send_everywhere();
     }

@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use weightsync_conformance::hosts::Hosts;
+use weightsync_core::{RelayStatus, SenderStatus, WorkerRoute};
 use weightsync_engine::InitInfo;
 use weightsync_net::scrub::Scrub;
-use weightsync_net::status::{self, Status};
 
 use super::attacks::Attack;
 use super::messages::{
@@ -79,7 +79,7 @@ pub(crate) struct Stage {
     reports: BTreeMap<u64, (Instant, Sent)>,
     sending: u64,
     statuses: u64,
-    status: Option<Status>,
+    status: Option<SenderStatus>,
     scrubbed: Option<Scrub>,
     begun: Instant,
     logs: Vec<(Actor, String)>,
@@ -336,7 +336,7 @@ impl Stage {
     }
 
     /// How the trainer says things are.
-    pub(crate) fn status(&mut self) -> Status {
+    pub(crate) fn status(&mut self) -> SenderStatus {
         let before = self.statuses;
         self.order(Order::Status);
         self.until("the trainer says how things are", |stage| {
@@ -357,8 +357,8 @@ impl Stage {
     pub(crate) fn until_status(
         &mut self,
         what: &str,
-        mut done: impl FnMut(&Status) -> bool,
-    ) -> Status {
+        mut done: impl FnMut(&SenderStatus) -> bool,
+    ) -> SenderStatus {
         let until = Instant::now() + longest();
         loop {
             let status = self.status();
@@ -559,8 +559,15 @@ pub(crate) fn spawn(command: &mut Command, role: &str) -> Child {
 }
 
 /// The relays of a status from the sender down a chain; fails where it is none.
-pub(crate) fn chain(status: &Status) -> Vec<&status::Relay> {
-    let mut chain: Vec<&status::Relay> = Vec::new();
+/// How many workers agents reach.
+pub(crate) fn at_agents(status: &SenderStatus) -> usize {
+    let relays = status.relays.iter();
+    let at = relays.map(|relay| status.workers_by(WorkerRoute::Agent(relay.agent)).count());
+    at.sum()
+}
+
+pub(crate) fn chain(status: &SenderStatus) -> Vec<&RelayStatus> {
+    let mut chain: Vec<&RelayStatus> = Vec::new();
     loop {
         let parent = chain.last().map_or(0, |last| last.agent);
         let mut below = status.relays.iter().filter(|one| one.parent == parent);

@@ -1,5 +1,7 @@
 //! Relays that are stopped, not dead.
 
+use weightsync_core::WorkerRoute;
+
 use super::stage::{Actor, Stage};
 
 pub(crate) const TESTS: &[(&str, fn())] =
@@ -28,7 +30,10 @@ fn stopped() {
     stage.resume(relay);
     stage.until_status("its workers are at the relay", |status| {
         let relay = status.relays.iter().find(|one| one.pid == pid);
-        status.relays.len() == 2 && relay.is_some_and(|relay| relay.workers.len() == 3)
+        status.relays.len() == 2
+            && relay.is_some_and(|relay| {
+                status.workers_by(WorkerRoute::Agent(relay.agent)).count() == 3
+            })
     });
     stage.send_everywhere();
     stage.until("it says that it was stopped", |stage| {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use weightsync_engine::transport::{
     Attendance, Deadline, Endpoint, Opening, Segment, SenderTransport, Staging, Targets,
 };
-use weightsync_engine::{Origin, Result, Snapshot, Version, WorkerId, WorkerStatus};
+use weightsync_engine::{Origin, Result, SenderStatus, Snapshot, Version, WorkerId, WorkerStatus};
 use weightsync_mem::Listener;
 use weightsync_net::tls::Asks;
 use weightsync_net::{Access, listen_error};
@@ -52,6 +52,7 @@ impl RpcSender {
             remote_readers,
             (at.found, secret),
             access.clone(),
+            opening.history.clone(),
         ));
         let theirs = shared.clone();
         let thread = HttpThread::start("weightsync-rpc", move |stopping| {
@@ -89,6 +90,10 @@ impl SenderTransport for RpcSender {
 
     fn workers(&self) -> Vec<WorkerStatus> {
         self.segment.workers()
+    }
+
+    fn fill_status(&self, status: &mut SenderStatus) {
+        self.segment.fill_status(status);
     }
 
     fn wait_workers(

@@ -45,6 +45,7 @@ pub(super) fn router(shared: Arc<Shared>, stopping: Stopping) -> Router {
         .route(of_sender::SET, get(set))
         .route(of_sender::MODEL, get(model))
         .route(of_sender::IMAGE, get(image))
+        .route(of_sender::STATUS, get(status))
         .with_state(App { shared, stopping })
 }
 
@@ -177,6 +178,10 @@ async fn set(
             None => Answer::Gone,
         };
     }
+}
+
+async fn status(State(app): State<App>) -> Response {
+    Json(app.shared.status()).into_response()
 }
 
 async fn model(State(app): State<App>, Path(model): Path<usize>) -> Response {

@@ -23,8 +23,10 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use tokio::sync::watch;
-use weightsync_engine::transport::{Attendance, Deadline, ModelSpec};
-use weightsync_engine::{Epoch, ModelId, Result, Run, Version, WorkerId};
+use weightsync_engine::transport::{Attendance, Deadline, ModelSpec, SendHistory};
+use weightsync_engine::{
+    Epoch, ModelId, Result, Run, SenderStatus, Version, WorkerId, WorkerRoute,
+};
 use weightsync_mem::{
     Delivery, Departure, Models, Notified, RemoteReader, RemoteReaderOptions, RemoteReaders,
     Snapshot, Want,
@@ -206,9 +208,16 @@ pub(super) struct Shared {
     /// Proves to workers that this is their sender.
     pub(super) proof: ProofKey,
     log_limiter: Mutex<LogLimiter>,
+    history: Arc<SendHistory>,
 }
 
 impl Shared {
+    /// The sender's status.
+    pub(super) fn status(&self) -> SenderStatus {
+        let roster = |status: &mut SenderStatus| status.workers = self.remote_readers.roster();
+        self.history.status(roster)
+    }
+
     /// Logs why workers cannot be called back, once a minute: they try again and again.
     pub(super) fn complain(&self, why: &str) {
         let limiter = self.log_limiter.lock();
@@ -223,8 +232,10 @@ impl Shared {
         remote_readers: RemoteReaders,
         (found, secret): (SocketAddr, &[u8; 16]),
         access: Access,
+        history: Arc<SendHistory>,
     ) -> Self {
         Self {
+            history,
             table: Mutex::default(),
             log_limiter: Mutex::default(),
             changed: Condvar::new(),
@@ -287,6 +298,7 @@ impl Shared {
                 models: registration.wanted,
                 delivery: Delivery::Newest,
                 device: registration.device.clone(),
+                location: (registration.addr.ip().to_string(), WorkerRoute::Http),
             };
             let call = move |_| theirs.send_replace(());
             let worker = Worker {

@@ -41,7 +41,15 @@ impl Service {
                 self.withdrawn(party, earlier.kind);
             }
         }
-        let of = match &request {
+        if let Err(refused) = self.may_ask(role, &request) {
+            return answer(Err(refused));
+        }
+        self.answer_request(party, request, answer);
+    }
+
+    /// Whether a party of this role may ask this.
+    fn may_ask(&self, role: Role, request: &Request) -> Result<(), Problem> {
+        let of = match request {
             Request::Sync { .. }
             | Request::Cancel {}
             | Request::Loaded { .. }
@@ -57,17 +65,19 @@ impl Service {
         };
         if let Some(of) = of.filter(|of| *of != role) {
             let reason = format!("this request is for a party that is {of}, and not for a {role}");
-            return answer(Err(Problem::Refused { reason }));
+            return Err(Problem::Refused { reason });
         }
-        let numbered = match &request {
+        match request {
             Request::Publishing { version, .. }
             | Request::Published { version, .. }
             | Request::Meet { version, .. } => self.check_version(*version),
             _ => Ok(()),
-        };
-        if let Err(refused) = numbered {
-            return answer(Err(refused));
         }
+    }
+
+    /// Does what a party asks. This function is long because it is one list: an arm for each request,
+    /// which depends on no other arm.
+    fn answer_request(&mut self, party: Party, request: Request, answer: Answer<Reply>) {
         match request {
             Request::Need { step } => {
                 self.stepped(party, step);

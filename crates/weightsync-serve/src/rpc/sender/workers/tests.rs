@@ -37,7 +37,9 @@ fn sender() -> (Writer, Arc<Shared>) {
     let found = "127.0.0.1:1".parse().unwrap();
     let access = Access::with_token(None).unwrap();
     let readers = RemoteReaders::of(&writer);
-    let shared = Shared::new(vec![model], readers, (found, at.secret()), access);
+    let models = vec![model];
+    let history = Arc::new(SendHistory::new("rpc", at.address(), &models));
+    let shared = Shared::new(models, readers, (found, at.secret()), access, history);
     (writer, Arc::new(shared))
 }
 
