@@ -171,7 +171,7 @@ fn departure_is_reported_by_the_next_report_while_a_snapshot_lives_on() {
     take(&mut second);
     assert_eq!(
         outcomes(&settle(&writer, &publication)),
-        [(1, Outcome::Left), (1, Outcome::Applied)]
+        [(1, Outcome::Applied), (1, Outcome::Left)]
     );
     // The first reader is removed only now, and has no second line.
     drop(lives_on);
