@@ -60,8 +60,13 @@ impl RootPlan {
     /// Acts on the results of comparisons, and answers clients whose round is complete.
     pub(super) fn checked(&mut self, checked: &[Checked]) {
         for one in checked {
-            if let Verdict::Differs { expected, got } = one.verdict {
-                self.spoiled((one.item, one.agent), expected, got);
+            let Checked { item, agent, .. } = *one;
+            match one.verdict {
+                Verdict::Differs { expected, got } => self.spoiled((item, agent), expected, got),
+                Verdict::Replaced | Verdict::Gone => {
+                    tracing::debug!("agent {agent}'s copy of {item:?} is not compared");
+                }
+                Verdict::Same | Verdict::Unknown => {}
             }
         }
         let mut rounds = std::mem::take(&mut self.rounds);

@@ -168,12 +168,11 @@ impl RootPlan {
         self.effects.push(RootEffect::Progress(progress));
     }
 
-    /// Reads the mailboxes of those of these workers that an agent reaches.
+    /// Reads the mailboxes of those of these workers that an agent reaches. If there are none, this
+    /// still notes the newest set: workers that join later may begin with it.
     pub(super) fn read(&mut self, mut workers: BTreeSet<WorkerId>) {
         workers.retain(|worker| self.membership.reached(*worker).is_some());
-        if !workers.is_empty() {
-            self.effects.push(RootEffect::Read(workers));
-        }
+        self.effects.push(RootEffect::Read(workers));
     }
 
     /// Notifies workers of new sets. Workers of one agent with the same set share a message.
